@@ -1,0 +1,59 @@
+"""holdfast keeps a training run on its step: the whole training state in memory, restored bit for bit.
+
+::
+
+    from holdfast import InMemorySnapshot
+
+    with InMemorySnapshot(model, optim) as snap:
+        for step in range(snap.step, n_steps):
+            train_step(...)
+
+Importing this imports neither torch nor any framework.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from smp_daemon.errors import (
+    ArenaTooSmall,
+    ConfigError,
+    DamagedSnapshot,
+    DeadlineExceeded,
+    HoldfastError,
+    NoFreeSlot,
+    ProtocolError,
+    SmpUnavailable,
+    StaleEpoch,
+    StateMismatch,
+    Unrecoverable,
+)
+
+if TYPE_CHECKING:
+    from holdfast.hook import InMemorySnapshot
+
+__version__ = version("holdfast")
+
+__all__ = [
+    "ArenaTooSmall",
+    "ConfigError",
+    "DamagedSnapshot",
+    "DeadlineExceeded",
+    "HoldfastError",
+    "InMemorySnapshot",
+    "NoFreeSlot",
+    "ProtocolError",
+    "SmpUnavailable",
+    "StaleEpoch",
+    "StateMismatch",
+    "Unrecoverable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "InMemorySnapshot":
+        from holdfast.hook import InMemorySnapshot
+
+        return InMemorySnapshot
+    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

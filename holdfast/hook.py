@@ -1,0 +1,74 @@
+"""`InMemorySnapshot`: the one thing that users import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from integrations import adapter_for
+from snapshot.adapter import Stateful
+from snapshot.hook import SnapshotHook
+
+
+class InMemorySnapshot(SnapshotHook):
+    """Keeps this rank's training state in the memory of its node, and of the other nodes, while the block runs.
+
+    Entering restores the newest snapshot in place if the job has one. Every ``optim.step()`` inside the block is a
+    step; its state is copied while the next step runs. All ranks enter together, after the process group, the model
+    and the optimizer are made, and before data is read. Leaving without an exception ends the job: memory is freed.
+
+    The state is that at the return of ``optim.step()``; schedules and group options count as they are when the
+    next forward begins. Update counters of your own that are in `extra` before ``optim.step()``.
+
+    Args:
+        model: a module, or a list of modules (Megatron's chunks).
+        optim: a `torch.optim.Optimizer`, or an optimizer of megatron-core.
+        scheduler: a learning rate schedule.
+        extra: more objects with ``state_dict`` and ``load_state_dict``, by name; for example a data loader.
+        job: id of the training run, the same on every rank and restart; default from the environment:
+            ``HOLDFAST_JOB``, torchrun's run id, Slurm's job id.
+        every: take a snapshot every so many steps.
+        protect: ``"auto"`` (one parity, groups of at most 8 nodes), ``"k+1"``, or ``"none"``.
+        slots: slot files per shard, at least 2. Memory per node is about ``slots * S * (1 + 1/k)`` for S bytes of
+            state. With 2, snapshots are skipped while one is being protected.
+        start: start an SMP if none runs on this node.
+        keep: leave the SMPs and their snapshots in place when the block ends well.
+        strict: raise if snapshots cannot be taken any more; the default is to log it and train on.
+        arena: where arenas lie; default ``HOLDFAST_ARENA``, or ``/dev/shm/holdfast-<uid>``.
+        deadline_s: how long the fence waits for a copy before it gives that snapshot up.
+
+    Raises:
+        ConfigError: an argument or the machine's set-up is wrong. Entering raises any `HoldfastError`, as does the
+            first step, at which memory is reserved; after that, see `strict`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optim: Any,
+        *,
+        scheduler: Stateful | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+        job: str | None = None,
+        every: int = 1,
+        protect: str = "auto",
+        slots: int = 3,
+        start: bool = True,
+        keep: bool = False,
+        strict: bool = False,
+        arena: Path | None = None,
+        deadline_s: float = 60.0,
+    ) -> None:
+        super().__init__(
+            adapter_for(model, optim, scheduler, dict(extra or {})),
+            job=job,
+            every=every,
+            protect=protect,
+            slots=slots,
+            start=start,
+            keep=keep,
+            strict=strict,
+            arena=arena,
+            deadline_s=deadline_s,
+        )

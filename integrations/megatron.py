@@ -1,0 +1,140 @@
+"""megatron-core: model chunks and its optimizers, distributed or not.
+
+Captured in place: main parameters, moments, frozen parameters, buffers, scaler, schedule, every random generator.
+Not captured: 16-bit weights, which are casts of the main parameters (checked once, bit for bit) and are made again
+on restore. Between steps they may not even be current: with overlapped parameter gathering only each rank's own
+part of them is.
+
+Never goes through ``optimizer.load_state_dict``: with torch's AdamW, Megatron's gives all parameters one shared step
+counter there, and training goes on with wrong bias corrections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+
+from integrations.torch_native import buffers, check_modules, check_stateful
+from smp_daemon.errors import StateMismatch
+from smp_daemon.slotfile import Leaf
+from snapshot import optimizers, rng
+from snapshot.adapter import LiveTensor, Stateful, Tree
+
+
+class MegatronAdapter:
+    """`snapshot.adapter.Adapter` for megatron-core 0.15 and 0.16."""
+
+    def __init__(
+        self, model: Any, optim: Any, scheduler: Stateful | None = None, extra: Mapping[str, Stateful] | None = None
+    ) -> None:
+        self._chunks = check_modules(model)
+        self._optimizer = optim
+        self._parts: list[Any] = [
+            part
+            for part in getattr(optim, "chained_optimizers", [optim])
+            if not getattr(part, "is_stub_optimizer", False)
+        ]
+        self._scheduler = check_stateful("scheduler", scheduler)
+        self._extra = {name: check_stateful(f"extra[{name!r}]", part) for name, part in (extra or {}).items()}
+
+    def coordinate(self) -> str:
+        return (
+            f"pp{mpu.get_pipeline_model_parallel_rank()}-tp{mpu.get_tensor_model_parallel_rank()}"
+            f"-cp{mpu.get_context_parallel_rank()}-ep{mpu.get_expert_model_parallel_rank()}"
+            f"-dp{mpu.get_data_parallel_rank()}"
+        )
+
+    def modules(self) -> Sequence[torch.nn.Module]:
+        return self._chunks
+
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def tensors(self) -> Iterator[LiveTensor]:
+        for i, chunk in enumerate(self._chunks):
+            for name, parameter in chunk.named_parameters():
+                if not parameter.requires_grad:
+                    yield LiveTensor(f"model{i}.{name}", parameter, stable=True)
+            yield from buffers(chunk, f"model{i}")
+        for i, part in enumerate(self._parts):
+            for name, main in optimizers.parameters(part.optimizer):
+                yield LiveTensor(f"optim{i}.{name}.main", main, stable=True)
+            yield from optimizers.state_tensors(part.optimizer, f"optim{i}")
+
+    def early(self) -> Tree:
+        tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+        states = {
+            name: tensor_parallel.random.convert_cuda_rng_state(state, to_graphable=False)
+            for name, state in tracker.items()
+        }
+        return {
+            "rng": rng.capture(),
+            "tracker": states,
+            "extra": {name: part.state_dict() for name, part in self._extra.items() if part},
+        }
+
+    def late(self) -> Tree:
+        return {
+            "optim": [optimizers.plain_state(part.optimizer) for part in self._parts],
+            "scaler": [scaler.state_dict() if scaler else None for scaler in map(_scaler, self._parts)],
+            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+        }
+
+    def verify(self) -> None:
+        for part in self._parts:
+            for name, weight, main in _casts(part):
+                if not torch.equal(weight.view(torch.uint8), main.detach().to(weight.dtype).view(torch.uint8)):
+                    raise StateMismatch(f"{name}: the model's weight is not the cast of its main parameter")
+
+    def materialise(self, leaves: Mapping[str, Leaf]) -> None:
+        for i, part in enumerate(self._parts):
+            without_main = {n: leaf for n, leaf in leaves.items() if not n.endswith(".main")}
+            optimizers.materialise_state(part.optimizer, f"optim{i}", without_main)
+
+    def load(self, early: Tree, late: Tree) -> None:
+        self._derive()
+        if self._scheduler:
+            if hasattr(self._scheduler, "num_steps"):
+                self._scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
+            self._scheduler.load_state_dict(late["scheduler"])
+        for part, options, scaler in zip(self._parts, late["optim"], late["scaler"], strict=True):
+            optimizers.load_plain_state(part.optimizer, options)
+            if scaler is not None:
+                part.grad_scaler.load_state_dict(scaler)
+        for name, extra in self._extra.items():
+            if extra:
+                extra.load_state_dict(early["extra"][name])
+        rng.restore(early["rng"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(early["tracker"])
+
+    def _derive(self) -> None:
+        """Make the model's weights from the main parameters, as ``optimizer.step()`` does."""
+        for part in self._parts:
+            if hasattr(part, "_copy_main_params_to_model_params"):
+                part._copy_main_params_to_model_params()
+        for chunk in self._chunks:
+            if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
+                chunk.start_param_sync(force_sync=True)
+
+
+def _scaler(part: Any) -> Any:
+    return getattr(part, "grad_scaler", None)
+
+
+def _casts(part: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, 16-bit weight, main parameter), flat and of equal length, for each weight that is not captured."""
+    if hasattr(part, "shard_fp32_from_float16_groups"):
+        for g, group in enumerate(part.model_float16_groups):
+            for i, weight in enumerate(group):
+                piece = part._get_model_param_range_map(weight)["param"]
+                main = part.shard_fp32_from_float16_groups[g][i]
+                yield f"group {g} parameter {i}", weight.detach().view(-1)[piece.start : piece.end], main.view(-1)
+    elif hasattr(part, "fp32_from_float16_groups"):
+        for g, group in enumerate(part.float16_groups):
+            for i, weight in enumerate(group):
+                main = part.fp32_from_float16_groups[g][i]
+                yield f"group {g} parameter {i}", weight.detach().reshape(-1), main.detach().reshape(-1)

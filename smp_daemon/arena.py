@@ -1,0 +1,285 @@
+"""The arena: one SMP's directory of slot files on tmpfs. The thin shell around `smp_daemon.slots`.
+
+::
+
+    <arena>/                  0700, locked by the SMP that owns it
+      smp.json                who owns it: pid, addresses
+      node.json               the newest epoch seen, the newest snapshot protected job-wide
+      layout-<epoch>.json     the job's layout in that epoch
+      board                   what became of recent snapshots; mapped by the trainers (`smp_daemon.board`)
+      <coord>.<i>.safetensors     a shard's slot i, and its commit record <same>.json
+      <g>-<p>.<i>.parity          parity slot i of position p in group g, and its commit record
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from smp_daemon.errors import ArenaTooSmall, ConfigError, ProtocolError
+from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.records import read_json, write_json
+from smp_daemon.slots import Slot, SlotPool, SlotState
+
+MADV_POPULATE_WRITE = 23
+SHARD_SUFFIX = "safetensors"
+PARITY_SUFFIX = "parity"
+
+log = logging.getLogger(__name__)
+
+
+class Pool(SlotPool):
+    """A slot pool and its files. Slots of other lengths may remain for as long as their snapshots are kept."""
+
+    def __init__(self, arena: Path, name: str, suffix: str) -> None:
+        super().__init__(name)
+        self.arena = arena
+        self.suffix = suffix
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def path(self, slot: Slot) -> Path:
+        """The slot's file."""
+        return self.arena / f"{self.name}.{slot.index}.{self.suffix}"
+
+    def path_of(self, snapshot: SnapshotId) -> str:
+        """Name of the file that holds `snapshot`, sealed. Raises `ProtocolError` if none does."""
+        slot = self.find(snapshot, SlotState.SEALED)
+        if slot is None:
+            raise ProtocolError(f"{snapshot} of {self.name} is not here")
+        return self.path(slot).name
+
+    def record_path(self, slot: Slot) -> Path:
+        """The slot's commit record."""
+        return self.arena / f"{self.name}.{slot.index}.{self.suffix}.json"
+
+    def view(self, slot: Slot) -> memoryview:
+        """The slot's bytes, mapped."""
+        mapped = self._maps.get(slot.index)
+        if mapped is None:
+            mapped = self._maps[slot.index] = _map(self.path(slot), slot.bytes)
+        return memoryview(mapped)
+
+    def create(self, length: int) -> Slot:
+        """A new slot whose file has all its memory reserved.
+
+        Raises:
+            ArenaTooSmall: the file system is full.
+        """
+        slot = self.add(length)
+        try:
+            _reserve(self.path(slot), length)
+        except BaseException:
+            self.slots.remove(slot)
+            raise
+        return slot
+
+    def commit(self, slot: Slot, record: Any) -> None:
+        """Write the commit record: from here on the slot counts."""
+        self.seal(slot)
+        write_json(self.record_path(slot), record)
+
+    def discard(self, slot: Slot) -> None:
+        """Free the slot. Its commit record goes first, so a crash in between leaves a free slot."""
+        self.record_path(slot).unlink(missing_ok=True)
+        slot.free()
+
+    def replace(self, slot: Slot) -> None:
+        """Free the slot and give it a new file, so that whoever still maps the old one writes into nothing."""
+        self.discard(slot)
+        self._maps.pop(slot.index, None)
+        self.path(slot).unlink(missing_ok=True)
+        _reserve(self.path(slot), slot.bytes)
+
+    def remove(self, slot: Slot) -> None:
+        """Delete the slot and its file."""
+        self.discard(slot)
+        self._maps.pop(slot.index, None)
+        self.path(slot).unlink(missing_ok=True)
+        self.slots.remove(slot)
+
+
+class Arena:
+    """All pools of one SMP. Not thread-safe, except that views may be read by any thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Create or take over the directory `path`.
+
+        Raises:
+            ConfigError: another SMP owns it, it is somebody else's, or it cannot be made.
+        """
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the arena {path}: {error.strerror}; choose another with HOLDFAST_ARENA"
+            ) from error
+        status = path.lstat()
+        if path.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise ConfigError(
+                f"the arena {path} must be a directory of this user with mode 0700, not a link: remove it"
+            )
+        self._lock = (path / "lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"another SMP owns the arena {path}: use it, or stop it first") from error
+        self.shards: dict[str, Pool] = {}
+        self.parities: dict[tuple[int, int], Pool] = {}
+        self.layouts: dict[int, Layout] = {}
+        self._wanted: dict[Pool, tuple[int, int]] = {}
+
+    def shard_pool(self, coord: str) -> Pool:
+        """The pool of a shard, empty if it is new."""
+        return self.shards.setdefault(coord, Pool(self.path, coord, SHARD_SUFFIX))
+
+    def parity_pool(self, group: int, position: int) -> Pool:
+        """The pool of the parity of one position of a group, empty if it is new."""
+        name = f"{group}-{position}"
+        return self.parities.setdefault((group, position), Pool(self.path, name, PARITY_SUFFIX))
+
+    def pools(self) -> Iterator[Pool]:
+        """Every pool."""
+        yield from self.shards.values()
+        yield from self.parities.values()
+
+    def reserve(self, wanted: dict[Pool, tuple[int, int]]) -> None:
+        """Give each pool `count` slots of `length` bytes; ``wanted[pool] = (length, count)``.
+
+        Free slots that nobody wants are deleted first. Slots that hold a snapshot stay, whatever their length.
+        Nothing is created unless there is room for all.
+
+        Raises:
+            ArenaTooSmall: the message names the need, the room and the fix.
+        """
+        for pool in list(self.pools()):
+            length, _ = wanted.get(pool, (None, 0))
+            for slot in [s for s in pool.slots if s.state is SlotState.FREE and s.bytes != length]:
+                pool.remove(slot)
+        missing = [
+            (pool, length)
+            for pool, (length, count) in wanted.items()
+            if length
+            for _ in range(count - sum(slot.bytes == length for slot in pool.slots))
+        ]
+        need = sum(length for _, length in missing)
+        room = _room(self.path)
+        if need > room:
+            raise _too_small(self.path, need, room)
+        for pool, length in missing:
+            pool.view(pool.create(length))
+        self._wanted = wanted
+
+    def release(self, keep: Collection[SnapshotId], before: SnapshotId) -> None:
+        """Free sealed slots of snapshots older than `before` that are not in `keep`.
+
+        Slots that `reserve` was not asked for go with their files, and so do layouts that nothing refers to.
+        """
+        for pool in self.pools():
+            length, _ = self._wanted.get(pool, (None, 0))
+            for slot in pool.outdated(keep, before):
+                if slot.bytes == length:
+                    pool.discard(slot)
+                else:
+                    pool.remove(slot)
+        newest = max(self.layouts, default=0)
+        for epoch in [e for e in self.layouts if e < newest and all(e != s.epoch for s in keep)]:
+            del self.layouts[epoch]
+            (self.path / f"layout-{epoch}.json").unlink(missing_ok=True)
+
+    def fence(self) -> None:
+        """Take the slots that somebody is writing out of their hands."""
+        for pool in self.pools():
+            for slot in [s for s in pool.slots if s.state is SlotState.WRITING]:
+                pool.replace(slot)
+
+    def add_layout(self, layout: Layout) -> None:
+        """Remember the layout of an epoch."""
+        write_json(self.path / f"layout-{layout.epoch}.json", layout.to_json())
+        self.layouts[layout.epoch] = layout
+
+    def adopt(self) -> Iterator[tuple[Pool, Slot, Any]]:
+        """Find what a predecessor left: yields every slot with its commit record, to be accepted or discarded.
+
+        Slots without a commit record become free; a record that cannot be read is none.
+        """
+        for path in sorted(self.path.glob("layout-*.json")):
+            try:
+                layout = Layout.from_json(read_json(path))
+                self.layouts[layout.epoch] = layout
+            except ProtocolError as error:
+                log.warning("left alone: %s", error)
+        for suffix in (SHARD_SUFFIX, PARITY_SUFFIX):
+            for path in sorted(self.path.glob(f"*.*.{suffix}")):
+                yield from self._adopt_file(path, suffix)
+
+    def _adopt_file(self, path: Path, suffix: str) -> Iterator[tuple[Pool, Slot, Any]]:
+        name, index, _ = path.name.rsplit(".", 2)
+        if suffix == SHARD_SUFFIX:
+            pool = self.shard_pool(name)
+        else:
+            group, position = name.split("-")
+            pool = self.parity_pool(int(group), int(position))
+        slot = Slot(int(index), path.stat().st_size)
+        pool.slots.append(slot)
+        try:
+            record = read_json(pool.record_path(slot))
+        except ProtocolError as error:
+            log.warning("slot treated as free: %s", error)
+            record = None
+        if record is not None:
+            yield pool, slot, record
+
+    def destroy(self) -> None:
+        """Remove the directory and all it holds."""
+        shutil.rmtree(self.path, ignore_errors=False)
+        for pool in self.pools():
+            pool.slots.clear()
+
+
+def _room(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def _too_small(path: Path, need: int, room: int) -> ArenaTooSmall:
+    return ArenaTooSmall(
+        f"the arena {path} needs {need:,} bytes more and its file system has {room:,} left: enlarge it "
+        f"(mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: emptyDir medium Memory), "
+        "or use fewer slots"
+    )
+
+
+def _reserve(path: Path, length: int) -> None:
+    """A new file of `length` bytes, all of them allocated now: later writes cannot fail with SIGBUS."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, length)
+    except OSError as error:
+        path.unlink()
+        if error.errno == errno.ENOSPC:
+            raise _too_small(path.parent, length, _room(path.parent)) from error
+        raise
+    finally:
+        os.close(fd)
+
+
+def _map(path: Path, length: int) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        mapped = mmap.mmap(fd, length)
+    finally:
+        os.close(fd)
+    mapped.madvise(mmap.MADV_DONTDUMP)
+    try:
+        mapped.madvise(MADV_POPULATE_WRITE)
+    except OSError:
+        log.debug("this kernel does not populate mappings (before Linux 5.14): the first copy will be slower")
+    return mapped

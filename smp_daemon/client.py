@@ -1,0 +1,145 @@
+"""The trainer's side of its node's SMP. Imports neither torch nor grpc.
+
+A trainer may fork data loader workers at any time, so nothing here starts a thread or a runtime of its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smp_daemon.board import Board, Outcome
+from smp_daemon.errors import ProtocolError, SmpUnavailable
+from smp_daemon.inventory import Inventory
+from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.limits import CALL_DEADLINE_S, PROTOCOL_VERSION
+from smp_daemon.paths import socket_path
+from smp_daemon.sources import Sources
+from smp_daemon.transport import Message, SocketStream, call, connect
+
+RECOVER_DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredShard:
+    """A shard that this node's SMP holds again. `how` is ``held``, ``fetched`` or ``rebuilt``."""
+
+    view: memoryview
+    how: str
+    bytes_fetched: int
+
+
+class SmpClient:
+    """A connection to this node's SMP. Calls from several threads take turns; each blocks for the answer.
+
+    Every call raises `SmpUnavailable` if the SMP is gone, `DeadlineExceeded` if it does not answer in time, and
+    whatever error the SMP replies with.
+    """
+
+    def __init__(self, arena: Path, job: str) -> None:
+        """Connect. Raises `SmpUnavailable` if no SMP serves `arena`, `ConfigError` if it serves another job."""
+        self.arena = arena
+        self._lock = threading.Lock()
+        self._maps: dict[str, tuple[int, memoryview]] = {}
+        if not socket_path(arena).exists():
+            raise SmpUnavailable(f"no SMP serves {arena}: start one with `python -m smp_daemon`")
+        self._stream: SocketStream = connect(socket_path(arena))
+        hello = self._call({"op": "hello", "job": job, "version": PROTOCOL_VERSION})
+        self.node = str(hello["node"])
+        self.pid = int(hello["pid"])
+        self._board = Board(arena / "board")
+
+    def inventory(self) -> Inventory:
+        """What the SMP holds."""
+        return Inventory.from_json(self._call({"op": "inventory"}))
+
+    def join(self, epoch: int) -> None:
+        """Enter an epoch; fences every older one."""
+        self._call({"op": "join", "epoch": epoch})
+
+    def configure(self, layout: Layout) -> None:
+        """Have the SMP reserve its memory for `layout`. May take as long as zeroing that memory."""
+        self._call({"op": "configure", "layout": layout.to_json()}, RECOVER_DEADLINE_S)
+
+    def begin(
+        self, snapshot: SnapshotId, coord: str, keep: Collection[SnapshotId], protected: SnapshotId | None
+    ) -> memoryview:
+        """A slot to write `coord` of `snapshot` into; frees what is not in `keep`."""
+        message = {
+            "op": "begin",
+            "snapshot": snapshot,
+            "coord": coord,
+            "keep": list(keep),
+            "protected": protected,
+        }
+        return self._map(self._call(message))
+
+    def seal(self, snapshot: SnapshotId, coord: str) -> None:
+        """All bytes are written: have them checked and committed."""
+        self._call({"op": "seal", "snapshot": snapshot, "coord": coord}, RECOVER_DEADLINE_S)
+
+    def abandon(self, snapshot: SnapshotId, coord: str) -> None:
+        """Give back a slot that will not be sealed."""
+        self._call({"op": "abandon", "snapshot": snapshot, "coord": coord})
+
+    def outcome(self, snapshot: SnapshotId) -> Outcome:
+        """What became of a snapshot, as far as this node knows. Reads shared memory; never blocks."""
+        return self._board.outcome(*snapshot)
+
+    def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> Outcome:
+        """Block until `snapshot` is protected or has failed, at most `deadline_s`."""
+        message = {"op": "await", "snapshot": snapshot, "deadline_s": deadline_s}
+        return Outcome(self._call(message, deadline_s + CALL_DEADLINE_S)["outcome"])
+
+    def recover(self, sources: Sources, coord: str) -> RecoveredShard:
+        """Have the SMP hold `coord` again, from wherever it can be had; its bytes, mapped."""
+        message = {"op": "recover", "sources": sources.to_json(), "coord": coord}
+        reply = self._call(message, RECOVER_DEADLINE_S)
+        return RecoveredShard(self._map(reply), str(reply["how"]), int(reply["bytes_fetched"]))
+
+    def heal(self, sources: Sources, group: int, position: int) -> None:
+        """Have the SMP compute the parity of a lost node in the background."""
+        self._call({"op": "heal", "sources": sources.to_json(), "group": group, "position": position})
+
+    def finish(self, epoch: int) -> None:
+        """The job has ended well: the SMP removes its arena and ends. Blocks until it has."""
+        with self._lock:
+            call(self._stream, {"op": "finish", "epoch": epoch})
+            if self._stream.receive() is not None:
+                raise ProtocolError("the SMP went on talking after the job had finished")
+        self._stream.close()
+
+    def close(self) -> None:
+        """End the connection. Slots begun and not sealed become free."""
+        self._stream.close()
+
+    def _call(self, message: Message, deadline_s: float = CALL_DEADLINE_S) -> Message:
+        with self._lock:
+            self._stream.set_deadline(deadline_s)
+            reply, payload = call(self._stream, message)
+        if payload:
+            raise ProtocolError("the SMP sent bytes that nobody asked for")
+        return reply
+
+    def _map(self, reply: dict[str, Any]) -> memoryview:
+        """Map the slot file that a reply names, or the mapping of it that is there already."""
+        name, inode, length = str(reply["file"]), int(reply["inode"]), int(reply["bytes"])
+        known = self._maps.get(name)
+        if known is not None and known[0] == inode and known[1].nbytes == length:
+            return known[1]
+        if Path(name).name != name:
+            raise ProtocolError(f"{name!r} is not a file of the arena")
+        fd = os.open(self.arena / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        finally:
+            os.close(fd)
+        mapped.madvise(mmap.MADV_DONTDUMP)
+        mapped.madvise(mmap.MADV_DONTFORK)
+        self._maps[name] = (inode, memoryview(mapped))
+        return self._maps[name][1]

@@ -1,0 +1,71 @@
+"""What one SMP holds, as it tells its trainers. Plain data; restore planning works on nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from smp_daemon.errors import ProtocolError
+from smp_daemon.layout import Layout, SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The holdings of the SMP of `node`.
+
+    Attributes:
+        host, control_port, bulk_port: where it listens.
+        epoch: the newest epoch it has seen; 0 if none.
+        protected: the newest snapshot that the whole job agreed is protected, as far as this SMP was told.
+        layouts: by epoch, for every epoch that it holds bytes of.
+        shards: sealed shards, as (snapshot, coordinate).
+        parities: complete parity slots, as (snapshot, group, position).
+    """
+
+    node: str
+    host: str
+    control_port: int
+    bulk_port: int
+    epoch: int = 0
+    protected: SnapshotId | None = None
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    shards: frozenset[tuple[SnapshotId, str]] = frozenset()
+    parities: frozenset[tuple[SnapshotId, int, int]] = frozenset()
+
+    @property
+    def bulk(self) -> tuple[str, int]:
+        """Where it serves raw bytes."""
+        return (self.host, self.bulk_port)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return {
+            "node": self.node,
+            "host": self.host,
+            "control_port": self.control_port,
+            "bulk_port": self.bulk_port,
+            "epoch": self.epoch,
+            "protected": list(self.protected) if self.protected else None,
+            "layouts": [layout.to_json() for layout in self.layouts.values()],
+            "shards": sorted([*snapshot, coord] for snapshot, coord in self.shards),
+            "parities": sorted([*snapshot, group, position] for snapshot, group, position in self.parities),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Inventory:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+        try:
+            layouts = [Layout.from_json(layout) for layout in data["layouts"]]
+            return cls(
+                node=str(data["node"]),
+                host=str(data["host"]),
+                control_port=int(data["control_port"]),
+                bulk_port=int(data["bulk_port"]),
+                epoch=int(data["epoch"]),
+                protected=SnapshotId(*map(int, data["protected"])) if data["protected"] else None,
+                layouts={layout.epoch: layout for layout in layouts},
+                shards=frozenset((SnapshotId(int(e), int(s)), str(c)) for e, s, c in data["shards"]),
+                parities=frozenset((SnapshotId(int(e), int(s)), int(g), int(p)) for e, s, g, p in data["parities"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"not an inventory: {error!r}") from error

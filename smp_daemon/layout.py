@@ -1,0 +1,185 @@
+"""What a job looks like to its SMPs: nodes, shards, groups, geometry. Pure data, the same on every node.
+
+A shard is named by its coordinate, a string such as ``pp0-tp1-cp0-ep0-dp3``; the SMP does not look inside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ec import Stripes
+from smp_daemon.errors import ProtocolError
+from smp_daemon.limits import MAX_UNIT_BYTES, is_identifier
+
+
+class SnapshotId(NamedTuple):
+    """Names a snapshot; orders by age: a higher epoch is newer, then a higher step."""
+
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} (epoch {self.epoch})"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One coordinate's slot file: `bytes` long."""
+
+    coord: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node: its name, where its SMP listens, and the shards that live on it."""
+
+    name: str
+    host: str
+    control_port: int
+    bulk_port: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def bulk(self) -> tuple[str, int]:
+        """Where the SMP serves raw bytes."""
+        return (self.host, self.bulk_port)
+
+    @property
+    def control(self) -> str:
+        """Where the SMP answers gRPC."""
+        return f"{self.host}:{self.control_port}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A job in one epoch. Groups hold indices into `nodes`; a node's place in its group is its position.
+
+    Attributes:
+        parity: m; 0 means that nodes do not protect each other.
+        slots: slot files per shard, and parity slots per node.
+        backend: erasure code backend, see `ec.choose_codec`.
+    """
+
+    job: str
+    epoch: int
+    nodes: tuple[Node, ...]
+    groups: tuple[tuple[int, ...], ...]
+    parity: int
+    unit_bytes: int
+    slots: int
+    backend: str
+
+    def __post_init__(self) -> None:
+        names = [n.name for n in self.nodes]
+        coords = [s.coord for n in self.nodes for s in n.shards]
+        for text in (self.job, *names, *coords):
+            if not is_identifier(text):
+                raise ProtocolError(f"{text!r} cannot name a job, a node or a shard")
+        if len(set(names)) != len(names) or len(set(coords)) != len(coords):
+            raise ProtocolError("a layout names a node or a shard twice")
+        if sorted(i for g in self.groups for i in g) != list(range(len(self.nodes))):
+            raise ProtocolError("every node of a layout belongs to exactly one group")
+        if not 0 < self.unit_bytes <= MAX_UNIT_BYTES or not 2 <= self.slots <= 16 or self.parity < 0:
+            raise ProtocolError("a layout's unit, slots or parity is out of range")
+        if any(s.bytes < 1 for n in self.nodes for s in n.shards):
+            raise ProtocolError("a shard has at least one byte")
+
+    @property
+    def coords(self) -> tuple[str, ...]:
+        """Every coordinate of the job, node by node."""
+        return tuple(s.coord for n in self.nodes for s in n.shards)
+
+    def node(self, name: str) -> Node:
+        """The node called `name`."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise ProtocolError(f"node {name!r} is not part of job {self.job!r} in epoch {self.epoch}")
+
+    def place(self, name: str) -> tuple[int, int]:
+        """(group, position) of the node called `name`."""
+        index = [n.name for n in self.nodes].index(self.node(name).name)
+        for g, members in enumerate(self.groups):
+            if index in members:
+                return g, members.index(index)
+        raise ProtocolError(f"node {name!r} belongs to no group")
+
+    def members(self, group: int) -> tuple[Node, ...]:
+        """The nodes of a group, by position."""
+        return tuple(self.nodes[i] for i in self.groups[group])
+
+    def protects(self, group: int) -> bool:
+        """Whether the nodes of `group` protect each other: it has parity and more nodes than parities."""
+        return 0 < self.parity < len(self.groups[group])
+
+    def stripes(self, group: int) -> Stripes:
+        """The geometry of a group that `protects`."""
+        return self._stripes[group]
+
+    def shard_bytes(self, coord: str) -> int:
+        """Length of the slot file of `coord`."""
+        return self.locate(coord).bytes
+
+    def locate(self, coord: str) -> Located:
+        """Where `coord` stands in the layout."""
+        try:
+            return self._located[coord]
+        except KeyError:
+            raise ProtocolError(f"shard {coord!r} is not part of epoch {self.epoch}") from None
+
+    @cached_property
+    def _stripes(self) -> dict[int, Stripes]:
+        return {
+            g: Stripes(
+                tuple(tuple(s.bytes for s in node.shards) for node in self.members(g)),
+                self.parity,
+                self.unit_bytes,
+            )
+            for g in range(len(self.groups))
+            if self.protects(g)
+        }
+
+    @cached_property
+    def _located(self) -> dict[str, Located]:
+        return {
+            shard.coord: Located(g, p, i, shard.bytes)
+            for g in range(len(self.groups))
+            for p, node in enumerate(self.members(g))
+            for i, shard in enumerate(node.shards)
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+        try:
+            nodes = tuple(
+                Node(
+                    str(n["name"]),
+                    str(n["host"]),
+                    int(n["control_port"]),
+                    int(n["bulk_port"]),
+                    tuple(Shard(str(s["coord"]), int(s["bytes"])) for s in n["shards"]),
+                )
+                for n in data["nodes"]
+            )
+            groups = tuple(tuple(int(i) for i in g) for g in data["groups"])
+            numbers = {k: int(data[k]) for k in ("epoch", "parity", "unit_bytes", "slots")}
+            return cls(job=str(data["job"]), nodes=nodes, groups=groups, backend=str(data["backend"]), **numbers)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProtocolError(f"not a layout: {error!r}") from error
+
+
+class Located(NamedTuple):
+    """A shard's group, its node's position in it, and which of the node's segments it is."""
+
+    group: int
+    position: int
+    segment: int
+    bytes: int

@@ -1,0 +1,33 @@
+"""Named limits of the formats and messages. What exceeds one is refused before anything is allocated for it."""
+
+from __future__ import annotations
+
+import re
+
+PROTOCOL_VERSION = 1
+"""Of the messages between trainers and SMPs; both sides must agree."""
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""JSON part of one message between a trainer and an SMP, or between SMPs."""
+
+MAX_UNIT_BYTES = 64 << 20
+"""Raw bytes that one message between SMPs may carry."""
+
+MAX_HEADER_BYTES = 16 << 20
+"""JSON header of a slot file."""
+
+MAX_LEAVES = 1_000_000
+MAX_NAME_BYTES = 512
+
+MAX_SOCKET_PATH_BYTES = 107
+"""What fits in ``sockaddr_un.sun_path`` with its closing zero."""
+
+CALL_DEADLINE_S = 30.0
+"""How long one side waits for the other's answer, unless a call says otherwise."""
+
+_IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def is_identifier(text: str) -> bool:
+    """Whether `text` may name a job, a node or a shard: 1-64 of ``A-Z a-z 0-9 . _ -``, not starting with ``.``."""
+    return _IDENTIFIER.fullmatch(text) is not None

@@ -1,0 +1,57 @@
+"""Where an SMP's arena lies and what stands in it for others to find."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from smp_daemon.errors import ConfigError
+from smp_daemon.limits import is_identifier
+from smp_daemon.records import read_json
+
+ARENA_ENV = "HOLDFAST_ARENA"
+
+
+def arena_base() -> Path:
+    """The directory that holds this user's arenas: ``HOLDFAST_ARENA``, or ``/dev/shm/holdfast-<uid>``."""
+    return Path(os.environ.get(ARENA_ENV) or f"/dev/shm/holdfast-{os.getuid()}")
+
+
+def arena_path(job: str, base: Path | None = None) -> Path:
+    """The arena of `job` on this node.
+
+    Raises:
+        ConfigError: the job id cannot be a name.
+    """
+    if not is_identifier(job):
+        raise ConfigError(f"{job!r} cannot be a job id: use 1-64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+    return (base or arena_base()) / job
+
+
+def socket_path(arena: Path) -> Path:
+    """The unix socket on which the arena's SMP talks to its trainers."""
+    return arena / "smp.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who owns an arena, as its ``smp.json`` says.
+
+    Attributes:
+        created: start time of the process in seconds since 1970, so that a reused pid is not taken for it.
+    """
+
+    pid: int
+    created: float
+    job: str
+    node: str
+    host: str
+    control_port: int
+    bulk_port: int
+
+
+def read_owner(arena: Path) -> Owner | None:
+    """Who owns `arena`, or None if nobody ever did. Raises `ProtocolError` if ``smp.json`` is not readable."""
+    data = read_json(arena / "smp.json")
+    return Owner(**data) if data else None

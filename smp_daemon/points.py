@@ -1,0 +1,66 @@
+"""Named points of the protocol at which a test can stop, or kill, exactly this process.
+
+`reach` does nothing unless the environment variable `HOLDFAST_POINTS` holds rules, a JSON object
+``{"socket": PATH, "who": NAME, "rules": [[point, step], ...]}``; a step of null means any. At a point that a rule
+names, the process says so on the unix socket and waits until it is told to go on (or is killed while it waits).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+
+ENV = "HOLDFAST_POINTS"
+HOLD_DEADLINE_S = 120.0
+
+POINTS = (
+    "copy.before",
+    "copy.middle",
+    "copy.done",
+    "seal.done",
+    "encode.middle",
+    "rebuild.middle",
+    "restore.before",
+    "restore.middle",
+)
+"""Every point inside holdfast. Jobs may add their own, such as ``train.step``."""
+
+
+class _Rules:
+    def __init__(self, text: str) -> None:
+        rules = json.loads(text)
+        self.socket: str = rules["socket"]
+        self.who: str = rules["who"]
+        self.pairs: set[tuple[str, int | None]] = {(point, step) for point, step in rules["rules"]}
+        self.lock = threading.Lock()
+
+    def match(self, point: str, step: int) -> bool:
+        return (point, step) in self.pairs or (point, None) in self.pairs
+
+
+_rules: _Rules | None = None
+
+
+def arm() -> None:
+    """Read the rules from the environment. Called once when a process starts (again after a fork)."""
+    global _rules
+    text = os.environ.get(ENV)
+    _rules = _Rules(text) if text else None
+
+
+def reach(point: str, step: int = -1) -> None:
+    """Say that `point` of snapshot or training step `step` is reached; waits only if a rule asks for it."""
+    rules = _rules
+    if rules is None or not rules.match(point, step):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(HOLD_DEADLINE_S)
+        sock.connect(rules.socket)
+        said = {"kind": "reached", "who": rules.who, "point": point, "step": step, "pid": os.getpid()}
+        sock.sendall(json.dumps(said).encode() + b"\n")
+        sock.recv(1)
+
+
+arm()

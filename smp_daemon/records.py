@@ -1,0 +1,146 @@
+"""Small JSON records beside the slots: written last, replaced atomically, and the only thing that makes a slot count."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import xxhash
+
+from smp_daemon.errors import ProtocolError
+from smp_daemon.layout import SnapshotId
+from smp_daemon.limits import MAX_MESSAGE_BYTES
+
+
+def digest(data: memoryview) -> int:
+    """xxh3-64 of `data`."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def digest_units(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
+    """Digest of each unit of a slot file; the last unit may be short."""
+    return tuple(digest(data[i : i + unit_bytes]) for i in range(0, data.nbytes, unit_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """The commit record of a sealed shard."""
+
+    snapshot: SnapshotId
+    coord: str
+    bytes: int
+    unit_bytes: int
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParityRecord:
+    """The commit record of a parity slot.
+
+    Attributes:
+        digests: of this position's parity units, in stripe order.
+        sources: for each of them, ``{position: digest}`` of the data units folded into it. This is how a lost
+            node's bytes are checked once they are rebuilt.
+    """
+
+    snapshot: SnapshotId
+    group: int
+    position: int
+    unit_bytes: int
+    digests: tuple[int, ...]
+    sources: tuple[dict[int, int], ...]
+
+
+def shard_to_json(record: ShardRecord) -> dict[str, Any]:
+    """A JSON object that `shard_from_json` reads back."""
+    return {
+        "kind": "shard",
+        "snapshot": list(record.snapshot),
+        "coord": record.coord,
+        "bytes": record.bytes,
+        "unit_bytes": record.unit_bytes,
+        "digests": record.digests,
+    }
+
+
+def shard_from_json(data: Any) -> ShardRecord:
+    """Raises `ProtocolError` if `data` is not a shard's commit record."""
+    try:
+        if data["kind"] != "shard":
+            raise ProtocolError(f"a commit record of kind {data['kind']!r}")
+        return ShardRecord(
+            _snapshot(data["snapshot"]),
+            str(data["coord"]),
+            int(data["bytes"]),
+            int(data["unit_bytes"]),
+            _digests(data["digests"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"not a shard's commit record: {error!r}") from error
+
+
+def parity_to_json(record: ParityRecord) -> dict[str, Any]:
+    """A JSON object that `parity_from_json` reads back."""
+    return {
+        "kind": "parity",
+        "snapshot": list(record.snapshot),
+        "group": record.group,
+        "position": record.position,
+        "unit_bytes": record.unit_bytes,
+        "digests": record.digests,
+        "sources": [{str(p): d for p, d in unit.items()} for unit in record.sources],
+    }
+
+
+def parity_from_json(data: Any) -> ParityRecord:
+    """Raises `ProtocolError` if `data` is not a parity slot's commit record."""
+    try:
+        if data["kind"] != "parity":
+            raise ProtocolError(f"a commit record of kind {data['kind']!r}")
+        return ParityRecord(
+            _snapshot(data["snapshot"]),
+            int(data["group"]),
+            int(data["position"]),
+            int(data["unit_bytes"]),
+            _digests(data["digests"]),
+            tuple({int(p): int(d) for p, d in unit.items()} for unit in data["sources"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProtocolError(f"not a parity slot's commit record: {error!r}") from error
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replace `path` by `data` in one step: a reader sees the old file or the new one, whole."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(data, separators=(",", ":")))
+    part.replace(path)
+
+
+def read_json(path: Path) -> Any | None:
+    """The JSON in `path`, or None if there is no such file.
+
+    Raises:
+        ProtocolError: too large, or not JSON.
+    """
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size > MAX_MESSAGE_BYTES:
+                raise ProtocolError(f"{path} is larger than {MAX_MESSAGE_BYTES} bytes")
+            return json.loads(file.read())
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"{path} is not JSON: {error}") from error
+
+
+def _snapshot(pair: Sequence[Any]) -> SnapshotId:
+    epoch, step = pair
+    return SnapshotId(int(epoch), int(step))
+
+
+def _digests(values: Any) -> tuple[int, ...]:
+    return tuple(int(v) for v in cast("list[Any]", values))

@@ -1,0 +1,50 @@
+"""Who holds what of a snapshot: the part of a restore plan that an SMP needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from smp_daemon.errors import ProtocolError
+from smp_daemon.layout import Layout, SnapshotId
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the bytes of `snapshot` are.
+
+    Attributes:
+        layout: the layout of the snapshot's epoch.
+        shards: by coordinate, the SMP that holds that shard.
+        parities: by (group, position), the SMP that holds that parity.
+    """
+
+    snapshot: SnapshotId
+    layout: Layout
+    shards: dict[str, Address]
+    parities: dict[tuple[int, int], Address]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return {
+            "snapshot": list(self.snapshot),
+            "layout": self.layout.to_json(),
+            "shards": self.shards,
+            "parities": [[*place, *address] for place, address in self.parities.items()],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Sources:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+        try:
+            epoch, step = data["snapshot"]
+            return cls(
+                SnapshotId(int(epoch), int(step)),
+                Layout.from_json(data["layout"]),
+                {str(coord): (str(host), int(port)) for coord, (host, port) in data["shards"].items()},
+                {(int(g), int(p)): (str(host), int(port)) for g, p, host, port in data["parities"]},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProtocolError(f"not the sources of a snapshot: {error!r}") from error

@@ -1,0 +1,281 @@
+"""Messages over sockets: a JSON object and, if any, raw bytes. The only module that touches a stream socket.
+
+Frame: magic ``HFST``, length of the JSON (4 bytes), length of the raw bytes (8 bytes), both little endian; then
+the JSON; then the bytes, straight from and into the caller's memory. A reply that carries ``error`` becomes an
+exception again on the asking side.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from smp_daemon.errors import (
+    BY_NAME,
+    ConfigError,
+    DeadlineExceeded,
+    HoldfastError,
+    ProtocolError,
+    SmpUnavailable,
+)
+from smp_daemon.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES, MAX_SOCKET_PATH_BYTES, MAX_UNIT_BYTES
+
+Message = dict[str, Any]
+_FRAME = struct.Struct("<4sIQ")
+_MAGIC = b"HFST"
+
+log = logging.getLogger(__name__)
+
+
+class Stream(Protocol):
+    """One ordered two-way connection. Not thread-safe."""
+
+    def send(self, message: Message, payload: memoryview | None = None) -> None:
+        """Send a message and, if given, raw bytes. Blocks until handed to the network; may raise as `receive`."""
+        ...
+
+    def receive(self) -> tuple[Message, int] | None:
+        """The next message and how many raw bytes follow it (0 if none); None if the other side is gone.
+
+        Raises:
+            DeadlineExceeded: nothing came in time.
+            ProtocolError: what came is no message, or larger than the limits.
+            SmpUnavailable: the connection broke in the middle.
+        """
+        ...
+
+    def receive_into(self, payload: memoryview) -> None:
+        """Fill `payload` with the raw bytes that follow the last message; raises as `receive`."""
+        ...
+
+    def set_deadline(self, seconds: float | None) -> None:
+        """How long each further call may wait for the network."""
+        ...
+
+    def close(self) -> None:
+        """End the connection; harmless if it is over."""
+        ...
+
+
+class SocketStream:
+    """`Stream` over a connected TCP or unix socket."""
+
+    def __init__(self, sock: socket.socket, deadline_s: float | None = CALL_DEADLINE_S) -> None:
+        self._sock = sock
+        sock.settimeout(deadline_s)
+
+    def send(self, message: Message, payload: memoryview | None = None) -> None:
+        body = json.dumps(message, separators=(",", ":")).encode()
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+        with _mapped_errors():
+            self._sock.sendall(_FRAME.pack(_MAGIC, len(body), payload.nbytes if payload else 0) + body)
+            if payload:
+                self._sock.sendall(payload)
+
+    def receive(self) -> tuple[Message, int] | None:
+        head = bytearray(_FRAME.size)
+        with _mapped_errors():
+            first = self._sock.recv_into(head)
+        if first == 0:
+            return None
+        self.receive_into(memoryview(head)[first:])
+        magic, length, payload = _FRAME.unpack(head)
+        if magic != _MAGIC:
+            raise ProtocolError("this is not a holdfast message")
+        if length > MAX_MESSAGE_BYTES or payload > MAX_UNIT_BYTES:
+            raise ProtocolError(f"a message of {length} + {payload} bytes is above the limits")
+        body = bytearray(length)
+        self.receive_into(memoryview(body))
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"a message is not JSON: {error}") from error
+        if not isinstance(message, dict):
+            raise ProtocolError("a message is not a JSON object")
+        return message, payload
+
+    def receive_into(self, payload: memoryview) -> None:
+        with _mapped_errors():
+            while payload:
+                count = self._sock.recv_into(payload)
+                if count == 0:
+                    raise SmpUnavailable("the connection ended in the middle of a message")
+                payload = payload[count:]
+
+    def set_deadline(self, seconds: float | None) -> None:
+        self._sock.settimeout(seconds)
+
+    def close(self) -> None:
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side was faster
+        self._sock.close()
+
+
+class _mapped_errors:
+    """Turns what a socket raises into our exceptions."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TimeoutError):
+            raise DeadlineExceeded("the other side did not answer in time") from error
+        if isinstance(error, OSError):
+            raise SmpUnavailable(f"the connection broke: {error}") from error
+
+
+def connect(address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S) -> SocketStream:
+    """Connect to a TCP address or a unix socket.
+
+    Raises:
+        SmpUnavailable: nobody listens there.
+        DeadlineExceeded: no answer within `deadline_s`.
+    """
+    unix = isinstance(address, Path)
+    target = str(address) if isinstance(address, Path) else address
+    sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(deadline_s)
+        with _mapped_errors():
+            sock.connect(target)
+        if not unix:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return SocketStream(sock, deadline_s)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def call(stream: Stream, message: Message, payload: memoryview | None = None) -> tuple[Message, int]:
+    """Send a message and wait for its reply: the reply, and how many raw bytes follow it.
+
+    Raises:
+        HoldfastError: the error that the other side replied with, or what `Stream.receive` raises.
+    """
+    stream.send(message, payload)
+    reply = stream.receive()
+    if reply is None:
+        raise SmpUnavailable("the SMP closed the connection")
+    if "error" in reply[0]:
+        raise BY_NAME.get(str(reply[0]["error"]), HoldfastError)(str(reply[0].get("message")))
+    return reply
+
+
+class Conversation(Protocol):
+    """What a listener does with one connection, in a thread of its own."""
+
+    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+        """The reply to one message; must consume its `payload` bytes. A `HoldfastError` becomes an error reply."""
+        ...
+
+    def ended(self) -> None:
+        """The other side is gone."""
+        ...
+
+
+class Listener:
+    """Accepts connections and runs a `Conversation` for each, one thread per connection."""
+
+    def __init__(self, sock: socket.socket, converse: Callable[[socket.socket], Conversation]) -> None:
+        self._sock = sock
+        self._converse = converse
+        self._live: set[SocketStream] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The TCP port listened on."""
+        return int(self._sock.getsockname()[1])
+
+    def close(self) -> None:
+        """Stop listening and end every connection."""
+        with self._lock:
+            self._closed = True
+            live = list(self._live)
+        self._sock.close()
+        for stream in live:
+            stream.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                if not self._closed:
+                    log.exception("no longer accepting connections")
+                return
+            threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        stream = SocketStream(sock, deadline_s=None)
+        with self._lock:
+            self._live.add(stream)
+        conversation = None
+        try:
+            conversation = self._converse(sock)
+            while (received := stream.receive()) is not None:
+                reply: Message
+                try:
+                    reply, payload = conversation.answer(*received, stream)
+                except HoldfastError as error:
+                    reply, payload = {"error": type(error).__name__, "message": str(error)}, None
+                stream.send(reply, payload)
+        except HoldfastError as error:
+            if not self._closed:
+                log.warning("connection ended: %s", error)
+        finally:
+            with self._lock:
+                self._live.discard(stream)
+            stream.close()
+            if conversation is not None:
+                conversation.ended()
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """A unix socket listening at `path`, for this user only.
+
+    Raises:
+        ConfigError: the path is too long for a unix socket.
+    """
+    if len(str(path).encode()) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"{path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes a unix socket allows: "
+            "choose a shorter HOLDFAST_ARENA or job id"
+        )
+    path.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(str(path))
+    path.chmod(0o600)
+    sock.listen(128)
+    return sock
+
+
+def bind_tcp(host: str, port: int) -> socket.socket:
+    """A TCP socket listening on `host`; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the port is taken or the address is not this machine's.
+    """
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.bind((host, port))
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"the SMP cannot listen on {host}:{port}: {error.strerror}; choose another with --host or --port"
+        ) from error
+    return sock

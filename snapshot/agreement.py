@@ -1,0 +1,85 @@
+"""Agreement between ranks over the job's own process group, on CPU tensors. No leader, no extra store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from smp_daemon.errors import HoldfastError
+
+COLLECTIVE_DEADLINE_S = 120.0
+
+Result = Callable[[], list[int]]
+T = TypeVar("T")
+
+
+class AgreementLost(HoldfastError):
+    """Another rank is gone, or did not take part in time."""
+
+
+class Agreement(Protocol):
+    """Collectives that every rank calls in the same order. Not thread-safe."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank gave, in rank order. Blocks; raises `AgreementLost`."""
+        ...
+
+    def minimum(self, values: Sequence[int]) -> Result:
+        """Starts an element-wise minimum over all ranks; calling the result waits for it."""
+        ...
+
+
+class Alone:
+    """A job of one process."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def minimum(self, values: Sequence[int]) -> Result:
+        return lambda: list(values)
+
+
+class Group:
+    """All ranks of an initialised `torch.distributed`, on a gloo group of our own."""
+
+    def __init__(self) -> None:
+        """A collective call."""
+        timeout = timedelta(seconds=COLLECTIVE_DEADLINE_S)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._size = dist.get_world_size()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
+        self._run(lambda: dist.all_gather(counts, torch.tensor([len(data)]), group=self._group))
+        lengths = [int(count) for count in counts]
+        longest = max(lengths)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._size)]
+        self._run(lambda: dist.all_gather(everyone, mine, group=self._group))
+        return [bytes(part[:length].numpy()) for part, length in zip(everyone, lengths, strict=True)]
+
+    def minimum(self, values: Sequence[int]) -> Result:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        work = self._run(lambda: dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True))
+
+        def result() -> list[int]:
+            self._run(lambda: work.wait() if work else None)
+            return tensor.tolist()
+
+        return result
+
+    def _run(self, collective: Callable[[], T]) -> T:
+        try:
+            return collective()
+        except RuntimeError as error:
+            raise AgreementLost(f"another rank is gone or too slow: {error}") from error
+
+
+def default_agreement() -> Agreement:
+    """Over the job's process group if there is one, else alone."""
+    return Group() if dist.is_available() and dist.is_initialized() else Alone()

@@ -1,0 +1,61 @@
+"""Which snapshots exist, and whether another may be taken. Pure; the same on every rank, since all ranks see the
+same outcomes in the same order.
+
+Departs from reporting only "earliest next step" and "newest protected step" across ranks: with those two numbers a
+snapshot that failed on one node looks like one that is slow, and would hold its slot for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from smp_daemon.board import Outcome
+from smp_daemon.layout import SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The snapshots that hold slots.
+
+    Attributes:
+        slots: slots per shard.
+        protected: the newest snapshot that is protected on every node; never overwritten.
+        pending: younger ones whose outcome is open, oldest first.
+    """
+
+    slots: int
+    protected: SnapshotId | None = None
+    pending: tuple[SnapshotId, ...] = ()
+
+    @property
+    def keep(self) -> tuple[SnapshotId, ...]:
+        """Every snapshot whose bytes must stay."""
+        return (*([self.protected] if self.protected else []), *self.pending)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a slot is free."""
+        return len(self.keep) < self.slots
+
+    def begin(self, snapshot: SnapshotId) -> Ledger:
+        """A snapshot takes a slot. Raises `ValueError` if there is none, or if it is not the newest."""
+        if not self.may_begin or (self.keep and snapshot <= self.keep[-1]):
+            raise ValueError(f"{snapshot} cannot begin: {self.keep} are held in {self.slots} slots")
+        return replace(self, pending=(*self.pending, snapshot))
+
+    def settle(self, outcomes: Sequence[Outcome]) -> Ledger:
+        """Take note of the job-wide outcome of each pending snapshot: the worst that any node reports.
+
+        A newly protected snapshot replaces the one before it and every older pending one; failed ones are
+        dropped.
+        """
+        if len(outcomes) != len(self.pending):
+            raise ValueError(f"{len(outcomes)} outcomes for {len(self.pending)} pending snapshots")
+        pairs = list(zip(self.pending, outcomes, strict=True))
+        done = [snapshot for snapshot, outcome in pairs if outcome is Outcome.PROTECTED]
+        protected = done[-1] if done else self.protected
+        pending = tuple(
+            snapshot for snapshot, outcome in pairs if outcome is Outcome.PENDING and (not done or snapshot > done[-1])
+        )
+        return replace(self, protected=protected, pending=pending)

@@ -1,0 +1,132 @@
+"""Which snapshot to go back to, and where each byte of it comes from. A pure function of the SMPs' inventories."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from smp_daemon.errors import StateMismatch, Unrecoverable
+from smp_daemon.inventory import Inventory
+from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.sources import Sources
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What to restore.
+
+    Attributes:
+        sources: who holds what of the chosen snapshot.
+        decoded: coordinates that nobody holds and that are computed from parity.
+        heal: (group, position) whose parity nobody holds, to be computed again.
+    """
+
+    sources: Sources
+    decoded: tuple[str, ...]
+    heal: tuple[tuple[int, int], ...]
+
+    @property
+    def snapshot(self) -> SnapshotId:
+        """The snapshot to go back to."""
+        return self.sources.snapshot
+
+
+def plan_restore(inventories: Sequence[Inventory], coords: Collection[str]) -> RestorePlan | None:
+    """The newest snapshot of which every byte is held or can be decoded; None if none was ever protected.
+
+    Args:
+        inventories: one per SMP that answers.
+        coords: the coordinates of the ranks that are to be restored.
+
+    Raises:
+        Unrecoverable: a snapshot was protected, and neither it nor a younger one can be had any more. Never an
+            older one: that would silently undo what was promised.
+        StateMismatch: the snapshot is of other coordinates than `coords`.
+    """
+    protected = max((inv.protected for inv in inventories if inv.protected), default=None)
+    found = {s for inv in inventories for s, _ in inv.shards} | {s for inv in inventories for s, _, _ in inv.parities}
+    reasons: list[str] = []
+    for snapshot in sorted(found, reverse=True):
+        if protected is not None and snapshot < protected:
+            break
+        layout = next((inv.layouts[snapshot.epoch] for inv in inventories if snapshot.epoch in inv.layouts), None)
+        if layout is None:
+            reasons.append(f"{snapshot}: no SMP knows the layout of epoch {snapshot.epoch}")
+            continue
+        sources = _sources(inventories, snapshot, layout)
+        missing = _undecodable(sources)
+        if missing:
+            reasons.extend(f"{snapshot}: {reason}" for reason in missing)
+            continue
+        _check_world(layout, coords)
+        return RestorePlan(
+            sources, tuple(c for c in layout.coords if c not in sources.shards), tuple(_missing_parities(sources))
+        )
+    if protected is None:
+        return None
+    raise Unrecoverable(
+        f"{protected} was protected, and too much of it is lost. "
+        + "; ".join(reasons or ["no SMP that answers holds any of it"])
+        + ". Bring the lost nodes' SMPs back, or give this run up with `holdfast gc` and start from a checkpoint"
+    )
+
+
+def _sources(inventories: Sequence[Inventory], snapshot: SnapshotId, layout: Layout) -> Sources:
+    """The first holder, by node name, of every shard and parity."""
+    shards: dict[str, tuple[str, int]] = {}
+    parities: dict[tuple[int, int], tuple[str, int]] = {}
+    for inv in sorted(inventories, key=lambda inv: inv.node):
+        for held, coord in inv.shards:
+            if held == snapshot:
+                shards.setdefault(coord, inv.bulk)
+        for held, group, position in inv.parities:
+            if held == snapshot:
+                parities.setdefault((group, position), inv.bulk)
+    return Sources(snapshot, layout, shards, parities)
+
+
+def _undecodable(sources: Sources) -> list[str]:
+    """Why the snapshot cannot be had, group by group; empty if it can."""
+    layout = sources.layout
+    reasons = []
+    for group in range(len(layout.groups)):
+        members = layout.members(group)
+        lost = {
+            (position, segment)
+            for position, node in enumerate(members)
+            for segment, shard in enumerate(node.shards)
+            if shard.coord not in sources.shards
+        }
+        if not lost:
+            continue
+        parities = {p for p in range(len(members)) if (group, p) not in sources.parities}
+        if layout.protects(group) and layout.stripes(group).decodable(lost, parities):
+            continue
+        nodes = ", ".join(sorted({members[position].name for position, _ in lost}))
+        count = layout.parity if layout.protects(group) else 0
+        reasons.append(
+            f"group {group} lost shards of {nodes} and parity of {len(parities)} nodes, and has {count} parity "
+            f"unit{'s' * (count != 1)} a stripe"
+        )
+    return reasons
+
+
+def _missing_parities(sources: Sources) -> list[tuple[int, int]]:
+    layout = sources.layout
+    return [
+        (group, position)
+        for group in range(len(layout.groups))
+        if layout.protects(group)
+        for position in range(len(layout.groups[group]))
+        if (group, position) not in sources.parities and layout.stripes(group).parity_bytes(position)
+    ]
+
+
+def _check_world(layout: Layout, coords: Collection[str]) -> None:
+    wanted, held = set(coords), set(layout.coords)
+    if wanted != held:
+        raise StateMismatch(
+            f"the snapshot is of {len(held)} ranks and this job has {len(wanted)}; "
+            f"not in the snapshot: {sorted(wanted - held)[:8]}; not in this job: {sorted(held - wanted)[:8]}. "
+            "Start with the same parallel sizes"
+        )

@@ -1,0 +1,120 @@
+"""Plain Python values as JSON and back, exactly, without pickle.
+
+JSON's own types stand for themselves; everything else becomes ``{"$": tag, ...}``. Tensors are taken out and
+replaced by their name, so that they are stored as leaves of the slot.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from smp_daemon.errors import ProtocolError, StateMismatch
+
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON; tensors in it are added to `tensors` under their path.
+
+    Raises:
+        StateMismatch: something cannot be represented; the message names its path.
+    """
+    match value:
+        case None | bool() | str():
+            return value
+        case torch.Tensor():
+            tensors[path] = value
+            return {"$": "tensor", "name": path}
+        case np.ndarray() if value.dtype.kind in "biufc":
+            return {"$": "ndarray", "dtype": value.dtype.str, "shape": value.shape, "data": _text(value.tobytes())}
+        case np.generic() if value.dtype.kind in "biufc":
+            return {"$": "scalar", "dtype": value.dtype.str, "data": _text(value.tobytes())}
+        case int() if type(value) is int:
+            return value
+        case float() if type(value) is float:
+            return value if math.isfinite(value) else {"$": "float", "data": value.hex()}
+        case bytes() | bytearray():
+            return {"$": type(value).__name__, "data": _text(bytes(value))}
+        case list() if type(value) is list:
+            return [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
+        case tuple() | set() | frozenset() if type(value) in (tuple, set, frozenset):
+            items = [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
+            return {"$": type(value).__name__, "items": items}
+        case dict() if type(value).__name__ in _MAPPINGS:
+            return _encode_mapping(value, path, tensors)
+        case torch.dtype() | torch.device():
+            return {"$": type(value).__name__, "data": str(value).removeprefix("torch.")}
+    raise StateMismatch(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be kept exactly: "
+        "keep numbers, texts, bytes, arrays, tensors, or lists, tuples, sets and dicts of them"
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """The value that `encode` made `value` from; `tensor` gives a tensor by its name.
+
+    Raises:
+        ProtocolError: `value` is nothing that `encode` makes.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$" not in value:
+        return {key: decode(item, tensor) for key, item in value.items()}
+    try:
+        return _decode_tagged(value, tensor)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ProtocolError(f"the record holds a malformed {value.get('$')!r}: {error!r}") from error
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    plain = type(value) is dict and all(type(key) is str for key in value) and "$" not in value
+    if plain:
+        return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    pairs = [
+        [encode(key, f"{path}.<key>", tensors), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()
+    ]
+    return {"$": "mapping", "type": type(value).__name__, "items": pairs}
+
+
+def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Any:
+    match value["$"]:
+        case "tensor":
+            return tensor(value["name"])
+        case "ndarray":
+            flat = np.frombuffer(_bytes(value["data"]), dtype=np.dtype(value["dtype"]))
+            return flat.reshape(value["shape"]).copy()
+        case "scalar":
+            return np.frombuffer(_bytes(value["data"]), dtype=np.dtype(value["dtype"]))[0]
+        case "float":
+            return float.fromhex(value["data"])
+        case "bytes":
+            return _bytes(value["data"])
+        case "bytearray":
+            return bytearray(_bytes(value["data"]))
+        case "tuple" | "set" | "frozenset" as kind:
+            make = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+            return make(decode(item, tensor) for item in value["items"])
+        case "mapping":
+            return _MAPPINGS[value["type"]]({decode(key, tensor): decode(item, tensor) for key, item in value["items"]})
+        case "dtype":
+            return getattr(torch, value["data"])
+        case "device":
+            return torch.device(value["data"])
+    raise ProtocolError(f"the record holds an unknown tag {value['$']!r}")
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
