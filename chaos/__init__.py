@@ -1,0 +1,5 @@
+"""Breaking things on purpose: virtual nodes on one machine, faults at exact points, and what came of it.
+
+Start with `chaos.cluster`. `chaos.zygote` is the launcher's process, which imports once and forks trainers;
+`chaos.trainer` is what a forked trainer sees.
+"""

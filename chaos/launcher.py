@@ -1,0 +1,86 @@
+"""The cluster's handle on a zygote."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Self
+
+from smp_daemon.errors import DeadlineExceeded, HoldfastError
+
+IMPORT_DEADLINE_S = 120.0
+
+
+class Launcher:
+    """A running zygote. Not thread-safe. `close` ends it and every trainer it forked."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        """Start it; returns at once. `wait_ready` says when the modules are imported."""
+        ours, theirs = socket.socketpair()
+        self._channel = ours
+        self._buffer = b""
+        self._ready = False
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "chaos.zygote", str(theirs.fileno()), *modules],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """For a selector: readable when `messages` has something."""
+        return self._channel.fileno()
+
+    def wait_ready(self) -> None:
+        """Block until the modules are imported. Raises `HoldfastError` if they cannot be."""
+        deadline = time.monotonic() + IMPORT_DEADLINE_S
+        while not self._ready:
+            self._channel.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                self._ready = any(m["kind"] == "imported" for m in self.messages())
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"the job's modules were not imported in {IMPORT_DEADLINE_S:.0f} s") from error
+        self._channel.settimeout(None)
+
+    def spawn(self, target: str, ranks: list[dict[str, Any]], store_host: str) -> None:
+        """Fork one trainer per element of `ranks`."""
+        self._say({"op": "spawn", "target": target, "ranks": ranks, "store_host": store_host})
+
+    def kill(self) -> None:
+        """SIGKILL every trainer that is left. Their ends are reported like any other."""
+        self._say({"op": "kill"})
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What the zygote said. Blocks until there is something. Raises `HoldfastError` if it is gone."""
+        data = self._channel.recv(1 << 16)
+        if not data:
+            raise HoldfastError(f"the launcher's process ended with status {self._process.wait(10)}")
+        self._buffer += data
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """End it and its trainers."""
+        self._channel.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._channel.sendall(json.dumps(message).encode() + b"\n")

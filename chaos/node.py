@@ -1,0 +1,119 @@
+"""A virtual node: an SMP process, an arena directory and a loopback address of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from smp_daemon import points
+from smp_daemon.errors import DeadlineExceeded
+from smp_daemon.paths import ARENA_ENV, Owner, arena_path
+from smp_daemon.spawn import parse_report, smp_command
+
+START_DEADLINE_S = 30.0
+END_DEADLINE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """How a process of the cluster finds the cluster: its events socket, and the points it must stop at."""
+
+    events: str
+    rules: list[tuple[str, int | None]]
+
+    def environment(self, who: str) -> dict[str, str]:
+        """The environment variable that arms `smp_daemon.points`; empty if there is nothing to stop at."""
+        if not self.rules:
+            return {}
+        return {points.ENV: json.dumps({"socket": self.events, "who": who, "rules": self.rules})}
+
+
+class VirtualNode:
+    """One node. Its SMP is a child of this process, and goes when this process goes."""
+
+    def __init__(self, index: int, life: int, host: str, base: Path, job: str) -> None:
+        """`life` counts the machines that stood in this place; a replacement starts with nothing."""
+        self.index = index
+        self.name = f"node{index}" if life == 0 else f"node{index}-{life}"
+        self.host = host
+        self.base = base / self.name
+        self.job = job
+        self.alive = False
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def who(self) -> str:
+        """How its SMP calls itself at a named point."""
+        return f"smp{self.index}"
+
+    @property
+    def arena(self) -> Path:
+        """Where its snapshots lie."""
+        return arena_path(self.job, self.base)
+
+    def launch(self, wiring: Wiring) -> None:
+        """Start the SMP; returns at once."""
+        self.base.mkdir(parents=True, mode=0o700, exist_ok=True)
+        command = [*smp_command(self.job, self.name, self.arena, self.host), "--owner-pid", str(os.getpid())]
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | wiring.environment(self.who)
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        )
+        self.alive = True
+
+    def wait_ready(self) -> Owner:
+        """Block until the SMP serves. Raises what it could not do."""
+        assert self._process is not None and self._process.stdout is not None
+        return parse_report(_line(self._process.stdout, START_DEADLINE_S))
+
+    def environment(self) -> dict[str, str]:
+        """What a trainer on this node needs to find its SMP."""
+        return {ARENA_ENV: str(self.base), "HOLDFAST_JOB": self.job, "HOLDFAST_NODE": self.name}
+
+    @property
+    def pid(self) -> int:
+        """The SMP's process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def kill_smp(self) -> None:
+        """SIGKILL the SMP; what it held in shared memory stays."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(END_DEADLINE_S)
+        self.alive = False
+
+    def power_cut(self) -> None:
+        """SIGKILL the SMP and wipe the arena."""
+        self.kill_smp()
+        shutil.rmtree(self.base)
+
+    def wait_end(self) -> int:
+        """Block until the SMP has ended by itself; its exit status. Raises `DeadlineExceeded`."""
+        assert self._process is not None
+        try:
+            status = self._process.wait(END_DEADLINE_S)
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineExceeded(f"the SMP of {self.name} did not end in {END_DEADLINE_S:.0f} s") from error
+        self.alive = False
+        return status
+
+    def close(self) -> None:
+        """Remove all that is left."""
+        if self._process is not None and self._process.poll() is None:
+            self.kill_smp()
+        if self._process is not None and self._process.stdout is not None:
+            self._process.stdout.close()
+        shutil.rmtree(self.base, ignore_errors=True)
+
+
+def _line(stream: IO[str], deadline_s: float) -> str:
+    if not select.select([stream], [], [], deadline_s)[0]:
+        raise DeadlineExceeded(f"an SMP said nothing for {deadline_s:.0f} s")
+    return stream.readline()

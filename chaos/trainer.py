@@ -1,0 +1,79 @@
+"""What a trainer of a virtual cluster sees: who it is, its process group, and where to report."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from smp_daemon.errors import ConfigError
+
+ENV = "HOLDFAST_TRAINER"
+COLLECTIVE_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One rank of one generation.
+
+    Attributes:
+        generation: 0, and one more after every restart of the job.
+        store: host and port of the process group's store, and rank 0's listening socket.
+        events: unix socket on which the cluster takes reports.
+        args: the job's own arguments.
+    """
+
+    rank: int
+    world: int
+    generation: int
+    store: tuple[str, int, int]
+    events: str
+    args: dict[str, Any]
+
+    @classmethod
+    def from_environment(cls) -> Trainer:
+        """This process as the cluster described it. Raises `ConfigError` outside a virtual cluster."""
+        if ENV not in os.environ:
+            raise ConfigError("this is not a trainer of a virtual cluster")
+        data = json.loads(os.environ[ENV])
+        return cls(**{**data, "store": tuple(data["store"])})
+
+    def init_process_group(self) -> None:
+        """Join the job's gloo process group. Blocks until every rank has."""
+        import torch.distributed as dist
+
+        host, port, listening = self.store
+        store = dist.TCPStore(
+            host,
+            port,
+            self.world,
+            is_master=self.rank == 0,
+            timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
+            master_listen_fd=listening if self.rank == 0 else None,
+        )
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
+        )
+
+    def report(self, kind: str, **what: Any) -> None:
+        """Tell the cluster that something happened; blocks until it is handed over."""
+        event = {"kind": kind, "rank": self.rank, "generation": self.generation, "at": time.monotonic(), **what}
+        self._events.sendall(json.dumps(event).encode() + b"\n")
+
+    @property
+    def _events(self) -> socket.socket:
+        sock: socket.socket | None = self.__dict__.get("_socket")
+        if sock is None:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(COLLECTIVE_DEADLINE_S)
+            sock.connect(self.events)
+            self.__dict__["_socket"] = sock
+        return sock

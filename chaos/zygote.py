@@ -1,0 +1,153 @@
+"""The launcher's process: imports torch and the job's module once, then forks trainers whenever it is told to.
+
+Importing takes seconds per process; forking takes milliseconds, and the ranks share what was imported. It runs no
+torch operation and starts no thread itself. It talks JSON lines over one socket (file descriptor in argument 1):
+
+    in   {"op": "spawn", "ranks": [{"rank", "env", "log"}, ...], "target": "module:function"}   {"op": "kill"}
+    out  {"kind": "imported"}   {"kind": "spawned", "pids": {rank: pid}}   {"kind": "exit", "rank", "status", "at"}
+
+Trainers die with it, and it ends, killing them, when its socket closes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+class Zygote:
+    """State of the process: its children by pid."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._children: dict[int, int] = {}
+        self._buffer = b""
+
+    def run(self) -> None:
+        """Serve until the other end of the channel closes."""
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(woken, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        selector = selectors.DefaultSelector()
+        selector.register(self._channel, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        self._say({"kind": "imported"})
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is self._channel:
+                    if not self._listen():
+                        self._kill()
+                        return
+                else:
+                    _drain(woken)
+            self._reap()
+
+    def _listen(self) -> bool:
+        data = self._channel.recv(1 << 16)
+        self._buffer += data
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if message["op"] == "spawn":
+                self._spawn(message)
+            elif message["op"] == "kill":
+                self._kill()
+        return bool(data)
+
+    def _spawn(self, message: dict[str, Any]) -> None:
+        world = len(message["ranks"])
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+            listening.bind((message["store_host"], 0))
+            listening.listen(2 * world)
+            store = (*listening.getsockname(), listening.fileno())
+            pids = {}
+            for rank in message["ranks"]:
+                pid = os.fork()
+                if pid == 0:
+                    self._become_trainer(rank, store, message["target"])
+                self._children[pid] = rank["rank"]
+                pids[rank["rank"]] = pid
+        self._say({"kind": "spawned", "pids": pids})
+
+    def _become_trainer(self, rank: dict[str, Any], store: tuple[Any, ...], target: str) -> None:
+        status = 1
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._channel.close()
+            log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            trainer = json.loads(rank["env"]["HOLDFAST_TRAINER"]) | {"store": store}
+            os.environ.update(rank["env"] | {"HOLDFAST_TRAINER": json.dumps(trainer)})
+            from smp_daemon import points
+
+            points.arm()
+            module, function = target.split(":")
+            getattr(importlib.import_module(module), function)()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _kill(self) -> None:
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)  # ours and not reaped yet, so the pid is still theirs
+        while self._children:
+            self._reaped(*os.waitpid(-1, 0))
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self._reaped(pid, status)
+
+    def _reaped(self, pid: int, status: int) -> None:
+        rank = self._children.pop(pid)
+        code = os.waitstatus_to_exitcode(status)
+        self._say({"kind": "exit", "rank": rank, "status": code, "at": time.monotonic()})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        try:
+            self._channel.sendall(json.dumps(message).encode() + b"\n")
+        except BrokenPipeError:
+            pass  # nobody listens any more; the next read of the channel ends this process
+
+
+def _drain(fd: int) -> None:
+    try:
+        while os.read(fd, 4096):
+            pass
+    except BlockingIOError:
+        pass
+
+
+def main() -> None:
+    """``python -m chaos.zygote FD MODULE...``"""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    Zygote(channel).run()
+
+
+if __name__ == "__main__":
+    main()

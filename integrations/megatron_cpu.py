@@ -1,0 +1,103 @@
+"""Makes megatron-core train where there is no GPU: for the demo, tests and chaos runs.
+
+megatron-core 0.16 asks CUDA for its device, allocates on ``"cuda"``, recognises parameters by the spelling of their
+type and draws dropout from CUDA's generator. `install` gives each of these its meaning on a CPU; Megatron itself is
+not changed. Since CPU dropout draws from torch's own generator, the tracker's states matter here as on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")
+
+
+def install() -> bool:
+    """Stand in for CUDA. Call before the first import of megatron; does nothing, and says so, if there is a GPU."""
+    if torch.cuda.is_available():
+        return False
+    if isinstance(torch.cuda.default_generators, _CpuGenerators):
+        return True
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch.compile would start a C++ compiler in every rank
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it
+    cuda: Any = torch.cuda
+    cpu = torch.device("cpu")
+    cuda.current_device = cuda.random.current_device = lambda: cpu
+    cuda.synchronize = lambda device=None: None
+    cuda.empty_cache = lambda: None
+    cuda.stream = contextlib.nullcontext
+    cuda.Stream = _Stream
+    cuda.current_stream = cuda.default_stream = lambda device=None: _Stream()
+    # Without this torch queues what it is asked to do to the generators for a later that never comes.
+    cuda._initialized = True
+    cuda.default_generators = _CpuGenerators()
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
+    tensor.type = _cuda_spelling(tensor.type)
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_NotAboutGenerators())
+    return True
+
+
+class _CpuGenerators(tuple[()]):
+    """``torch.cuda.default_generators``: the CPU's generator, whatever the device."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.default_generator
+
+
+class _Stream:
+    """A CUDA stream on which all work is done as soon as it is queued."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or self
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _NotAboutGenerators(logging.Filter):
+    """Drops the warning that the CPU generator moved inside the tracker's fork: here it is meant to."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs = {**kwargs, "device": "cpu", "pin_memory": False}
+            if factory.__name__ == "empty_like":
+                del kwargs["pin_memory"]
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _cuda_spelling(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None and self.device.type == "cpu":
+            return plain(self).replace("torch.", "torch.cuda.", 1)
+        return plain(self, dtype, non_blocking, **kwargs)
+
+    return type_
