@@ -23,7 +23,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from chaos.launcher import Launcher
@@ -280,8 +279,16 @@ class VirtualCluster:
         frozen = False
         for fault in due:
             fault.fired_at = time.monotonic()
-            self._note({"kind": "fault", "fault": fault.kind, "targets": list(fault.targets), "at": fault.fired_at,
-                        "point": fault.point, "step": event["step"]})
+            self._note(
+                {
+                    "kind": "fault",
+                    "fault": fault.kind,
+                    "targets": list(fault.targets),
+                    "at": fault.fired_at,
+                    "point": fault.point,
+                    "step": event["step"],
+                }
+            )
             frozen |= fault.kind == "freeze"
             self._inject(fault)
         if frozen:

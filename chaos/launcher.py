@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from smp_daemon.errors import DeadlineExceeded, HoldfastError
+from smp_daemon.paths import arena_base
 
 IMPORT_DEADLINE_S = 120.0
 
@@ -25,7 +26,14 @@ class Launcher:
         self._channel = ours
         self._buffer = b""
         self._ready = False
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        scratch = arena_base()
+        scratch.mkdir(parents=True, mode=0o700, exist_ok=True)
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TMPDIR": str(scratch),  # tempfile probes its directory by writing to it; nothing is to touch a disk
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "chaos.zygote", str(theirs.fileno()), *modules],
             pass_fds=[theirs.fileno()],

@@ -61,7 +61,7 @@ class VirtualNode:
         """Start the SMP; returns at once."""
         self.base.mkdir(parents=True, mode=0o700, exist_ok=True)
         command = [*smp_command(self.job, self.name, self.arena, self.host), "--owner-pid", str(os.getpid())]
-        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | wiring.environment(self.who)
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.base)} | wiring.environment(self.who)
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
         )

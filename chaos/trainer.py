@@ -45,9 +45,10 @@ class Trainer:
     def init_process_group(self) -> None:
         """Join the job's gloo process group. Blocks until every rank has."""
         import torch.distributed as dist
+        from torch._C._distributed_c10d import TCPStore
 
         host, port, listening = self.store
-        store = dist.TCPStore(
+        store = TCPStore(
             host,
             port,
             self.world,

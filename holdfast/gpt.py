@@ -77,8 +77,13 @@ def train() -> None:
             trainer.report("step", step=step + 1, loss=loss.hex())
         trainer.report("end", digest=digest(model, optim, scheduler))
         if args["snapshots"]:
-            trainer.report("statistics", taken=snap.statistics.taken, stall_s=snap.statistics.stall_s,
-                           skipped=snap.statistics.skipped, failed=snap.statistics.failed)
+            trainer.report(
+                "statistics",
+                taken=snap.statistics.taken,
+                stall_s=snap.statistics.stall_s,
+                skipped=snap.statistics.skipped,
+                failed=snap.statistics.failed,
+            )
     dist.destroy_process_group()
 
 
@@ -195,7 +200,7 @@ def digest(model: Any, optim: Any, scheduler: Any) -> str:
                 for key, value in sorted(part.optimizer.state[main].items()):
                     add(f"{key} {index} {place}", value)
     sha.update(json.dumps(scheduler.state_dict(), sort_keys=True).encode())
-    sha.update(repr((random.getstate(), np.random.get_state()[1].tobytes())).encode())  # type: ignore[index,union-attr]
+    sha.update(repr((random.getstate(), np.random.get_state()[1].tobytes())).encode())  # type: ignore[index]
     add("torch", torch.get_rng_state())
     for name, state in sorted(tensor_parallel.get_cuda_rng_tracker().get_states().items()):
         add(name, state)

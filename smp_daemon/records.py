@@ -1,4 +1,4 @@
-"""Small JSON records beside the slots: written last, replaced atomically, and the only thing that makes a slot count."""
+"""Small JSON records beside the slots: written last, in one step, and the only thing that makes a slot count."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Smp:
         for part in (self._bulk, self._control, self._peer_client):
             part.close()
         if self._finished:
-            self._arena.destroy()
+            self.store.retire()
         self._local.close()  # last: the trainer that said `finish` takes the end of its connection for the end
 
 

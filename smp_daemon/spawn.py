@@ -132,7 +132,7 @@ def _has_trainers(arena: Path, owner: Owner | None) -> bool:
         if owner is not None and process.pid == owner.pid:
             continue
         try:
-            if any(needle in line for line in Path(f"/proc/{process.pid}/maps").open()):
+            if needle in Path(f"/proc/{process.pid}/maps").read_text():
                 return True
         except (OSError, psutil.Error):
             continue  # it ended, or it is another user's and cannot use this arena

@@ -6,6 +6,7 @@ Every public method is thread-safe. `changed` is notified whenever something tha
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -342,6 +343,15 @@ class Store:
         with self.changed:
             if layout.epoch not in self.arena.layouts:
                 self.arena.add_layout(layout)
+
+    def retire(self) -> None:
+        """The job is over: remove everything. Whoever is still at work for it is turned away."""
+        with self.changed:
+            for snapshot in list(self._progress):
+                self._forget(snapshot)
+            self.epoch = sys.maxsize
+            self.arena.destroy()
+            self.changed.notify_all()
 
     # ------------------------------------------------------------------ inside
 

@@ -1,0 +1,239 @@
+"""``holdfast demo``: train undisturbed, train again while things are killed, compare to the last bit, and account.
+
+The work is done by `chaos.cluster`; `account` turns its history into the figures, purely; `holdfast.demo_view`
+draws them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chaos.cluster import Event, History, Restart, VirtualCluster
+from chaos.launcher import Launcher
+from smp_daemon.errors import ConfigError
+
+TARGET = "holdfast.gpt:train"
+JOB_DEADLINE_S = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the demo does. `kills` holds (``trainer`` or ``node``, rank or node index, step) in order of steps."""
+
+    nodes: int
+    ranks_per_node: int
+    steps: int
+    seed: int
+    protect: str
+    kills: tuple[tuple[str, int, int], ...]
+
+    def __post_init__(self) -> None:
+        world = self.nodes * self.ranks_per_node
+        if world % 2 or world < 4:
+            raise ConfigError(f"{world} ranks: tensor parallel 2 x data parallel 2 or more needs an even number >= 4")
+        if not 1 <= self.steps <= 10_000:
+            raise ConfigError(f"--steps {self.steps}: choose 1 to 10000")
+        steps = [step for _, _, step in self.kills]
+        if steps != sorted(set(steps)):
+            raise ConfigError(f"kills must come at different steps, in order; these come at {steps}")
+        for kind, index, step in self.kills:
+            limit = world if kind == "trainer" else self.nodes
+            if not 0 <= index < limit:
+                raise ConfigError(f"--kill {kind}:{index}@{step}: there are {kind}s 0 to {limit - 1}")
+            if not 2 <= step <= self.steps:
+                raise ConfigError(f"--kill {kind}:{index}@{step}: choose a step from 2 to {self.steps}")
+            if kind == "node" and self.nodes == 1:
+                raise ConfigError("one node protects nothing against its loss: use --nodes 2 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """One recovery. `phases` are seconds; they follow one another, from the kill to the first new step."""
+
+    kind: str
+    target: int
+    step: int
+    restored_step: int
+    lost_steps: int
+    bytes_fetched: int
+    phases: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What the demo found."""
+
+    plan: Plan
+    identical: bool
+    difference: str
+    losses: list[float]
+    recoveries: list[Recovery]
+    disk_bytes_written: int
+    leaks: list[str]
+    seconds: float
+    stall_s: float = field(default=0.0)
+
+    @property
+    def held(self) -> bool:
+        """Whether everything that the demo promises is true."""
+        return (
+            self.identical
+            and self.disk_bytes_written == 0
+            and not self.leaks
+            and len(self.recoveries) == len(self.plan.kills)
+            and all(recovery.lost_steps <= 1 for recovery in self.recoveries)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "identical": self.identical,
+            "difference": self.difference,
+            "steps": self.plan.steps,
+            "nodes": self.plan.nodes,
+            "ranks": self.plan.nodes * self.plan.ranks_per_node,
+            "seed": self.plan.seed,
+            "protect": self.plan.protect,
+            "losses": self.losses,
+            "disk_bytes_written": self.disk_bytes_written,
+            "leaks": self.leaks,
+            "seconds": self.seconds,
+            "recoveries": [
+                {
+                    "kind": r.kind,
+                    "target": r.target,
+                    "step": r.step,
+                    "restored_step": r.restored_step,
+                    "lost_steps": r.lost_steps,
+                    "bytes_fetched": r.bytes_fetched,
+                    "phases": r.phases,
+                }
+                for r in self.recoveries
+            ],
+        }
+
+
+def run(plan: Plan, progress: Callable[[str, Event], None]) -> Account:
+    """Do all of it. `progress` is told (``import``, ``undisturbed`` or ``disturbed``, event) as it goes.
+
+    Raises:
+        HoldfastError: a run did not come to its end; everything it started is gone.
+    """
+    began = time.monotonic()
+    before = _disk_bytes_written()
+    args = {"seed": plan.seed, "steps": plan.steps, "protect": plan.protect}
+    with Launcher(["holdfast.gpt"]) as launcher:
+        progress("import", {"kind": "begin"})
+        launcher.wait_ready()
+
+        def cluster(phase: str, snapshots: bool) -> VirtualCluster:
+            progress(phase, {"kind": "begin"})
+            return VirtualCluster(
+                launcher,
+                nodes=plan.nodes,
+                ranks_per_node=plan.ranks_per_node,
+                target=TARGET,
+                args=args | {"snapshots": snapshots},
+                job="demo",
+                smps=snapshots,
+                deadline_s=JOB_DEADLINE_S,
+                on_event=lambda event: progress(phase, event),
+            )
+
+        undisturbed = cluster("undisturbed", False).run()
+        disturbed = cluster("disturbed", True)
+        for kind, index, step in plan.kills:
+            if kind == "trainer":
+                disturbed.kill_trainer(index, at="train.step", step=step)
+            else:
+                disturbed.kill_node(index, at="train.step", step=step)
+        history = disturbed.run()
+    # Every process we started has been waited for, so the kernel has added what it wrote to our own account.
+    written = _disk_bytes_written() - before
+    return account(plan, undisturbed, history, written, time.monotonic() - began)
+
+
+def account(plan: Plan, undisturbed: History, disturbed: History, disk_bytes: int, seconds: float) -> Account:
+    """The figures of a finished demo."""
+    difference = compare(undisturbed, disturbed)
+    last = {e["step"]: float.fromhex(e["loss"]) for e in disturbed.of("step", rank=0)}
+    return Account(
+        plan=plan,
+        identical=not difference,
+        difference=difference,
+        losses=[last[step] for step in sorted(last)],
+        recoveries=[_recovery(disturbed, n, restart) for n, restart in enumerate(disturbed.restarts, 1)],
+        disk_bytes_written=disk_bytes,
+        leaks=disturbed.leaks,
+        seconds=seconds,
+        stall_s=max((e["stall_s"] / max(1, e["taken"]) for e in disturbed.of("statistics")), default=0.0),
+    )
+
+
+def compare(undisturbed: History, disturbed: History) -> str:
+    """The first difference between two runs, or an empty text: every loss of every rank, every final state.
+
+    A step that was done twice must have come out the same both times.
+    """
+    expected = {(e["rank"], e["step"]): e["loss"] for e in undisturbed.of("step")}
+    seen = set()
+    for event in disturbed.of("step"):
+        key = (event["rank"], event["step"])
+        seen.add(key)
+        if event["loss"] != expected.get(key):
+            return f"loss of rank {key[0]} at step {key[1]}: {event['loss']}, undisturbed {expected.get(key)}"
+    if seen != expected.keys():
+        return f"{len(expected.keys() - seen)} losses are missing"
+    digests = {e["rank"]: e["digest"] for e in undisturbed.of("end")}
+    for event in disturbed.of("end"):
+        if digests.pop(event["rank"], None) != event["digest"]:
+            return f"the final state of rank {event['rank']} differs"
+    return f"no final state of ranks {sorted(digests)}" if digests else ""
+
+
+def _recovery(history: History, generation: int, restart: Restart) -> Recovery:
+    fault = restart.faults[0]
+    started = history.of("started", generation=generation)
+    done = max((e["step"] for e in history.of("step", generation=generation - 1)), default=None)
+    if done is None:
+        done = max((e["step"] for e in history.of("started", generation=generation - 1)), default=0)
+    first_steps = [e["at"] for e in history.of("step", generation=generation, step=started[0]["step"] + 1)]
+
+    def latest(name: str) -> float:
+        return float(max(event["clock"][name] for event in started))
+
+    marks = [
+        ("detect", restart.noticed_at),
+        ("restart", latest("enter")),
+        ("plan", latest("plan")),
+        ("fetch", latest("fetch")),
+        ("load", latest("load")),
+        ("first_step", max(first_steps)),
+    ]
+    phases, before = {}, restart.killed_at
+    for name, at in marks:
+        phases[name] = round(max(0.0, at - before), 4)
+        before = max(before, at)
+    restored = started[0]["step"]
+    return Recovery(
+        kind=fault.kind,
+        target=fault.targets[0],
+        step=fault.step or 0,
+        restored_step=restored,
+        lost_steps=max(0, done - restored),
+        bytes_fetched=sum(event["bytes_fetched"] for event in started),
+        phases=phases,
+    )
+
+
+def _disk_bytes_written() -> int:
+    """Bytes that this process and the children it has waited for sent to a block device; tmpfs does not count."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        name, value = line.split(": ")
+        if name == "write_bytes":
+            return int(value)
+    raise ConfigError("this kernel does not account for bytes written (/proc/self/io): the demo cannot check them")
