@@ -73,11 +73,12 @@ class Restart:
 
 @dataclass(slots=True)
 class History:
-    """What happened: every event, restarts, and what was left over at the end."""
+    """What happened: every event, restarts, what was left over at the end, what went to disk."""
 
     events: list[Event] = field(default_factory=list)
     restarts: list[Restart] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
+    disk_bytes_written: int = 0
 
     def of(self, kind: str, **match: Any) -> list[Event]:
         """Events of one kind whose fields have the given values."""
@@ -173,10 +174,12 @@ class VirtualCluster:
             self._selector.register(listening, selectors.EVENT_READ, self._accept)
             self._selector.register(self._launcher, selectors.EVENT_READ, self._hear)
             self._start_nodes(self._nodes if self._smps else [])
+            before = self._launcher.disk_bytes_written()
             self._spawn()
             while self._running:
                 self._turn()
             self._settle()
+            self.history.disk_bytes_written += self._launcher.disk_bytes_written() - before
             return self.history
         finally:
             self._clean_up(listening)
@@ -220,6 +223,7 @@ class VirtualCluster:
         for index, node in enumerate(self._nodes):
             if self._smps and not node.alive:
                 node.close()
+                self.history.disk_bytes_written += node.disk_bytes_written
                 self._lives[index] += 1
                 self._nodes[index] = self._new_node(index)
                 fresh.append(self._nodes[index])
@@ -356,6 +360,7 @@ class VirtualCluster:
             status = node.wait_end()
             if status != 0:
                 self.history.leaks.append(f"the SMP of {node.name} ended with status {status}")
+            self.history.disk_bytes_written += node.disk_bytes_written
             if node.arena.exists():
                 self.history.leaks.append(f"{node.arena} is still there")
 

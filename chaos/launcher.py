@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -26,13 +27,13 @@ class Launcher:
         self._channel = ours
         self._buffer = b""
         self._ready = False
-        scratch = arena_base()
-        scratch.mkdir(parents=True, mode=0o700, exist_ok=True)
+        self._scratch = arena_base() / f"launcher-{os.getpid()}"
+        self._scratch.mkdir(parents=True, mode=0o700, exist_ok=True)
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONDONTWRITEBYTECODE": "1",
-            "TMPDIR": str(scratch),  # tempfile probes its directory by writing to it; nothing is to touch a disk
+            "TMPDIR": str(self._scratch),  # tempfile probes its directory by writing to it; nothing is to touch a disk
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "chaos.zygote", str(theirs.fileno()), *modules],
@@ -72,6 +73,14 @@ class Launcher:
         """SIGKILL every trainer that is left. Their ends are reported like any other."""
         self._say({"op": "kill"})
 
+    def disk_bytes_written(self) -> int:
+        """What this process and all trainers so far wrote to disk. Call while no trainer runs."""
+        self._say({"op": "written"})
+        while True:
+            for message in self.messages():
+                if message["kind"] == "written":
+                    return int(message["bytes"])
+
     def messages(self) -> list[dict[str, Any]]:
         """What the zygote said. Blocks until there is something. Raises `HoldfastError` if it is gone."""
         data = self._channel.recv(1 << 16)
@@ -89,6 +98,7 @@ class Launcher:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(10)
+        shutil.rmtree(self._scratch)
 
     def _say(self, message: dict[str, Any]) -> None:
         self._channel.sendall(json.dumps(message).encode() + b"\n")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from chaos.accounting import disk_bytes_written, wait_until_dead
 from smp_daemon import points
 from smp_daemon.errors import DeadlineExceeded
 from smp_daemon.paths import ARENA_ENV, Owner, arena_path
@@ -45,6 +46,7 @@ class VirtualNode:
         self.base = base / self.name
         self.job = job
         self.alive = False
+        self.disk_bytes_written = 0
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -61,7 +63,9 @@ class VirtualNode:
         """Start the SMP; returns at once."""
         self.base.mkdir(parents=True, mode=0o700, exist_ok=True)
         command = [*smp_command(self.job, self.name, self.arena, self.host), "--owner-pid", str(os.getpid())]
-        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.base)} | wiring.environment(self.who)
+        environment = (
+            os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.base)} | wiring.environment(self.who)
+        )
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
         )
@@ -86,8 +90,7 @@ class VirtualNode:
         """SIGKILL the SMP; what it held in shared memory stays."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(END_DEADLINE_S)
-        self.alive = False
+        self.wait_end()
 
     def power_cut(self) -> None:
         """SIGKILL the SMP and wipe the arena."""
@@ -97,16 +100,14 @@ class VirtualNode:
     def wait_end(self) -> int:
         """Block until the SMP has ended by itself; its exit status. Raises `DeadlineExceeded`."""
         assert self._process is not None
-        try:
-            status = self._process.wait(END_DEADLINE_S)
-        except subprocess.TimeoutExpired as error:
-            raise DeadlineExceeded(f"the SMP of {self.name} did not end in {END_DEADLINE_S:.0f} s") from error
+        wait_until_dead(self._process.pid, END_DEADLINE_S)
+        self.disk_bytes_written += disk_bytes_written(self._process.pid)
         self.alive = False
-        return status
+        return self._process.wait(END_DEADLINE_S)
 
     def close(self) -> None:
         """Remove all that is left."""
-        if self._process is not None and self._process.poll() is None:
+        if self.alive:
             self.kill_smp()
         if self._process is not None and self._process.stdout is not None:
             self._process.stdout.close()

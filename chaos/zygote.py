@@ -4,7 +4,9 @@ Importing takes seconds per process; forking takes milliseconds, and the ranks s
 torch operation and starts no thread itself. It talks JSON lines over one socket (file descriptor in argument 1):
 
     in   {"op": "spawn", "ranks": [{"rank", "env", "log"}, ...], "target": "module:function"}   {"op": "kill"}
+         {"op": "written"}
     out  {"kind": "imported"}   {"kind": "spawned", "pids": {rank: pid}}   {"kind": "exit", "rank", "status", "at"}
+         {"kind": "written", "bytes"}: to disk, by the zygote and all trainers that have ended
 
 Trainers die with it, and it ends, killing them, when its socket closes.
 """
@@ -22,6 +24,8 @@ import sys
 import time
 import traceback
 from typing import Any
+
+from chaos.accounting import disk_bytes_written
 
 PR_SET_PDEATHSIG = 1
 
@@ -65,6 +69,8 @@ class Zygote:
                 self._spawn(message)
             elif message["op"] == "kill":
                 self._kill()
+            elif message["op"] == "written":
+                self._say({"kind": "written", "bytes": disk_bytes_written()})
         return bool(data)
 
     def _spawn(self, message: dict[str, Any]) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from chaos.cluster import Event, History, Restart, VirtualCluster
@@ -75,7 +74,6 @@ class Account:
     disk_bytes_written: int
     leaks: list[str]
     seconds: float
-    stall_s: float = field(default=0.0)
 
     @property
     def held(self) -> bool:
@@ -124,7 +122,6 @@ def run(plan: Plan, progress: Callable[[str, Event], None]) -> Account:
         HoldfastError: a run did not come to its end; everything it started is gone.
     """
     began = time.monotonic()
-    before = _disk_bytes_written()
     args = {"seed": plan.seed, "steps": plan.steps, "protect": plan.protect}
     with Launcher(["holdfast.gpt"]) as launcher:
         progress("import", {"kind": "begin"})
@@ -152,12 +149,10 @@ def run(plan: Plan, progress: Callable[[str, Event], None]) -> Account:
             else:
                 disturbed.kill_node(index, at="train.step", step=step)
         history = disturbed.run()
-    # Every process we started has been waited for, so the kernel has added what it wrote to our own account.
-    written = _disk_bytes_written() - before
-    return account(plan, undisturbed, history, written, time.monotonic() - began)
+    return account(plan, undisturbed, history, time.monotonic() - began)
 
 
-def account(plan: Plan, undisturbed: History, disturbed: History, disk_bytes: int, seconds: float) -> Account:
+def account(plan: Plan, undisturbed: History, disturbed: History, seconds: float) -> Account:
     """The figures of a finished demo."""
     difference = compare(undisturbed, disturbed)
     last = {e["step"]: float.fromhex(e["loss"]) for e in disturbed.of("step", rank=0)}
@@ -167,10 +162,9 @@ def account(plan: Plan, undisturbed: History, disturbed: History, disk_bytes: in
         difference=difference,
         losses=[last[step] for step in sorted(last)],
         recoveries=[_recovery(disturbed, n, restart) for n, restart in enumerate(disturbed.restarts, 1)],
-        disk_bytes_written=disk_bytes,
+        disk_bytes_written=disturbed.disk_bytes_written,
         leaks=disturbed.leaks,
         seconds=seconds,
-        stall_s=max((e["stall_s"] / max(1, e["taken"]) for e in disturbed.of("statistics")), default=0.0),
     )
 
 
@@ -228,12 +222,3 @@ def _recovery(history: History, generation: int, restart: Restart) -> Recovery:
         bytes_fetched=sum(event["bytes_fetched"] for event in started),
         phases=phases,
     )
-
-
-def _disk_bytes_written() -> int:
-    """Bytes that this process and the children it has waited for sent to a block device; tmpfs does not count."""
-    for line in Path("/proc/self/io").read_text().splitlines():
-        name, value = line.split(": ")
-        if name == "write_bytes":
-            return int(value)
-    raise ConfigError("this kernel does not account for bytes written (/proc/self/io): the demo cannot check them")

@@ -67,12 +67,14 @@ def show(console: Console, account: Account) -> None:
     console.print()
     console.print(f"[bold]megatron-core GPT[/], tensor parallel 2 x data parallel {ranks // 2}, bf16, dropout")
     console.print(
-        f"{plan.nodes} nodes x {plan.ranks_per_node} ranks, protect {plan.protect}, seed {plan.seed}, "
-        f"a snapshot every step: {account.stall_s * 1e3:.1f} ms stall each"
+        f"{plan.nodes} nodes x {plan.ranks_per_node} ranks, a snapshot every step, "
+        f"protect {plan.protect}, seed {plan.seed}"
     )
     console.print(f"loss {account.losses[0]:.4f} → {account.losses[-1]:.4f}   {_spark(account.losses)}")
     console.print(_timeline(plan, account.recoveries))
-    console.print(_table(account.recoveries))
+    if account.recoveries:
+        console.print()
+        console.print(_table(account.recoveries))
     console.print()
     for good, text in _verdicts(account):
         console.print(Text("  ✓ " if good else "  ✗ ", "green" if good else "bold red").append(text, "default"))
@@ -85,37 +87,35 @@ def _verdicts(account: Account) -> list[tuple[bool, str]]:
     identical = f"all {steps} losses and the final state of all {ranks} ranks: identical to the last bit"
     return [
         (account.identical, identical if account.identical else f"NOT identical: {account.difference}"),
-        (lost <= 1, f"at most {lost} finished step{'s' * (lost != 1)} had to be done again"),
+        (lost <= 1, f"{lost or 'no'} finished step{'s' * (lost > 1)} had to be done again after a kill"),
         (account.disk_bytes_written == 0, f"{account.disk_bytes_written:,} bytes written to disk"),
         (not account.leaks, "nothing left behind" if not account.leaks else "; ".join(account.leaks)),
     ]
 
 
 def _table(recoveries: list[Recovery]) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 1), title="recoveries, in seconds", title_justify="left")
-    for title in ("killed", "lost", *(TITLES.get(p, p) for p in PHASES), "total", "bytes moved"):
-        table.add_column(title, justify="left" if title == "killed" else "right", no_wrap=True)
+    """A row per phase, a column per recovery."""
+    table = Table(box=None, header_style="dim", padding=(0, 2), show_footer=True)
+    table.add_column("recovery", footer="bytes moved")
     for recovery in recoveries:
-        table.add_row(
-            f"{recovery.kind} {recovery.target}",
-            str(recovery.lost_steps),
-            *(f"{recovery.phases[phase]:.2f}" for phase in PHASES),
-            f"{sum(recovery.phases.values()):.2f}",
-            f"{recovery.bytes_fetched:,}",
-        )
+        title = f"{recovery.kind} {recovery.target}"
+        table.add_column(title, justify="right", footer=f"{recovery.bytes_fetched:,}")
+    for phase in PHASES:
+        table.add_row(TITLES.get(phase, phase), *(f"{r.phases[phase]:.2f} s" for r in recoveries))
+    table.add_row("total", *(f"{sum(r.phases.values()):.2f} s" for r in recoveries), style="bold")
+    table.add_row("steps lost", *(str(r.lost_steps) for r in recoveries))
     return table
 
 
 def _timeline(plan: Plan, recoveries: list[Recovery]) -> Text:
-    """One mark per step: done, killed in the middle of it, done again."""
-    line = Text("steps ")
+    """A line of steps, with a mark at each step in the middle of which something was killed."""
+    line = Text("1 ")
     kills = {recovery.step: recovery for recovery in recoveries}
     for step in range(1, plan.steps + 1):
         if step in kills:
-            line.append("✗", "bold red")
+            line.append(f"✗ {kills[step].kind} {kills[step].target} ", "bold red")
         line.append("━", "green")
-    line.append("   ✗ killed in this step", "dim")
-    return line
+    return line.append(f" {plan.steps}")
 
 
 def _spark(values: list[float]) -> str:

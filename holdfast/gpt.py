@@ -23,7 +23,7 @@ import torch.distributed as dist
 from integrations.megatron_cpu import install
 
 install()
-warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex.*")
+warnings.filterwarnings("ignore", message=".*Apex.*")
 
 # ruff: noqa: E402 - megatron asks for CUDA while it is imported
 from megatron.core import parallel_state as mpu
@@ -76,14 +76,6 @@ def train() -> None:
             loss = train_step(model, optim, scheduler, args["seed"], step)
             trainer.report("step", step=step + 1, loss=loss.hex())
         trainer.report("end", digest=digest(model, optim, scheduler))
-        if args["snapshots"]:
-            trainer.report(
-                "statistics",
-                taken=snap.statistics.taken,
-                stall_s=snap.statistics.stall_s,
-                skipped=snap.statistics.skipped,
-                failed=snap.statistics.failed,
-            )
     dist.destroy_process_group()
 
 

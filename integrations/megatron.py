@@ -116,7 +116,8 @@ class MegatronAdapter:
         for part in self._parts:
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
-        for chunk in self._chunks:
+        chunks: list[Any] = self._chunks
+        for chunk in chunks:
             if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
                 chunk.start_param_sync(force_sync=True)
 

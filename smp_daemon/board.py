@@ -51,6 +51,12 @@ class Board:
         self._words[1 + self._next] = step * 4 + outcome
         self._next = (self._next + 1) % (WORDS - 1)
 
+    def fail_pending(self) -> None:
+        """A predecessor of this SMP died in the middle: what it had not finished will not be finished."""
+        pending = (self._words & 3 == Outcome.PENDING) & (self._words > 3)
+        pending[0] = False
+        self._words[pending] &= ~3
+
     def outcome(self, epoch: int, step: int) -> Outcome:
         """What became of a snapshot; one that nothing was said of is pending, one of an older epoch has failed."""
         if self._words[0] != epoch:

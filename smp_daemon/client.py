@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_daemon.board import Board, Outcome
-from smp_daemon.errors import ProtocolError, SmpUnavailable
+from smp_daemon.errors import DeadlineExceeded, ProtocolError, SmpUnavailable
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, PROTOCOL_VERSION
@@ -44,15 +44,22 @@ class SmpClient:
     def __init__(self, arena: Path, job: str) -> None:
         """Connect. Raises `SmpUnavailable` if no SMP serves `arena`, `ConfigError` if it serves another job."""
         self.arena = arena
+        self._job = job
         self._lock = threading.Lock()
         self._maps: dict[str, tuple[int, memoryview]] = {}
-        if not socket_path(arena).exists():
-            raise SmpUnavailable(f"no SMP serves {arena}: start one with `python -m smp_daemon`")
-        self._stream: SocketStream = connect(socket_path(arena))
-        hello = self._call({"op": "hello", "job": job, "version": PROTOCOL_VERSION})
+        self._stream: SocketStream | None = None
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        """Connect anew, after `SmpUnavailable`; raises what making the client raises."""
+        self.close()
+        if not socket_path(self.arena).exists():
+            raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m smp_daemon`")
+        self._stream = connect(socket_path(self.arena))
+        hello = self._call({"op": "hello", "job": self._job, "version": PROTOCOL_VERSION})
         self.node = str(hello["node"])
         self.pid = int(hello["pid"])
-        self._board = Board(arena / "board")
+        self._board = Board(self.arena / "board")
 
     def inventory(self) -> Inventory:
         """What the SMP holds."""
@@ -108,23 +115,31 @@ class SmpClient:
 
     def finish(self, epoch: int) -> None:
         """The job has ended well: the SMP removes its arena and ends. Blocks until it has."""
+        self._call({"op": "finish", "epoch": epoch})
         with self._lock:
-            call(self._stream, {"op": "finish", "epoch": epoch})
-            if self._stream.receive() is not None:
+            if self._stream is not None and self._stream.receive() is not None:
                 raise ProtocolError("the SMP went on talking after the job had finished")
-        self._stream.close()
+        self.close()
 
     def close(self) -> None:
         """End the connection. Slots begun and not sealed become free."""
-        self._stream.close()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
 
     def _call(self, message: Message, deadline_s: float = CALL_DEADLINE_S) -> Message:
         with self._lock:
+            if self._stream is None:
+                raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
             self._stream.set_deadline(deadline_s)
-            reply, payload = call(self._stream, message)
-        if payload:
-            raise ProtocolError("the SMP sent bytes that nobody asked for")
-        return reply
+            try:
+                reply, payload = call(self._stream, message)
+                if payload:
+                    raise ProtocolError("the SMP sent bytes that nobody asked for")
+                return reply
+            except (SmpUnavailable, DeadlineExceeded):
+                self.close()  # an answer that comes late must not be taken for the next one's
+                raise
 
     def _map(self, reply: dict[str, Any]) -> memoryview:
         """Map the slot file that a reply names, or the mapping of it that is there already."""
@@ -140,6 +155,5 @@ class SmpClient:
         finally:
             os.close(fd)
         mapped.madvise(mmap.MADV_DONTDUMP)
-        mapped.madvise(mmap.MADV_DONTFORK)
         self._maps[name] = (inode, memoryview(mapped))
         return self._maps[name][1]

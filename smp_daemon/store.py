@@ -505,7 +505,7 @@ class Store:
             )
         self.epoch = int(known["epoch"])
         self.protected = SnapshotId(*known["protected"]) if known["protected"] else None
-        self.board.reset(self.epoch)
+        self.board.fail_pending()
         for pool, slot, data in self.arena.adopt():
             try:
                 self._adopt_slot(pool, slot, data)

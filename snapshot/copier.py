@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from smp_daemon.client import SmpClient
-from smp_daemon.errors import DeadlineExceeded, HoldfastError
+from smp_daemon.errors import DeadlineExceeded, HoldfastError, SmpUnavailable
 from smp_daemon.layout import SnapshotId
 from smp_daemon.points import reach
 from smp_daemon.slotfile import SlotFormat, write_stamp
@@ -64,8 +65,11 @@ class CopyJob:
 class Copier:
     """A thread that works off copy jobs, one after another."""
 
-    def __init__(self, client: SmpClient) -> None:
+    def __init__(self, client: SmpClient, reattach: Callable[[], None]) -> None:
+        """`reattach` is called, in the copy thread, before the first job after the SMP went away."""
         self._client = client
+        self._reattach = reattach
+        self._attached = True
         self._queue: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holdfast-copy", daemon=True)
         self._thread.start()
@@ -84,8 +88,13 @@ class Copier:
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             try:
+                if not self._attached:
+                    self._reattach()
+                    self._attached = True
                 self._copy(job)
             except HoldfastError as error:
+                self._attached = self._attached and not isinstance(error, SmpUnavailable | DeadlineExceeded)
+                log.warning("no snapshot of %s: %s", job.snapshot, error)
                 job.abort(error)
             except Exception as error:  # a bug of ours must not kill the thread that the training loop waits for
                 log.exception("snapshot of %s failed", job.snapshot)

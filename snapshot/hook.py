@@ -23,7 +23,7 @@ from typing import Self
 from smp_daemon.board import Outcome
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
-from smp_daemon.layout import SnapshotId
+from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.paths import arena_path
 from smp_daemon.slotfile import SlotFormat
 from smp_daemon.spawn import start_smp
@@ -89,7 +89,8 @@ class SnapshotHook:
         self._form: SlotFormat | None = None
         self._copy: CopyJob | None = None
         self._outcomes: Result | None = None
-        self._lost: set[SnapshotId] = set()
+        self._copies: dict[SnapshotId, CopyJob] = {}
+        self._layout: Layout | None = None
         self._misfit = False
         self._enabled = True
         self.statistics = Statistics()
@@ -128,7 +129,7 @@ class SnapshotHook:
         self._epoch = self._restored.epoch
         self._step = self._restored.snapshot.step if self._restored.snapshot else 0
         self._ledger = Ledger(self._ledger.slots, protected=self._restored.snapshot)
-        self._copier = Copier(self._client)
+        self._copier = Copier(self._client, self._reattach)
         self._boundary = Boundary(self._adapter.optimizer(), self._adapter.modules(), self)
         return self
 
@@ -189,21 +190,38 @@ class SnapshotHook:
         except SmpUnavailable:
             if not self._start:
                 raise
+        self._start_smp()
+        return SmpClient(self._arena, self._job)
+
+    def _reattach(self) -> None:
+        """The SMP went away, and with it what it had not sealed. Go on with its successor, or start one."""
+        try:
+            self._client.reconnect()
+        except SmpUnavailable:
+            if not self._start:
+                raise
+            self._start_smp()
+            self._client.reconnect()
+        self._client.join(self._epoch)
+        if self._layout is not None:
+            self._client.configure(self._layout)
+
+    def _start_smp(self) -> None:
         node = os.environ.get("HOLDFAST_NODE") or _host_name()
         host = os.environ.get("HOLDFAST_HOST", "127.0.0.1")
         try:
             start_smp(self._job, node, self._arena, host=host, insecure=os.environ.get("HOLDFAST_INSECURE") == "1")
         except ConfigError as error:
             log.info("another rank may have started it: %s", error)
-        return SmpClient(self._arena, self._job)
 
     def _report(self) -> list[int]:
         """What the ranks take the minimum of: the outcome of each pending snapshot, and whether the format holds."""
-        outcomes = [
-            Outcome.FAILED if snapshot in self._lost else self._client.outcome(snapshot)
-            for snapshot in self._ledger.pending
-        ]
+        outcomes = [self._outcome(snapshot) for snapshot in self._ledger.pending]
         return [*outcomes, int(not self._misfit)]
+
+    def _outcome(self, snapshot: SnapshotId) -> Outcome:
+        copy = self._copies.get(snapshot)
+        return self._client.outcome(snapshot) if copy and copy.error is None else Outcome.FAILED
 
     def _settle(self) -> None:
         if self._outcomes is None:
@@ -214,7 +232,7 @@ class SnapshotHook:
         self.statistics.protected += results.count(Outcome.PROTECTED)
         self.statistics.failed += results.count(Outcome.FAILED)
         self._ledger = self._ledger.settle(results)
-        self._lost &= set(self._ledger.pending)
+        self._copies = {s: copy for s, copy in self._copies.items() if s in self._ledger.pending}
         if not fits_everywhere:
             self._form = None
             self._misfit = False
@@ -232,12 +250,12 @@ class SnapshotHook:
         self.statistics.taken += 1
         form = self._fitting_form(capture)
         if form is None:
-            self._misfit = True
-            self._lost.add(snapshot)
+            self._misfit = True  # and without a copy job this snapshot counts as failed
             self._copy = None
             return
         self._early_values = capture.values
         self._copy = CopyJob(snapshot, self._coord, keep, protected, form, capture.stable, capture.early)
+        self._copies[snapshot] = self._copy
         self._copier.submit(self._copy)
 
     def _fitting_form(self, capture: Capture) -> SlotFormat | None:
@@ -257,7 +275,7 @@ class SnapshotHook:
         record = encode_record(SnapshotId(self._epoch, self._step), self._coord, capture.values, late_values)
         form = plan_format(self._job, self._coord, capture.leaves(late), len(record))
         inventory = self._client.inventory()
-        if self._client_configured():
+        if self._layout is not None:
             self._epoch += 1
             self._client.join(self._epoch)
         mine = RankInfo(
@@ -283,9 +301,6 @@ class SnapshotHook:
             log.warning("one node: snapshots survive the death of processes, not the loss of the node")
         self._layout = layout
         self._form = form
-
-    def _client_configured(self) -> bool:
-        return getattr(self, "_layout", None) is not None
 
     def _finalise(self, job: CopyJob) -> None:
         if job.finalised.is_set():

@@ -1,0 +1,38 @@
+# make demo    the main job, on a fresh machine with Python 3.11: sets up by itself
+# make test    the whole test suite
+# make check   lint, format and types
+# make proto   generate the gRPC stubs again after a change of smp_daemon/peer.proto
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check proto clean setup
+.DEFAULT_GOAL := demo
+
+demo: setup
+	@$(BIN)/holdfast demo $(DEMO)
+
+test: setup
+	@$(BIN)/pytest $(TESTS)
+
+check: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. smp_daemon/peer.proto
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[megatron,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

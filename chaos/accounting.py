@@ -1,0 +1,35 @@
+"""What the kernel says of a process: bytes it sent to block devices. tmpfs does not count, reading does not count."""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+from smp_daemon.errors import ConfigError, DeadlineExceeded
+
+
+def disk_bytes_written(pid: int | str = "self") -> int:
+    """Bytes written by a process and by the children it has waited for. Works on a zombie, until it is reaped.
+
+    Raises:
+        ConfigError: this kernel does not tell.
+    """
+    try:
+        for line in Path(f"/proc/{pid}/io").read_text().splitlines():
+            name, value = line.split(": ")
+            if name == "write_bytes":
+                return int(value)
+    except OSError as error:
+        raise ConfigError(f"the kernel does not say what process {pid} wrote (/proc/<pid>/io): {error}") from error
+    raise ConfigError("the kernel does not account for bytes written: /proc/<pid>/io has no write_bytes")
+
+
+def wait_until_dead(pid: int, deadline_s: float) -> None:
+    """Block until a child has ended, without reaping it. Raises `DeadlineExceeded`."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        if not select.select([pidfd], [], [], deadline_s)[0]:
+            raise DeadlineExceeded(f"process {pid} did not end within {deadline_s:.0f} s")
+    finally:
+        os.close(pidfd)
