@@ -58,14 +58,18 @@ class RankInfo:
     def from_json(cls, data: Any) -> RankInfo:
         """Raises `ProtocolError` if `data` does not describe a rank."""
         try:
-            return cls(**data)
+            rank = cls(**data)
         except TypeError as error:
             raise ProtocolError(f"not a rank's description: {error}") from error
+        texts, numbers = (rank.coord, rank.node, rank.host), (rank.control_port, rank.bulk_port, rank.slot_bytes)
+        if any(type(text) is not str for text in texts) or any(type(number) is not int for number in numbers):
+            raise ProtocolError(f"not a rank's description: {rank}")
+        return rank
 
 
 def coordinate_key(coord: str) -> list[int | str]:
     """Sorts coordinates as a reader would: dp2 before dp10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", coord)]
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", coord))]
 
 
 def arrange(job: str, epoch: int, ranks: Sequence[RankInfo], protection: Protection, slots: int) -> Layout:

@@ -112,6 +112,21 @@ class SnapshotHook:
         """The newest step whose snapshot is protected on every node, as far as the ranks have agreed."""
         return self._ledger.protected.step if self._ledger.protected else None
 
+    def drain(self, deadline_s: float) -> bool:
+        """Block until this node has protected every snapshot taken so far, at most `deadline_s`.
+
+        Not needed in a training loop; for planned stops, and after a forward of the next step has begun. True if
+        all are protected as far as this node can tell; the other ranks learn of it with the next step.
+        """
+        limit = time.monotonic() + deadline_s
+        outcomes = []
+        for snapshot, copy in list(self._copies.items()):
+            self._finalise(copy)
+            if not copy.done.wait(limit - time.monotonic()) or copy.error is not None:
+                return False
+            outcomes.append(self._client.await_outcome(snapshot, max(0.0, limit - time.monotonic())))
+        return all(outcome is Outcome.PROTECTED for outcome in outcomes)
+
     def __enter__(self) -> Self:
         """Restore if the job has a snapshot, and begin to take snapshots. A collective call.
 

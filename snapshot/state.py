@@ -73,15 +73,20 @@ def decode_record(slot: memoryview, form: SlotFormat, snapshot: SnapshotId) -> d
     offset, capacity = form.record
     try:
         record: dict[str, Any] = json.loads(bytes(slot[offset : offset + capacity]))
-    except ValueError as error:
+        held = SnapshotId(record["epoch"], record["step"])
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the record of {snapshot} is not JSON: {error}") from error
-    if SnapshotId(record["epoch"], record["step"]) != snapshot:
-        raise ProtocolError(f"the record is of step {record['step']}, the slot of {snapshot}")
+    except (LookupError, TypeError) as error:
+        raise ProtocolError(f"the record of {snapshot} does not say what it is of: {error!r}") from error
+    if held != snapshot:
+        raise ProtocolError(f"the record is of {held}, the slot of {snapshot}")
     return record
 
 
 def decode_values(record: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> tuple[Tree, Tree]:
-    """The early and the late values of a record."""
+    """The early and the late values of a record. Raises `ProtocolError` if there are none."""
+    if not {EARLY, LATE} <= record.keys():
+        raise ProtocolError(f"the record holds {sorted(record)}, not both {EARLY!r} and {LATE!r}")
     return decode(record[EARLY], tensor), decode(record[LATE], tensor)
 
 

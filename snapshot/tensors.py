@@ -51,7 +51,7 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
 
 def copy_out(tensor: torch.Tensor, slot: memoryview, offset: int) -> None:
     """Copy a live tensor into slot memory. Releases the GIL for the length of the copy."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.numel() == 0:
         return
     if tensor.is_contiguous():
@@ -66,7 +66,7 @@ def copy_in(slot: memoryview, offset: int, tensor: torch.Tensor) -> None:
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         target = raw_bytes(tensor)
         np.copyto(target, np.frombuffer(slot, np.uint8, target.size, offset))
     else:

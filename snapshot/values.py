@@ -17,6 +17,9 @@ import torch
 
 from smp_daemon.errors import ProtocolError, StateMismatch
 
+LONGEST_JSON_INT = 4096
+"""Bits. Python refuses to read or write decimal numbers of more than 4300 digits."""
+
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 
 
@@ -27,27 +30,32 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         StateMismatch: something cannot be represented; the message names its path.
     """
     match value:
-        case None | bool() | str():
+        case None | bool():
+            return value
+        case str() if type(value) is str:
             return value
         case torch.Tensor():
-            tensors[path] = value
-            return {"$": "tensor", "name": path}
-        case np.ndarray() if value.dtype.kind in "biufc":
+            name = path
+            while name in tensors:  # {"a.b": ...} and {"a": {"b": ...}}, or the keys 1 and "1"
+                name += "+"
+            tensors[name] = value
+            return {"$": "tensor", "name": name}
+        case np.ndarray() if type(value) is np.ndarray and value.dtype.kind in "biufc":
             return {"$": "ndarray", "dtype": value.dtype.str, "shape": value.shape, "data": _text(value.tobytes())}
         case np.generic() if value.dtype.kind in "biufc":
             return {"$": "scalar", "dtype": value.dtype.str, "data": _text(value.tobytes())}
         case int() if type(value) is int:
-            return value
+            return value if value.bit_length() <= LONGEST_JSON_INT else {"$": "int", "data": hex(value)}
         case float() if type(value) is float:
             return value if math.isfinite(value) else {"$": "float", "data": value.hex()}
-        case bytes() | bytearray():
+        case bytes() | bytearray() if type(value) in (bytes, bytearray):
             return {"$": type(value).__name__, "data": _text(bytes(value))}
         case list() if type(value) is list:
             return [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
         case tuple() | set() | frozenset() if type(value) in (tuple, set, frozenset):
             items = [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
             return {"$": type(value).__name__, "items": items}
-        case dict() if type(value).__name__ in _MAPPINGS:
+        case dict() if type(value) in _MAPPINGS.values():
             return _encode_mapping(value, path, tensors)
         case torch.dtype() | torch.device():
             return {"$": type(value).__name__, "data": str(value).removeprefix("torch.")}
@@ -71,7 +79,7 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return {key: decode(item, tensor) for key, item in value.items()}
     try:
         return _decode_tagged(value, tensor)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, SyntaxError) as error:
         raise ProtocolError(f"the record holds a malformed {value.get('$')!r}: {error!r}") from error
 
 
@@ -94,6 +102,8 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
             return flat.reshape(value["shape"]).copy()
         case "scalar":
             return np.frombuffer(_bytes(value["data"]), dtype=np.dtype(value["dtype"]))[0]
+        case "int":
+            return int(value["data"], 16)
         case "float":
             return float.fromhex(value["data"])
         case "bytes":
@@ -106,10 +116,17 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
         case "mapping":
             return _MAPPINGS[value["type"]]({decode(key, tensor): decode(item, tensor) for key, item in value["items"]})
         case "dtype":
-            return getattr(torch, value["data"])
+            return _dtype(value["data"])
         case "device":
             return torch.device(value["data"])
     raise ProtocolError(f"the record holds an unknown tag {value['$']!r}")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return dtype
 
 
 def _text(data: bytes) -> str:

@@ -1,0 +1,17 @@
+"""Shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from chaos.launcher import Launcher
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """Imports torch, megatron-core and the jobs once; every virtual cluster forks from it."""
+    with Launcher(["tests.jobs", "holdfast.gpt"]) as started:
+        started.wait_ready()
+        yield started

@@ -1,0 +1,200 @@
+"""Kills and freezes at every named point of the protocol, on real processes: what comes back is one whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.cluster import History, JobFailed, VirtualCluster
+from chaos.launcher import Launcher
+from smp_daemon.paths import arena_base
+
+pytestmark = pytest.mark.cluster
+STEPS = 9
+
+
+def make(launcher: Launcher, *, nodes: int = 3, ranks: int = 1, **options: Any) -> VirtualCluster:
+    place: Callable[[int, int], int] | None = options.pop("place", None)
+    args = {"steps": options.pop("steps", STEPS), "options": options}
+    return VirtualCluster(
+        launcher,
+        nodes=nodes,
+        ranks_per_node=ranks,
+        target="tests.jobs:stamped",
+        args=args,
+        deadline_s=90,
+        place=place,
+    )
+
+
+def assert_whole(history: History, ranks: int, *, least: int, steps: int = STEPS) -> None:
+    """Every start is of one step, the same on every rank and not older than `least`; the job came to its end."""
+    for generation in range(1, len(history.restarts) + 1):
+        started = history.of("started", generation=generation)
+        if len(started) < ranks:
+            continue  # killed again while it started
+        step = started[0]["step"]
+        assert step >= least
+        assert [event["stamps"] for event in started] == [[float(step)]] * ranks
+    ends = history.of("end")
+    assert [event["stamps"] for event in ends] == [[float(steps)]] * ranks
+    assert history.leaks == []
+    assert history.disk_bytes_written == 0
+
+
+@pytest.mark.parametrize("point", ["copy.before", "copy.middle", "copy.done", "train.step"])
+def test_a_trainer_killed_at_any_point_of_a_copy_leaves_a_whole_step(launcher: Launcher, point: str) -> None:
+    cluster = make(launcher)
+    cluster.kill_trainer(1, at=point, step=5)
+    history = cluster.run()
+    assert_whole(history, 3, least=3)
+    assert {e["how"] for e in history.of("started", generation=1)} == {"held"}
+
+
+@pytest.mark.parametrize("point", ["copy.before", "copy.middle", "copy.done", "train.step", "seal.done", "encode.middle"])
+def test_a_node_lost_at_any_point_is_rebuilt(launcher: Launcher, point: str) -> None:
+    cluster = make(launcher)
+    cluster.kill_node(1, at=point, step=5)
+    history = cluster.run()
+    assert_whole(history, 3, least=3)
+    assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "rebuilt"]
+
+
+@pytest.mark.parametrize("point", ["restore.before", "restore.middle"])
+def test_a_trainer_killed_while_it_restores_restores_again(launcher: Launcher, point: str) -> None:
+    cluster = make(launcher)
+    cluster.kill_trainer(1, at="train.step", step=5)
+    cluster.kill_trainer(2, at=point)
+    history = cluster.run()
+    assert len(history.restarts) == 2
+    assert_whole(history, 3, least=3)
+
+
+def test_a_node_lost_while_another_is_rebuilt_is_beyond_one_parity_and_says_so(launcher: Launcher) -> None:
+    cluster = make(launcher)
+    cluster.kill_node(1, at="train.step", step=5)
+    cluster.kill_node(2, at="rebuild.middle", by="smp1")
+    with pytest.raises(JobFailed, match=r"Unrecoverable: step \d+ \(epoch 1\) was protected.*group 0 lost shards of"):
+        cluster.run()
+
+
+def test_a_node_lost_before_it_rebuilt_anything_costs_nothing(launcher: Launcher) -> None:
+    cluster = make(launcher)
+    cluster.kill_node(1, at="train.step", step=5)
+    cluster.kill_node(1, at="rebuild.middle", by="smp1")
+    history = cluster.run()
+    assert len(history.restarts) == 2
+    assert_whole(history, 3, least=3)
+
+
+def test_an_unfinished_encoding_is_never_used(launcher: Launcher) -> None:
+    cluster = make(launcher)
+    cluster.freeze("smp0", at="encode.middle", step=4)
+    cluster.kill_node(1, at="train.step", step=6)
+    history = cluster.run()
+    assert_whole(history, 3, least=3)
+    assert history.of("started", generation=1)[0]["step"] == 3
+
+
+def test_a_sealed_but_unencoded_step_survives_the_trainer_but_not_the_node(launcher: Launcher) -> None:
+    cluster = make(launcher)
+    cluster.freeze("smp2", at="seal.done", step=4)
+    cluster.kill_trainer(0, at="train.step", step=5)
+    history = cluster.run()
+    assert_whole(history, 3, least=3)
+
+
+def test_ranks_renumbered_over_the_same_nodes_find_their_shards(launcher: Launcher) -> None:
+    cluster = make(launcher, place=lambda generation, rank: (rank + generation) % 3)
+    cluster.kill_trainer(0, at="train.step", step=5)
+    history = cluster.run()
+    assert_whole(history, 3, least=3)
+    assert {e["how"] for e in history.of("started", generation=1)} == {"fetched"}
+
+
+def test_ranks_renumbered_and_a_node_lost_at_once(launcher: Launcher) -> None:
+    cluster = make(launcher, nodes=4, place=lambda generation, rank: (rank + generation) % 4)
+    cluster.kill_node(2, at="train.step", step=5)
+    history = cluster.run()
+    assert_whole(history, 4, least=3)
+    assert sorted(e["how"] for e in history.of("started", generation=1)) == ["fetched", "fetched", "fetched", "rebuilt"]
+
+
+def test_a_second_node_may_be_lost_once_the_first_is_healed(launcher: Launcher) -> None:
+    cluster = make(launcher, nodes=4)
+    cluster.kill_node(0, at="train.step", step=5)
+    cluster.kill_node(2, at="heal.done", by="smp0")
+    history = cluster.run()
+    assert len(history.restarts) == 2
+    assert_whole(history, 4, least=3)
+
+
+def test_nodes_of_different_groups_may_be_lost_at_once(launcher: Launcher) -> None:
+    cluster = make(launcher, nodes=4, protect="1+1")
+    cluster.kill_node(1, 2, at="train.step", step=6)
+    history = cluster.run()
+    assert_whole(history, 4, least=3)
+    assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "rebuilt", "rebuilt"]
+
+
+def test_two_nodes_of_one_group_are_beyond_one_parity_and_the_error_names_them(launcher: Launcher) -> None:
+    cluster = make(launcher, nodes=4)
+    cluster.kill_node(1, 2, at="train.step", step=6)
+    with pytest.raises(JobFailed, match=r"Unrecoverable: step \d+ \(epoch 1\).*group 0 lost shards of node1, node2"):
+        cluster.run()
+
+
+def test_an_smp_that_dies_is_replaced_in_its_arena_without_the_trainers_noticing(launcher: Launcher) -> None:
+    cluster = make(launcher)
+    cluster.kill_smp(1, at="train.step", step=4)
+    history = cluster.run()
+    assert history.restarts == []
+    assert_whole(history, 3, least=0)
+    assert max(e["protected"] or 0 for e in history.of("step")) > 4
+
+
+def test_what_a_replaced_smp_had_sealed_survives_a_restart_of_the_job(launcher: Launcher) -> None:
+    cluster = make(launcher)
+    cluster.kill_smp(1, at="train.step", step=6)
+    cluster.kill_trainer(0, at="train.step", step=6)
+    history = cluster.run()
+    assert_whole(history, 3, least=4)
+
+
+def test_two_trainers_on_a_node_and_uneven_shards(launcher: Launcher) -> None:
+    cluster = make(launcher, nodes=3, ranks=2)
+    cluster.kill_trainer(4, at="copy.middle", step=3)
+    cluster.kill_node(0, at="train.step", step=7)
+    history = cluster.run()
+    assert_whole(history, 6, least=1)
+    assert len(history.restarts) == 2
+
+
+def test_every_third_step(launcher: Launcher) -> None:
+    cluster = make(launcher, every=3, steps=12)
+    cluster.kill_node(1, at="train.step", step=12)
+    history = cluster.run()
+    assert_whole(history, 3, least=6, steps=12)
+    assert history.of("started", generation=1)[0]["step"] in (6, 9)
+
+
+def test_a_job_that_fails_by_itself_leaves_nothing_and_shows_its_log(launcher: Launcher) -> None:
+    cluster = make(launcher, protect="nonsense")
+    with pytest.raises(JobFailed, match="protect='nonsense': say 'auto', 'none' or k"):
+        cluster.run()
+    assert not list(arena_base().glob("virtual-*"))
+
+
+def test_a_fault_that_never_happens_is_an_error(launcher: Launcher) -> None:
+    cluster = make(launcher, steps=2)
+    cluster.kill_trainer(0, at="train.step", step=99)
+    with pytest.raises(Exception, match="the job ended before"):
+        cluster.run()
+
+
+def test_a_cluster_leaves_no_files(launcher: Launcher) -> None:
+    make(launcher, nodes=2, steps=2).run()
+    assert [path for path in Path("/dev/shm").glob("holdfast-*/virtual-*")] == []
