@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
-from integrations.torch_native import buffers, check_modules, check_stateful
+from integrations.torch_native import buffers, check_modules, check_parts, check_stateful
 from smp_daemon.errors import StateMismatch
 from smp_daemon.slotfile import Leaf
 from snapshot import optimizers, rng
@@ -94,6 +94,13 @@ class MegatronAdapter:
         for i, part in enumerate(self._parts):
             without_main = {n: leaf for n, leaf in leaves.items() if not n.endswith(".main")}
             optimizers.materialise_state(part.optimizer, f"optim{i}", without_main)
+
+    def check(self, early: Tree, late: Tree) -> None:
+        check_parts(early, late, self._extra, self._scheduler)
+        if len(late["optim"]) != len(self._parts):
+            raise StateMismatch(f"{len(late['optim'])} optimizers in the snapshot, {len(self._parts)} in this job")
+        for i, (part, options) in enumerate(zip(self._parts, late["optim"], strict=True)):
+            optimizers.check_plain_state(part.optimizer, options, f"optim{i}")
 
     def load(self, early: Tree, late: Tree) -> None:
         self._derive()

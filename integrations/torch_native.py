@@ -58,6 +58,10 @@ class TorchAdapter:
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         optimizers.materialise_state(self._optimizer, "optim", leaves)
 
+    def check(self, early: Tree, late: Tree) -> None:
+        check_parts(early, late, self._extra, self._scheduler)
+        optimizers.check_plain_state(self._optimizer, late["optim"], "optim")
+
     def load(self, early: Tree, late: Tree) -> None:
         if self._scheduler:
             self._scheduler.load_state_dict(late["scheduler"])
@@ -72,6 +76,14 @@ def buffers(module: torch.nn.Module, prefix: str) -> Iterator[LiveTensor]:
     """A module's buffers, persistent or not. Forward may change them."""
     for name, buffer in module.named_buffers():
         yield LiveTensor(f"{prefix}.{name}", buffer, stable=False)
+
+
+def check_parts(early: Tree, late: Tree, extra: Mapping[str, Any], scheduler: Stateful | None) -> None:
+    """Raises `StateMismatch` unless the snapshot has the same extras, and a schedule exactly if the job has one."""
+    optimizers.check_names("extra", early["extra"], [name for name, part in extra.items() if part])
+    optimizers.check_names(
+        "scheduler", ["one"] if late["scheduler"] is not None else [], ["one"] if scheduler is not None else []
+    )
 
 
 def check_modules(model: Any) -> list[torch.nn.Module]:

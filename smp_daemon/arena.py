@@ -95,7 +95,11 @@ class Pool(SlotPool):
         self.discard(slot)
         self._maps.pop(slot.index, None)
         self.path(slot).unlink(missing_ok=True)
-        _reserve(self.path(slot), slot.bytes)
+        try:
+            _reserve(self.path(slot), slot.bytes)
+        except BaseException:  # whoever maps the old file may still hold its memory; `Arena.reserve` makes a new one
+            self.slots.remove(slot)
+            raise
 
     def remove(self, slot: Slot) -> None:
         """Delete the slot and its file."""
@@ -169,12 +173,19 @@ class Arena:
             if length
             for _ in range(count - sum(slot.bytes == length for slot in pool.slots))
         ]
-        need = sum(length for _, length in missing)
+        need = sum(-(-length // mmap.PAGESIZE) * mmap.PAGESIZE for _, length in missing)
         room = _room(self.path)
         if need > room:
             raise _too_small(self.path, need, room)
-        for pool, length in missing:
-            pool.view(pool.create(length))
+        created: list[tuple[Pool, Slot]] = []
+        try:
+            for pool, length in missing:
+                created.append((pool, pool.create(length)))
+                pool.view(created[-1][1])
+        except BaseException:
+            for pool, slot in created:
+                pool.remove(slot)
+            raise
         self._wanted = wanted
 
     def release(self, keep: Collection[SnapshotId], before: SnapshotId) -> None:

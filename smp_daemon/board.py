@@ -1,7 +1,8 @@
 """The board: a few shared 8-byte words in which an SMP says what became of recent snapshots.
 
 Trainers map it and read it without a system call, so asking costs the training loop nothing, however busy or
-starved the SMP is. Word 0 is the epoch; each other word is ``step * 4 + outcome``.
+starved the SMP is. Word 0 is the epoch; each other word is ``step * 4 + 1 + outcome``, or 0 if it
+says nothing.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Board:
         """Say what became of the snapshot of `step` in this epoch."""
         for i in range(1, WORDS):
             if self._words[i] >> 2 == step and self._words[i]:
-                self._words[i] = step * 4 + outcome
+                self._words[i] = step * 4 + 1 + outcome
                 return
-        self._words[1 + self._next] = step * 4 + outcome
+        self._words[1 + self._next] = step * 4 + 1 + outcome
         self._next = (self._next + 1) % (WORDS - 1)
 
     def fail_pending(self) -> None:
@@ -63,5 +64,5 @@ class Board:
             return Outcome.FAILED if self._words[0] > epoch else Outcome.PENDING
         for word in self._words[1:].tolist():
             if word and word >> 2 == step:
-                return Outcome(word & 3)
+                return Outcome((word & 3) - 1)
         return Outcome.PENDING

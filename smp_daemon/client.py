@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class SmpClient:
 
     def reconnect(self) -> None:
         """Connect anew, after `SmpUnavailable`; raises what making the client raises."""
-        self.close()
+        self._hang_up()
         if not socket_path(self.arena).exists():
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m smp_daemon`")
         self._stream = connect(socket_path(self.arena))
@@ -115,17 +116,22 @@ class SmpClient:
 
     def finish(self, epoch: int) -> None:
         """The job has ended well: the SMP removes its arena and ends. Blocks until it has."""
-        self._call({"op": "finish", "epoch": epoch})
-        with self._lock:
-            if self._stream is not None and self._stream.receive() is not None:
-                raise ProtocolError("the SMP went on talking after the job had finished")
-        self.close()
+        try:
+            ended = os.pidfd_open(self.pid)
+        except OSError as error:  # it runs in another pid namespace, or is gone
+            raise SmpUnavailable(f"the SMP of {self.arena} is no process here: {error}") from error
+        try:
+            self._call({"op": "finish", "epoch": epoch})
+            if not select.select([ended], [], [], CALL_DEADLINE_S)[0]:
+                raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
+        finally:
+            os.close(ended)
+            self.close()
 
     def close(self) -> None:
-        """End the connection. Slots begun and not sealed become free."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
+        """End the connection and let go of the slots. Those begun and not sealed become free."""
+        self._hang_up()
+        self._maps.clear()
 
     def _call(self, message: Message, deadline_s: float = CALL_DEADLINE_S) -> Message:
         with self._lock:
@@ -138,8 +144,13 @@ class SmpClient:
                     raise ProtocolError("the SMP sent bytes that nobody asked for")
                 return reply
             except (SmpUnavailable, DeadlineExceeded):
-                self.close()  # an answer that comes late must not be taken for the next one's
+                self._hang_up()  # an answer that comes late must not be taken for the next one's
                 raise
+
+    def _hang_up(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
 
     def _map(self, reply: dict[str, Any]) -> memoryview:
         """Map the slot file that a reply names, or the mapping of it that is there already."""

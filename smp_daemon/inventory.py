@@ -67,5 +67,5 @@ class Inventory:
                 shards=frozenset((SnapshotId(int(e), int(s)), str(c)) for e, s, c in data["shards"]),
                 parities=frozenset((SnapshotId(int(e), int(s)), int(g), int(p)) for e, s, g, p in data["parities"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"not an inventory: {error!r}") from error

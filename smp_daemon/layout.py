@@ -172,7 +172,7 @@ class Layout:
             groups = tuple(tuple(int(i) for i in g) for g in data["groups"])
             numbers = {k: int(data[k]) for k in ("epoch", "parity", "unit_bytes", "slots")}
             return cls(job=str(data["job"]), nodes=nodes, groups=groups, backend=str(data["backend"]), **numbers)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProtocolError(f"not a layout: {error!r}") from error
 
 

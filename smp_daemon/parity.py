@@ -32,7 +32,10 @@ class ParityGathering:
         self._cancelled = False
         self._mine = [r for r in range(stripes.count) if stripes.is_parity(position, r)]
         self._folded: dict[int, dict[int, int]] = {r: {} for r in self._mine}
-        self._missing = sum(len(list(stripes.contributors(r))) for r in self._mine)
+        contributors = {r: len(list(stripes.contributors(r))) for r in self._mine}
+        self._missing = sum(contributors.values())
+        for stripe in [r for r, count in contributors.items() if not count]:
+            self._unit(stripe)[:] = bytes(stripes.unit_bytes)
 
     @property
     def complete(self) -> bool:

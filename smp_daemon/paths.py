@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from smp_daemon.errors import ConfigError
+from smp_daemon.errors import ConfigError, ProtocolError
 from smp_daemon.limits import is_identifier
 from smp_daemon.records import read_json
 
@@ -54,4 +54,7 @@ class Owner:
 def read_owner(arena: Path) -> Owner | None:
     """Who owns `arena`, or None if nobody ever did. Raises `ProtocolError` if ``smp.json`` is not readable."""
     data = read_json(arena / "smp.json")
-    return Owner(**data) if data else None
+    try:
+        return Owner(**data) if data else None
+    except TypeError as error:
+        raise ProtocolError(f"{arena / 'smp.json'} does not describe an owner: {error}") from error

@@ -76,10 +76,10 @@ def shard_from_json(data: Any) -> ShardRecord:
             _snapshot(data["snapshot"]),
             str(data["coord"]),
             int(data["bytes"]),
-            int(data["unit_bytes"]),
+            _unit_bytes(data["unit_bytes"]),
             _digests(data["digests"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"not a shard's commit record: {error!r}") from error
 
 
@@ -105,11 +105,11 @@ def parity_from_json(data: Any) -> ParityRecord:
             _snapshot(data["snapshot"]),
             int(data["group"]),
             int(data["position"]),
-            int(data["unit_bytes"]),
+            _unit_bytes(data["unit_bytes"]),
             _digests(data["digests"]),
             tuple({int(p): int(d) for p, d in unit.items()} for unit in data["sources"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ProtocolError(f"not a parity slot's commit record: {error!r}") from error
 
 
@@ -140,6 +140,12 @@ def read_json(path: Path) -> Any | None:
 def _snapshot(pair: Sequence[Any]) -> SnapshotId:
     epoch, step = pair
     return SnapshotId(int(epoch), int(step))
+
+
+def _unit_bytes(value: Any) -> int:
+    if int(value) < 1:
+        raise ValueError(f"a unit of {value} bytes")
+    return int(value)
 
 
 def _digests(values: Any) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ class Smp:
             part.close()
         if self._finished:
             self.store.retire()
-        self._local.close()  # last: the trainer that said `finish` takes the end of its connection for the end
+        self._local.close()
 
 
 class TrainerConversation:

@@ -46,5 +46,5 @@ class Sources:
                 {str(coord): (str(host), int(port)) for coord, (host, port) in data["shards"].items()},
                 {(int(g), int(p)): (str(host), int(port)) for g, p, host, port in data["parities"]},
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProtocolError(f"not the sources of a snapshot: {error!r}") from error

@@ -76,6 +76,10 @@ class Adapter(Protocol):
         """Create the tensors of `leaves` that a fresh job makes later, such as Adam's moments."""
         ...
 
+    def check(self, early: Tree, late: Tree) -> None:
+        """Raises `StateMismatch` unless `load` will find all it needs. Called before anything is written."""
+        ...
+
     def load(self, early: Tree, late: Tree) -> None:
         """Take over what `early` and `late` gave, after the tensors are back; random generators last."""
         ...

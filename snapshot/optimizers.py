@@ -5,11 +5,12 @@ A parameter is named by its group and its place in it, ``<group>.<index>``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from smp_daemon.errors import StateMismatch
 from smp_daemon.slotfile import Leaf
 from snapshot.adapter import LiveTensor, Tree
 from snapshot.tensors import empty_like_leaf
@@ -39,11 +40,25 @@ def plain_state(optimizer: torch.optim.Optimizer) -> Tree:
             for name, parameter in parameters(optimizer)
             if (plain := _without_tensors(optimizer.state.get(parameter, {})))
         },
+        "order": {name: list(optimizer.state.get(parameter, {})) for name, parameter in parameters(optimizer)},
     }
 
 
+def check_plain_state(optimizer: torch.optim.Optimizer, tree: Tree, name: str) -> None:
+    """Raises `StateMismatch` unless the optimizer has the groups that `tree` was taken from."""
+    have, held = len(optimizer.param_groups), len(tree["groups"])
+    if have != held:
+        raise StateMismatch(f"{name} has {held} parameter groups in the snapshot, {have} in this job")
+
+
+def check_names(what: str, held: Iterable[str], have: Iterable[str]) -> None:
+    """Raises `StateMismatch` unless the snapshot and the job name the same parts."""
+    if set(held) != set(have):
+        raise StateMismatch(f"{what} is {sorted(held) or 'none'} in the snapshot, {sorted(have) or 'none'} in this job")
+
+
 def load_plain_state(optimizer: torch.optim.Optimizer, tree: Tree) -> None:
-    """Take over what `plain_state` gave. Options that are tensors are filled in place."""
+    """Take over what `plain_state` gave, down to the order of keys. Options that are tensors are filled in place."""
     for group, saved in zip(optimizer.param_groups, tree["groups"], strict=True):
         for key, value in saved.items():
             if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
@@ -51,8 +66,9 @@ def load_plain_state(optimizer: torch.optim.Optimizer, tree: Tree) -> None:
             else:
                 group[key] = value
     for name, parameter in parameters(optimizer):
-        if name in tree["state"]:
-            optimizer.state[parameter].update(tree["state"][name])
+        state = {**optimizer.state.get(parameter, {}), **tree["state"].get(name, {})}
+        if state:
+            optimizer.state[parameter] = {key: state[key] for key in tree["order"][name]}
 
 
 def materialise_state(optimizer: torch.optim.Optimizer, prefix: str, leaves: Mapping[str, Leaf]) -> None:

@@ -118,6 +118,7 @@ def _load(slot: memoryview, snapshot: SnapshotId, agreement: Agreement, adapter:
         adapter.materialise({name: leaf for name, (_, leaf) in form.offsets.items() if name != RECORD})
         live = list(adapter.tensors())
         check_fit(form, live)
+        adapter.check(early, late)
     except HoldfastError as error:
         problem = error
     if agreement.minimum([int(problem is None)])() != [1]:

@@ -83,5 +83,3 @@ def stamped() -> None:
 
 def _counts(statistics: Any) -> dict[str, Any]:
     return {name: getattr(statistics, name) for name in ("taken", "protected", "failed", "skipped")}
-
-

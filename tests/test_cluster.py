@@ -54,7 +54,9 @@ def test_a_trainer_killed_at_any_point_of_a_copy_leaves_a_whole_step(launcher: L
     assert {e["how"] for e in history.of("started", generation=1)} == {"held"}
 
 
-@pytest.mark.parametrize("point", ["copy.before", "copy.middle", "copy.done", "train.step", "seal.done", "encode.middle"])
+@pytest.mark.parametrize(
+    "point", ["copy.before", "copy.middle", "copy.done", "train.step", "seal.done", "encode.middle"]
+)
 def test_a_node_lost_at_any_point_is_rebuilt(launcher: Launcher, point: str) -> None:
     cluster = make(launcher)
     cluster.kill_node(1, at=point, step=5)

@@ -1,0 +1,119 @@
+"""``holdfast demo`` on real megatron-core, and its judgement."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chaos.cluster import History, VirtualCluster
+from chaos.launcher import Launcher
+from holdfast import ConfigError
+from holdfast.demo import TARGET, Plan, account, compare
+
+PLAN = Plan(nodes=4, ranks_per_node=1, steps=6, seed=7, protect="3+1", kills=(("trainer", 1, 3), ("node", 2, 5)))
+
+
+def cluster(launcher: Launcher, *, snapshots: bool) -> VirtualCluster:
+    args = {"seed": PLAN.seed, "steps": PLAN.steps, "protect": PLAN.protect, "snapshots": snapshots}
+    return VirtualCluster(
+        launcher, nodes=4, ranks_per_node=1, target=TARGET, args=args, job="demo", smps=snapshots, deadline_s=120
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(launcher: Launcher) -> History:
+    return cluster(launcher, snapshots=False).run()
+
+
+@pytest.fixture(scope="module")
+def disturbed(launcher: Launcher) -> History:
+    run = cluster(launcher, snapshots=True)
+    run.kill_trainer(1, at="train.step", step=3)
+    run.kill_node(2, at="train.step", step=5)
+    return run.run()
+
+
+@pytest.mark.cluster
+def test_a_megatron_gpt_survives_a_trainer_and_a_node_bit_for_bit(undisturbed: History, disturbed: History) -> None:
+    result = account(PLAN, undisturbed, disturbed, seconds=1.0)
+    assert result.identical, result.difference
+    assert result.held
+    assert [recovery.kind for recovery in result.recoveries] == ["trainer", "node"]
+    assert [recovery.bytes_fetched > 0 for recovery in result.recoveries] == [False, True]
+    assert all(recovery.lost_steps in (0, 1) for recovery in result.recoveries)
+    assert result.disk_bytes_written == 0
+
+
+@pytest.mark.cluster
+def test_dropout_makes_the_random_generators_matter(undisturbed: History) -> None:
+    digests = {event["digest"] for event in undisturbed.of("end")}
+    assert len(digests) == 4
+
+
+@pytest.mark.cluster
+def test_a_single_bit_of_difference_is_found(undisturbed: History, disturbed: History) -> None:
+    for kind, name in (("step", "loss"), ("end", "digest")):
+        changed = copy.deepcopy(disturbed)
+        event = changed.of(kind)[-1]
+        last = event[name]
+        event[name] = last[:3] + ("0" if last[3] != "0" else "1") + last[4:]
+        assert compare(undisturbed, changed)
+        assert not account(PLAN, undisturbed, changed, seconds=1.0).held
+
+
+@pytest.mark.cluster
+def test_a_missing_step_or_state_is_found(undisturbed: History, disturbed: History) -> None:
+    for kind in ("step", "end"):
+        changed = copy.deepcopy(disturbed)
+        last = changed.of(kind)[-1]
+        changed.events = [
+            e
+            for e in changed.events
+            if (e["kind"], e.get("rank"), e.get("step")) != (kind, last["rank"], last.get("step"))
+        ]
+        assert compare(undisturbed, changed)
+
+
+@pytest.mark.cluster
+def test_the_command_prints_an_account_and_writes_json() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli", "demo", "--ranks", "1", "--steps", "5", "--json", "-"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["identical"] is True
+    assert result["steps"] == 5
+    assert result["disk_bytes_written"] == 0
+    assert [r["kind"] for r in result["recoveries"]] == ["trainer", "node"]
+    for recovery in result["recoveries"]:
+        assert recovery["lost_steps"] in (0, 1)
+        assert list(recovery["phases"]) == ["detect", "restart", "plan", "fetch", "load", "first_step"]
+    assert "identical to the last bit" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nodes": 3, "ranks_per_node": 1}, "even number"),
+        ({"steps": 0}, "--steps 0"),
+        ({"kills": (("trainer", 9, 3),)}, "trainers 0 to 3"),
+        ({"kills": (("node", 4, 3),)}, "nodes 0 to 3"),
+        ({"kills": (("node", 1, 1),)}, "a step from 2 to 6"),
+        ({"kills": (("node", 1, 3), ("node", 2, 3))}, "different steps"),
+        ({"nodes": 1, "ranks_per_node": 4, "kills": (("node", 0, 3),)}, "protects nothing"),
+    ],
+)
+def test_an_impossible_demo_is_refused(changes: dict[str, object], message: str) -> None:
+    fields = {name: getattr(PLAN, name) for name in Plan.__slots__}
+    with pytest.raises(ConfigError, match=message):
+        Plan(**(fields | changes))

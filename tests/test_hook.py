@@ -1,0 +1,325 @@
+"""`InMemorySnapshot` in one process: restore in place, boundaries, failures that must not reach the loop."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from holdfast import ConfigError, HoldfastError, InMemorySnapshot, SmpUnavailable, StateMismatch
+from smp_daemon.paths import ARENA_ENV, read_owner
+
+SCRIPT = """
+import hashlib, os, random, signal, sys
+import numpy, torch
+from holdfast import InMemorySnapshot
+from smp_daemon.points import reach
+
+torch.set_num_threads(1)
+stop, steps = int(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(0); random.seed(0); numpy.random.seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(16, 64), torch.nn.Dropout(0.2), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 1)
+)
+optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optim, max_lr=0.1, total_steps=50)
+with InMemorySnapshot(model, optim, scheduler=schedule) as snap:
+    print("start", snap.step)
+    for step in range(snap.step, steps):
+        x = torch.randn(8, 16) * random.random() + numpy.random.random()
+        loss = model(x).square().mean()
+        if step == stop:
+            snap.drain(10)
+            os.kill(os.getpid(), signal.SIGKILL)
+        optim.zero_grad(); loss.backward(); optim.step(); schedule.step()
+        print(step, loss.item().hex(), schedule.get_last_lr()[0].hex())
+    sha = hashlib.sha256()
+    for tensor in [*model.state_dict().values(), *(v for s in optim.state.values() for v in s.values())]:
+        sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    print("end", sha.hexdigest(), torch.rand(1).item().hex(), random.random(), numpy.random.random())
+"""
+
+
+@pytest.fixture
+def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    base = Path(f"/dev/shm/holdfast-test-{os.getpid()}")
+    monkeypatch.setenv(ARENA_ENV, str(base))
+    monkeypatch.setenv("HOLDFAST_JOB", "test")
+    yield base
+    kill_smp(base)
+    shutil.rmtree(base, ignore_errors=True)
+
+
+def run_script(stop: int, steps: int = 12) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(stop), str(steps)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+def small(width: int = 4) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(width, 3)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def train(snap: InMemorySnapshot, model: torch.nn.Module, optim: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        width: Any = next(model.parameters()).shape[1]
+        optim.zero_grad()
+        model(torch.ones(2, width)).sum().backward()
+        snap.drain(10)
+        optim.step()
+
+
+def values(model: torch.nn.Module, optim: torch.optim.Optimizer) -> list[torch.Tensor]:
+    tensors = [*model.parameters(), *(v for state in optim.state.values() for v in state.values())]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def kill_smp(arena: Path) -> None:
+    owner = read_owner(arena / "test")
+    if owner is not None and psutil.pid_exists(owner.pid):
+        process = psutil.Process(owner.pid)
+        process.kill()
+        process.wait(10)
+
+
+def smp_pid(arena: Path) -> int:
+    owner = read_owner(arena / "test")
+    assert owner is not None
+    return owner.pid
+
+
+def test_a_killed_process_goes_on_bit_for_bit(arena: Path) -> None:
+    status, undisturbed = run_script(stop=-1)
+    assert status == 0
+    status, before = run_script(stop=7)
+    assert status == -signal.SIGKILL
+    status, after = run_script(stop=-1)
+    assert status == 0
+    assert after[0] == "start 7"
+    assert before[1:] == undisturbed[1:8]
+    assert after[1:] == undisturbed[8:]
+
+
+def test_a_job_that_ends_well_leaves_no_process_and_no_memory(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim) as snap:
+        train(snap, model, optim, 3)
+        pid = smp_pid(arena)
+        assert psutil.pid_exists(pid)
+    assert not (arena / "test").exists()
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_exception_in_the_loop_keeps_everything_for_the_restart(arena: Path) -> None:
+    model, optim = small()
+    with pytest.raises(ZeroDivisionError):
+        with InMemorySnapshot(model, optim) as snap:
+            train(snap, model, optim, 4)
+            kept = values(model, optim)
+            model(torch.ones(1, 4))
+            snap.drain(10)
+            raise ZeroDivisionError
+    again, other = small()
+    with InMemorySnapshot(again, other) as snap:
+        assert snap.step == 4
+        assert all(torch.equal(a, b) for a, b in zip(values(again, other), kept, strict=True))
+
+
+def test_restored_tensors_do_not_alias_the_snapshot(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim, keep=True) as snap:
+        train(snap, model, optim, 2)
+    kept = values(model, optim)
+    for _ in range(2):
+        again, other = small()
+        with InMemorySnapshot(again, other, keep=True) as snap:
+            assert all(torch.equal(a, b) for a, b in zip(values(again, other), kept, strict=True))
+            for parameter in again.parameters():
+                parameter.data.fill_(7)
+
+
+def test_the_step_is_counted_and_the_snapshot_is_protected(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim) as snap:
+        train(snap, model, optim, 5)
+        assert snap.step == 5
+        assert snap.protected_step == 4
+        assert snap.statistics.failed == 0
+        assert snap.statistics.skipped == 0
+
+
+def test_only_every_nth_step_is_taken(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim, every=3) as snap:
+        train(snap, model, optim, 10)
+        assert snap.statistics.taken == 3
+
+
+def test_with_two_slots_steps_are_skipped_rather_than_waited_for(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim, slots=2) as snap:
+        train(snap, model, optim, 8)
+        assert snap.protected_step is not None
+        assert snap.statistics.taken + snap.statistics.skipped == 8
+
+
+def test_extra_state_comes_back(arena: Path) -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.seen: dict[Any, Any] = {"samples": 0, "order": (3, 1, 2)}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen, "cache": torch.arange(3)}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.seen = state_dict["seen"]
+            assert torch.equal(state_dict["cache"], torch.arange(3))
+
+    model, optim = small()
+    counter = Counter()
+    with InMemorySnapshot(model, optim, extra={"data": counter}, keep=True) as snap:
+        counter.seen["samples"] = 64
+        train(snap, model, optim, 1)
+    fresh = Counter()
+    with InMemorySnapshot(*small(), extra={"data": fresh}):
+        assert fresh.seen == {"samples": 64, "order": (3, 1, 2)}
+
+
+def test_another_model_is_refused_before_anything_is_written(arena: Path) -> None:
+    model, optim = small(4)
+    with InMemorySnapshot(model, optim, keep=True) as snap:
+        train(snap, model, optim, 2)
+    other, its_optim = small(5)
+    before = values(other, its_optim)
+    with pytest.raises(StateMismatch, match=r"model0\.weight is F32\[3, 4\] in the snapshot, F32\[3, 5\] in this job"):
+        InMemorySnapshot(other, its_optim).__enter__()
+    assert all(torch.equal(a, b) for a, b in zip(list(other.parameters()), before, strict=False))
+
+
+def test_a_renamed_parameter_is_named(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim, keep=True) as snap:
+        train(snap, model, optim, 2)
+    wrapped = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    with pytest.raises(StateMismatch, match=r"model0\.0\.bias is not in the snapshot.*model0\.bias is not in this job"):
+        InMemorySnapshot(wrapped, torch.optim.Adam(wrapped.parameters())).__enter__()
+
+
+def test_state_that_grows_during_training_gets_a_new_layout(arena: Path) -> None:
+    model, optim = small()
+    late = torch.nn.Linear(64, 64)
+    with InMemorySnapshot([model, late], optim) as snap:
+        train(snap, model, optim, 3)
+        optim.add_param_group({"params": late.parameters()})
+        train(snap, torch.nn.Sequential(model, torch.nn.Linear(3, 64), late), optim, 6)
+        assert snap.protected_step is not None
+        assert snap.protected_step > 6
+        assert snap.statistics.failed >= 1
+
+
+def test_a_state_that_cannot_be_kept_is_named(arena: Path) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"handle": object()}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    model, optim = small()
+    with pytest.raises(StateMismatch, match=r"early\.extra\.odd\.handle is a builtins\.object"):
+        with InMemorySnapshot(model, optim, extra={"odd": Odd()}) as snap:
+            train(snap, model, optim, 1)
+
+
+def test_too_little_shared_memory_is_said_at_the_first_step(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    arena.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", str(arena)], check=True)
+    try:
+        model = torch.nn.Linear(400, 400)
+        optim = torch.optim.Adam(model.parameters())
+        with pytest.raises(HoldfastError, match=r"needs [\d,]+ bytes more and its file system has [\d,]+ left"):
+            with InMemorySnapshot(model, optim) as snap:
+                train(snap, model, optim, 1)
+    finally:
+        kill_smp(arena)
+        subprocess.run(["umount", "--lazy", str(arena)], check=True)
+
+
+def test_a_missing_smp_is_said_if_none_may_be_started(arena: Path) -> None:
+    with pytest.raises(SmpUnavailable, match="start one with `python -m smp_daemon`"):
+        InMemorySnapshot(*small(), start=False).__enter__()
+
+
+def test_a_run_without_an_id_is_refused(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOLDFAST_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="set HOLDFAST_JOB"):
+        InMemorySnapshot(*small())
+
+
+@pytest.mark.parametrize("job", ["../etc", "", "a/b", "x" * 65, ".hidden"])
+def test_a_job_id_is_no_path(arena: Path, monkeypatch: pytest.MonkeyPatch, job: str) -> None:
+    monkeypatch.delenv("HOLDFAST_JOB")
+    with pytest.raises(ConfigError, match="job id|no id"):
+        InMemorySnapshot(*small(), job=job)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"slots": 1}, "slots=1"),
+        ({"protect": "6+2"}, "more than one parity"),
+        ({"protect": "four"}, "protect='four'"),
+    ],
+)
+def test_bad_options_are_named(arena: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("+", r"\+")):
+        InMemorySnapshot(*small(), **options)
+
+
+def test_an_smp_that_dies_does_not_disturb_the_loop(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim) as snap:
+        train(snap, model, optim, 3)
+        kill_smp(arena)
+        train(snap, model, optim, 6)
+        assert snap.protected_step is not None
+        assert snap.protected_step > 4
+    assert not (arena / "test").exists()
+
+
+def test_the_hooks_are_gone_after_the_block(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim) as snap:
+        train(snap, model, optim, 1)
+    optim.step()
+    assert snap.step == 1
+
+
+def test_data_loader_workers_can_be_forked_and_grpc_is_not_loaded(arena: Path) -> None:
+    code = """
+import sys, torch
+from holdfast import InMemorySnapshot
+model = torch.nn.Linear(4, 3); optim = torch.optim.Adam(model.parameters())
+with InMemorySnapshot(model, optim) as snap:
+    loader = torch.utils.data.DataLoader(torch.randn(12, 4), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    for batch in loader:
+        optim.zero_grad(); model(batch).sum().backward(); snap.drain(10); optim.step()
+    print(snap.step, snap.protected_step, "grpc" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["6", "5", "False"], done.stderr
