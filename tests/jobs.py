@@ -11,7 +11,6 @@ from chaos.trainer import Trainer
 from holdfast import InMemorySnapshot
 from smp_daemon.points import reach
 
-
 DRAIN_DEADLINE_S = 1.0
 
 

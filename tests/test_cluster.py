@@ -199,4 +199,4 @@ def test_a_fault_that_never_happens_is_an_error(launcher: Launcher) -> None:
 
 def test_a_cluster_leaves_no_files(launcher: Launcher) -> None:
     make(launcher, nodes=2, steps=2).run()
-    assert [path for path in Path("/dev/shm").glob("holdfast-*/virtual-*")] == []
+    assert list(Path("/dev/shm").glob("holdfast-*/virtual-*")) == []

@@ -316,7 +316,8 @@ import sys, torch
 from holdfast import InMemorySnapshot
 model = torch.nn.Linear(4, 3); optim = torch.optim.Adam(model.parameters())
 with InMemorySnapshot(model, optim) as snap:
-    loader = torch.utils.data.DataLoader(torch.randn(12, 4), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    data = torch.randn(12, 4)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")
     for batch in loader:
         optim.zero_grad(); model(batch).sum().backward(); snap.drain(10); optim.step()
     print(snap.step, snap.protected_step, "grpc" in sys.modules)
