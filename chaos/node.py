@@ -6,6 +6,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,8 @@ class VirtualNode:
     def kill_smp(self) -> None:
         """SIGKILL the SMP; what it held in shared memory stays."""
         assert self._process is not None
-        self._process.kill()
+        # Not Popen.kill: that reaps a process that has ended, and with it the kernel's account of it.
+        os.kill(self._process.pid, signal.SIGKILL)
         self.wait_end()
 
     def power_cut(self) -> None:

@@ -33,6 +33,8 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
 
     try:
         _check_host(arguments.host, arguments.insecure)
+        if arguments.priority == "idle":
+            be_idle()  # before the first thread is made: threads inherit it, the process has no say
         smp = Smp(
             arguments.job,
             arguments.node,
@@ -46,8 +48,6 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
         return 1
     _log_to(arguments.arena / "smp.log", arguments)
     _say(out, {"ready": asdict(smp.owner)})
-    if arguments.priority == "idle":
-        be_idle()
     watch(smp, arguments.owner_pid)
     smp.close()
     return 0
@@ -62,7 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", default=0, type=int, help="gRPC port; 0: the one before, or any")
     parser.add_argument("--bulk-port", default=0, type=int, help="port for raw bytes; 0: the one before, or any")
     parser.add_argument("--owner-pid", type=int, help="finish when this process is gone")
-    parser.add_argument("--priority", choices=["idle", "normal"], default="idle")
+    parser.add_argument(
+        "--priority",
+        choices=["normal", "idle"],
+        default=os.environ.get("HOLDFAST_PRIORITY", "normal"),
+        help="idle: run only when nobody else wants a core; needs cores to spare (default HOLDFAST_PRIORITY or normal)",
+    )
     parser.add_argument("--detach", action="store_true", help="serve in a session of its own and return")
     parser.add_argument(
         "--insecure",

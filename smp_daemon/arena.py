@@ -43,6 +43,7 @@ class Pool(SlotPool):
         self.arena = arena
         self.suffix = suffix
         self._maps: dict[int, mmap.mmap] = {}
+        self._abandoned: set[int] = set()
 
     def path(self, slot: Slot) -> Path:
         """The slot's file."""
@@ -90,11 +91,23 @@ class Pool(SlotPool):
         self.record_path(slot).unlink(missing_ok=True)
         slot.free()
 
+    def abandon(self, slot: Slot) -> None:
+        """Free the slot of a writer that may not have noticed. In this epoch nobody else writes; see `Arena.fence`."""
+        self.discard(slot)
+        self._abandoned.add(slot.index)
+
+    def is_abandoned(self, slot: Slot) -> bool:
+        """Whether a writer of this epoch may still write into the slot, which is free."""
+        return slot.state is SlotState.FREE and slot.index in self._abandoned
+
+    def is_at(self, slot: Slot, view: memoryview) -> bool:
+        """Whether `view` is still the slot's memory: not once somebody took the slot away."""
+        return slot in self.slots and self._maps.get(slot.index) is view.obj
+
     def replace(self, slot: Slot) -> None:
         """Free the slot and give it a new file, so that whoever still maps the old one writes into nothing."""
         self.discard(slot)
-        self._maps.pop(slot.index, None)
-        self.path(slot).unlink(missing_ok=True)
+        self._forget(slot)
         try:
             _reserve(self.path(slot), slot.bytes)
         except BaseException:  # whoever maps the old file may still hold its memory; `Arena.reserve` makes a new one
@@ -104,9 +117,13 @@ class Pool(SlotPool):
     def remove(self, slot: Slot) -> None:
         """Delete the slot and its file."""
         self.discard(slot)
-        self._maps.pop(slot.index, None)
-        self.path(slot).unlink(missing_ok=True)
+        self._forget(slot)
         self.slots.remove(slot)
+
+    def _forget(self, slot: Slot) -> None:
+        self._maps.pop(slot.index, None)
+        self._abandoned.discard(slot.index)
+        self.path(slot).unlink(missing_ok=True)
 
 
 class Arena:
@@ -206,10 +223,13 @@ class Arena:
             (self.path / f"layout-{epoch}.json").unlink(missing_ok=True)
 
     def fence(self) -> None:
-        """Take the slots that somebody is writing out of their hands."""
+        """Take the slots that somebody is writing, or may be writing, out of their hands."""
         for pool in self.pools():
-            for slot in [s for s in pool.slots if s.state is SlotState.WRITING]:
-                pool.replace(slot)
+            for slot in list(pool.slots):
+                if pool.is_abandoned(slot):
+                    pool.remove(slot)
+                elif slot.state is SlotState.WRITING:
+                    pool.replace(slot)
 
     def add_layout(self, layout: Layout) -> None:
         """Remember the layout of an epoch."""
@@ -245,7 +265,9 @@ class Arena:
         except ProtocolError as error:
             log.warning("slot treated as free: %s", error)
             record = None
-        if record is not None:
+        if record is None:
+            pool.abandon(slot)
+        else:
             yield pool, slot, record
 
     def destroy(self) -> None:

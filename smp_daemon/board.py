@@ -54,9 +54,9 @@ class Board:
 
     def fail_pending(self) -> None:
         """A predecessor of this SMP died in the middle: what it had not finished will not be finished."""
-        pending = (self._words & 3 == Outcome.PENDING) & (self._words > 3)
+        pending = self._words & 3 == 1 + Outcome.PENDING
         pending[0] = False
-        self._words[pending] &= ~3
+        self._words[pending] += Outcome.FAILED - Outcome.PENDING
 
     def outcome(self, epoch: int, step: int) -> Outcome:
         """What became of a snapshot; one that nothing was said of is pending, one of an older epoch has failed."""

@@ -121,7 +121,10 @@ class SmpClient:
         except OSError as error:  # it runs in another pid namespace, or is gone
             raise SmpUnavailable(f"the SMP of {self.arena} is no process here: {error}") from error
         try:
-            self._call({"op": "finish", "epoch": epoch})
+            try:
+                self._call({"op": "finish", "epoch": epoch})
+            except SmpUnavailable:
+                pass  # it may be gone before its answer is on the way
             if not select.select([ended], [], [], CALL_DEADLINE_S)[0]:
                 raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
         finally:
@@ -138,14 +141,10 @@ class SmpClient:
             if self._stream is None:
                 raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
             self._stream.set_deadline(deadline_s)
-            try:
-                reply, payload = call(self._stream, message)
-                if payload:
-                    raise ProtocolError("the SMP sent bytes that nobody asked for")
-                return reply
-            except (SmpUnavailable, DeadlineExceeded):
-                self._hang_up()  # an answer that comes late must not be taken for the next one's
-                raise
+            reply, payload = call(self._stream, message)
+        if payload:
+            raise ProtocolError("the SMP sent bytes that nobody asked for")
+        return reply
 
     def _hang_up(self) -> None:
         stream, self._stream = self._stream, None

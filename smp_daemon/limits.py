@@ -16,6 +16,9 @@ MAX_UNIT_BYTES = 64 << 20
 MAX_HEADER_BYTES = 16 << 20
 """JSON header of a slot file."""
 
+MAX_COUNT = 1 << 53
+"""Of epochs and steps: whole in every JSON reader, and with an outcome it fits a word of the board."""
+
 MAX_LEAVES = 1_000_000
 MAX_NAME_BYTES = 512
 

@@ -19,15 +19,15 @@ from typing import Any
 import psutil
 
 from smp_daemon.arena import Arena
-from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
+from smp_daemon.errors import ConfigError, DamagedSnapshot, HoldfastError, ProtocolError
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import MAX_UNIT_BYTES, PROTOCOL_VERSION
+from smp_daemon.limits import MAX_COUNT, MAX_UNIT_BYTES, PROTOCOL_VERSION
 from smp_daemon.paths import Owner, read_owner, socket_path
 from smp_daemon.peers import PeerClient, PeerServer
 from smp_daemon.protect import Protector
 from smp_daemon.rebuild import heal, recover
-from smp_daemon.records import write_json
+from smp_daemon.records import digest, write_json
 from smp_daemon.sources import Sources
 from smp_daemon.store import Store
 from smp_daemon.transport import Listener, Message, Stream, bind_tcp, bind_unix
@@ -149,7 +149,7 @@ class TrainerConversation:
         return {"node": self._store.node, "pid": os.getpid()}
 
     def _join(self, message: Message) -> Message:
-        self._store.join(_number(message, "epoch"))
+        self._store.join(_number(message, "epoch", MAX_COUNT))
         return {}
 
     def _configure(self, message: Message) -> Message:
@@ -238,12 +238,19 @@ class PeerConversation:
             return {}, None
         if op == "shard_unit":
             view, shard = self._store.shard(snapshot, _text(message, "coord"))
-            return _serve(view, _number(message, "unit"), shard.unit_bytes, shard.digests, {})
+            unit, unit_digest = _unit(view, _number(message, "unit"), shard.unit_bytes, shard.digests)
+            if digest(unit) != unit_digest:
+                self._store.drop_shard(snapshot, shard.coord)
+                raise DamagedSnapshot(f"{shard.coord} of {snapshot} on node {self._store.node!r} is damaged")
+            return {"digest": unit_digest}, unit
         if op == "parity_unit":
             view, parity = self._store.parity(snapshot, _number(message, "group"), _number(message, "position"))
             index = _number(message, "unit")
-            sources = parity.sources[index] if index < len(parity.sources) else {}
-            return _serve(view, index, parity.unit_bytes, parity.digests, {"sources": sources})
+            unit, unit_digest = _unit(view, index, parity.unit_bytes, parity.digests)
+            if digest(unit) != unit_digest:
+                self._store.drop_parity(snapshot, parity.group, parity.position)
+                raise DamagedSnapshot(f"a parity of {snapshot} on node {self._store.node!r} is damaged")
+            return {"digest": unit_digest, "sources": parity.sources[index]}, unit
         raise ProtocolError(f"an SMP does not know the operation {op!r}")
 
     def ended(self) -> None:
@@ -261,13 +268,10 @@ class PeerConversation:
         return unit
 
 
-def _serve(
-    view: memoryview, index: int, unit_bytes: int, digests: tuple[int, ...], more: Message
-) -> tuple[Message, memoryview]:
+def _unit(view: memoryview, index: int, unit_bytes: int, digests: tuple[int, ...]) -> tuple[memoryview, int]:
     if not 0 <= index < len(digests):
         raise ProtocolError(f"there is no unit {index}: the slot has {len(digests)}")
-    unit = view[index * unit_bytes : (index + 1) * unit_bytes]
-    return {"digest": digests[index], **more}, unit
+    return view[index * unit_bytes : (index + 1) * unit_bytes], digests[index]
 
 
 def watch(smp: Smp, owner_pid: int | None) -> None:
@@ -304,10 +308,10 @@ def _checked_peer(sock: socket.socket) -> int:
     return int(pid)
 
 
-def _number(message: Message, key: str) -> int:
+def _number(message: Message, key: str, most: int = (1 << 64) - 1) -> int:
     value = message.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ProtocolError(f"{key!r} must be a number >= 0, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ProtocolError(f"{key!r} must be a number between 0 and {most}, not {value!r}")
     return value
 
 
@@ -327,6 +331,6 @@ def _text(message: Message, key: str) -> str:
 
 def _snapshot(message: dict[str, Any], key: str) -> SnapshotId:
     value = message.get(key)
-    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(n, int) and n >= 0 for n in value):
+    if not isinstance(value, list) or len(value) != 2:
         raise ProtocolError(f"{key!r} must be [epoch, step], not {value!r}")
-    return SnapshotId(*value)
+    return SnapshotId(*(_number({key: n}, key, MAX_COUNT) for n in value))

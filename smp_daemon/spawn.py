@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import select
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from smp_daemon.errors import BY_NAME, DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable
+from smp_daemon.errors import BY_NAME, ConfigError, DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable
 from smp_daemon.paths import Owner, arena_base, read_owner
 
 START_DEADLINE_S = 30.0
@@ -23,23 +27,41 @@ STOP_DEADLINE_S = 10.0
 def start_smp(job: str, node: str, arena: Path, *, host: str = "127.0.0.1", insecure: bool = False) -> Owner:
     """Start an SMP that outlives this process, and wait until it serves.
 
+    Of several processes that start one in the same arena, one does; the others are told so once it serves.
+
     Raises:
         HoldfastError: what the SMP could not do, in its own words.
         DeadlineExceeded: it said nothing for `START_DEADLINE_S`.
     """
     command = [*smp_command(job, node, arena, host), "--detach", *(["--insecure"] if insecure else [])]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=START_DEADLINE_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DeadlineExceeded(f"the SMP did not start within {START_DEADLINE_S:.0f} s") from error
+    with _one_at_a_time(arena.parent):
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=START_DEADLINE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineExceeded(f"the SMP did not start within {START_DEADLINE_S:.0f} s") from error
     return parse_report(done.stdout, done.stderr)
+
+
+@contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory, which leaves no file behind; nobody holds it longer than one start takes."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"cannot use {directory}: {error.strerror}; choose another with HOLDFAST_ARENA") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def smp_command(job: str, node: str, arena: Path, host: str) -> list[str]:
@@ -60,7 +82,7 @@ def parse_report(text: str, errors: str = "") -> Owner:
     try:
         report = json.loads(text)
     except ValueError as error:
-        raise SmpUnavailable(f"the SMP ended without a word: {errors.strip()[-2000:] or text!r}") from error
+        raise SmpUnavailable(f"the SMP ended without a word: {errors.strip()[-2000:] or repr(text)}") from error
     if "error" in report:
         raise BY_NAME.get(report["error"], HoldfastError)(report["message"])
     return Owner(**report["ready"])
@@ -91,11 +113,15 @@ def find_leftovers(
         found_job = owner.job if owner else arena.name
         if job is not None and found_job != job:
             continue
-        files = [file for file in arena.iterdir() if file.is_file()]
-        newest = max((file.stat().st_mtime for file in files), default=0.0)
-        if now - newest < older_than_s or _has_trainers(arena, owner):
+        try:
+            files = [file.stat() for file in arena.iterdir() if file.is_file()]
+        except FileNotFoundError:
+            continue  # its job has just finished
+        newest = max((file.st_mtime for file in files), default=0.0)
+        smp = _running(owner)
+        if now - newest < older_than_s or _has_trainers(arena, smp):
             continue
-        yield Leftover(arena, found_job, sum(file.stat().st_blocks * 512 for file in files), _running(owner))
+        yield Leftover(arena, found_job, sum(file.st_blocks * 512 for file in files), smp)
 
 
 def remove(leftover: Leftover) -> None:
@@ -105,12 +131,24 @@ def remove(leftover: Leftover) -> None:
         DeadlineExceeded: the SMP did not end.
     """
     if leftover.smp is not None:
-        leftover.smp.kill()
-        try:
-            leftover.smp.wait(STOP_DEADLINE_S)
-        except psutil.TimeoutExpired as error:
-            raise DeadlineExceeded(f"SMP {leftover.smp.pid} did not end within {STOP_DEADLINE_S:.0f} s") from error
+        _end(leftover.smp)
     shutil.rmtree(leftover.arena)
+
+
+def _end(smp: psutil.Process) -> None:
+    """Kill a process and wait until it has ended. It need not be reaped for that: not every container's init does."""
+    try:
+        ended = os.pidfd_open(smp.pid)
+    except ProcessLookupError:
+        return
+    try:
+        smp.kill()
+        if not select.select([ended], [], [], STOP_DEADLINE_S)[0]:
+            raise DeadlineExceeded(f"SMP {smp.pid} did not end within {STOP_DEADLINE_S:.0f} s")
+    except psutil.NoSuchProcess:
+        pass  # it was faster
+    finally:
+        os.close(ended)
 
 
 def _running(owner: Owner | None) -> psutil.Process | None:
@@ -125,11 +163,11 @@ def _running(owner: Owner | None) -> psutil.Process | None:
         return None
 
 
-def _has_trainers(arena: Path, owner: Owner | None) -> bool:
+def _has_trainers(arena: Path, smp: psutil.Process | None) -> bool:
     """Whether another process than the SMP has files of the arena mapped."""
-    needle = f"{arena}/"
+    needle = f"{arena.resolve()}/"
     for process in psutil.process_iter():
-        if owner is not None and process.pid == owner.pid:
+        if smp is not None and process.pid == smp.pid:
             continue
         try:
             if needle in Path(f"/proc/{process.pid}/maps").read_text():

@@ -160,8 +160,10 @@ class Store:
                 self._write_node()
             self._release(keep, snapshot)
             pool = self.arena.shard_pool(coord)
-            for slot in pool.slots:
-                if slot.state is SlotState.WRITING:
+            for slot in [s for s in pool.slots if s.state is SlotState.WRITING]:
+                if slot.snapshot is not None and slot.snapshot.epoch < snapshot.epoch:
+                    pool.replace(slot)  # it is being received, for a trainer that did not wait for it
+                else:
                     pool.discard(slot)
             slot = pool.begin(snapshot, layout.shard_bytes(coord))
             self._progress.setdefault(snapshot, Progress())
@@ -174,7 +176,7 @@ class Store:
             pool = self.arena.shard_pool(coord)
             slot = pool.find(snapshot, SlotState.WRITING)
             if slot is not None:
-                pool.discard(slot)
+                pool.abandon(slot)
                 self.fail(snapshot, f"the writer of {coord} went away")
 
     def seal(self, snapshot: SnapshotId, coord: str) -> None:
@@ -208,7 +210,9 @@ class Store:
             reach("seal.done", snapshot.step)
             group, _ = layout.place(self.node)
             if layout.protects(group):
-                self._gather(snapshot)
+                gathering = self._gather(snapshot)
+                if gathering is not None and gathering.complete:
+                    self._commit_parity(snapshot)  # all that it would hold is padding
                 self._on_sealed(snapshot)
             self._settle(snapshot)
 
@@ -295,47 +299,70 @@ class Store:
             record = self._shard_records[snapshot, coord]
         if digest_units(pool.view(slot), record.unit_bytes) == record.digests:
             return pool.path(slot).name
-        with self.changed:
-            pool.discard(slot)
-            del self._shard_records[snapshot, coord]
+        self.drop_shard(snapshot, coord)
         raise DamagedSnapshot(f"{coord} of {snapshot} on node {self.node!r} does not match its digests")
+
+    def drop_shard(self, snapshot: SnapshotId, coord: str) -> None:
+        """A sealed shard is damaged: this node does not hold it any more. Harmless if it never did."""
+        with self.changed:
+            self._drop(self.arena.shard_pool(coord), snapshot)
+            self._shard_records.pop((snapshot, coord), None)
+
+    def drop_parity(self, snapshot: SnapshotId, group: int, position: int) -> None:
+        """A parity slot is damaged: this node does not hold it any more. Harmless if it never did."""
+        with self.changed:
+            self._drop(self.arena.parity_pool(group, position), snapshot)
+            self._parity_records.pop((snapshot, group, position), None)
 
     @contextmanager
     def receiving_shard(self, snapshot: SnapshotId, coord: str, layout: Layout) -> Iterator[memoryview]:
-        """A slot to receive a shard from elsewhere; committed with fresh digests if the block ends well."""
+        """A slot to receive a shard from elsewhere; committed with fresh digests if the block ends well.
+
+        Raises:
+            StaleEpoch: the slot was taken away meanwhile, by a newer epoch or by another attempt.
+        """
         length = layout.shard_bytes(coord)
-        pool, slot = self._take(self.arena.shard_pool(coord), snapshot, length)
+        with self.changed:
+            self.drop_shard(snapshot, coord)
+            pool, slot, view = self._take(self.arena.shard_pool(coord), snapshot, length)
         try:
-            view = pool.view(slot)
             yield view
             self._check_slot(view, snapshot, coord)
             record = ShardRecord(snapshot, coord, length, layout.unit_bytes, digest_units(view, layout.unit_bytes))
             with self.changed:
+                _check_mine(pool, slot, view, snapshot)
                 self._commit_shard(pool, slot, record)
         except BaseException:
-            with self.changed:
-                pool.discard(slot)
+            self._give_back(pool, slot, view)
             raise
 
     @contextmanager
     def receiving_parity(
         self, snapshot: SnapshotId, group: int, position: int, layout: Layout
     ) -> Iterator[ParityGathering]:
-        """A gathering of parity of an older epoch; committed if the block leaves it complete."""
+        """A gathering of parity of an older epoch; committed if the block leaves it complete.
+
+        Raises:
+            StaleEpoch: the slot was taken away meanwhile, by a newer epoch or by another attempt.
+        """
         stripes = layout.stripes(group)
-        pool, slot = self._take(self.arena.parity_pool(group, position), snapshot, stripes.parity_bytes(position))
+        with self.changed:
+            self.drop_parity(snapshot, group, position)
+            pool, slot, view = self._take(
+                self.arena.parity_pool(group, position), snapshot, stripes.parity_bytes(position)
+            )
         codec = choose_codec(stripes.data, stripes.parity, layout.backend)
         try:
-            gathering = ParityGathering(snapshot, stripes, group, position, codec, pool.view(slot))
+            gathering = ParityGathering(snapshot, stripes, group, position, codec, view)
             yield gathering
             record = gathering.record()
             with self.changed:
+                _check_mine(pool, slot, view, snapshot)
                 pool.commit(slot, parity_to_json(record))
                 self._parity_records[snapshot, group, position] = record
                 self.changed.notify_all()
         except BaseException:
-            with self.changed:
-                pool.discard(slot)
+            self._give_back(pool, slot, view)
             raise
 
     def keep_layout(self, layout: Layout) -> None:
@@ -456,13 +483,27 @@ class Store:
         self._shard_records[record.snapshot, record.coord] = record
         self.changed.notify_all()
 
-    def _take(self, pool: Pool, snapshot: SnapshotId, length: int) -> tuple[Pool, Slot]:
+    def _take(self, pool: Pool, snapshot: SnapshotId, length: int) -> tuple[Pool, Slot, memoryview]:
+        """A slot to receive into. An earlier attempt that is still at work loses its slot, and writes into nothing."""
+        earlier = pool.find(snapshot, SlotState.WRITING)
+        if earlier is not None:
+            pool.replace(earlier)
+        try:
+            slot = pool.begin(snapshot, length)
+        except NoFreeSlot:
+            pool.create(length)
+            slot = pool.begin(snapshot, length)
+        return pool, slot, pool.view(slot)
+
+    def _give_back(self, pool: Pool, slot: Slot, view: memoryview) -> None:
         with self.changed:
-            try:
-                return pool, pool.begin(snapshot, length)
-            except NoFreeSlot:
-                pool.create(length)
-                return pool, pool.begin(snapshot, length)
+            if pool.is_at(slot, view):
+                pool.discard(slot)
+
+    def _drop(self, pool: Pool, snapshot: SnapshotId) -> None:
+        slot = pool.find(snapshot, SlotState.SEALED)
+        if slot is not None:
+            pool.discard(slot)
 
     def _release(self, keep: Collection[SnapshotId], before: SnapshotId) -> None:
         for snapshot in [s for s in self._progress if s < before and s not in keep]:
@@ -501,7 +542,8 @@ class Store:
             return
         if known["job"] != self.job or known["node"] != self.node:
             raise ProtocolError(
-                f"the arena {self.arena.path} belongs to job {known['job']!r} on node {known['node']!r}"
+                f"the arena {self.arena.path} belongs to job {known['job']!r} on node {known['node']!r}: "
+                "choose another, or remove it with `holdfast gc`"
             )
         self.epoch = int(known["epoch"])
         self.protected = SnapshotId(*known["protected"]) if known["protected"] else None
@@ -526,3 +568,8 @@ class Store:
             self._shard_records[record.snapshot, record.coord] = record
         else:
             self._parity_records[record.snapshot, record.group, record.position] = record
+
+
+def _check_mine(pool: Pool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:
+    if not pool.is_at(slot, view):
+        raise StaleEpoch(f"the slot that {snapshot} was received into was taken away")

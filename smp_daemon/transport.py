@@ -110,7 +110,8 @@ class SocketStream:
                 payload = payload[count:]
 
     def set_deadline(self, seconds: float | None) -> None:
-        self._sock.settimeout(seconds)
+        with _mapped_errors():
+            self._sock.settimeout(seconds)
 
     def close(self) -> None:
         try:
@@ -161,10 +162,14 @@ def call(stream: Stream, message: Message, payload: memoryview | None = None) ->
     Raises:
         HoldfastError: the error that the other side replied with, or what `Stream.receive` raises.
     """
-    stream.send(message, payload)
-    reply = stream.receive()
-    if reply is None:
-        raise SmpUnavailable("the SMP closed the connection")
+    try:
+        stream.send(message, payload)
+        reply = stream.receive()
+        if reply is None:
+            raise SmpUnavailable("the SMP closed the connection")
+    except (SmpUnavailable, DeadlineExceeded):
+        stream.close()  # an answer that comes late must not be taken for the next one's
+        raise
     if "error" in reply[0]:
         raise BY_NAME.get(str(reply[0]["error"]), HoldfastError)(str(reply[0].get("message")))
     return reply
@@ -276,6 +281,6 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"the SMP cannot listen on {host}:{port}: {error.strerror}; choose another with --host or --port"
+            f"the SMP cannot listen on {host}:{port}: {error.strerror}; choose another with --host or --bulk-port"
         ) from error
     return sock

@@ -70,6 +70,7 @@ class Copier:
         self._client = client
         self._reattach = reattach
         self._attached = True
+        self._failing = False
         self._queue: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holdfast-copy", daemon=True)
         self._thread.start()
@@ -92,9 +93,12 @@ class Copier:
                     self._reattach()
                     self._attached = True
                 self._copy(job)
+                self._failing = False
             except HoldfastError as error:
                 self._attached = self._attached and not isinstance(error, SmpUnavailable | DeadlineExceeded)
-                log.warning("no snapshot of %s: %s", job.snapshot, error)
+                if not self._failing:  # once, until it works again
+                    log.error("no snapshot of %s: %s", job.snapshot, error)
+                self._failing = True
                 job.abort(error)
             except Exception as error:  # a bug of ours must not kill the thread that the training loop waits for
                 log.exception("snapshot of %s failed", job.snapshot)

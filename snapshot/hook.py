@@ -28,7 +28,7 @@ from smp_daemon.paths import arena_path
 from smp_daemon.slotfile import SlotFormat
 from smp_daemon.spawn import start_smp
 from snapshot.adapter import Adapter
-from snapshot.agreement import Agreement, AgreementLost, Result, default_agreement
+from snapshot.agreement import Agreement, Result, default_agreement
 from snapshot.arrange import RankInfo, arrange, coordinate_key, parse_protect
 from snapshot.boundary import Boundary
 from snapshot.copier import Copier, CopyJob
@@ -185,9 +185,11 @@ class SnapshotHook:
                 self._settle()
                 if self._step % self._every == 0:
                     self._take()
-        except AgreementLost as error:
+        except HoldfastError as error:
+            if self._strict or self._layout is None:
+                raise
             self._enabled = False
-            self._fail(error)
+            log.error("no more snapshots are taken: %s", error)
         self.statistics.stall_s += time.perf_counter() - began
 
     def on_forward(self) -> None:
@@ -247,6 +249,9 @@ class SnapshotHook:
         self.statistics.protected += results.count(Outcome.PROTECTED)
         self.statistics.failed += results.count(Outcome.FAILED)
         self._ledger = self._ledger.settle(results)
+        failed = [copy.error for copy in self._copies.values() if copy.error is not None]
+        if failed and self._strict:
+            raise failed[0]
         self._copies = {s: copy for s, copy in self._copies.items() if s in self._ledger.pending}
         if not fits_everywhere:
             self._form = None
@@ -256,22 +261,36 @@ class SnapshotHook:
         if not self._ledger.may_begin:
             self.statistics.skipped += 1
             return
-        capture = capture_early(self._adapter)
-        if self._form is None:
+        capture = self._capture()
+        if self._form is None and capture is not None:
             self._configure(capture)
         snapshot = SnapshotId(self._epoch, self._step)
         keep, protected = self._ledger.keep, self._ledger.protected
         self._ledger = self._ledger.begin(snapshot)
         self.statistics.taken += 1
-        form = self._fitting_form(capture)
-        if form is None:
-            self._misfit = True  # and without a copy job this snapshot counts as failed
+        form = self._fitting_form(capture) if capture is not None else None
+        if capture is None or form is None:
+            self._misfit = capture is not None  # and without a copy job this snapshot counts as failed
             self._copy = None
             return
         self._early_values = capture.values
         self._copy = CopyJob(snapshot, self._coord, keep, protected, form, capture.stable, capture.early)
         self._copies[snapshot] = self._copy
         self._copier.submit(self._copy)
+
+    def _capture(self) -> Capture | None:
+        """The state at this boundary, or None if it cannot be captured just now: the other ranks go on taking part.
+
+        Where the ranks are about to agree on a layout there is no going on without it, and the error is raised.
+        """
+        try:
+            return capture_early(self._adapter)
+        except HoldfastError as error:
+            if self._strict or self._form is None:
+                raise
+            if self._copy is not None:
+                log.error("no snapshot of step %d: %s", self._step, error)
+            return None
 
     def _fitting_form(self, capture: Capture) -> SlotFormat | None:
         late, late_values = capture_late(self._adapter)
@@ -340,12 +359,6 @@ class SnapshotHook:
         on_this_node = [coord for coord, node in ranks if node == self._client.node]
         if min(on_this_node, key=coordinate_key) == self._coord:
             self._client.finish(self._epoch)
-
-    def _fail(self, error: HoldfastError) -> None:
-        """By default a failure of ours does not reach the training loop: it is logged and counted."""
-        if self._strict:
-            raise error
-        log.error("no more snapshots are taken: %s", error)
 
 
 def job_from_environment() -> str:

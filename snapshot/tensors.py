@@ -75,7 +75,7 @@ def copy_in(slot: memoryview, offset: int, tensor: torch.Tensor) -> None:
 
 def raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    flat: NDArray[Any] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat: NDArray[Any] = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return flat
 
 

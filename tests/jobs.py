@@ -33,13 +33,13 @@ class Stamp(torch.optim.Optimizer):
 
 
 class Stamped(torch.nn.Module):
-    """A few tensors of different sizes, the larger the higher the rank, and a buffer that forward fills."""
+    """A few tensors of different sizes, and a buffer that forward fills."""
 
     tokens: torch.Tensor
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, longest: int) -> None:
         super().__init__()
-        sizes = [1, 63, 4097, 20_000 + 1000 * rank]
+        sizes = [1, 63, 4097, longest]
         self.weights = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(size)) for size in sizes])
         self.register_buffer("tokens", torch.zeros(5))
 
@@ -59,7 +59,7 @@ def stamped() -> None:
     trainer = Trainer.from_environment()
     torch.set_num_threads(1)
     trainer.init_process_group()
-    model = Stamped(trainer.rank)
+    model = Stamped(20_000 + trainer.args.get("skew", 1000) * trainer.rank)
     optim = Stamp(model.parameters())
     with InMemorySnapshot(model, optim, start=False, **trainer.args.get("options", {})) as snap:
         trainer.report(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chaos.cluster import History, JobFailed, VirtualCluster
+from chaos.cluster import Event, History, JobFailed, VirtualCluster
 from chaos.launcher import Launcher
 from smp_daemon.paths import arena_base
 
@@ -18,7 +18,8 @@ STEPS = 9
 
 def make(launcher: Launcher, *, nodes: int = 3, ranks: int = 1, **options: Any) -> VirtualCluster:
     place: Callable[[int, int], int] | None = options.pop("place", None)
-    args = {"steps": options.pop("steps", STEPS), "options": options}
+    on_event: Callable[[Event], None] | None = options.pop("on_event", None)
+    args = {"steps": options.pop("steps", STEPS), "skew": options.pop("skew", 1000), "options": options}
     return VirtualCluster(
         launcher,
         nodes=nodes,
@@ -27,6 +28,7 @@ def make(launcher: Launcher, *, nodes: int = 3, ranks: int = 1, **options: Any) 
         args=args,
         deadline_s=90,
         place=place,
+        on_event=on_event,
     )
 
 
@@ -173,6 +175,30 @@ def test_two_trainers_on_a_node_and_uneven_shards(launcher: Launcher) -> None:
     history = cluster.run()
     assert_whole(history, 6, least=1)
     assert len(history.restarts) == 2
+
+
+def test_shards_of_very_different_lengths(launcher: Launcher) -> None:
+    cluster = make(launcher, nodes=4, skew=200_000)
+    cluster.kill_node(3, at="train.step", step=5)
+    cluster.kill_node(0, at="train.step", step=7)
+    assert_whole(cluster.run(), 4, least=3)
+
+
+def test_a_damaged_slot_is_decoded_from_parity_instead(launcher: Launcher) -> None:
+    def damage(event: Event) -> None:
+        if event["kind"] == "fault":
+            for path in arena_base().glob("virtual-*/node1/job/dp1.*.safetensors"):
+                with path.open("r+b") as slot:
+                    slot.seek(-5, 2)
+                    byte = slot.read(1)
+                    slot.seek(-5, 2)
+                    slot.write(bytes([byte[0] ^ 1]))
+
+    cluster = make(launcher, on_event=damage)
+    cluster.kill_trainer(0, at="train.step", step=5)
+    history = cluster.run()
+    assert_whole(history, 3, least=3)
+    assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "rebuilt"]
 
 
 def test_every_third_step(launcher: Launcher) -> None:

@@ -302,6 +302,36 @@ def test_an_smp_that_dies_does_not_disturb_the_loop(arena: Path) -> None:
     assert not (arena / "test").exists()
 
 
+def test_a_strict_hook_raises_what_went_wrong(arena: Path) -> None:
+    model, optim = small()
+    with pytest.raises(SmpUnavailable):
+        with InMemorySnapshot(model, optim, strict=True) as snap:
+            train(snap, model, optim, 3)
+            kill_smp(arena)
+            train(snap, model, optim, 3)
+
+
+def test_state_that_cannot_be_captured_later_does_not_disturb_the_loop(arena: Path) -> None:
+    class Moody:
+        content: Any = 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"content": self.content}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    model, optim = small()
+    moody = Moody()
+    with InMemorySnapshot(model, optim, extra={"moody": moody}) as snap:
+        train(snap, model, optim, 3)
+        moody.content = object()
+        train(snap, model, optim, 2)
+        moody.content = 2
+        train(snap, model, optim, 3)
+        assert snap.statistics.failed == 2
+        assert snap.protected_step == 7
+
+
 def test_the_hooks_are_gone_after_the_block(arena: Path) -> None:
     model, optim = small()
     with InMemorySnapshot(model, optim) as snap:
