@@ -366,12 +366,7 @@ class VirtualCluster:
 
     def _clean_up(self, listening: socket.socket) -> None:
         if self._running:
-            self._launcher.kill()
-            limit = time.monotonic() + 10
-            while self._running and time.monotonic() < limit:
-                for message in self._launcher.messages():
-                    if message["kind"] == "exit":
-                        self._running.discard(message["rank"])
+            self._launcher.end_trainers()
         for node in self._nodes:
             node.close()
         for key in list(self._selector.get_map().values()):

@@ -16,6 +16,7 @@ from smp_daemon.errors import DeadlineExceeded, HoldfastError
 from smp_daemon.paths import arena_base
 
 IMPORT_DEADLINE_S = 120.0
+ANSWER_DEADLINE_S = 30.0
 
 
 class Launcher:
@@ -56,14 +57,9 @@ class Launcher:
 
     def wait_ready(self) -> None:
         """Block until the modules are imported. Raises `HoldfastError` if they cannot be."""
-        deadline = time.monotonic() + IMPORT_DEADLINE_S
-        while not self._ready:
-            self._channel.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                self._ready = any(m["kind"] == "imported" for m in self.messages())
-            except TimeoutError as error:
-                raise DeadlineExceeded(f"the job's modules were not imported in {IMPORT_DEADLINE_S:.0f} s") from error
-        self._channel.settimeout(None)
+        if not self._ready:
+            self._await("imported", IMPORT_DEADLINE_S)
+            self._ready = True
 
     def spawn(self, target: str, ranks: list[dict[str, Any]], store_host: str) -> None:
         """Fork one trainer per element of `ranks`."""
@@ -73,17 +69,28 @@ class Launcher:
         """SIGKILL every trainer that is left. Their ends are reported like any other."""
         self._say({"op": "kill"})
 
+    def end_trainers(self) -> None:
+        """SIGKILL every trainer that is left, and block until none is. Other messages are dropped."""
+        self.kill()
+        self._await("killed", ANSWER_DEADLINE_S)
+
     def disk_bytes_written(self) -> int:
         """What this process and all trainers so far wrote to disk. Call while no trainer runs."""
         self._say({"op": "written"})
-        while True:
-            for message in self.messages():
-                if message["kind"] == "written":
-                    return int(message["bytes"])
+        return int(self._await("written", ANSWER_DEADLINE_S)["bytes"])
 
-    def messages(self) -> list[dict[str, Any]]:
-        """What the zygote said. Blocks until there is something. Raises `HoldfastError` if it is gone."""
-        data = self._channel.recv(1 << 16)
+    def messages(self, deadline_s: float = ANSWER_DEADLINE_S) -> list[dict[str, Any]]:
+        """What the zygote said. Blocks until there is something.
+
+        Raises:
+            HoldfastError: it is gone.
+            DeadlineExceeded: it said nothing for `deadline_s`.
+        """
+        self._channel.settimeout(deadline_s)
+        try:
+            data = self._channel.recv(1 << 16)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the launcher's process said nothing for {deadline_s:.0f} s") from error
         if not data:
             raise HoldfastError(f"the launcher's process ended with status {self._process.wait(10)}")
         self._buffer += data
@@ -99,6 +106,13 @@ class Launcher:
             self._process.kill()
             self._process.wait(10)
         shutil.rmtree(self._scratch)
+
+    def _await(self, kind: str, deadline_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + deadline_s
+        while True:
+            for message in self.messages(max(0.01, deadline - time.monotonic())):
+                if message["kind"] == kind:
+                    return message
 
     def _say(self, message: dict[str, Any]) -> None:
         self._channel.sendall(json.dumps(message).encode() + b"\n")

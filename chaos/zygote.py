@@ -6,6 +6,7 @@ torch operation and starts no thread itself. It talks JSON lines over one socket
     in   {"op": "spawn", "ranks": [{"rank", "env", "log"}, ...], "target": "module:function"}   {"op": "kill"}
          {"op": "written"}
     out  {"kind": "imported"}   {"kind": "spawned", "pids": {rank: pid}}   {"kind": "exit", "rank", "status", "at"}
+         {"kind": "killed"}: no trainer is left
          {"kind": "written", "bytes"}: to disk, by the zygote and all trainers that have ended
 
 Trainers die with it, and it ends, killing them, when its socket closes.
@@ -69,6 +70,7 @@ class Zygote:
                 self._spawn(message)
             elif message["op"] == "kill":
                 self._kill()
+                self._say({"kind": "killed"})
             elif message["op"] == "written":
                 self._say({"kind": "written", "bytes": disk_bytes_written()})
         return bool(data)

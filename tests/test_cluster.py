@@ -195,7 +195,7 @@ def test_a_damaged_slot_is_decoded_from_parity_instead(launcher: Launcher) -> No
                     slot.write(bytes([byte[0] ^ 1]))
 
     cluster = make(launcher, on_event=damage)
-    cluster.kill_trainer(0, at="train.step", step=5)
+    cluster.kill_trainer(0, at="copy.before", step=5)  # by then step 4 is protected
     history = cluster.run()
     assert_whole(history, 3, least=3)
     assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "rebuilt"]
