@@ -4,7 +4,8 @@ This room knows nothing of processes, sockets, files or torch. Start with `ec.st
 which node goes into which parity unit, then `ec.codec`, the interface of a code, and `ec.groups`.
 """
 
-from ec.codec import Codec, TooManyErasures, choose_codec
+from ec.backends import choose_codec
+from ec.codec import Codec, TooManyErasures
 from ec.groups import plan_groups
 from ec.stripes import Piece, Stripes, choose_unit_bytes
 

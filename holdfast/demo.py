@@ -16,6 +16,9 @@ from chaos.launcher import Launcher
 from smp_daemon.errors import ConfigError
 
 TARGET = "holdfast.gpt:train"
+PRELOAD = ("holdfast.gpt", "integrations.megatron", "torch.profiler")
+"""What trainers would import one by one while they start."""
+
 JOB_DEADLINE_S = 240.0
 
 
@@ -123,7 +126,7 @@ def run(plan: Plan, progress: Callable[[str, Event], None]) -> Account:
     """
     began = time.monotonic()
     args = {"seed": plan.seed, "steps": plan.steps, "protect": plan.protect}
-    with Launcher(["holdfast.gpt"]) as launcher:
+    with Launcher(PRELOAD) as launcher:
         progress("import", {"kind": "begin"})
         launcher.wait_ready()
 

@@ -32,6 +32,8 @@ from smp_daemon.sources import Sources
 from smp_daemon.store import Store
 from smp_daemon.transport import Listener, Message, Stream, bind_tcp, bind_unix
 
+START_DEADLINE_S = 10.0
+
 log = logging.getLogger(__name__)
 
 
@@ -68,6 +70,7 @@ class Smp:
             self._control.port,
             self._bulk.port,
         )
+        self._peer_client.ping(f"{host}:{self._control.port}", job, START_DEADLINE_S)
         write_json(arena / "smp.json", {name: getattr(self.owner, name) for name in Owner.__slots__})
         self._local = Listener(
             bind_unix(socket_path(arena)), lambda sock: TrainerConversation(self, _checked_peer(sock))

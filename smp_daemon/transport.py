@@ -29,6 +29,7 @@ from smp_daemon.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES, MAX_SOCKET_PAT
 Message = dict[str, Any]
 _FRAME = struct.Struct("<4sIQ")
 _MAGIC = b"HFST"
+ACCEPT_AGAIN_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -195,8 +196,9 @@ class Listener:
         self._converse = converse
         self._live: set[SocketStream] = set()
         self._lock = threading.Lock()
-        self._closed = False
-        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:
@@ -206,26 +208,34 @@ class Listener:
     def close(self) -> None:
         """Stop listening and end every connection."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             live = list(self._live)
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes `accept`; without it the socket would go on listening
+        except OSError:
+            pass
+        self._thread.join()
         self._sock.close()
         for stream in live:
             stream.close()
 
     def _accept(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set():
             try:
                 sock, _ = self._sock.accept()
-            except OSError:
-                if not self._closed:
-                    log.exception("no longer accepting connections")
-                return
+            except OSError as error:
+                if not self._closed.is_set():
+                    log.error("a connection could not be accepted: %s", error)
+                self._closed.wait(ACCEPT_AGAIN_S)  # out of files or of memory, as a rule: others may free some
+                continue
             threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
         stream = SocketStream(sock, deadline_s=None)
         with self._lock:
             self._live.add(stream)
+            if self._closed.is_set():
+                stream.close()
         conversation = None
         try:
             conversation = self._converse(sock)
@@ -237,7 +247,7 @@ class Listener:
                     reply, payload = {"error": type(error).__name__, "message": str(error)}, None
                 stream.send(reply, payload)
         except HoldfastError as error:
-            if not self._closed:
+            if not self._closed.is_set():
                 log.warning("connection ended: %s", error)
         finally:
             with self._lock:
