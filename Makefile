@@ -30,8 +30,8 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[megatron,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[megatron,dev]'
 	@touch $@
 
 clean:

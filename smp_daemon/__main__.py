@@ -29,12 +29,13 @@ def main() -> None:
 
 
 def _serve(arguments: argparse.Namespace, out: int) -> int:
-    from smp_daemon.service import Smp, be_idle, watch
+    if arguments.priority == "idle":
+        _be_idle()  # before the first thread is made: threads inherit it, the process has no say
+
+    from smp_daemon.service import Smp, watch  # NumPy makes threads when it is imported
 
     try:
         _check_host(arguments.host, arguments.insecure)
-        if arguments.priority == "idle":
-            be_idle()  # before the first thread is made: threads inherit it, the process has no say
         smp = Smp(
             arguments.job,
             arguments.node,
@@ -91,6 +92,14 @@ def _check_host(host: str, insecure: bool) -> None:
             f"{host} is not a loopback address, and traffic between SMPs is neither encrypted nor authenticated: "
             "say --insecure on a network that only this job's nodes can reach"
         )
+
+
+def _be_idle() -> None:
+    """Run only when nobody else wants the processor: the training step must not notice this process."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except OSError:  # not everywhere may a process choose; the lowest nice value comes closest
+        os.nice(19)
 
 
 def _detach() -> int:

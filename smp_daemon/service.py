@@ -130,7 +130,10 @@ class TrainerConversation:
 
     def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, None]:
         operation = self._operations.get(str(message.get("op")))
-        if operation is None or payload:
+        if payload:
+            stream.close()
+            raise ProtocolError("a trainer sends no raw bytes")
+        if operation is None:
             raise ProtocolError(f"an SMP does not know the operation {message.get('op')!r}")
         return operation(message), None
 
@@ -292,15 +295,6 @@ def watch(smp: Smp, owner_pid: int | None) -> None:
     ready, _, _ = select.select([owner, woken], [], [])
     if owner in ready:
         smp.finish()
-
-
-def be_idle() -> None:
-    """Run only when nobody else wants the processor: the training step must not notice this process."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except OSError as error:
-        log.warning("SCHED_IDLE was refused (%s): running at the lowest nice value instead", error)
-        os.nice(19)
 
 
 def _checked_peer(sock: socket.socket) -> int:

@@ -32,6 +32,10 @@ class Agreement(Protocol):
         """Starts an element-wise minimum over all ranks; calling the result waits for it."""
         ...
 
+    def close(self) -> None:
+        """Give the process group back. No collective call; nothing may be called after it."""
+        ...
+
 
 class Alone:
     """A job of one process."""
@@ -41,6 +45,9 @@ class Alone:
 
     def minimum(self, values: Sequence[int]) -> Result:
         return lambda: list(values)
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
 
 class Group:
@@ -72,6 +79,9 @@ class Group:
             return tensor.tolist()
 
         return result
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
 
     def _run(self, collective: Callable[[], T]) -> T:
         try:

@@ -24,7 +24,7 @@ from smp_daemon.board import Outcome
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.paths import arena_path
+from smp_daemon.paths import arena_path, socket_path
 from smp_daemon.slotfile import SlotFormat
 from smp_daemon.spawn import start_smp
 from snapshot.adapter import Adapter
@@ -140,6 +140,7 @@ class SnapshotHook:
             self._restored = restore(self._client, self._agreement, self._adapter)
         except BaseException:
             self._client.close()
+            self._agreement.close()
             raise
         self._epoch = self._restored.epoch
         self._step = self._restored.snapshot.step if self._restored.snapshot else 0
@@ -159,9 +160,12 @@ class SnapshotHook:
         if self._copy is not None:
             self._finalise(self._copy)
         self._copier.close(self._deadline_s)
-        if kind is None and self._enabled:
-            self._finish()
-        self._client.close()
+        try:
+            if kind is None and self._enabled:
+                self._finish()
+        finally:
+            self._client.close()
+            self._agreement.close()
 
     # ------------------------------------------------------------------ the boundary
 
@@ -228,8 +232,9 @@ class SnapshotHook:
         host = os.environ.get("HOLDFAST_HOST", "127.0.0.1")
         try:
             start_smp(self._job, node, self._arena, host=host, insecure=os.environ.get("HOLDFAST_INSECURE") == "1")
-        except ConfigError as error:
-            log.info("another rank may have started it: %s", error)
+        except ConfigError:
+            if not socket_path(self._arena).exists():
+                raise  # else another rank of this node was faster, and its SMP serves
 
     def _report(self) -> list[int]:
         """What the ranks take the minimum of: the outcome of each pending snapshot, and whether the format holds."""

@@ -33,7 +33,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         case None | bool():
             return value
         case str() if type(value) is str:
-            return value
+            return value if _is_unicode(value) else {"$": "str", "data": _text(value.encode("utf-8", "surrogatepass"))}
         case torch.Tensor():
             name = path
             while name in tensors:  # {"a.b": ...} and {"a": {"b": ...}}, or the keys 1 and "1"
@@ -84,7 +84,7 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    plain = type(value) is dict and all(type(key) is str for key in value) and "$" not in value
+    plain = type(value) is dict and all(type(key) is str and _is_unicode(key) for key in value) and "$" not in value
     if plain:
         return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
     pairs = [
@@ -106,6 +106,8 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
             return int(value["data"], 16)
         case "float":
             return float.fromhex(value["data"])
+        case "str":
+            return _bytes(value["data"]).decode("utf-8", "surrogatepass")
         case "bytes":
             return _bytes(value["data"])
         case "bytearray":
@@ -127,6 +129,15 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch.{name} is no dtype")
     return dtype
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether JSON gives `text` back as it is: lone surrogates, as in undecodable file names, it may pair up."""
+    try:
+        text.encode()
+        return True
+    except UnicodeEncodeError:
+        return False
 
 
 def _text(data: bytes) -> str:

@@ -1,0 +1,530 @@
+"""Real SMPs for tests: child processes on loopback addresses, trainers without torch, and nothing left behind.
+
+A `Ground` is one temporary directory on tmpfs and all that a test starts in it. Nothing here sleeps: an SMP is
+stopped at a named point of the protocol (`Points`), and every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from smp_daemon import points
+from smp_daemon.board import Outcome
+from smp_daemon.client import RecoveredShard, SmpClient
+from smp_daemon.errors import DeadlineExceeded, HoldfastError
+from smp_daemon.inventory import Inventory
+from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.paths import Owner
+from smp_daemon.slotfile import Leaf, plan_slot, write_stamp
+from smp_daemon.spawn import parse_report, smp_command
+from snapshot.arrange import RankInfo, arrange, parse_protect
+from snapshot.plan import RestorePlan, plan_restore
+
+JOB = "testrun"
+DEADLINE_S = 60.0
+RECORD_BYTES = 600
+PROTECTED = Outcome.PROTECTED
+
+Rules = Sequence[tuple[str, int | None]]
+
+
+class LeftBehind(AssertionError):
+    """A test ended and something that it started did not, or an SMP ran into a bug on the way."""
+
+
+# ---------------------------------------------------------------------- named points
+
+
+@dataclass
+class Held:
+    """A process that waits at a point."""
+
+    who: str
+    point: str
+    step: int
+    sock: socket.socket
+
+    def go(self) -> None:
+        """Let it go on; harmless if it was killed."""
+        try:
+            self.sock.sendall(b"g")
+        except OSError:
+            pass
+
+
+class Points:
+    """Where the processes of a test stop. They stay until `Held.go`, or until they are killed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(str(path))
+        self._listening.listen(64)
+        self._held: list[Held] = []
+        self._seen: list[Held] = []
+
+    def environment(self, who: str, rules: Rules) -> dict[str, str]:
+        """What makes `who` stop where `rules` say."""
+        text = json.dumps({"socket": str(self.path), "who": who, "rules": list(rules)})
+        return {points.ENV: text} if rules else {}
+
+    def wait(self, who: str, point: str, step: int) -> Held:
+        """Block until `who` has reached `point` of `step`."""
+        while True:
+            for held in self._held:
+                if (held.who, held.point, held.step) == (who, point, step):
+                    self._held.remove(held)
+                    return held
+            if not select.select([self._listening], [], [], DEADLINE_S)[0]:
+                raise DeadlineExceeded(f"{who} did not reach {point} of step {step}")
+            self._accept()
+
+    def close(self) -> None:
+        for held in self._seen:
+            held.sock.close()
+        self._listening.close()
+
+    def _accept(self) -> None:
+        sock, _ = self._listening.accept()
+        sock.settimeout(DEADLINE_S)
+        line = b""
+        while not line.endswith(b"\n"):
+            more = sock.recv(1 << 12)
+            if not more:
+                sock.close()
+                return
+            line += more
+        said = json.loads(line)
+        held = Held(said["who"], said["point"], said["step"], sock)
+        self._held.append(held)
+        self._seen.append(held)
+
+
+# ---------------------------------------------------------------------- processes
+
+
+class SmpProcess:
+    """One SMP, a child of this process, and its arena. It may be killed and launched again."""
+
+    def __init__(self, ground: Ground, name: str, host: str, job: str) -> None:
+        self.name = name
+        self.host = host
+        self.job = job
+        self.arena = ground.base / name / job
+        self.owner: Owner
+        self.rules: Rules = ()
+        self.owner_pid = os.getpid()
+        self._ground = ground
+        self._errors = ground.base / f"{name}.stderr"
+        self._process: subprocess.Popen[str] | None = None
+
+    def launch(self, *more: str) -> SmpProcess:
+        """Start it; returns at once."""
+        command = [*smp_command(self.job, self.name, self.arena, self.host), "--owner-pid", str(self.owner_pid)]
+        with self._errors.open("a") as errors:
+            self._process = subprocess.Popen(
+                [*command, *(more or ("--priority", "normal"))],
+                env=os.environ | self._ground.points.environment(self.name, self.rules),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        return self
+
+    def wait_ready(self, deadline_s: float = DEADLINE_S) -> SmpProcess:
+        """Block until it serves. Raises what it could not do."""
+        assert self.process.stdout is not None
+        self.owner = parse_report(read_line(self.process.stdout, deadline_s), self._errors.read_text())
+        return self
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def bulk(self) -> tuple[str, int]:
+        return self.owner.host, self.owner.bulk_port
+
+    @property
+    def control(self) -> str:
+        return f"{self.owner.host}:{self.owner.control_port}"
+
+    def client(self) -> SmpClient:
+        """A connection that is closed with the ground."""
+        return self._ground.keep(SmpClient(self.arena, self.job))
+
+    def kill(self) -> None:
+        """SIGKILL it; what it held in shared memory stays."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(DEADLINE_S)
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+    def lose(self) -> None:
+        """SIGKILL it and remove its arena, as if its node had lost power."""
+        self.kill()
+        shutil.rmtree(self.arena)
+
+    def restart(self) -> SmpProcess:
+        """SIGKILL it and start another in the same arena."""
+        self.kill()
+        return self.launch().wait_ready()
+
+    def wait_end(self) -> int:
+        """Block until it has ended by itself; its exit status."""
+        return self.process.wait(DEADLINE_S)
+
+    def bugs(self) -> str:
+        """What it said on standard error if that is a bug's trace; else nothing."""
+        text = self._errors.read_text() if self._errors.exists() else ""
+        return f"{self.name}: {text}" if "Traceback" in text else ""
+
+
+class Ground:
+    """A temporary directory on tmpfs, the SMPs in it, and the connections to them."""
+
+    def __init__(self, grace_s: float = DEADLINE_S / 4) -> None:
+        """`grace_s`: what is ending already at the end of the test gets this long for it."""
+        self._grace_s = grace_s
+        self.base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+        self.points = Points(self.base / "points")
+        self.on_end = ExitStack()
+        self._network = "127." + ".".join(str(random.SystemRandom().randint(16, 250)) for _ in range(2))
+        self._hosts = 0
+        self._smps: list[SmpProcess] = []
+        self._clients: list[SmpClient] = []
+        self._threads = ThreadPoolExecutor(8)
+
+    def smp(self, name: str = "node0", *, job: str = JOB, rules: Rules = ()) -> SmpProcess:
+        """Start an SMP and wait until it serves."""
+        return self.prepare(name, job=job, rules=rules).launch().wait_ready()
+
+    def smps(self, count: int, *, job: str = JOB, rules: Mapping[int, Rules] | None = None) -> list[SmpProcess]:
+        """Start ``node0``, ``node1``, ... at the same time; ``rules[i]`` are the points at which node i stops."""
+        started = [self.prepare(f"node{i}", job=job, rules=(rules or {}).get(i, ())).launch() for i in range(count)]
+        return [smp.wait_ready() for smp in started]
+
+    def prepare(self, name: str = "node0", *, job: str = JOB, rules: Rules = ()) -> SmpProcess:
+        """An SMP that is not started yet, on an address of its own."""
+        smp = SmpProcess(self, name, self.host(), job)
+        smp.rules = rules
+        self._smps.append(smp)
+        return smp
+
+    def host(self) -> str:
+        """A loopback address that nobody uses, other tests on this machine included."""
+        self._hosts += 1
+        return f"{self._network}.{self._hosts}"
+
+    def keep(self, client: SmpClient) -> SmpClient:
+        """Close `client` at the end."""
+        self._clients.append(client)
+        return client
+
+    def meanwhile(self, client_call: Any, *arguments: Any) -> Future[Any]:
+        """Make a call that blocks while the test goes on."""
+        return self._threads.submit(client_call, *arguments)
+
+    def close(self) -> None:
+        """End and remove everything.
+
+        Raises:
+            LeftBehind: a process or a file is still there, or an SMP has run into a bug.
+        """
+        for client in self._clients:
+            client.close()
+        for smp in self._smps:
+            smp.kill()
+        self._threads.shutdown()
+        self.on_end.close()
+        self.points.close()
+        problems = [bug for smp in self._smps if (bug := smp.bugs())]
+        problems += [f"process {p.pid} was left: {end(p)}" for p in processes_left(self.base, self._grace_s)]
+        shutil.rmtree(self.base)
+        if problems:
+            raise LeftBehind("\n".join(problems))
+
+
+@contextmanager
+def playground() -> Iterator[Ground]:
+    """A ground for one block; a failure of the block is not hidden by what it left behind."""
+    ground = Ground()
+    try:
+        yield ground
+    except BaseException as error:
+        try:
+            ground.close()
+        except LeftBehind as more:
+            error.add_note(str(more))
+        raise
+    ground.close()
+
+
+def processes_left(path: Path, grace_s: float) -> list[psutil.Process]:
+    """Every process that has `path` in its command line, and does not end by itself within `grace_s`."""
+    limit = time.monotonic() + grace_s
+    return [p for p in psutil.process_iter() if mentions(p, path) and not ends(p, limit - time.monotonic())]
+
+
+def mentions(process: psutil.Process, path: Path) -> bool:
+    try:
+        return str(path) in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def ends(process: psutil.Process, deadline_s: float) -> bool:
+    """Whether a process that need not be our child ends in time, reaped or not."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return not process.is_running() or bool(select.select([pidfd], [], [], max(0.0, deadline_s))[0])
+    finally:
+        os.close(pidfd)
+
+
+def end(process: psutil.Process) -> str:
+    """SIGKILL a process that is not our child, and see it end; what it was."""
+    text = str(process)
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return text
+    if not ends(process, DEADLINE_S):
+        raise DeadlineExceeded(f"{text} did not end")
+    return text
+
+
+def read_line(stream: IO[str], deadline_s: float = DEADLINE_S) -> str:
+    """The next line that a process says."""
+    if not select.select([stream], [], [], deadline_s)[0]:
+        raise DeadlineExceeded(f"a process said nothing for {deadline_s:.0f} s")
+    return stream.readline()
+
+
+def refusal(command: list[str]) -> HoldfastError:
+    """The error with which an SMP refuses to start."""
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    try:
+        owner = parse_report(done.stdout, done.stderr)
+    except HoldfastError as error:
+        assert done.returncode == 1, done
+        return error
+    raise AssertionError(f"it started: {owner}")
+
+
+# ---------------------------------------------------------------------- trainers
+
+
+class Trainer:
+    """Writes snapshots of one shard as a training process would. Its bytes are random, and known in advance."""
+
+    def __init__(self, smp: SmpProcess, coord: str, elements: int = 3000) -> None:
+        """The shard has `elements` floats, and a few odd leaves."""
+        self.coord = coord
+        self.client = smp.client()
+        leaves = [
+            Leaf("weight", "F32", (elements,)),
+            Leaf("moment", "BF16", (elements // 7 + 1, 3)),
+            Leaf("mask", "U8", (13,)),
+        ]
+        self.form = plan_slot(smp.job, coord, leaves, RECORD_BYTES)
+
+    def image(self, snapshot: SnapshotId) -> bytes:
+        """Every byte of the slot file that holds `snapshot`."""
+        slot = bytearray(self.form.total_bytes)
+        slot[: len(self.form.header)] = self.form.header
+        write_stamp(memoryview(slot), snapshot)
+        source = random.Random(f"{self.coord} {snapshot}")
+        for offset, leaf in self.form.offsets.values():
+            slot[offset : offset + leaf.bytes] = source.randbytes(leaf.bytes)
+        offset, capacity = self.form.record
+        record = json.dumps({"step": snapshot.step, "coord": self.coord, "rng": source.getrandbits(64)}).encode()
+        slot[offset : offset + capacity] = record.ljust(capacity)
+        return bytes(slot)
+
+    def write(
+        self, snapshot: SnapshotId, keep: Collection[SnapshotId] = (), protected: SnapshotId | None = None
+    ) -> memoryview:
+        """Begin a slot and fill it; not sealed yet."""
+        slot = self.client.begin(snapshot, self.coord, keep, protected)
+        slot[:] = self.image(snapshot)
+        return slot
+
+    def seal(self, snapshot: SnapshotId) -> None:
+        self.client.seal(snapshot, self.coord)
+
+    def take(
+        self, snapshot: SnapshotId, keep: Collection[SnapshotId] = (), protected: SnapshotId | None = None
+    ) -> None:
+        """Write and seal."""
+        self.write(snapshot, keep, protected)
+        self.seal(snapshot)
+
+    def outcome(self, snapshot: SnapshotId, deadline_s: float = DEADLINE_S / 2) -> Outcome:
+        """What became of `snapshot`, waited for."""
+        return self.client.await_outcome(snapshot, deadline_s)
+
+    def recover(self, plan: RestorePlan) -> RecoveredShard:
+        return self.client.recover(plan.sources, self.coord)
+
+    def rank(self) -> RankInfo:
+        """What it says of itself to the other ranks."""
+        inventory = self.client.inventory()
+        ports = inventory.control_port, inventory.bulk_port
+        return RankInfo(self.coord, inventory.node, inventory.host, *ports, self.form.total_bytes)
+
+
+class Run:
+    """The trainers of one job, in step with each other, as the training hook would have them."""
+
+    def __init__(self, trainers: Sequence[Trainer], *, protect: str = "auto", slots: int = 3, job: str = JOB) -> None:
+        self.trainers = {trainer.coord: trainer for trainer in trainers}
+        self.job = job
+        self.epoch = 0
+        self.layout: Layout
+        self.protected: SnapshotId | None = None
+        self._protect = parse_protect(protect)
+        self._slots = slots
+
+    def __getitem__(self, coord: str) -> Trainer:
+        return self.trainers[coord]
+
+    def start(self, epoch: int = 1) -> Run:
+        """Enter an epoch and reserve memory on every node."""
+        self.epoch = epoch
+        self.layout = arrange(self.job, epoch, [t.rank() for t in self], self._protect, self._slots)
+        for trainer in self:
+            trainer.client.join(epoch)
+        for trainer in self:
+            trainer.client.configure(self.layout)
+        return self
+
+    def __iter__(self) -> Iterator[Trainer]:
+        return iter(self.trainers.values())
+
+    def snapshot(self, step: int) -> SnapshotId:
+        return SnapshotId(self.epoch, step)
+
+    @property
+    def kept(self) -> tuple[SnapshotId, ...]:
+        """What must not be freed."""
+        return (self.protected,) if self.protected else ()
+
+    def write(self, step: int) -> SnapshotId:
+        """Every trainer fills a slot."""
+        for trainer in self:
+            trainer.write(self.snapshot(step), self.kept, self.protected)
+        return self.snapshot(step)
+
+    def take(self, step: int) -> SnapshotId:
+        """Every trainer fills a slot and seals it."""
+        snapshot = self.write(step)
+        for trainer in self:
+            trainer.seal(snapshot)
+        return snapshot
+
+    def outcomes(self, snapshot: SnapshotId) -> set[Outcome]:
+        """What became of a snapshot on every node."""
+        return {trainer.outcome(snapshot) for trainer in self}
+
+    def protect(self, step: int) -> SnapshotId:
+        """Take a snapshot and see it protected on every node."""
+        snapshot = self.take(step)
+        outcomes = {trainer.coord: trainer.outcome(snapshot) for trainer in self}
+        assert set(outcomes.values()) == {PROTECTED}, outcomes
+        self.protected = snapshot
+        return snapshot
+
+    def plan(self, *inventories: Inventory) -> RestorePlan:
+        """What a restart of this job would go back to."""
+        plan = plan_restore(inventories, self.trainers)
+        assert plan is not None
+        return plan
+
+
+def run_on(smps: Sequence[SmpProcess], sizes: Sequence[Sequence[int]], **options: Any) -> Run:
+    """A job in its first epoch; ``sizes[i]`` are the elements of the shards on node i: ``dp0``, ``dp1``, ..."""
+    places = [(smp, elements) for smp, row in zip(smps, sizes, strict=True) for elements in row]
+    trainers = [Trainer(smp, f"dp{rank}", elements) for rank, (smp, elements) in enumerate(places)]
+    return Run(trainers, job=smps[0].job, **options).start()
+
+
+# ---------------------------------------------------------------------- what lies in an arena
+
+
+def shard_file(smp: SmpProcess, snapshot: SnapshotId, coord: str) -> Path:
+    """The slot file that holds a sealed shard, by its commit record."""
+    return _recorded(smp, snapshot, f"{coord}.*.safetensors.json")
+
+
+def parity_file(smp: SmpProcess, snapshot: SnapshotId, group: int, position: int) -> Path:
+    """The slot file that holds a parity, by its commit record."""
+    return _recorded(smp, snapshot, f"{group}-{position}.*.parity.json")
+
+
+def _recorded(smp: SmpProcess, snapshot: SnapshotId, pattern: str) -> Path:
+    records = [p for p in smp.arena.glob(pattern) if json.loads(p.read_text())["snapshot"] == list(snapshot)]
+    assert len(records) == 1, (pattern, sorted(p.name for p in smp.arena.iterdir()))
+    return records[0].with_suffix("")
+
+
+def flip_a_byte(path: Path, at: int = -1) -> None:
+    """Damage a file as a bad memory cell would; by default its last byte."""
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        byte = file.read(1)[0]
+        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def memory_of(arena: Path) -> int:
+    """Bytes of memory that an arena takes; its log does not count."""
+    return sum(p.stat().st_blocks * 512 for p in arena.iterdir() if p.is_file() and p.name != "smp.log")
+
+
+def parities_by_xor(run: Run, group: int, snapshot: SnapshotId) -> dict[int, bytes]:
+    """What each position of a group with one parity a stripe must hold, worked out from the trainers' bytes."""
+    unit = run.layout.unit_bytes
+    units = [
+        [u for shard in node.shards for u in _units(run[shard.coord].image(snapshot), unit)]
+        for node in run.layout.members(group)
+    ]
+    parities = dict.fromkeys(range(len(units)), b"")
+    stripe = 0
+    while any(units):
+        holder = stripe % len(units)
+        parity = 0
+        for position, rest in enumerate(units):
+            if position != holder and rest:
+                parity ^= int.from_bytes(rest.pop(0), "little")
+        parities[holder] += parity.to_bytes(unit, "little")
+        stripe += 1
+    return parities
+
+
+def _units(image: bytes, length: int) -> list[bytes]:
+    return [image[i : i + length].ljust(length, b"\0") for i in range(0, len(image), length)]

@@ -1,0 +1,75 @@
+"""What several test modules draw from: layouts, and JSON that is random or spoilt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import strategies as st
+
+from smp_daemon.layout import Layout, Node, Shard, SnapshotId
+
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
+snapshots = st.builds(SnapshotId, st.integers(1, 3), st.integers(1, 2**40))
+ports = st.integers(1, 65535)
+addresses = st.tuples(st.sampled_from(["127.0.0.1", "::1", "host-7"]), ports)
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    node_names = draw(st.lists(names, min_size=1, max_size=5, unique=True))
+    coords = draw(st.lists(names, min_size=len(node_names), max_size=2 * len(node_names), unique=True))
+    shards = [Shard(coord, draw(st.integers(1, 100))) for coord in coords]
+    nodes = tuple(
+        Node(name, *draw(addresses), draw(ports), tuple(shards[i :: len(node_names)]))
+        for i, name in enumerate(node_names)
+    )
+    order = draw(st.permutations(range(len(nodes))))
+    cut = draw(st.integers(0, len(nodes)))
+    return Layout(
+        job=draw(names),
+        epoch=draw(st.integers(1, 2**40)),
+        nodes=nodes,
+        groups=tuple(tuple(group) for group in (order[:cut], order[cut:]) if group),
+        parity=draw(st.integers(0, 2)),
+        unit_bytes=draw(st.integers(1, 64)),
+        slots=draw(st.integers(2, 16)),
+        backend=draw(st.sampled_from(["auto", "numpy"])),
+    )
+
+
+def through_json(data: Any) -> Any:
+    return json.loads(json.dumps(data))
+
+
+def places(data: Any, *, only_keys: bool = False) -> list[tuple[Any, Any]]:
+    """(container, key) of everything inside `data`, at any depth."""
+    keys: list[Any] = list(data) if isinstance(data, dict) else list(range(len(data))) if isinstance(data, list) else []
+    inner = [place for key in keys for place in places(data[key], only_keys=only_keys)]
+    return [] + [(data, key) for key in keys if isinstance(data, dict) or not only_keys] + inner
+
+
+@st.composite
+def spoilt(draw: st.DrawFn, good: st.SearchStrategy[Any]) -> Any:
+    """What `good` draws, with one thing at any depth taken out or replaced by something random."""
+    data = through_json(draw(good))
+    container, key = draw(st.sampled_from(places(data)))
+    if draw(st.booleans()):
+        container[key] = draw(json_values)
+    else:
+        del container[key]
+    return data
+
+
+@st.composite
+def lacking_a_key(draw: st.DrawFn, good: st.SearchStrategy[Any]) -> Any:
+    """What `good` draws, with one key of an object at any depth taken out."""
+    data = through_json(draw(good))
+    container, key = draw(st.sampled_from(places(data, only_keys=True)))
+    del container[key]
+    return data

@@ -1,0 +1,555 @@
+"""The arena on real shared memory: what is reserved, adopted, fenced, released and left behind."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from smp_daemon import arena as arena_module
+from smp_daemon.arena import Arena, Pool
+from smp_daemon.errors import ArenaTooSmall, ConfigError, ProtocolError
+from smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from smp_daemon.slots import Slot, SlotState
+
+PAGE = mmap.PAGESIZE
+SMALL_TMPFS = 16 * PAGE
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """An empty directory on shared memory."""
+    path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of `SMALL_TMPFS` bytes of its own."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_TMPFS}", "holdfast-test", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs takes root")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def at(step: int, epoch: int = 1) -> SnapshotId:
+    return SnapshotId(epoch, step)
+
+
+def hold(pool: Pool, step: int, length: int = PAGE, epoch: int = 1) -> Slot:
+    """A slot of `pool`, committed with the snapshot of `step` and full of that number."""
+    slot = pool.begin(at(step, epoch), length)
+    pool.view(slot)[:] = bytes([step]) * length
+    pool.commit(slot, {"step": step})
+    return slot
+
+
+def crash(arena: Arena) -> Arena:
+    """The owner of `arena` dies, which gives its lock up, and a successor takes over."""
+    arena._lock.close()
+    return Arena(arena.path)
+
+
+def files(arena: Arena) -> list[str]:
+    return sorted(path.name for path in arena.path.iterdir() if path.name != "lock")
+
+
+def states(pool: Pool) -> list[tuple[int, SlotState]]:
+    return sorted((slot.index, slot.state) for slot in pool.slots)
+
+
+def layout(epoch: int) -> Layout:
+    node = Node("a", "127.0.0.1", 1, 2, (Shard("dp0", PAGE),))
+    return Layout("run", epoch, (node,), ((0,),), 0, PAGE, 2, "auto")
+
+
+# ---------------------------------------------------------------------- ownership
+
+
+def test_an_arena_is_a_directory_for_its_user_alone(shm: Path) -> None:
+    os.umask(os.umask(0o022))
+    assert Arena(shm / "deep" / "arena").path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_second_smp_on_the_same_arena_is_refused(shm: Path) -> None:
+    first = Arena(shm / "arena")
+    with pytest.raises(ConfigError, match="another SMP owns the arena"):
+        Arena(shm / "arena")
+    assert crash(first).path == shm / "arena"
+
+
+def test_a_link_to_an_arena_is_refused(shm: Path) -> None:
+    Arena(shm / "real")
+    (shm / "arena").symlink_to(shm / "real")
+    with pytest.raises(ConfigError, match="not a link"):
+        Arena(shm / "arena")
+
+
+def test_a_link_to_nothing_is_refused_and_not_followed(shm: Path) -> None:
+    (shm / "arena").symlink_to(shm / "elsewhere")
+    with pytest.raises(ConfigError, match="HOLDFAST_ARENA"):
+        Arena(shm / "arena")
+    assert not (shm / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o704, 0o720])
+def test_an_arena_that_others_may_enter_is_refused(shm: Path, mode: int) -> None:
+    (shm / "arena").mkdir()
+    (shm / "arena").chmod(mode)
+    with pytest.raises(ConfigError, match="mode 0700"):
+        Arena(shm / "arena")
+
+
+def test_an_arena_of_another_user_is_refused(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Arena(shm / "arena")._lock.close()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="of this user"):
+        Arena(shm / "arena")
+
+
+def test_a_path_that_cannot_be_a_directory_is_refused(shm: Path) -> None:
+    (shm / "file").write_text("")
+    for path in (shm / "file", shm / "file" / "arena", Path("/proc/nowhere")):
+        with pytest.raises(ConfigError, match="cannot make the arena"):
+            Arena(path)
+
+
+def test_destroy_leaves_nothing(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 2), arena.parity_pool(0, 1): (PAGE, 1)})
+    hold(pool, 1)
+    arena.add_layout(layout(1))
+    arena.destroy()
+    assert list(shm.iterdir()) == []
+    assert [slot for each in arena.pools() for slot in each.slots] == []
+
+
+# ---------------------------------------------------------------------- reserving
+
+
+def test_reserving_makes_slots_whose_memory_is_there(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    shard, parity = arena.shard_pool("dp0.x"), arena.parity_pool(3, 1)
+    arena.reserve({shard: (3 * PAGE + 1, 2), parity: (PAGE, 3)})
+    assert files(arena) == sorted([f"dp0.x.{i}.safetensors" for i in range(2)] + [f"3-1.{i}.parity" for i in range(3)])
+    for pool, length in ((shard, 3 * PAGE + 1), (parity, PAGE)):
+        for slot in pool.slots:
+            status = pool.path(slot).stat()
+            assert (status.st_size, status.st_mode & 0o777) == (length, 0o600)
+            assert status.st_blocks * 512 >= length
+            assert bytes(pool.view(slot)) == bytes(length)
+
+
+def test_what_is_written_to_a_view_is_in_the_file(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 1)})
+    slot = hold(pool, 7)
+    assert pool.path(slot).read_bytes() == b"\x07" * PAGE
+    assert pool.path_of(at(7)) == "dp0.0.safetensors"
+
+
+def test_only_a_sealed_snapshot_has_a_path(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 1)})
+    pool.begin(at(7), PAGE)
+    for step in (7, 8):
+        with pytest.raises(ProtocolError, match=f"step {step} .* of dp0 is not here"):
+            pool.path_of(at(step))
+
+
+def test_reserving_again_makes_only_what_is_missing(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 2)})
+    hold(pool, 1)
+    before = {slot.index: pool.path(slot).stat().st_ino for slot in pool.slots}
+    arena.reserve({pool: (PAGE, 3)})
+    after = {slot.index: pool.path(slot).stat().st_ino for slot in pool.slots}
+    assert len(after) == 3
+    assert {index: after[index] for index in before} == before
+
+
+def test_reserving_another_length_drops_free_slots_and_keeps_held_ones(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool, unwanted = arena.shard_pool("dp0"), arena.shard_pool("dp1")
+    arena.reserve({pool: (PAGE, 3), unwanted: (PAGE, 2)})
+    held, writing = hold(pool, 1), pool.begin(at(2), PAGE)
+    kept = hold(unwanted, 1)
+    arena.reserve({pool: (2 * PAGE, 2)})
+    assert sorted((slot.bytes, slot.state) for slot in pool.slots) == [
+        (PAGE, SlotState.SEALED),
+        (PAGE, SlotState.WRITING),
+        (2 * PAGE, SlotState.FREE),
+        (2 * PAGE, SlotState.FREE),
+    ]
+    assert held in pool.slots and writing in pool.slots
+    assert unwanted.slots == [kept]
+    assert bytes(pool.view(held)) == b"\x01" * PAGE
+    assert len([name for name in files(arena) if name.endswith(".safetensors")]) == 5
+
+
+def test_a_pool_that_needs_nothing_gets_nothing(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    arena.reserve({arena.parity_pool(0, 0): (0, 3), arena.shard_pool("dp0"): (PAGE, 0)})
+    assert files(arena) == []
+
+
+def only(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """Every file system has `room` bytes left."""
+    status = SimpleNamespace(f_bavail=room // PAGE, f_frsize=PAGE)
+    monkeypatch.setattr(os, "statvfs", lambda path: status)
+
+
+def test_without_room_for_all_nothing_is_made(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(shm / "arena")
+    wanted = {arena.shard_pool("dp0"): (2 * PAGE, 2), arena.parity_pool(0, 0): (PAGE, 1)}
+    only(monkeypatch, 4 * PAGE)
+    with pytest.raises(ArenaTooSmall):
+        arena.reserve(wanted)
+    assert files(arena) == []
+    assert [slot for pool in arena.pools() for slot in pool.slots] == []
+    only(monkeypatch, 5 * PAGE)
+    arena.reserve(wanted)
+    assert len(files(arena)) == 3
+
+
+def test_an_arena_that_is_too_small_says_the_need_the_room_and_the_fix(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(shm / "arena")
+    only(monkeypatch, 3 * PAGE)
+    with pytest.raises(ArenaTooSmall) as raised:
+        arena.reserve({arena.shard_pool("dp0"): (1000 * PAGE, 2)})
+    message = str(raised.value)
+    assert f"{arena.path} needs {2000 * PAGE:,} bytes more" in message
+    assert f"{3 * PAGE:,} left" in message
+    for fix in ("mount -o remount,size=", "--shm-size", "emptyDir", "fewer slots"):
+        assert fix in message
+
+
+def test_slots_that_are_there_already_need_no_room(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 2)})
+    only(monkeypatch, 0)
+    arena.reserve({pool: (PAGE, 2)})
+    with pytest.raises(ArenaTooSmall, match=f"needs {PAGE:,} bytes"):
+        arena.reserve({pool: (PAGE, 3)})
+
+
+def test_what_a_full_file_system_refuses_is_counted_in_pages(small_tmpfs: Path) -> None:
+    arena = Arena(small_tmpfs / "arena")
+    pool = arena.shard_pool("dp0")
+    with pytest.raises(ArenaTooSmall, match=f"needs {20 * PAGE:,} bytes more"):
+        arena.reserve({pool: (1, 20)})
+    assert pool.slots == []
+    arena.reserve({pool: (1, 10)})
+    assert len(pool.slots) == 10
+
+
+def test_a_file_system_that_fills_up_meanwhile_gets_all_its_room_back(
+    small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(small_tmpfs / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 2)})
+    monkeypatch.setattr(arena_module, "_room", lambda path: 1 << 40)
+    with pytest.raises(ArenaTooSmall, match=f"needs {5 * PAGE:,} bytes more"):
+        arena.reserve({pool: (PAGE, 2), arena.parity_pool(0, 0): (5 * PAGE, 4)})
+    monkeypatch.undo()
+    assert files(arena) == ["dp0.0.safetensors", "dp0.1.safetensors"]
+    assert arena.parity_pool(0, 0).slots == []
+    arena.reserve({pool: (PAGE, 2), arena.parity_pool(0, 0): (5 * PAGE, 2)})
+
+
+def test_a_slot_that_cannot_be_mapped_takes_back_the_others(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+
+    def refuse(path: Path, length: int) -> Any:
+        raise OSError(errno.ENOMEM, "no")
+
+    monkeypatch.setattr(arena_module, "_map", refuse)
+    with pytest.raises(OSError, match="no"):
+        arena.reserve({pool: (PAGE, 2)})
+    assert (pool.slots, files(arena)) == ([], [])
+
+
+def test_a_single_slot_on_a_full_file_system_is_refused_and_leaves_nothing(small_tmpfs: Path) -> None:
+    arena = Arena(small_tmpfs / "arena")
+    pool = arena.shard_pool("dp0")
+    with pytest.raises(ArenaTooSmall, match=f"needs {SMALL_TMPFS + PAGE:,} bytes more and its file system has"):
+        pool.create(SMALL_TMPFS + PAGE)
+    assert (pool.slots, files(arena)) == ([], [])
+    assert pool.create(PAGE).index == 0
+
+
+def test_another_failure_to_reserve_is_not_taken_for_a_lack_of_room(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+
+    def refuse(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.EINTR, "interrupted")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(OSError, match="interrupted"):
+        pool.create(PAGE)
+    assert (pool.slots, files(arena)) == ([], [])
+
+
+# ---------------------------------------------------------------------- adoption
+
+
+def test_a_successor_finds_exactly_the_committed_slots(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    shard, parity = arena.shard_pool("pp0-dp1.x"), arena.parity_pool(2, 11)
+    arena.reserve({shard: (2 * PAGE, 3), parity: (PAGE, 2)})
+    hold(shard, 5, 2 * PAGE)
+    shard.begin(at(6), 2 * PAGE)
+    hold(parity, 5)
+    successor = crash(arena)
+    adopted = {(pool.name, slot.index, slot.bytes, record["step"]) for pool, slot, record in successor.adopt()}
+    assert adopted == {("pp0-dp1.x", 0, 2 * PAGE, 5), ("2-11", 0, PAGE, 5)}
+    assert states(successor.shard_pool("pp0-dp1.x")) == [(i, SlotState.FREE) for i in range(3)]
+    assert states(successor.parity_pool(2, 11)) == [(i, SlotState.FREE) for i in range(2)]
+    assert bytes(successor.shard_pool("pp0-dp1.x").view(successor.shard_pool("pp0-dp1.x").slots[0])) == b"\5" * 2 * PAGE
+
+
+def test_a_crash_between_the_data_and_the_commit_record_leaves_the_slot_free(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 1)})
+
+    def die(path: Path, data: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(arena_module, "write_json", die)
+    with pytest.raises(KeyboardInterrupt):
+        hold(pool, 1)
+    monkeypatch.undo()
+    successor = crash(arena)
+    assert list(successor.adopt()) == []
+    assert hold(successor.shard_pool("dp0"), 2).index == 0
+
+
+def test_a_crash_while_a_commit_record_is_written_leaves_the_slot_free(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 1)})
+    pool.record_path(pool.slots[0]).with_suffix(".json.part").write_text('{"step":')
+    assert list(crash(arena).adopt()) == []
+
+
+def test_a_discarded_slot_is_not_found_again(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 2)})
+    pool.discard(hold(pool, 1))
+    hold(pool, 2)
+    assert [record for _, _, record in crash(arena).adopt()] == [{"step": 2}]
+
+
+def test_a_commit_record_that_cannot_be_read_counts_as_none(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 2)})
+    pool.record_path(hold(pool, 1)).write_text("{")
+    hold(pool, 2)
+    successor = crash(arena)
+    assert [record for _, _, record in successor.adopt()] == [{"step": 2}]
+    assert len(successor.shard_pool("dp0").slots) == 2
+
+
+def test_adopted_slots_are_not_reserved_again(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    arena.reserve({arena.shard_pool("dp0"): (PAGE, 2)})
+    hold(arena.shard_pool("dp0"), 1)
+    before = files(arena)
+    successor = crash(arena)
+    list(successor.adopt())
+    successor.reserve({successor.shard_pool("dp0"): (PAGE, 2)})
+    assert files(successor) == before
+
+
+def test_a_successor_knows_the_layouts(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    arena.add_layout(layout(1))
+    arena.add_layout(layout(12))
+    (arena.path / "layout-13.json").write_text("{}")
+    successor = crash(arena)
+    assert list(successor.adopt()) == []
+    assert successor.layouts == {1: layout(1), 12: layout(12)}
+
+
+# ---------------------------------------------------------------------- fencing
+
+
+def test_after_a_fence_an_old_mapping_no_longer_reaches_the_slot(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 1)})
+    slot = pool.begin(at(1), PAGE)
+    fd = os.open(pool.path(slot), os.O_RDWR)
+    late_writer, own_view = mmap.mmap(fd, PAGE), pool.view(slot)
+    os.close(fd)
+    arena.fence()
+    late_writer[:] = own_view[:] = b"x" * PAGE
+    assert states(pool) == [(0, SlotState.FREE)]
+    assert bytes(pool.view(slot)) == bytes(PAGE)
+    assert pool.path(slot).read_bytes() == bytes(PAGE)
+    assert bytes(pool.view(hold(pool, 2))) == b"\2" * PAGE
+
+
+def test_a_fence_leaves_sealed_and_free_slots_as_they_are(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool, parity = arena.shard_pool("dp0"), arena.parity_pool(0, 0)
+    arena.reserve({pool: (PAGE, 3), parity: (PAGE, 1)})
+    sealed = hold(pool, 1)
+    writing, gathering = pool.begin(at(2), PAGE), parity.begin(at(2), PAGE)
+    before = {slot.index: pool.path(slot).stat().st_ino for slot in pool.slots if slot is not writing}
+    arena.fence()
+    assert states(pool) == [(0, SlotState.SEALED), (1, SlotState.FREE), (2, SlotState.FREE)]
+    assert gathering.state is SlotState.FREE
+    assert {index: pool.path(pool.slots[index]).stat().st_ino for index in before} == before
+    assert pool.path_of(at(1)) == pool.path(sealed).name
+    assert [record for _, _, record in crash(arena).adopt()] == [{"step": 1}]
+
+
+def test_an_abandoned_slot_serves_its_own_epoch_and_goes_with_the_next_fence(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 3)})
+    late_writer = pool.view(pool.begin(at(1), PAGE))
+    pool.abandon(pool.slots[0])
+    assert [pool.is_abandoned(slot) for slot in pool.slots] == [True, False, False]
+    assert pool.begin(at(2), PAGE).index == 0
+    assert not pool.is_abandoned(pool.slots[0])
+    pool.abandon(pool.slots[0])
+    arena.fence()
+    assert states(pool) == [(1, SlotState.FREE), (2, SlotState.FREE)]
+    assert files(arena) == ["dp0.1.safetensors", "dp0.2.safetensors"]
+    arena.reserve({pool: (PAGE, 3)})
+    late_writer[:] = b"x" * PAGE
+    assert states(pool) == [(i, SlotState.FREE) for i in range(3)]
+    assert not any(pool.is_abandoned(slot) for slot in pool.slots)
+    assert {bytes(pool.view(slot)) for slot in pool.slots} == {bytes(PAGE)}
+
+
+def test_an_abandoned_slot_that_was_sealed_since_survives_a_fence(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 1)})
+    pool.abandon(pool.begin(at(1), PAGE))
+    hold(pool, 2)
+    arena.fence()
+    assert pool.path_of(at(2)) == "dp0.0.safetensors"
+
+
+def test_a_slot_that_a_predecessor_left_open_goes_with_the_next_fence(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 2)})
+    hold(pool, 1)
+    pool.begin(at(2), PAGE)
+    successor = crash(arena)
+    for adopted, slot, _ in successor.adopt():
+        slot.state, slot.snapshot = SlotState.SEALED, at(1)
+        assert not adopted.is_abandoned(slot)
+    successor.fence()
+    assert states(successor.shard_pool("dp0")) == [(0, SlotState.SEALED)]
+    assert files(successor) == ["dp0.0.safetensors", "dp0.0.safetensors.json"]
+
+
+def test_a_view_is_of_its_slot_until_the_slot_is_taken_away(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (PAGE, 3)})
+    first, second, third = pool.slots
+    views = [pool.view(slot) for slot in pool.slots]
+    assert pool.is_at(first, views[0]) and pool.is_at(first, views[0][8:16])
+    assert not pool.is_at(first, views[1])
+    pool.replace(first)
+    pool.remove(second)
+    assert [pool.is_at(slot, view) for slot, view in zip((first, second, third), views, strict=True)] == [
+        False,
+        False,
+        True,
+    ]
+    assert pool.is_at(first, pool.view(first))
+
+
+def test_a_fence_without_room_for_a_new_file_gives_the_slot_up(small_tmpfs: Path) -> None:
+    arena = Arena(small_tmpfs / "arena")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (SMALL_TMPFS - PAGE, 1)})
+    late_writer = pool.view(pool.begin(at(1), SMALL_TMPFS - PAGE))
+    with pytest.raises(ArenaTooSmall):
+        arena.fence()
+    assert (pool.slots, files(arena)) == ([], [])
+    with pytest.raises(ArenaTooSmall):
+        arena.reserve({pool: (SMALL_TMPFS - PAGE, 1)})
+    late_writer.release()
+    arena.reserve({pool: (SMALL_TMPFS - PAGE, 1)})
+    assert len(pool.slots) == 1
+
+
+# ---------------------------------------------------------------------- releasing
+
+
+def test_release_frees_what_is_old_and_keeps_what_must_be_kept(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool, parity = arena.shard_pool("dp0"), arena.parity_pool(0, 0)
+    arena.reserve({pool: (PAGE, 5), parity: (PAGE, 2)})
+    for step in (1, 2, 3, 4):
+        hold(pool, step)
+    pool.begin(at(1, epoch=0), PAGE)
+    hold(parity, 1)
+    hold(parity, 2)
+    arena.release(keep=[at(2)], before=at(4))
+    assert [slot.snapshot for slot in pool.slots] == [None, at(2), None, at(4), at(1, epoch=0)]
+    assert [slot.snapshot for slot in parity.slots] == [None, at(2)]
+    assert len([name for name in files(arena) if name.endswith(".safetensors")]) == 5
+    kept = {(each.name, record["step"]) for each, _, record in crash(arena).adopt()}
+    assert kept == {("dp0", 2), ("dp0", 4), ("0-0", 2)}
+
+
+def test_release_deletes_slots_that_nobody_reserved(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool, unwanted = arena.shard_pool("dp0"), arena.shard_pool("dp1")
+    arena.reserve({pool: (PAGE, 2), unwanted: (PAGE, 1)})
+    hold(pool, 1)
+    hold(pool, 2)
+    hold(unwanted, 1)
+    arena.reserve({pool: (2 * PAGE, 1)})
+    arena.release(keep=[at(2)], before=at(3))
+    assert sorted((slot.bytes, slot.snapshot) for slot in pool.slots if slot.snapshot) == [(PAGE, at(2))]
+    assert unwanted.slots == []
+    assert files(arena) == ["dp0.1.safetensors", "dp0.1.safetensors.json", "dp0.2.safetensors"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [([], [3]), ([(2, 9)], [2, 3]), ([(1, 5), (3, 1)], [1, 3])])
+def test_layouts_stay_while_a_kept_snapshot_or_the_present_needs_them(
+    shm: Path, keep: list[tuple[int, int]], left: list[int]
+) -> None:
+    arena = Arena(shm / "arena")
+    for epoch in (1, 2, 3):
+        arena.add_layout(layout(epoch))
+    arena.release([SnapshotId(*each) for each in keep], before=at(1, epoch=3))
+    assert sorted(arena.layouts) == left
+    assert files(arena) == [f"layout-{epoch}.json" for epoch in left]

@@ -1,0 +1,130 @@
+"""The board, seen through a second mapping as a trainer sees it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smp_daemon.board import WORDS, Board, Outcome
+
+quick = settings(deadline=None, derandomize=True, max_examples=80)
+
+REMEMBERED = WORDS - 1
+
+
+class Pair:
+    """The SMP's board, and a trainer's."""
+
+    def __init__(self, path: Path) -> None:
+        self.smp = Board(path, create=True)
+        self.trainer = Board(path)
+        self.smp.reset(1)
+
+
+@pytest.fixture
+def boards(tmp_path: Path) -> Pair:
+    return Pair(tmp_path / "board")
+
+
+def test_outcomes_are_ordered_so_that_the_worst_is_the_minimum() -> None:
+    assert sorted(Outcome, reverse=True) == [Outcome.PROTECTED, Outcome.PENDING, Outcome.FAILED]
+    assert min(Outcome.PROTECTED, Outcome.PENDING, Outcome.FAILED) is Outcome.FAILED
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 2**59])
+def test_a_post_is_seen_through_another_mapping(boards: Pair, step: int, outcome: Outcome) -> None:
+    boards.smp.post(step, outcome)
+    assert boards.trainer.outcome(1, step) is outcome
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_a_post_says_nothing_of_other_steps(boards: Pair, outcome: Outcome) -> None:
+    boards.smp.post(5, outcome)
+    assert {boards.trainer.outcome(1, step) for step in (0, 1, 4, 6, 20, 21)} == {Outcome.PENDING}
+
+
+def test_what_nothing_was_said_of_is_pending(boards: Pair) -> None:
+    assert {boards.trainer.outcome(1, step) for step in range(100)} == {Outcome.PENDING}
+
+
+def test_a_new_post_replaces_the_one_of_the_same_step(boards: Pair) -> None:
+    for outcome in (Outcome.PENDING, Outcome.PROTECTED, Outcome.FAILED, Outcome.PENDING):
+        boards.smp.post(9, outcome)
+        assert boards.trainer.outcome(1, 9) is outcome
+
+
+def test_a_snapshot_of_an_older_epoch_has_failed(boards: Pair) -> None:
+    boards.smp.reset(3)
+    boards.smp.post(5, Outcome.PROTECTED)
+    assert boards.trainer.outcome(2, 5) is Outcome.FAILED
+    assert boards.trainer.outcome(1, 99) is Outcome.FAILED
+
+
+def test_a_snapshot_of_a_newer_epoch_than_the_board_is_pending(boards: Pair) -> None:
+    boards.smp.post(5, Outcome.FAILED)
+    assert boards.trainer.outcome(2, 5) is Outcome.PENDING
+
+
+def test_a_new_epoch_forgets_all_outcomes(boards: Pair) -> None:
+    for step in range(2 * WORDS):
+        boards.smp.post(step, Outcome.FAILED)
+    boards.smp.reset(2)
+    assert {boards.trainer.outcome(2, step) for step in range(2 * WORDS)} == {Outcome.PENDING}
+
+
+@quick
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(Outcome)), max_size=4 * WORDS))
+def test_the_board_remembers_the_last_steps_and_never_says_anything_wrong(posts: list[tuple[int, Outcome]]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        boards = Pair(Path(directory) / "board")
+    said: dict[int, Outcome] = {}
+    remembered: list[int] = []
+    for step, outcome in posts:
+        boards.smp.post(step, outcome)
+        said[step] = outcome
+        if step not in remembered:
+            remembered = [*remembered, step][-REMEMBERED:]
+        assert {s: boards.trainer.outcome(1, s) for s in remembered} == {s: said[s] for s in remembered}
+    for step in said.keys() - set(remembered):
+        assert boards.trainer.outcome(1, step) is Outcome.PENDING
+
+
+def test_updating_a_step_does_not_push_another_out(boards: Pair) -> None:
+    for step in range(1, 1 + REMEMBERED):
+        boards.smp.post(step, Outcome.PENDING)
+    for _ in range(WORDS):
+        boards.smp.post(7, Outcome.PROTECTED)
+    boards.smp.post(1, Outcome.FAILED)
+    outcomes = [boards.trainer.outcome(1, step) for step in range(1, 1 + REMEMBERED)]
+    assert outcomes.count(Outcome.PROTECTED) == outcomes.count(Outcome.FAILED) == 1
+    assert boards.trainer.outcome(1, 7) is Outcome.PROTECTED
+
+
+@pytest.mark.parametrize("epoch", range(1, 9))
+def test_a_successor_fails_what_its_predecessor_left_pending_and_nothing_else(boards: Pair, epoch: int) -> None:
+    boards.smp.reset(epoch)
+    posted = {0: Outcome.PENDING, 1: Outcome.FAILED, 2: Outcome.PROTECTED, 7: Outcome.PENDING, 8: Outcome.PROTECTED}
+    for step, outcome in posted.items():
+        boards.smp.post(step, outcome)
+    boards.smp.fail_pending()
+    assert {step: boards.trainer.outcome(epoch, step) for step in posted} == {
+        **posted,
+        0: Outcome.FAILED,
+        7: Outcome.FAILED,
+    }
+    assert boards.trainer.outcome(epoch, 99) is Outcome.PENDING
+
+
+def test_a_board_that_is_opened_again_keeps_what_was_posted(boards: Pair, tmp_path: Path) -> None:
+    boards.smp.post(4, Outcome.PROTECTED)
+    assert Board(tmp_path / "board", create=True).outcome(1, 4) is Outcome.PROTECTED
+
+
+def test_a_trainer_cannot_open_a_board_that_no_smp_has_made(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Board(tmp_path / "board")

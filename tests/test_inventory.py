@@ -1,0 +1,70 @@
+"""What an SMP says that it holds, on its way through JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smp_daemon.errors import ProtocolError
+from smp_daemon.inventory import Inventory
+from tests.strategies import json_values, lacking_a_key, layouts, names, ports, snapshots, spoilt, through_json
+
+quick = settings(deadline=None, derandomize=True, max_examples=60)
+many = settings(deadline=None, derandomize=True, max_examples=200)
+
+positions = st.integers(0, 7)
+inventories = st.builds(
+    Inventory,
+    node=names,
+    host=names,
+    control_port=ports,
+    bulk_port=ports,
+    epoch=st.integers(0, 9),
+    protected=st.none() | snapshots,
+    layouts=st.lists(layouts(), max_size=2).map(lambda many: {layout.epoch: layout for layout in many}),
+    shards=st.frozensets(st.tuples(snapshots, names), max_size=4),
+    parities=st.frozensets(st.tuples(snapshots, positions, positions), max_size=4),
+)
+
+
+@quick
+@given(inventories)
+def test_an_inventory_comes_back_from_json(inventory: Inventory) -> None:
+    assert Inventory.from_json(through_json(inventory.to_json())) == inventory
+
+
+@many
+@given(json_values)
+def test_random_json_is_no_inventory(data: Any) -> None:
+    with pytest.raises(ProtocolError):
+        Inventory.from_json(data)
+
+
+@quick
+@given(lacking_a_key(inventories.map(Inventory.to_json)))
+def test_an_inventory_that_lacks_a_key_is_refused(data: Any) -> None:
+    with pytest.raises(ProtocolError):
+        Inventory.from_json(data)
+
+
+@many
+@given(spoilt(inventories.map(Inventory.to_json)))
+def test_a_spoilt_inventory_never_raises_anything_else(data: Any) -> None:
+    try:
+        Inventory.from_json(data)
+    except ProtocolError:
+        pass
+
+
+def test_an_infinite_number_is_refused() -> None:
+    good = Inventory("a", "h", 1, 2).to_json()
+    for bad in ({"epoch": float("inf")}, {"protected": [1, float("inf")]}, {"shards": [[1, float("inf"), "dp0"]]}):
+        with pytest.raises(ProtocolError, match="not an inventory"):
+            Inventory.from_json({**good, **bad})
+
+
+def test_an_inventory_says_where_bytes_are_served() -> None:
+    assert Inventory("a", "10.0.0.1", 7000, 7001).bulk == ("10.0.0.1", 7001)

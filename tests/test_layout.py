@@ -1,0 +1,178 @@
+"""The layout of a job: what it refuses, what it finds, and its way through JSON."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from smp_daemon.errors import ProtocolError
+from smp_daemon.layout import Layout, Located, Node, Shard, SnapshotId
+from smp_daemon.limits import MAX_UNIT_BYTES
+from tests.strategies import json_values, lacking_a_key, layouts, spoilt, through_json
+
+quick = settings(deadline=None, derandomize=True, max_examples=60)
+many = settings(deadline=None, derandomize=True, max_examples=200)
+
+
+def node(name: str, *shards: Shard) -> Node:
+    return Node(name, "10.0.0.1", 7000, 7001, shards)
+
+
+GOOD = Layout(
+    job="run",
+    epoch=3,
+    nodes=(node("a", Shard("dp0", 10), Shard("dp1", 25)), node("b", Shard("dp2", 30)), node("c", Shard("dp3", 1))),
+    groups=((2, 0), (1,)),
+    parity=1,
+    unit_bytes=8,
+    slots=2,
+    backend="auto",
+)
+
+
+@quick
+@given(layouts())
+def test_a_layout_comes_back_from_json(layout: Layout) -> None:
+    assert Layout.from_json(through_json(layout.to_json())) == layout
+
+
+@many
+@given(json_values)
+def test_random_json_is_no_layout(data: Any) -> None:
+    with pytest.raises(ProtocolError):
+        Layout.from_json(data)
+
+
+@quick
+@given(lacking_a_key(layouts().map(Layout.to_json)))
+def test_a_layout_that_lacks_a_key_is_refused(data: Any) -> None:
+    with pytest.raises(ProtocolError, match="not a layout"):
+        Layout.from_json(data)
+
+
+@many
+@given(spoilt(layouts().map(Layout.to_json)))
+def test_a_spoilt_layout_never_raises_anything_else(data: Any) -> None:
+    try:
+        Layout.from_json(data)
+    except ProtocolError:
+        pass
+
+
+@pytest.mark.parametrize("key", ["epoch", "parity", "unit_bytes", "slots"])
+def test_an_infinite_number_is_refused(key: str) -> None:
+    with pytest.raises(ProtocolError):
+        Layout.from_json({**GOOD.to_json(), key: float("inf")})
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "-x", "a b", "a/b", "a\n", "ä", "x" * 65])
+def test_what_cannot_be_a_file_name_cannot_name_a_job_a_node_or_a_shard(name: str) -> None:
+    for changes in (
+        {"job": name},
+        {"nodes": (replace(GOOD.nodes[0], name=name), *GOOD.nodes[1:])},
+        {"nodes": (*GOOD.nodes[:2], node("c", Shard(name, 1)))},
+    ):
+        with pytest.raises(ProtocolError, match="cannot name"):
+            replace(GOOD, **changes)
+
+
+def test_the_longest_name_is_allowed() -> None:
+    assert replace(GOOD, job="x" * 64).job == "x" * 64
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        (GOOD.nodes[0], GOOD.nodes[1], node("a", Shard("dp9", 1))),
+        (GOOD.nodes[0], GOOD.nodes[1], node("c", Shard("dp0", 1))),
+        (GOOD.nodes[0], GOOD.nodes[1], node("c", Shard("dp9", 1), Shard("dp9", 1))),
+    ],
+)
+def test_a_node_or_a_shard_named_twice_is_refused(nodes: tuple[Node, ...]) -> None:
+    with pytest.raises(ProtocolError, match="twice"):
+        replace(GOOD, nodes=nodes)
+
+
+@pytest.mark.parametrize("groups", [(), ((0, 1),), ((0, 1), (1, 2)), ((0, 1, 2, 3),), ((0, 1), (-1,)), ((0, 0, 1, 2),)])
+def test_groups_that_are_no_partition_of_the_nodes_are_refused(groups: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ProtocolError, match="exactly one group"):
+        replace(GOOD, groups=groups)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"unit_bytes": 0}, {"unit_bytes": MAX_UNIT_BYTES + 1}, {"slots": 1}, {"slots": 17}, {"parity": -1}],
+)
+def test_numbers_out_of_range_are_refused(numbers: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="out of range"):
+        replace(GOOD, **numbers)
+
+
+@pytest.mark.parametrize("numbers", [{"unit_bytes": 1}, {"unit_bytes": MAX_UNIT_BYTES}, {"slots": 16}, {"parity": 0}])
+def test_numbers_at_the_edge_of_their_range_are_allowed(numbers: dict[str, Any]) -> None:
+    assert replace(GOOD, **numbers) != GOOD
+
+
+def test_a_shard_without_bytes_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="at least one byte"):
+        replace(GOOD, nodes=(*GOOD.nodes[:2], node("c", Shard("dp3", 0))))
+
+
+@quick
+@given(layouts())
+def test_every_node_stands_where_its_place_says(layout: Layout) -> None:
+    for member in layout.nodes:
+        group, position = layout.place(member.name)
+        assert layout.members(group)[position] == member
+        assert layout.node(member.name) == member
+
+
+@quick
+@given(layouts())
+def test_every_shard_is_located_at_its_node_and_segment(layout: Layout) -> None:
+    assert sorted(layout.coords) == sorted(shard.coord for member in layout.nodes for shard in member.shards)
+    for coord in layout.coords:
+        place = layout.locate(coord)
+        shard = layout.members(place.group)[place.position].shards[place.segment]
+        assert (shard.coord, shard.bytes) == (coord, place.bytes)
+        assert layout.shard_bytes(coord) == shard.bytes
+
+
+def test_groups_need_not_be_in_order() -> None:
+    assert GOOD.place("a") == (0, 1)
+    assert GOOD.locate("dp1") == Located(group=0, position=1, segment=1, bytes=25)
+
+
+def test_who_is_not_part_of_the_job_is_refused_by_name() -> None:
+    with pytest.raises(ProtocolError, match="'z' is not part of job 'run' in epoch 3"):
+        GOOD.node("z")
+    with pytest.raises(ProtocolError, match="'z' is not part"):
+        GOOD.place("z")
+    with pytest.raises(ProtocolError, match="'dp9' is not part of epoch 3"):
+        GOOD.locate("dp9")
+
+
+def test_a_group_protects_itself_if_it_has_more_nodes_than_parities() -> None:
+    assert [GOOD.protects(group) for group in (0, 1)] == [True, False]
+    assert not replace(GOOD, parity=0).protects(0)
+    assert not replace(GOOD, parity=2).protects(0)
+    assert replace(GOOD, groups=((0, 1, 2),), parity=2).protects(0)
+
+
+def test_stripes_follow_the_order_of_the_group() -> None:
+    stripes = GOOD.stripes(0)
+    assert stripes.segments == ((1,), (10, 25))
+    assert (stripes.parity, stripes.unit_bytes) == (1, 8)
+
+
+def test_a_higher_epoch_is_newer_than_a_higher_step() -> None:
+    assert sorted([SnapshotId(2, 1), SnapshotId(1, 9), SnapshotId(1, 2)]) == [(1, 2), (1, 9), (2, 1)]
+    assert str(SnapshotId(2, 17)) == "step 17 (epoch 2)"
+
+
+def test_a_node_tells_its_two_addresses_apart() -> None:
+    assert GOOD.nodes[0].control == "10.0.0.1:7000"
+    assert GOOD.nodes[0].bulk == ("10.0.0.1", 7001)

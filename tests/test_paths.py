@@ -1,0 +1,47 @@
+"""Where arenas lie, and who owns them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp_daemon.errors import ConfigError, ProtocolError
+from smp_daemon.paths import Owner, arena_path, read_owner, socket_path
+from smp_daemon.records import write_json
+
+OWNER = Owner(pid=7, created=1.5, job="run", node="a", host="h", control_port=1, bulk_port=2)
+
+
+def test_an_arena_lies_in_shared_memory_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOLDFAST_ARENA", raising=False)
+    assert arena_path("run") == Path(f"/dev/shm/holdfast-{os.getuid()}/run")
+
+
+def test_the_environment_moves_all_arenas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOLDFAST_ARENA", str(tmp_path))
+    assert arena_path("run") == tmp_path / "run"
+    assert arena_path("run", Path("/elsewhere")) == Path("/elsewhere/run")
+    assert socket_path(arena_path("run")) == tmp_path / "run" / "smp.sock"
+
+
+@pytest.mark.parametrize("job", ["", "..", "../other", "a/b", "a b", "x" * 65])
+def test_a_job_id_never_leads_out_of_the_base(job: str) -> None:
+    with pytest.raises(ConfigError, match="job id"):
+        arena_path(job)
+
+
+def test_the_owner_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_owner(tmp_path) is None
+    write_json(tmp_path / "smp.json", asdict(OWNER))
+    assert read_owner(tmp_path) == OWNER
+
+
+@pytest.mark.parametrize("data", [5, "owner", [1, 2], {"pid": 7}, {**asdict(OWNER), "more": 1}])
+def test_a_malformed_owner_is_refused(data: Any, tmp_path: Path) -> None:
+    write_json(tmp_path / "smp.json", data)
+    with pytest.raises(ProtocolError):
+        read_owner(tmp_path)

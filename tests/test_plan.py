@@ -1,0 +1,410 @@
+"""Which snapshot a restart goes back to: every loss, at every half-finished moment, against an oracle.
+
+The oracle knows nothing of `ec` or of `snapshot.plan`. It deals units out to stripes as the promise says and asks for
+the newest snapshot of which each byte is held, or shares its stripe with no other loss.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, combinations, permutations, product
+
+import pytest
+
+from smp_daemon.errors import StateMismatch, Unrecoverable
+from smp_daemon.inventory import Inventory
+from smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from snapshot.plan import RestorePlan, plan_restore
+
+UNIT = 10
+OLD = SnapshotId(1, 10)
+NEW = SnapshotId(2, 12)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Lengths of the shards of each node, and the nodes of each group. One parity a stripe."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def nodes(self) -> range:
+        return range(len(self.lengths))
+
+    @cached_property
+    def shards(self) -> tuple[str, ...]:
+        return tuple(coord for node in self.nodes for coord in self.shards_of(node))
+
+    def shards_of(self, node: int) -> list[str]:
+        return [f"n{node}s{segment}" for segment in range(len(self.lengths[node]))]
+
+    def layout(self, epoch: int) -> Layout:
+        """In each epoch the same job stands on the machines in another order."""
+        nodes = tuple(
+            Node(
+                machine(node, epoch, len(self.lengths)),
+                "host",
+                1,
+                2,
+                tuple(Shard(coord, n) for coord, n in zip(self.shards_of(node), lengths, strict=True)),
+            )
+            for node, lengths in enumerate(self.lengths)
+        )
+        return Layout("run", epoch, nodes, self.groups, 1, UNIT, 3, "auto")
+
+    @cached_property
+    def stripes(self) -> list[list[tuple[str, list[str]]]]:
+        """For each group its stripes, as (who holds the parity, whose shards it is of)."""
+        return [list(self._deal(group)) for group in self.groups]
+
+    def _deal(self, group: Sequence[int]) -> Iterator[tuple[str, list[str]]]:
+        if len(group) < 2:
+            return
+        hands = [
+            [c for c, n in zip(self.shards_of(node), self.lengths[node], strict=True) for _ in range(-(-n // UNIT))]
+            for node in group
+        ]
+        turn = 0
+        while any(hands):
+            holder = turn % len(group)
+            yield f"p{group[holder]}", [hand.pop(0) for at, hand in enumerate(hands) if hand and at != holder]
+            turn += 1
+
+    @cached_property
+    def parities(self) -> tuple[str, ...]:
+        """The parity slots that are not empty, named after their nodes."""
+        return tuple(sorted({holder for group in self.stripes for holder, _ in group}))
+
+    def lossy_groups(self, held: Collection[str]) -> list[int]:
+        """The groups that cannot be had if only the shards and parities in `held` are left."""
+        return [g for g in range(len(self.groups)) if not self._can_be_had(g, held)]
+
+    def _can_be_had(self, g: int, held: Collection[str]) -> bool:
+        if len(self.groups[g]) < 2:
+            return all(coord in held for node in self.groups[g] for coord in self.shards_of(node))
+        for holder, units in self.stripes[g]:
+            lost = [unit for unit in units if unit not in held]
+            if len(lost) + (holder not in held) > 1 and lost:
+                return False
+        return True
+
+
+def machine(node: int, epoch: int, count: int) -> str:
+    return f"m{(node + epoch) % count}"
+
+
+JOBS = {
+    "two nodes": Job(((25,), (25,)), ((0, 1),)),
+    "two nodes, one short": Job(((5,), (35,)), ((0, 1),)),
+    "two shards a node": Job(((25, 5), (10, 21)), ((0, 1),)),
+    "three nodes": Job(((30,), (30,), (30,)), ((0, 1, 2),)),
+    "three uneven nodes": Job(((5,), (31,), (12,)), ((0, 1, 2),)),
+    "a node alone": Job(((15,), (15,), (15, 3)), ((0, 2), (1,))),
+    "three nodes of two": Job(((10, 10), (25, 5), (4, 4)), ((2, 0, 1),)),
+    "four nodes": Job(((30,), (30,), (30,), (30,)), ((0, 1, 2, 3),)),
+    "four uneven nodes": Job(((4,), (60,), (12,), (9,)), ((0, 1, 2, 3),)),
+    "four nodes of one or two": Job(((10, 5), (12,), (3, 13), (20,)), ((1, 3, 0, 2),)),
+    "two groups": Job(((12,), (12,), (25,), (3,)), ((0, 1), (2, 3))),
+    "two mixed groups": Job(((12,), (12,), (25,), (3,)), ((3, 0), (2, 1))),
+}
+
+
+def subsets(items: Sequence[str]) -> Iterator[frozenset[str]]:
+    return map(frozenset, chain.from_iterable(combinations(items, n) for n in range(len(items) + 1)))
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What is there of one snapshot before anything is lost."""
+
+    snapshot: SnapshotId
+    parts: frozenset[str]
+
+
+class World:
+    """Every machine of a job and its inventory, ready to lose some of them.
+
+    Attributes:
+        protected: the newest snapshot that was protected.
+        told: the machines that know; None if all do.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        holdings: Sequence[Holding],
+        protected: SnapshotId | None,
+        told: Collection[str] | None = None,
+    ) -> None:
+        self.job = job
+        self.holdings = holdings
+        self.protected = protected
+        self.told = told
+        self.layouts = {held.snapshot.epoch: LAYOUTS[job, held.snapshot.epoch] for held in holdings}
+        self.inventories = {name: self._inventory(name) for name in sorted(f"m{node}" for node in job.nodes)}
+
+    def _inventory(self, name: str) -> Inventory:
+        shards, parities = [], []
+        for held in self.holdings:
+            for part in self.parts_on(held, {name}):
+                if part.startswith("p"):
+                    parities.append((held.snapshot, *self.place(int(part[1:]))))
+                else:
+                    shards.append((held.snapshot, part))
+        index = int(name[1:])
+        protected = self.protected if self.knows(name) else None
+        return Inventory(name, "host", 1, index, 2, protected, self.layouts, frozenset(shards), frozenset(parities))
+
+    def knows(self, name: str) -> bool:
+        return self.told is None or name in self.told
+
+    def parts_on(self, held: Holding, machines: Collection[str]) -> frozenset[str]:
+        """The parts of a snapshot that stand on some machines."""
+        return frozenset(p for p in held.parts if self.machine_of(p, held.snapshot.epoch) in machines)
+
+    def machine_of(self, part: str, epoch: int) -> str:
+        node = int(part[1:]) if part.startswith("p") else int(part[1 : part.index("s")])
+        return machine(node, epoch, len(self.job.lengths))
+
+    def place(self, node: int) -> tuple[int, int]:
+        return next((g, group.index(node)) for g, group in enumerate(self.job.groups) if node in group)
+
+    def check_loss(self, lost: Collection[str]) -> str:
+        """Plan after losing the machines in `lost`, and compare with what the promise demands. Says what it was."""
+        left = [inventory for name, inventory in self.inventories.items() if name not in lost]
+        expected = self.promised([inventory.node for inventory in left])
+        try:
+            plan = plan_restore(left, self.job.shards)
+        except Unrecoverable as error:
+            assert expected == "unrecoverable", f"{expected} was promised after losing {lost}"
+            self.check_message(str(error), {inventory.node for inventory in left})
+            return "unrecoverable"
+        if plan is None:
+            assert expected == "nothing"
+            return "nothing"
+        assert plan.snapshot == expected, f"{plan.snapshot} instead of {expected} after losing {lost}"
+        self.check_sources(plan, {inventory.node for inventory in left})
+        return "old" if expected == OLD else "new"
+
+    def promised(self, left: Collection[str]) -> SnapshotId | str:
+        protected = self.protected if any(self.knows(name) for name in left) else None
+        for held in sorted(self.holdings, key=lambda held: held.snapshot, reverse=True):
+            old = protected is not None and held.snapshot < protected
+            if not old and not self.job.lossy_groups(self.parts_on(held, left)):
+                return held.snapshot
+        return "nothing" if protected is None else "unrecoverable"
+
+    def check_sources(self, plan: RestorePlan, left: Collection[str]) -> None:
+        """Every byte that is left is named with the machine that has it; the rest is decoded or healed."""
+        held = next(held for held in self.holdings if held.snapshot == plan.snapshot)
+        parts = self.parts_on(held, left)
+        epoch = plan.snapshot.epoch
+        address = {part: ("host", int(self.machine_of(part, epoch)[1:])) for part in parts}
+        named = {f"p{self.job.groups[g][p]}": where for (g, p), where in plan.sources.parities.items()}
+        assert {**plan.sources.shards, **named} == address
+        assert plan.sources.layout == self.layouts[epoch]
+        assert plan.decoded == tuple(coord for coord in self.job.shards if coord not in parts)
+        healed = [f"p{self.job.groups[g][p]}" for g, p in plan.heal]
+        assert sorted(healed) == [part for part in self.job.parities if part not in parts]
+
+    def check_message(self, message: str, left: Collection[str]) -> None:
+        """It names the protected snapshot, and for it every group that is lost and its nodes."""
+        assert self.protected is not None
+        assert message.startswith(f"{self.protected} was protected")
+        held = next(held for held in self.holdings if held.snapshot == self.protected)
+        parts = self.parts_on(held, left)
+        for g in self.job.lossy_groups(parts):
+            nodes = {
+                self.machine_of(coord, self.protected.epoch)
+                for node in self.job.groups[g]
+                for coord in self.job.shards_of(node)
+                if coord not in parts
+            }
+            assert f"{self.protected}: group {g} lost shards of {', '.join(sorted(nodes))} and" in message
+
+
+LAYOUTS = {(job, epoch): job.layout(epoch) for job in JOBS.values() for epoch in (1, 2)}
+
+
+def whole(job: Job, snapshot: SnapshotId) -> Holding:
+    return Holding(snapshot, frozenset({*job.shards, *job.parities}))
+
+
+def check_every_loss(worlds: Iterator[World]) -> dict[str, int]:
+    outcomes: dict[str, int] = {}
+    for world in worlds:
+        for lost in subsets(sorted(world.inventories)):
+            outcome = world.check_loss(lost)
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    return outcomes
+
+
+def endings(job: Job) -> set[str]:
+    """How the loss of too much ends. Of two machines, the one that is left can always go on."""
+    return {"nothing", "unrecoverable"} if len(job.nodes) > 2 else {"nothing"}
+
+
+each_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
+
+
+@each_job
+def test_every_loss_at_every_moment_of_a_newer_snapshot(job: Job) -> None:
+    """Thousands of cases: any of the newer one's shards sealed, any of its parities complete, any machines lost."""
+    parts = (*job.shards, *job.parities)
+    outcomes = check_every_loss(World(job, [whole(job, OLD), Holding(NEW, some)], OLD) for some in subsets(parts))
+    assert sum(outcomes.values()) == 2 ** (len(parts) + len(job.nodes))
+    assert outcomes.keys() == {"new", "old"} | endings(job)
+
+
+@each_job
+def test_every_loss_at_every_moment_of_the_first_snapshot(job: Job) -> None:
+    parts = (*job.shards, *job.parities)
+    outcomes = check_every_loss(World(job, [Holding(NEW, some)], None) for some in subsets(parts))
+    assert outcomes.keys() == {"new", "nothing"}
+
+
+@each_job
+def test_every_loss_once_the_newer_snapshot_is_protected_never_goes_back_to_the_older(job: Job) -> None:
+    outcomes = check_every_loss(iter([World(job, [whole(job, OLD), whole(job, NEW)], NEW)]))
+    assert outcomes.keys() == {"new"} | endings(job)
+
+
+@each_job
+def test_every_loss_after_a_release_freed_part_of_the_older_snapshot(job: Job) -> None:
+    parts = (*job.shards, *job.parities)
+    worlds = (World(job, [Holding(OLD, some), whole(job, NEW)], NEW) for some in subsets(parts))
+    assert check_every_loss(worlds).keys() == {"new"} | endings(job)
+
+
+@each_job
+def test_every_loss_when_only_some_smps_were_told_what_is_protected(job: Job) -> None:
+    machines = sorted(f"m{node}" for node in job.nodes)
+    begun = Holding(NEW, frozenset(job.shards))
+    worlds = (World(job, [whole(job, OLD), begun], OLD, told) for told in subsets(machines))
+    assert check_every_loss(worlds).keys() >= {"new", "old", "nothing"}
+
+
+@each_job
+def test_one_machine_of_each_group_may_go(job: Job) -> None:
+    world = World(job, [whole(job, OLD), whole(job, NEW)], OLD)
+    groups = [[world.machine_of(f"p{node}", NEW.epoch) for node in group] for group in job.groups if len(group) > 1]
+    for lost in product(*([None, *group] for group in groups)):
+        assert world.check_loss([name for name in lost if name]) == "new"
+
+
+def test_nobody_answering_is_a_cold_start() -> None:
+    assert plan_restore([], ["n0s0"]) is None
+
+
+def test_survivors_that_hold_nothing_of_what_was_protected_say_so() -> None:
+    job = JOBS["two nodes"]
+    empty = World(job, [Holding(OLD, frozenset())], OLD).inventories.values()
+    with pytest.raises(Unrecoverable, match=r"step 10 .* no SMP that answers holds any of it.*holdfast gc"):
+        plan_restore(list(empty), job.shards)
+
+
+def test_a_snapshot_whose_layout_nobody_knows_is_passed_over() -> None:
+    job = JOBS["two nodes"]
+    world = World(job, [whole(job, OLD), whole(job, NEW)], OLD)
+    forgetful = [replace(i, layouts={1: world.layouts[1]}) for i in world.inventories.values()]
+    plan = plan_restore(forgetful, job.shards)
+    assert plan is not None and plan.snapshot == OLD
+    ignorant = [replace(i, layouts={}) for i in forgetful]
+    with pytest.raises(Unrecoverable, match=r"step 10 .*no SMP knows the layout of epoch 1"):
+        plan_restore(ignorant, job.shards)
+
+
+def test_a_layout_that_only_one_smp_knows_is_enough() -> None:
+    job = JOBS["two nodes"]
+    world = World(job, [whole(job, NEW)], NEW)
+    first, second = world.inventories.values()
+    plan = plan_restore([replace(first, layouts={}), second], job.shards)
+    assert plan is not None and plan.decoded == ()
+
+
+@pytest.mark.parametrize("job", [JOBS["three uneven nodes"], JOBS["three nodes of two"], JOBS["two mixed groups"]])
+def test_however_shards_are_dealt_to_machines_nothing_is_lost(job: Job) -> None:
+    """Ranks are renumbered at a restart; where a shard stands says nothing of which shard it is."""
+    world = World(job, [whole(job, NEW)], NEW)
+    inventories = list(world.inventories.values())
+    shards = sorted(chain.from_iterable(i.shards for i in inventories))
+    parities = sorted(chain.from_iterable(i.parities for i in inventories))
+    for order in permutations(range(len(shards))):
+        dealt = [shards[i] for i in order]
+        moved = [
+            replace(
+                inv, shards=frozenset(dealt[i :: len(inventories)]), parities=frozenset(parities[i :: len(inventories)])
+            )
+            for i, inv in enumerate(inventories)
+        ]
+        plan = plan_restore(moved, job.shards)
+        assert plan is not None
+        assert (plan.decoded, plan.heal) == ((), ())
+        assert plan.sources.shards == {c: inv.bulk for inv in moved for _, c in inv.shards}
+        assert plan.sources.parities == {(g, p): inv.bulk for inv in moved for _, g, p in inv.parities}
+
+
+def test_of_two_holders_the_first_by_name_is_asked() -> None:
+    job = JOBS["two nodes"]
+    world = World(job, [whole(job, NEW)], NEW)
+    first, second = world.inventories.values()
+    twice = replace(second, shards=first.shards | second.shards, parities=first.parities | second.parities)
+    for inventories in ([first, twice], [twice, first]):
+        plan = plan_restore(inventories, job.shards)
+        assert plan is not None
+        assert {coord: plan.sources.shards[coord] for _, coord in first.shards} == {
+            coord: first.bulk for _, coord in first.shards
+        }
+        assert {plan.sources.parities[g, p] for _, g, p in first.parities} == {first.bulk}
+
+
+@pytest.mark.parametrize(
+    ("coords", "message"),
+    [
+        (["n0s0", "n1s0", "n2s0"], "2 ranks and this job has 3; not in the snapshot: ['n2s0']; not in this job: []"),
+        (["n0s0"], "2 ranks and this job has 1; not in the snapshot: []; not in this job: ['n1s0']"),
+        (["n0s0", "other"], "not in the snapshot: ['other']; not in this job: ['n1s0']"),
+    ],
+)
+def test_a_job_of_other_coordinates_is_refused(coords: list[str], message: str) -> None:
+    job = JOBS["two nodes"]
+    world = World(job, [whole(job, NEW)], NEW)
+    with pytest.raises(StateMismatch, match=re.escape(message)):
+        plan_restore(list(world.inventories.values()), coords)
+
+
+def test_the_order_of_coordinates_and_of_inventories_does_not_matter() -> None:
+    job = JOBS["three nodes of two"]
+    inventories = list(World(job, [whole(job, OLD), whole(job, NEW)], OLD).inventories.values())[1:]
+    plans = [plan_restore(order, job.shards[::step]) for order in permutations(inventories) for step in (1, -1)]
+    assert plans[0] is not None
+    assert all(plan == plans[0] for plan in plans)
+
+
+def test_without_loss_there_is_nothing_to_heal() -> None:
+    job = JOBS["four uneven nodes"]
+    plan = plan_restore(list(World(job, [whole(job, NEW)], NEW).inventories.values()), job.shards)
+    assert plan is not None
+    assert plan.heal == ()
+
+
+def test_parity_that_nobody_holds_is_to_be_healed_though_no_shard_is_lost() -> None:
+    job = JOBS["four nodes"]
+    inventories = World(job, [whole(job, NEW)], NEW).inventories
+    inventories["m0"] = replace(inventories["m0"], parities=frozenset())
+    plan = plan_restore(list(inventories.values()), job.shards)
+    assert plan is not None
+    assert plan.decoded == ()
+    assert plan.heal == ((0, 2),)
+
+
+def test_a_group_without_parity_says_that_it_has_none() -> None:
+    job = JOBS["a node alone"]
+    world = World(job, [whole(job, OLD)], OLD)
+    left = [i for i in world.inventories.values() if i.node != machine(1, 1, 3)]
+    with pytest.raises(Unrecoverable, match=r"group 1 lost shards of m2 .* has 0 parity units a stripe"):
+        plan_restore(left, job.shards)

@@ -1,0 +1,163 @@
+"""Commit records: their way through JSON and through files, and digests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smp_daemon import records
+from smp_daemon.errors import ProtocolError
+from smp_daemon.records import (
+    ParityRecord,
+    ShardRecord,
+    digest,
+    digest_units,
+    parity_from_json,
+    parity_to_json,
+    read_json,
+    shard_from_json,
+    shard_to_json,
+    write_json,
+)
+from tests.strategies import json_values, lacking_a_key, names, snapshots, spoilt, through_json
+
+quick = settings(deadline=None, derandomize=True, max_examples=60)
+many = settings(deadline=None, derandomize=True, max_examples=200)
+
+numbers = st.integers(0, 2**63)
+digests = st.integers(0, 2**64 - 1)
+unit_lengths = st.integers(1, 2**26)
+shard_records = st.builds(
+    ShardRecord, snapshots, names, numbers, unit_lengths, st.lists(digests, max_size=5).map(tuple)
+)
+parity_records = st.builds(
+    ParityRecord,
+    snapshots,
+    st.integers(0, 9),
+    st.integers(0, 9),
+    unit_lengths,
+    st.lists(digests, max_size=5).map(tuple),
+    st.lists(st.dictionaries(st.integers(0, 9), digests, max_size=3), max_size=5).map(tuple),
+)
+
+
+@quick
+@given(shard_records)
+def test_a_shard_record_comes_back_from_json(record: ShardRecord) -> None:
+    assert shard_from_json(through_json(shard_to_json(record))) == record
+
+
+@quick
+@given(parity_records)
+def test_a_parity_record_comes_back_from_json(record: ParityRecord) -> None:
+    assert parity_from_json(through_json(parity_to_json(record))) == record
+
+
+@many
+@given(json_values)
+def test_random_json_is_no_record(data: Any) -> None:
+    for read in (shard_from_json, parity_from_json):
+        with pytest.raises(ProtocolError):
+            read(data)
+
+
+@quick
+@given(lacking_a_key(shard_records.map(shard_to_json)))
+def test_a_shard_record_that_lacks_a_key_is_refused(data: Any) -> None:
+    with pytest.raises(ProtocolError, match="shard's commit record"):
+        shard_from_json(data)
+
+
+@quick
+@given(lacking_a_key(parity_records.map(lambda record: {**parity_to_json(record), "sources": []})))
+def test_a_parity_record_that_lacks_a_key_is_refused(data: Any) -> None:
+    with pytest.raises(ProtocolError, match="parity slot's commit record"):
+        parity_from_json(data)
+
+
+@many
+@given(spoilt(shard_records.map(shard_to_json)), spoilt(parity_records.map(parity_to_json)))
+def test_a_spoilt_record_never_raises_anything_else(shard: Any, parity: Any) -> None:
+    for read, data in ((shard_from_json, shard), (parity_from_json, parity)):
+        try:
+            read(data)
+        except ProtocolError:
+            pass
+
+
+@quick
+@given(shard_records, parity_records)
+def test_one_kind_of_record_is_not_taken_for_the_other(shard: ShardRecord, parity: ParityRecord) -> None:
+    with pytest.raises(ProtocolError, match="of kind 'parity'"):
+        shard_from_json({**parity_to_json(parity), **shard_to_json(shard), "kind": "parity"})
+    with pytest.raises(ProtocolError, match="of kind 'shard'"):
+        parity_from_json({**shard_to_json(shard), **parity_to_json(parity), "kind": "shard"})
+
+
+@pytest.mark.parametrize("unit_bytes", [0, -1, float("inf")])
+@quick
+@given(shard=shard_records, parity=parity_records)
+def test_a_unit_that_cuts_nothing_is_refused(shard: ShardRecord, parity: ParityRecord, unit_bytes: float) -> None:
+    with pytest.raises(ProtocolError):
+        shard_from_json({**shard_to_json(shard), "unit_bytes": unit_bytes})
+    with pytest.raises(ProtocolError):
+        parity_from_json({**parity_to_json(parity), "unit_bytes": unit_bytes})
+
+
+@quick
+@given(st.binary(max_size=50), st.integers(1, 60))
+def test_every_unit_has_its_digest_and_the_last_may_be_short(data: bytes, unit_bytes: int) -> None:
+    expected: list[int] = []
+    while data[len(expected) * unit_bytes :]:
+        unit = data[len(expected) * unit_bytes :][:unit_bytes]
+        expected.append(xxhash.xxh3_64_intdigest(unit))
+    assert list(digest_units(memoryview(data), unit_bytes)) == expected
+
+
+def test_every_flipped_bit_changes_the_digest() -> None:
+    data = bytes(range(64))
+    flipped = [bytes(b ^ (1 << bit) * (i == at) for i, b in enumerate(data)) for at in range(64) for bit in range(8)]
+    assert len({digest(memoryview(one)) for one in [data, *flipped]}) == 1 + len(flipped)
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_json(path, {"old": [1]})
+    with path.open() as reader:
+        write_json(path, {"new": [2, 3]})
+        assert reader.read() == '{"old":[1]}'
+    assert read_json(path) == {"new": [2, 3]}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_json(path, "old")
+    with pytest.raises(TypeError):
+        write_json(path, object())
+    assert read_json(path) == "old"
+
+
+def test_a_file_that_is_not_there_is_none(tmp_path: Path) -> None:
+    assert read_json(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{'a': 1}", b"\xff\xfe\x00", b"[" * 100_000, b"9" * 5000])
+def test_a_file_that_is_not_json_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ProtocolError, match="is not JSON"):
+        read_json(tmp_path / "file")
+
+
+def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_MESSAGE_BYTES", 10)
+    (tmp_path / "fits").write_text("1234567890")
+    (tmp_path / "large").write_text("12345678901")
+    assert read_json(tmp_path / "fits") == 1234567890
+    with pytest.raises(ProtocolError, match="larger than 10 bytes"):
+        read_json(tmp_path / "large")

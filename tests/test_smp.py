@@ -1,0 +1,1020 @@
+"""SMPs as real processes: sealing and parity, fencing, adoption after SIGKILL, and recovery of what was lost."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from smp_daemon.board import Outcome
+from smp_daemon.client import SmpClient
+from smp_daemon.errors import (
+    ArenaTooSmall,
+    ConfigError,
+    DamagedSnapshot,
+    HoldfastError,
+    NoFreeSlot,
+    ProtocolError,
+    SmpUnavailable,
+    StaleEpoch,
+    Unrecoverable,
+)
+from smp_daemon.layout import SnapshotId
+from smp_daemon.limits import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION
+from smp_daemon.paths import socket_path
+from smp_daemon.peers import PeerClient
+from smp_daemon.slotfile import RECORD, plan_slot, write_stamp
+from smp_daemon.spawn import smp_command
+from smp_daemon.transport import call, connect
+from snapshot.plan import RestorePlan, plan_restore
+from tests.smp_kit import (
+    DEADLINE_S,
+    PROTECTED,
+    RECORD_BYTES,
+    Ground,
+    LeftBehind,
+    Run,
+    SmpProcess,
+    Trainer,
+    flip_a_byte,
+    memory_of,
+    parities_by_xor,
+    parity_file,
+    playground,
+    read_line,
+    refusal,
+    run_on,
+    shard_file,
+)
+
+SHORT_S = 0.5
+"""How long a test waits to see that something does not happen. It never waits for anything to happen."""
+
+FOUR = [[3000], [2500], [3500], [3000]]
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as ground:
+        yield ground
+
+
+@pytest.fixture(scope="module")
+def lone() -> Iterator[SmpProcess]:
+    """One SMP for all tests that are over in one call; each enters an epoch of its own."""
+    with playground() as ground:
+        yield ground.smp()
+
+
+def next_run_on(smp: SmpProcess, coord: str = "dp0") -> Run:
+    trainer = Trainer(smp, coord)
+    return Run([trainer]).start(trainer.client.inventory().epoch + 1)
+
+
+def bytes_of(run: Run, coord: str, snapshot: SnapshotId) -> bytes:
+    return run[coord].image(snapshot)
+
+
+# ---------------------------------------------------------------------- sealing and parity
+
+
+class TestASealedSnapshotIsProtected:
+    @pytest.mark.parametrize(
+        ("sizes", "protect"),
+        [
+            pytest.param([[4000], [4000]], "auto", id="two nodes"),
+            pytest.param([[9000], [9000], [9000]], "2+1", id="three nodes"),
+            pytest.param([[9000, 9000], [9000, 9000], [9000, 9000], [9000, 9000]], "3+1", id="four nodes, two shards"),
+            pytest.param([[20_000, 900], [10], [7777, 5000, 3]], "2+1", id="uneven shards"),
+            pytest.param([[3000], [9000], [12_000], [2000]], "1+1", id="two groups"),
+        ],
+    )
+    def test_on_every_node_and_its_parity_is_the_xor_of_its_group(
+        self, ground: Ground, sizes: list[list[int]], protect: str
+    ) -> None:
+        smps = ground.smps(len(sizes))
+        run = run_on(smps, sizes, protect=protect)
+        for step in (1, 2, 3, 4):
+            run.protect(step)
+        snapshot = run.snapshot(4)
+        assert run.layout.parity == 1
+        for group, members in enumerate(run.layout.groups):
+            expected = parities_by_xor(run, group, snapshot)
+            found = {p: parity_file(smps[i], snapshot, group, p).read_bytes() for p, i in enumerate(members)}
+            assert found == expected
+        for smp, row in zip(smps, run.layout.nodes, strict=True):
+            for shard in row.shards:
+                assert shard_file(smp, snapshot, shard.coord).read_bytes() == bytes_of(run, shard.coord, snapshot)
+
+    def test_the_inventory_lists_what_a_node_holds(self, ground: Ground) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[100], [100]])
+        first = run.protect(1)
+        second = run.protect(2)
+        held = [run[coord].client.inventory() for coord in ("dp0", "dp1")]
+        assert [inventory.node for inventory in held] == ["node0", "node1"]
+        assert [inventory.shards for inventory in held] == [
+            {(first, coord), (second, coord)} for coord in ("dp0", "dp1")
+        ]
+        assert [inventory.parities for inventory in held] == [{(first, 0, p), (second, 0, p)} for p in (0, 1)]
+        assert all(inventory.layouts == {1: run.layout} and inventory.protected == first for inventory in held)
+
+    def test_not_before_the_last_node_has_sealed(self, ground: Ground) -> None:
+        run = run_on(ground.smps(3), [[3000], [3000], [3000]])
+        snapshot = run.write(1)
+        for coord in ("dp0", "dp1"):
+            run[coord].seal(snapshot)
+        assert {run[coord].outcome(snapshot, SHORT_S) for coord in run.trainers} == {Outcome.PENDING}
+        run["dp2"].seal(snapshot)
+        assert run.outcomes(snapshot) == {PROTECTED}
+        assert {trainer.client.outcome(snapshot) for trainer in run} == {PROTECTED}
+
+    def test_without_parity_a_node_protects_itself_only(self, ground: Ground) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[100], [100]], protect="none")
+        run["dp0"].take(run.snapshot(1))
+        assert run["dp0"].outcome(run.snapshot(1)) is PROTECTED
+        assert not list(smps[0].arena.glob("*.parity"))
+
+
+class TestATrainerThatIsGone:
+    def test_killed_in_the_middle_of_a_copy_fails_the_snapshot_and_nothing_else(self, ground: Ground) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[3000], [3000]], slots=2)
+        snapshot = run.snapshot(1)
+        run["dp0"].take(snapshot)
+        with a_process_that_writes(smps[1], "dp1", snapshot) as doomed:
+            doomed.kill()
+            doomed.wait(DEADLINE_S)
+        assert run["dp1"].outcome(snapshot) is Outcome.FAILED
+        assert run["dp0"].outcome(snapshot, SHORT_S) is not PROTECTED
+        for step in (2, 3, 4):
+            run.protect(step)
+
+    def test_giving_a_slot_back_fails_the_snapshot_and_nothing_else(self, lone: SmpProcess) -> None:
+        run = next_run_on(lone)
+        snapshot = run.write(1)
+        run["dp0"].client.abandon(snapshot, "dp0")
+        assert run["dp0"].outcome(snapshot) is Outcome.FAILED
+        with pytest.raises(StaleEpoch, match="no slot that is being written"):
+            run["dp0"].seal(snapshot)
+        run.protect(2)
+
+    def test_a_closed_connection_gives_back_only_its_own_slots(self, lone: SmpProcess) -> None:
+        run = Run([Trainer(lone, "dp0"), Trainer(lone, "dp1")])
+        run.start(run["dp0"].client.inventory().epoch + 1)
+        snapshot = run.write(1)
+        run["dp0"].client.close()
+        assert run["dp1"].outcome(snapshot) is Outcome.FAILED
+        run["dp1"].seal(snapshot)
+        assert (snapshot, "dp1") in run["dp1"].client.inventory().shards
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from smp_daemon.client import SmpClient
+from smp_daemon.layout import SnapshotId
+arena, job, coord, epoch, step = sys.argv[1:]
+slot = SmpClient(Path(arena), job).begin(SnapshotId(int(epoch), int(step)), coord, [], None)
+slot[: len(slot) // 2] = bytes(len(slot) // 2)
+print("halfway", flush=True)
+sys.stdin.read()
+"""
+
+
+class a_process_that_writes:
+    """A trainer process that is in the middle of writing a slot."""
+
+    def __init__(self, smp: SmpProcess, coord: str, snapshot: SnapshotId) -> None:
+        self._command = [sys.executable, "-c", WRITER, str(smp.arena), smp.job, coord, *map(str, snapshot)]
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert read_line(self._process.stdout) == "halfway\n"
+        return self._process
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=DEADLINE_S)
+
+
+def stamp_another_step(slot: memoryview, trainer: Trainer, snapshot: SnapshotId) -> None:
+    write_stamp(slot, SnapshotId(snapshot.epoch, snapshot.step + 6))
+
+
+def stamp_another_epoch(slot: memoryview, trainer: Trainer, snapshot: SnapshotId) -> None:
+    write_stamp(slot, SnapshotId(snapshot.epoch - 1, snapshot.step))
+
+
+def break_the_stamp(slot: memoryview, trainer: Trainer, snapshot: SnapshotId) -> None:
+    slot[9] = ord("?")
+
+
+def break_the_json(slot: memoryview, trainer: Trainer, snapshot: SnapshotId) -> None:
+    at = bytes(slot).index(b'"weight"')
+    slot[at] = ord("}")
+
+
+def claim_a_huge_header(slot: memoryview, trainer: Trainer, snapshot: SnapshotId) -> None:
+    slot[:8] = (1 << 60).to_bytes(8, "little")
+
+
+def claim_a_shorter_leaf(slot: memoryview, trainer: Trainer, snapshot: SnapshotId) -> None:
+    at = bytes(slot).index(b"[3000]")
+    slot[at : at + 6] = b"[2999]"
+
+
+def claim_an_odd_dtype(slot: memoryview, trainer: Trainer, snapshot: SnapshotId) -> None:
+    at = bytes(slot).index(b'"F32"')
+    slot[at : at + 5] = b'["F"]'
+
+
+def write_another_shard(slot: memoryview, trainer: Trainer, snapshot: SnapshotId) -> None:
+    _write_header(slot, "testrun", "dp7", trainer, snapshot)
+
+
+def write_another_job(slot: memoryview, trainer: Trainer, snapshot: SnapshotId) -> None:
+    _write_header(slot, "otherun", "dp0", trainer, snapshot)
+
+
+def _write_header(slot: memoryview, job: str, coord: str, trainer: Trainer, snapshot: SnapshotId) -> None:
+    leaves = [leaf for _, leaf in trainer.form.offsets.values() if leaf.name != RECORD]
+    header = plan_slot(job, coord, leaves, RECORD_BYTES).header
+    slot[: len(header)] = header
+    write_stamp(slot, snapshot)
+
+
+class TestWhatIsNotASnapshotIsRefused:
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (stamp_another_step, r"dp0 is stamped step 7 .*, not step 1 "),
+            (stamp_another_epoch, r"dp0 is stamped step 1 .*, not step 1 "),
+            (break_the_stamp, "no stamp"),
+            (break_the_json, "header is damaged"),
+            (claim_a_huge_header, r"header claims \d+ bytes"),
+            (claim_a_shorter_leaf, "leaf 'weight' stands at"),
+            (claim_an_odd_dtype, "dtype|damaged"),
+            (write_another_shard, "says that it is .*dp7"),
+            (write_another_job, "says that it is .*otherun"),
+        ],
+    )
+    def test_a_damaged_header_is_refused_and_its_slot_is_free(
+        self, lone: SmpProcess, damage: Callable[[memoryview, Trainer, SnapshotId], None], message: str
+    ) -> None:
+        run = next_run_on(lone)
+        run.protect(0)
+        snapshot = run.snapshot(1)
+        slot = run["dp0"].write(snapshot, run.kept)
+        damage(slot, run["dp0"], snapshot)
+        with pytest.raises(ProtocolError, match=message):
+            run["dp0"].seal(snapshot)
+        assert run["dp0"].outcome(snapshot) is Outcome.FAILED
+        assert run["dp0"].client.inventory().shards == {(run.snapshot(0), "dp0")}
+        for step in (2, 3, 4):
+            run.protect(step)
+
+    def test_a_shard_that_the_layout_does_not_have_is_refused(self, lone: SmpProcess) -> None:
+        run = next_run_on(lone)
+        with pytest.raises(ProtocolError, match="'dp5' is not part of epoch"):
+            run["dp0"].client.begin(run.snapshot(1), "dp5", [], None)
+
+    def test_numbers_beyond_all_reason_are_refused(self, lone: SmpProcess) -> None:
+        run = next_run_on(lone)
+        with pytest.raises(ProtocolError):
+            run["dp0"].client.join(1 << 63)
+        with pytest.raises(ProtocolError):
+            run["dp0"].client.begin(run.snapshot(1 << 62), "dp0", [], None)
+        assert run["dp0"].client.inventory().epoch == run.epoch
+        run.protect(1)
+
+    def test_a_snapshot_before_the_layout_is_refused(self, lone: SmpProcess) -> None:
+        trainer = Trainer(lone, "dp0")
+        epoch = trainer.client.inventory().epoch + 1
+        trainer.client.join(epoch)
+        with pytest.raises(ProtocolError, match="not configured"):
+            trainer.write(SnapshotId(epoch, 1))
+
+    def test_another_layout_in_the_same_epoch_is_refused(self, lone: SmpProcess) -> None:
+        run = next_run_on(lone)
+        run["dp0"].client.configure(run.layout)
+        with pytest.raises(ProtocolError, match="another layout"):
+            run["dp0"].client.configure(replace(run.layout, slots=run.layout.slots + 1))
+
+    @pytest.mark.parametrize("change", [{"job": "otherun"}, {"nodes": "another"}])
+    def test_a_layout_that_is_not_for_this_node_is_refused(self, lone: SmpProcess, change: dict[str, str]) -> None:
+        trainer = Trainer(lone, "dp0")
+        run = Run([trainer])
+        layout = run.start(trainer.client.inventory().epoch + 1).layout
+        nodes = tuple(replace(node, name="elsewhere") for node in layout.nodes)
+        layout = replace(layout, epoch=layout.epoch + 1, job=change.get("job", layout.job))
+        layout = replace(layout, nodes=nodes) if "nodes" in change else layout
+        trainer.client.join(layout.epoch)
+        with pytest.raises(ProtocolError, match=r"serves job|not part of job"):
+            trainer.client.configure(layout)
+
+
+# ---------------------------------------------------------------------- who may write
+
+
+class TestFencing:
+    def test_an_older_epoch_may_do_nothing_any_more(self, ground: Ground) -> None:
+        smp = ground.smp()
+        old = run_on([smp], [[3000]])
+        old.protect(1)
+        written = old.write(2)
+        smp.client().join(2)
+        client = old["dp0"].client
+        for act in (
+            lambda: client.begin(SnapshotId(1, 3), "dp0", [], None),
+            lambda: client.seal(written, "dp0"),
+            lambda: client.configure(old.layout),
+            lambda: client.join(1),
+            lambda: smp.client().finish(1),
+        ):
+            with pytest.raises(StaleEpoch):
+                act()
+        assert client.inventory().shards == {(SnapshotId(1, 1), "dp0")}
+        assert client.inventory().epoch == 2
+        assert client.outcome(written) is Outcome.FAILED
+
+    def test_what_an_old_writer_writes_does_not_reach_the_new_one(self, ground: Ground) -> None:
+        smp = ground.smp()
+        old = run_on([smp], [[3000]], slots=2)
+        old.write(1)
+        mapped = old["dp0"].write(SnapshotId(1, 1))
+        new = Run([Trainer(smp, "dp0")], slots=2).start(2)
+        self.write_everywhere_while_the_new_one_takes_snapshots(smp, mapped, new)
+
+    def test_nor_after_the_smp_was_restarted_in_between(self, ground: Ground) -> None:
+        smp = ground.smp()
+        old = run_on([smp], [[3000]], slots=2)
+        mapped = old["dp0"].write(SnapshotId(1, 1))
+        smp.restart()
+        new = Run([Trainer(smp, "dp0")], slots=2).start(2)
+        self.write_everywhere_while_the_new_one_takes_snapshots(smp, mapped, new)
+
+    @staticmethod
+    def write_everywhere_while_the_new_one_takes_snapshots(smp: SmpProcess, mapped: memoryview, new: Run) -> None:
+        for step in (1, 2, 3):
+            snapshot = new.write(step)
+            mapped[:] = b"\xee" * len(mapped)
+            new["dp0"].seal(snapshot)
+            assert new.outcomes(snapshot) == {PROTECTED}
+            assert shard_file(smp, snapshot, "dp0").read_bytes() == bytes_of(new, "dp0", snapshot)
+
+    def test_a_trainer_of_another_job_is_refused(self, lone: SmpProcess) -> None:
+        with pytest.raises(ConfigError, match=r"serves job 'testrun', not 'otherun': check HOLDFAST_JOB"):
+            SmpClient(lone.arena, "otherun")
+
+    def test_a_trainer_of_another_version_is_refused(self, lone: SmpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("smp_daemon.client.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+        with pytest.raises(ConfigError, match=r"version \d+, this trainer version \d+: install the same holdfast"):
+            SmpClient(lone.arena, lone.job)
+
+    def test_without_an_smp_a_trainer_is_told_how_to_start_one(self, ground: Ground) -> None:
+        with pytest.raises(SmpUnavailable, match="start one with `python -m smp_daemon`"):
+            SmpClient(ground.base / "nowhere", "testrun")
+
+    def test_a_dead_smp_is_unavailable_and_not_waited_for(self, ground: Ground) -> None:
+        smp = ground.smp()
+        client = smp.client()
+        smp.kill()
+        with pytest.raises(SmpUnavailable):
+            client.inventory()
+        with pytest.raises(SmpUnavailable):
+            SmpClient(smp.arena, smp.job)
+
+
+class TestPeersOfAnotherJob:
+    @pytest.fixture
+    def peers(self) -> Iterator[PeerClient]:
+        peers = PeerClient()
+        yield peers
+        peers.close()
+
+    def test_a_ping_is_answered_to_our_own_only(self, lone: SmpProcess, peers: PeerClient) -> None:
+        reply = peers.ping(lone.control, lone.job, DEADLINE_S)
+        assert (reply.job, reply.node) == (lone.job, lone.name)
+        with pytest.raises(HoldfastError, match=r"PERMISSION_DENIED.*serves job 'testrun', not 'otherun'"):
+            peers.ping(lone.control, "otherun", DEADLINE_S)
+
+    def test_news_of_parity_is_taken_from_our_own_only(self, ground: Ground, peers: PeerClient) -> None:
+        run = run_on(ground.smps(2), [[100], [100]])
+        snapshot = run.write(1)
+        run["dp0"].seal(snapshot)
+        reasons: queue.Queue[str] = queue.Queue()
+        peers.tell_parity_done(replace(run.layout, job="otherun"), "node1", snapshot, reasons.put)
+        assert "serves job 'testrun', not 'otherun'" in reasons.get(timeout=DEADLINE_S)
+        assert run["dp0"].outcome(snapshot, SHORT_S) is Outcome.PENDING
+
+    @pytest.mark.parametrize("op", ["fold", "shard_unit", "parity_unit"])
+    def test_raw_bytes_are_exchanged_with_our_own_only(self, lone: SmpProcess, op: str) -> None:
+        run = next_run_on(lone)
+        snapshot = run.protect(1)
+        message = {"op": op, "snapshot": snapshot, "stripe": 0, "position": 0, "digest": 0, "coord": "dp0", "unit": 0}
+        stream = connect(lone.bulk)
+        try:
+            with pytest.raises(ProtocolError, match="serves job 'testrun', not 'otherun'"):
+                call(stream, {**message, "job": "otherun"}, memoryview(b"unit") if op == "fold" else None)
+            _, length = call(stream, {**message, "op": "shard_unit", "job": "testrun"})
+            assert length == min(run.layout.unit_bytes, run["dp0"].form.total_bytes)
+        finally:
+            stream.close()
+
+    def test_a_unit_damaged_on_its_way_is_refused(self, ground: Ground) -> None:
+        smp, _ = ground.smps(2)
+        run = run_on([smp, _], [[100], [100]])
+        snapshot = run.write(1)
+        run["dp0"].seal(snapshot)
+        image = memoryview(bytes_of(run, "dp1", snapshot))[: run.layout.unit_bytes]
+        message = {"op": "fold", "job": run.job, "snapshot": snapshot, "stripe": 0, "position": 1, "digest": 12345}
+        stream = connect(smp.bulk)
+        try:
+            with pytest.raises(DamagedSnapshot, match="from position 1 was damaged on its way"):
+                call(stream, message, image)
+        finally:
+            stream.close()
+        run["dp1"].seal(snapshot)
+        assert run.outcomes(snapshot) == {PROTECTED}
+        assert parity_file(smp, snapshot, 0, 0).read_bytes() == parities_by_xor(run, 0, snapshot)[0]
+
+
+# ---------------------------------------------------------------------- the SMP is killed
+
+
+class TestAnSmpKilledAndStartedAgain:
+    def test_holds_what_was_sealed_on_the_same_ports(self, ground: Ground) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[3000], [3000]])
+        snapshot = run.protect(1)
+        before = run["dp1"].client.inventory()
+        run.write(2)
+        smps[1].restart()
+        run["dp1"].client.reconnect()
+        after = run["dp1"].client.inventory()
+        assert (after.control_port, after.bulk_port) == (before.control_port, before.bulk_port)
+        assert (after.epoch, after.layouts) == (1, {1: run.layout})
+        assert after.shards == {(snapshot, "dp1")}
+        assert after.parities == {(snapshot, 0, 1)}
+        recovered = run["dp1"].recover(run.plan(after))
+        assert (recovered.how, bytes(recovered.view)) == ("held", bytes_of(run, "dp1", snapshot))
+
+    def test_goes_on_protecting_in_the_same_epoch(self, ground: Ground) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[3000], [3000]])
+        run.protect(1)
+        smps[1].restart()
+        run["dp1"].client.reconnect()
+        for step in (2, 3, 4):
+            run.protect(step)
+        assert parity_file(smps[1], run.snapshot(4), 0, 1).read_bytes() == parities_by_xor(run, 0, run.snapshot(4))[1]
+
+    def test_all_slots_without_a_sealed_snapshot_are_free(self, ground: Ground) -> None:
+        smp = ground.smp()
+        run = run_on([smp], [[3000]], slots=2)
+        run.protect(1)
+        run.write(2)
+        memory = memory_of(smp.arena)
+        smp.restart()
+        again = Run([Trainer(smp, "dp0")], slots=2).start(2)
+        again.protected = run.protected
+        again.protect(2)
+        again.protect(3)
+        assert len(list(smp.arena.glob("dp0.*.safetensors"))) == 2
+        assert memory_of(smp.arena) <= memory + (16 << 10)
+
+    @pytest.mark.parametrize("at", [-1, 5000], ids=["last byte", "middle"])
+    def test_does_not_count_a_shard_that_was_damaged_meanwhile(self, ground: Ground, at: int) -> None:
+        smp = ground.smp()
+        run = run_on([smp], [[3000]])
+        good = run.protect(1)
+        bad = run.protect(2)
+        path = shard_file(smp, bad, "dp0")
+        smp.kill()
+        flip_a_byte(path, at)
+        smp.launch().wait_ready()
+        inventory = smp.client().inventory()
+        assert inventory.shards == {(good, "dp0")}
+        assert not path.with_name(path.name + ".json").exists()
+
+    def test_does_not_count_a_parity_that_was_damaged_meanwhile(self, ground: Ground) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[3000], [3000]])
+        snapshot = run.protect(1)
+        path = parity_file(smps[0], snapshot, 0, 0)
+        smps[0].kill()
+        flip_a_byte(path)
+        smps[0].launch().wait_ready()
+        run["dp0"].client.reconnect()
+        inventories = [trainer.client.inventory() for trainer in run]
+        assert inventories[0].shards == {(snapshot, "dp0")}
+        assert inventories[0].parities == frozenset()
+        assert run.plan(*inventories).heal == ((0, 0),)
+
+    def test_does_not_take_a_broken_record_for_one(self, ground: Ground) -> None:
+        smp = ground.smp()
+        run = run_on([smp], [[3000]])
+        good, bad = run.protect(1), run.protect(2)
+        path = shard_file(smp, bad, "dp0")
+        smp.kill()
+        path.with_name(path.name + ".json").write_text('{"kind": "shard", "snapshot": [1')
+        smp.launch().wait_ready()
+        assert smp.client().inventory().shards == {(good, "dp0")}
+
+
+class TestAnSmpKilledInTheMiddle:
+    """The named points: exactly there, whatever the machine is busy with."""
+
+    @pytest.mark.parametrize("point", ["seal.done", "encode.middle"])
+    def test_its_snapshot_is_protected_nowhere_and_the_one_before_is_whole(self, ground: Ground, point: str) -> None:
+        smps = ground.smps(3, rules={1: [(point, 2)]})
+        run = run_on(smps, [[9000], [9000], [9000]])
+        older = run.protect(1)
+        newer = run.write(2)
+        sealing = [ground.meanwhile(run[coord].seal, newer) for coord in ("dp0", "dp2", "dp1")]
+        ground.points.wait("node1", point, 2)
+        for future in sealing[:2]:
+            future.result(DEADLINE_S)
+        assert {run[coord].outcome(newer, SHORT_S) for coord in ("dp0", "dp2")} == {Outcome.PENDING}
+        smps[1].lose()
+        assert PROTECTED not in {run[coord].outcome(newer, SHORT_S) for coord in ("dp0", "dp2")}
+
+        replaced = Run([run["dp0"], Trainer(ground.smp("node3"), "dp1", 9000), run["dp2"]])
+        plan = replaced.plan(*(trainer.client.inventory() for trainer in replaced))
+        assert (plan.snapshot, plan.decoded) == (older, ("dp1",))
+        for trainer, how in zip(replaced, ("held", "rebuilt", "held"), strict=True):
+            trainer.client.join(2)
+            recovered = trainer.recover(plan)
+            assert (recovered.how, bytes(recovered.view)) == (how, trainer.image(older))
+        replaced.start(2)
+        replaced.protected = older
+        replaced.protect(3)
+
+    def test_what_it_had_sealed_is_found_after_a_restart(self, ground: Ground) -> None:
+        smps = ground.smps(2, rules={1: [("seal.done", 1)]})
+        run = run_on(smps, [[3000], [3000]])
+        snapshot = run.write(1)
+        run["dp0"].seal(snapshot)
+        sealing = ground.meanwhile(run["dp1"].seal, snapshot)
+        ground.points.wait("node1", "seal.done", 1)
+        smps[1].restart()
+        with pytest.raises(SmpUnavailable):
+            sealing.result(DEADLINE_S)
+        run["dp1"].client.reconnect()
+        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        assert (plan.snapshot, plan.decoded) == (snapshot, ())
+        assert (0, 0) in plan.heal
+
+    def test_a_trainer_killed_while_its_shard_is_rebuilt_does_not_spoil_the_next_attempt(self, ground: Ground) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[3000], [3000]])
+        snapshot = run.protect(1)
+        smps[1].lose()
+        spare = ground.smp("node2", rules=[("rebuild.middle", 1)])
+        doomed, heir = Trainer(spare, "dp1"), Trainer(spare, "dp1")
+        plan = run.plan(run["dp0"].client.inventory(), heir.client.inventory())
+        doomed.client.join(2)
+        first = ground.meanwhile(doomed.recover, plan)
+        late = ground.points.wait("node2", "rebuild.middle", 1)
+
+        heir.client.join(3)
+        second = ground.meanwhile(heir.recover, plan)
+        ground.points.wait("node2", "rebuild.middle", 1).go()
+        recovered = second.result(DEADLINE_S)
+        assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, "dp1", snapshot))
+        late.go()
+        first.exception(DEADLINE_S)
+        assert heir.client.inventory().shards == {(snapshot, "dp1")}
+        again = heir.recover(plan)
+        assert (again.how, bytes(again.view)) == ("held", bytes_of(run, "dp1", snapshot))
+
+    def test_a_trainer_of_an_older_epoch_does_not_get_what_a_newer_one_is_writing(self, ground: Ground) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[3000], [3000]], protect="none")
+        run["dp0"].take(run.snapshot(1))
+        spare = ground.smp("node2", rules=[("rebuild.middle", 1)])
+        old = Trainer(spare, "dp0")
+        first = ground.meanwhile(old.recover, plan_for(run, "dp0", run.snapshot(1)))
+        late = ground.points.wait("node2", "rebuild.middle", 1)
+
+        new = Run([Trainer(spare, "dp0")], slots=2).start(2)
+        snapshot = new.write(5)
+        late.go()
+        first.exception(DEADLINE_S)
+        new["dp0"].seal(snapshot)
+        assert new.outcomes(snapshot) == {PROTECTED}
+        assert shard_file(spare, snapshot, "dp0").read_bytes() == bytes_of(new, "dp0", snapshot)
+
+
+def plan_for(run: Run, coord: str, snapshot: SnapshotId) -> RestorePlan:
+    """Where one shard is to be fetched from, although the snapshot is not complete."""
+    from smp_daemon.sources import Sources
+
+    bulk = run[coord].client.inventory().bulk
+    return RestorePlan(Sources(snapshot, run.layout, {coord: bulk}, {}), (), ())
+
+
+# ---------------------------------------------------------------------- recovery
+
+
+class TestALostNode:
+    def test_is_rebuilt_and_its_parity_too_so_that_another_may_be_lost(self, ground: Ground) -> None:
+        smps = ground.smps(4)
+        run = run_on(smps, [[9000, 500], [7000, 800], [9000, 9], [8000, 700]], protect="3+1")
+        snapshot = run.protect(1)
+        for lost, name in ((1, "spare1"), (3, "spare3")):
+            smps[lost].lose()
+            smps[lost] = ground.smp(name, rules=[("heal.done", None)])
+            here = [f"dp{2 * lost}", f"dp{2 * lost + 1}"]
+            for coord in here:
+                elements = run[coord].form.offsets["weight"][1].shape[0]
+                run.trainers[coord] = Trainer(smps[lost], coord, elements)
+            plan = run.plan(*(run[f"dp{2 * i}"].client.inventory() for i in range(4)))
+            assert (plan.snapshot, sorted(plan.decoded), plan.heal) == (snapshot, here, ((0, lost),))
+            for coord in here:
+                recovered = run[coord].recover(plan)
+                assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, coord, snapshot))
+                assert recovered.bytes_fetched >= len(recovered.view)
+            run[here[0]].client.heal(plan.sources, 0, lost)
+            ground.points.wait(name, "heal.done", 1).go()
+            healed = parity_file(smps[lost], snapshot, 0, lost).read_bytes()
+            assert healed == parities_by_xor(run, 0, snapshot)[lost]
+        plan = run.plan(*(run[f"dp{2 * i}"].client.inventory() for i in range(4)))
+        assert (plan.decoded, plan.heal) == ((), ())
+
+    def test_can_be_lost_again_before_its_parity_is_healed(self, ground: Ground) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[3000], [3000], [3000]])
+        snapshot = run.protect(1)
+        for name in ("spare", "second"):
+            smps[2].lose()
+            smps[2] = ground.smp(name)
+            run.trainers["dp2"] = Trainer(smps[2], "dp2")
+            recovered = run["dp2"].recover(run.plan(*(trainer.client.inventory() for trainer in run)))
+            assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, "dp2", snapshot))
+
+    def test_with_another_without_parity_for_both_cannot_be_had(self, ground: Ground) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[3000], [3000], [3000]])
+        run.protect(7)
+        run.protect(8)
+        for smp in smps[1:]:
+            smp.lose()
+        spares = [ground.smp("spare1"), ground.smp("spare2")]
+        inventories = [smp.client().inventory() for smp in (smps[0], *spares)]
+        with pytest.raises(Unrecoverable) as caught:
+            plan_restore(inventories, run.trainers)
+        text = str(caught.value)
+        assert all(word in text for word in ("step 7", "group 0", "node1, node2", "1 parity unit a stripe"))
+
+    def test_in_each_of_two_groups_can_be_had(self, ground: Ground) -> None:
+        smps = ground.smps(4)
+        run = run_on(smps, [[3000], [2000], [3000], [4000]], protect="1+1")
+        snapshot = run.protect(1)
+        for lost in (0, 3):
+            smps[lost].lose()
+        spare = ground.smp("spare")
+        run.trainers["dp0"], run.trainers["dp3"] = Trainer(spare, "dp0", 3000), Trainer(spare, "dp3", 4000)
+        plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp1", "dp2")))
+        for coord in ("dp0", "dp3"):
+            recovered = run[coord].recover(plan)
+            assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, coord, snapshot))
+
+    def test_that_was_counted_on_is_reported_and_not_waited_for(self, ground: Ground) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[3000], [3000], [3000]])
+        run.protect(1)
+        smps[2].lose()
+        spare = Trainer(ground.smp("spare"), "dp2")
+        plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp1")), spare.client.inventory())
+        smps[1].lose()
+        with pytest.raises(SmpUnavailable):
+            spare.recover(plan)
+        assert spare.client.inventory().shards == frozenset()
+
+
+class TestRanksOnOtherNodes:
+    def test_their_shards_are_fetched(self, ground: Ground) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[3000], [4000], [5000]])
+        snapshot = run.protect(1)
+        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        moved = [Trainer(smps[(i + 1) % 3], f"dp{i}", 3000 + 1000 * i) for i in range(3)]
+        for trainer in moved:
+            recovered = trainer.recover(plan)
+            assert (recovered.how, recovered.bytes_fetched) == ("fetched", len(recovered.view))
+            assert bytes(recovered.view) == bytes_of(run, trainer.coord, snapshot)
+        renumbered = Run(moved).start(2)
+        renumbered.protected = snapshot
+        assert [node.name for node in renumbered.layout.nodes] == ["node1", "node2", "node0"]
+        renumbered.protect(2)
+
+
+class TestADamagedCopy:
+    def recover_twice(self, run: Run, reader: Trainer, damaged: str) -> None:
+        """First the copy that was counted on turns out to be damaged; then it is decoded."""
+        snapshot = run.protect(1)
+        flip_a_byte(shard_file(self.smps[1], snapshot, damaged))
+        inventories = [trainer.client.inventory() for trainer in run]
+        assert run.plan(*inventories).decoded == ()
+        with pytest.raises(DamagedSnapshot, match=damaged):
+            reader.recover(run.plan(*inventories))
+        inventories = [trainer.client.inventory() for trainer in run]
+        assert (snapshot, damaged) not in inventories[1].shards
+        plan = run.plan(*inventories)
+        assert plan.decoded == (damaged,)
+        recovered = reader.recover(plan)
+        assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, damaged, snapshot))
+
+    def test_of_its_own_is_noticed_dropped_and_decoded(self, ground: Ground) -> None:
+        self.smps = ground.smps(3)
+        run = run_on(self.smps, [[9000], [9000], [9000]])
+        self.recover_twice(run, run["dp1"], "dp1")
+
+    def test_of_another_node_is_noticed_dropped_and_decoded(self, ground: Ground) -> None:
+        self.smps = ground.smps(3)
+        run = run_on(self.smps, [[9000], [9000], [9000]])
+        self.recover_twice(run, Trainer(self.smps[2], "dp1", 9000), "dp1")
+
+    def test_of_parity_is_noticed_and_dropped(self, ground: Ground) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[3000], [3000]])
+        snapshot = run.protect(1)
+        run.write(2)  # which tells the SMPs that step 1 is protected
+        flip_a_byte(parity_file(smps[0], snapshot, 0, 0))
+        smps[1].lose()
+        spare = Trainer(ground.smp("spare"), "dp1")
+        inventories = [run["dp0"].client.inventory(), spare.client.inventory()]
+        with pytest.raises(DamagedSnapshot):
+            spare.recover(run.plan(*inventories))
+        inventories = [run["dp0"].client.inventory(), spare.client.inventory()]
+        assert inventories[0].parities == frozenset()
+        with pytest.raises(Unrecoverable, match="parity of 2 nodes"):
+            run.plan(*inventories)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class TestRelease:
+    def test_the_protected_snapshot_cannot_be_given_up(self, lone: SmpProcess) -> None:
+        run = next_run_on(lone)
+        first = run.protect(1)
+        with pytest.raises(ProtocolError, match=r"step 1 .* is protected and must be kept"):
+            run["dp0"].write(run.snapshot(2), [], first)
+        assert (first, "dp0") in run["dp0"].client.inventory().shards
+
+    def test_what_is_not_kept_is_freed_and_what_is_kept_is_not(self, lone: SmpProcess) -> None:
+        run = next_run_on(lone)
+        first, second, third = (run.snapshot(step) for step in (1, 2, 3))
+        for snapshot in (first, second, third):
+            run["dp0"].take(snapshot, [first, second])
+        with pytest.raises(NoFreeSlot, match=r"held are .*step 1 .*step 2 .*step 3 "):
+            run["dp0"].write(run.snapshot(4), [first, second, third])
+        run["dp0"].write(run.snapshot(4), [first, third])
+        assert run["dp0"].client.inventory().shards == {(first, "dp0"), (third, "dp0")}
+        assert shard_file(lone, first, "dp0").read_bytes() == bytes_of(run, "dp0", first)
+
+    def test_memory_is_flat_over_fifty_snapshots(self, ground: Ground) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[3000], [5000]])
+        memory = set()
+        for step in range(50):
+            run.protect(1 + step)
+            if step >= 2:
+                memory.add(tuple(memory_of(smp.arena) for smp in smps))
+        assert len(memory) == 1, memory
+        slots = 3 * (run["dp0"].form.total_bytes + run.layout.stripes(0).parity_bytes(0))
+        assert slots <= memory.pop()[0] <= slots + (64 << 10)
+
+    def test_a_new_layout_gets_its_memory_and_the_old_one_gives_it_back(self, ground: Ground) -> None:
+        smp = ground.smp()
+        small = run_on([smp], [[1000]])
+        kept = small.protect(1)
+        large = Run([Trainer(smp, "dp0", 9000)])
+        large.protected = kept
+        large.start(2)
+        large.protect(2)
+        assert (kept, "dp0") in large["dp0"].client.inventory().shards
+        large.protect(3)
+        inventory = large["dp0"].client.inventory()
+        assert inventory.shards == {(large.snapshot(2), "dp0"), (large.snapshot(3), "dp0")}
+        assert list(inventory.layouts) == [2]
+        lengths = [path.stat().st_size for path in smp.arena.glob("dp0.*.safetensors")]
+        assert lengths == [large["dp0"].form.total_bytes] * 3
+
+
+class TestTooLittleMemory:
+    def test_a_layout_that_does_not_fit_is_refused_and_nothing_is_taken(self, ground: Ground) -> None:
+        smp = ground.prepare()
+        mount_a_small_tmpfs(ground, smp.arena.parent)
+        smp.launch().wait_ready()
+        big = Run([Trainer(smp, "dp0", 200_000)])
+        with pytest.raises(ArenaTooSmall, match=r"needs [\d,]+ bytes more .* has [\d,]+ left: enlarge it"):
+            big.start()
+        assert not list(smp.arena.glob("*.safetensors"))
+        fitting = Run([Trainer(smp, "dp0", 10_000)]).start()
+        fitting.protect(1)
+
+
+def mount_a_small_tmpfs(ground: Ground, path: Path) -> None:
+    """One MiB, or the test is skipped."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "holdfast-test", str(path)]
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True, timeout=DEADLINE_S).returncode != 0:
+        pytest.skip("a small tmpfs can only be mounted by root")
+    unmount = ["umount", "-l", str(path)]
+    ground.on_end.callback(subprocess.run, unmount, check=True, timeout=DEADLINE_S)
+
+
+# ---------------------------------------------------------------------- starting and ending
+
+
+class TestWhatCannotBeServedIsRefused:
+    def start(self, ground: Ground, *more: str, arena: Path | None = None, job: str = "testrun") -> HoldfastError:
+        """The error of an SMP that does not start. Of two equal options the later one counts."""
+        arena = arena or ground.base / "refused" / job
+        return refusal([*smp_command(job, "node0", arena, ground.host()), *more])
+
+    @pytest.mark.parametrize("option", ["--port", "--bulk-port"])
+    def test_a_port_that_is_taken(self, ground: Ground, option: str) -> None:
+        host = ground.host()
+        with socket.create_server((host, 0)) as taken:
+            port = taken.getsockname()[1]
+            error = self.start(ground, option, str(port), "--host", host)
+        assert type(error) is ConfigError
+        assert f"cannot listen on {host}:{port}" in str(error)
+        assert f" {option}" in str(error)
+
+    def test_an_arena_that_another_smp_owns(self, ground: Ground) -> None:
+        owner = ground.smp()
+        error = self.start(ground, arena=owner.arena)
+        assert type(error) is ConfigError
+        assert f"another SMP owns the arena {owner.arena}: use it, or stop it first" in str(error)
+        assert owner.client().pid == owner.owner.pid
+
+    @pytest.mark.parametrize("what", ["job", "node"])
+    def test_an_arena_of_another(self, ground: Ground, what: str) -> None:
+        smp = ground.smp()
+        run_on([smp], [[3000]]).protect(1)
+        smp.kill()
+        option = ["--node", "node7"] if what == "node" else []
+        error = self.start(ground, *option, arena=smp.arena, job="otherun" if what == "job" else smp.job)
+        assert isinstance(error, ConfigError | ProtocolError)
+        assert "belongs to job 'testrun' on node 'node0'" in str(error)
+        assert "holdfast gc" in str(error)
+        assert smp.launch().wait_ready().client().inventory().shards == {(SnapshotId(1, 1), "dp0")}
+
+    def test_an_arena_whose_socket_would_have_too_long_a_path(self, ground: Ground) -> None:
+        spare = MAX_SOCKET_PATH_BYTES - len(str(socket_path(ground.base / "x"))) + 1
+        for length, fits in ((spare, True), (spare + 1, False)):
+            arena = ground.base / ("x" * length)
+            if fits:
+                assert len(str(socket_path(arena))) == MAX_SOCKET_PATH_BYTES
+                command = [*smp_command("testrun", "node0", arena, ground.host()), "--owner-pid", str(os.getpid())]
+                with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                    assert process.stdout is not None
+                    try:
+                        assert "ready" in read_line(process.stdout)
+                    finally:
+                        process.kill()
+            else:
+                error = self.start(ground, arena=arena)
+                assert type(error) is ConfigError
+                assert "choose a shorter HOLDFAST_ARENA or job id" in str(error)
+
+    @pytest.mark.parametrize("host", ["localhost", "256.0.0.1", "node-7", "127.1", ""])
+    def test_a_host_that_is_no_address(self, ground: Ground, host: str) -> None:
+        error = self.start(ground, "--host", host)
+        assert type(error) is ConfigError
+        assert f"--host takes an IP address, not {host!r}" in str(error)
+
+    @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
+    def test_a_host_off_loopback_unless_it_is_asked_for(self, ground: Ground, host: str) -> None:
+        error = self.start(ground, "--host", host)
+        assert type(error) is ConfigError
+        assert "neither encrypted nor authenticated: say --insecure" in str(error)
+
+    def test_an_address_of_another_machine(self, ground: Ground) -> None:
+        error = self.start(ground, "--host", "192.0.2.1", "--insecure")
+        assert type(error) is ConfigError
+        assert "cannot listen on 192.0.2.1:0" in str(error)
+        assert "--host" in str(error)
+
+    def test_an_arena_that_cannot_be_made(self, ground: Ground) -> None:
+        (ground.base / "file").write_text("")
+        error = self.start(ground, arena=ground.base / "file" / "testrun")
+        assert type(error) is ConfigError
+        assert "choose another with HOLDFAST_ARENA" in str(error)
+
+    @pytest.mark.parametrize("trap", ["link", "open to all"])
+    def test_an_arena_that_others_could_get_at(self, ground: Ground, trap: str) -> None:
+        arena = ground.base / "trap"
+        (ground.base / "elsewhere").mkdir(mode=0o700)
+        if trap == "link":
+            arena.symlink_to(ground.base / "elsewhere")
+        else:
+            arena.mkdir(mode=0o755)
+        error = self.start(ground, arena=arena)
+        assert type(error) is ConfigError
+        assert "must be a directory of this user with mode 0700, not a link" in str(error)
+        assert not list((ground.base / "elsewhere").iterdir())
+
+    def test_a_relative_arena_is_taken_from_where_it_was_said(self, ground: Ground) -> None:
+        command = [*smp_command("testrun", "node0", Path("here"), ground.host()), "--owner-pid", str(os.getpid())]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ground.base) as process:
+            try:
+                assert process.stdout is not None
+                assert "ready" in read_line(process.stdout)
+                client = SmpClient(ground.base / "here", "testrun")
+                client.join(1)
+                client.finish(1)
+                assert process.wait(DEADLINE_S) == 0
+            finally:
+                process.kill()
+        assert not (ground.base / "here").exists()
+
+
+class TestTheEnd:
+    def test_finish_removes_the_arena_and_ends_the_process(self, ground: Ground) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[3000], [3000]])
+        run.protect(1)
+        for trainer, smp in zip(run, smps, strict=True):
+            trainer.client.finish(1)
+            assert not smp.arena.exists()
+            assert smp.wait_end() == 0
+
+    def test_finish_turns_away_whoever_is_still_connected(self, ground: Ground) -> None:
+        smp = ground.smp()
+        run = run_on([smp], [[3000]])
+        other = smp.client()
+        run["dp0"].client.finish(1)
+        with pytest.raises(SmpUnavailable):
+            other.inventory()
+        assert smp.wait_end() == 0
+
+    def test_when_its_owner_is_gone_it_ends_too(self, ground: Ground) -> None:
+        smp = ground.prepare()
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
+            smp.owner_pid = owner.pid
+            smp.launch().wait_ready()
+            run_on([smp], [[3000]]).protect(1)
+            owner.kill()
+            assert smp.wait_end() == 0
+        assert not smp.arena.exists()
+
+    def test_when_its_owner_was_gone_before_it_ends_at_once(self, ground: Ground) -> None:
+        with subprocess.Popen([sys.executable, "-c", ""]) as owner:
+            owner.wait(DEADLINE_S)
+        smp = ground.prepare()
+        smp.owner_pid = owner.pid
+        smp.launch().wait_ready()
+        assert smp.wait_end() == 0
+        assert not smp.arena.exists()
+
+    def test_killed_it_leaves_its_arena_for_its_successor(self, ground: Ground) -> None:
+        smp = ground.smp()
+        run = run_on([smp], [[3000]])
+        snapshot = run.protect(1)
+        smp.kill()
+        assert shard_file(smp, snapshot, "dp0").read_bytes() == bytes_of(run, "dp0", snapshot)
+
+
+class TestTheKit:
+    def test_it_notices_an_smp_that_is_left(self) -> None:
+        ground = Ground(grace_s=0.1)
+        smp = ground.prepare()
+        command = [*smp_command("testrun", "node0", smp.arena, smp.host), "--owner-pid", str(os.getpid())]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stray:
+            assert stray.stdout is not None
+            read_line(stray.stdout)
+            with pytest.raises(LeftBehind, match=f"process {stray.pid} was left"):
+                ground.close()
+        assert not ground.base.exists()
+
+    def test_it_notices_an_smp_with_a_bug(self) -> None:
+        ground = Ground()
+        ground.prepare()
+        (ground.base / "node0.stderr").write_text("Traceback (most recent call last):\nKeyError: 'x'\n")
+        with pytest.raises(LeftBehind, match="node0: Traceback"):
+            ground.close()
+        assert not ground.base.exists()
+
+    def test_it_ends_and_removes_what_a_failing_test_has_started(self) -> None:
+        with pytest.raises(ZeroDivisionError), playground() as ground:
+            smp = ground.smp()
+            run_on([smp], [[100]]).write(1)
+            _ = 1 / 0
+        assert smp.process.returncode is not None
+        assert not ground.base.exists()

@@ -1,0 +1,448 @@
+"""Starting SMPs that outlive whoever started them, and removing what dead jobs left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from holdfast.cli import main
+from smp_daemon.board import Board
+from smp_daemon.client import SmpClient
+from smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
+from smp_daemon.layout import SnapshotId
+from smp_daemon.paths import ARENA_ENV, Owner
+from smp_daemon.spawn import find_leftovers, parse_report, remove, start_smp
+from tests.smp_kit import (
+    DEADLINE_S,
+    JOB,
+    Ground,
+    SmpProcess,
+    Trainer,
+    end,
+    memory_of,
+    playground,
+    processes_left,
+    read_line,
+    run_on,
+)
+
+STARTER = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from smp_daemon.spawn import start_smp
+arena, host = sys.argv[1:]
+print(json.dumps(asdict(start_smp("testrun", "node0", Path(arena), host=host))), flush=True)
+sys.stdin.read()
+"""
+
+BAD_INIT = "import ctypes\nassert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # adopts orphans, and reaps none\n"
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as ground:
+        yield ground
+
+
+@pytest.fixture
+def arena(ground: Ground) -> Path:
+    return ground.base / "detached" / JOB
+
+
+def finish(ground: Ground, arena: Path) -> None:
+    """End the job as its last trainer would."""
+    client = ground.keep(SmpClient(arena, JOB))
+    epoch = client.inventory().epoch + 1
+    client.join(epoch)
+    client.finish(epoch)
+
+
+class starter:
+    """A process that has started an SMP in an arena, and is still there."""
+
+    def __init__(self, arena: Path, host: str, before: str = "") -> None:
+        self._command = [sys.executable, "-c", before + STARTER, str(arena), host]
+
+    def __enter__(self) -> starter:
+        self.process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self.process.stdout is not None
+        self.owner = Owner(**json.loads(read_line(self.process.stdout)))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=DEADLINE_S)
+
+
+# ---------------------------------------------------------------------- starting
+
+
+class TestADetachedSmp:
+    def test_serves_in_a_session_of_its_own_with_a_foster_parent(self, ground: Ground, arena: Path) -> None:
+        owner = start_smp(JOB, "node0", arena, host=ground.host())
+        assert os.getsid(owner.pid) not in (os.getsid(0), owner.pid)
+        assert psutil.Process(foster_parent(owner.pid)).pid in (1, *os_subreapers())
+        client = ground.keep(SmpClient(arena, JOB))
+        assert (client.pid, client.node) == (owner.pid, "node0")
+        finish(ground, arena)
+        assert not arena.exists()
+
+    def test_holds_on_to_nothing_of_its_starter(self, ground: Ground, arena: Path) -> None:
+        owner = start_smp(JOB, "node0", arena, host=ground.host())
+        process = Path(f"/proc/{owner.pid}")
+        links = {int(path.name): str(path.readlink()) for path in (process / "fd").iterdir()}
+        assert [links[fd] for fd in (0, 1, 2)] == ["/dev/null"] * 3
+        assert not [link for link in links.values() if link.startswith("pipe:")]
+        assert (process / "cwd").readlink() == Path("/")
+        finish(ground, arena)
+
+    def test_survives_the_death_of_its_starter_and_all_of_its_group(self, ground: Ground, arena: Path) -> None:
+        with starter(arena, ground.host()) as started:
+            os.killpg(started.process.pid, signal.SIGKILL)
+            started.process.wait(DEADLINE_S)
+        client = ground.keep(SmpClient(arena, JOB))
+        assert client.inventory().node == "node0"
+        assert client.pid == started.owner.pid
+        finish(ground, arena)
+
+    def test_says_why_it_does_not_start(self, ground: Ground, arena: Path) -> None:
+        with pytest.raises(ConfigError, match="--host takes an IP address"):
+            start_smp(JOB, "node0", arena, host="node-7")
+        with pytest.raises(ConfigError, match="say --insecure"):
+            start_smp(JOB, "node0", arena, host="0.0.0.0")
+        assert processes_left(arena, DEADLINE_S) == []
+
+    def test_off_loopback_it_starts_if_that_is_asked_for(self, ground: Ground, arena: Path) -> None:
+        owner = start_smp(JOB, "node0", arena, host="0.0.0.0", insecure=True)
+        assert owner.host == "0.0.0.0"
+        finish(ground, arena)
+
+    def test_started_twice_the_second_is_told_that_the_first_owns_the_arena(self, ground: Ground, arena: Path) -> None:
+        first = start_smp(JOB, "node0", arena, host=ground.host())
+        with pytest.raises(ConfigError, match=f"another SMP owns the arena {arena}: use it"):
+            start_smp(JOB, "node0", arena, host=ground.host())
+        assert ground.keep(SmpClient(arena, JOB)).pid == first.pid
+        finish(ground, arena)
+
+    def test_started_by_several_at_once_it_serves_them_all(self, ground: Ground, arena: Path) -> None:
+        """As the ranks of one node do; none of them may find it half ready."""
+
+        def start_and_connect() -> tuple[bool, int]:
+            try:
+                start_smp(JOB, "node0", arena, host=ground.host())
+                started = True
+            except ConfigError:
+                started = False
+            client = SmpClient(arena, JOB)
+            pid = client.pid
+            client.close()
+            return started, pid
+
+        starting = [ground.meanwhile(start_and_connect) for _ in range(4)]
+        answers = [future.result(DEADLINE_S) for future in starting]
+        assert sorted(started for started, _ in answers) == [False, False, False, True]
+        assert len({pid for _, pid in answers}) == 1
+        finish(ground, arena)
+
+    def test_takes_over_what_a_killed_one_held(self, ground: Ground, arena: Path) -> None:
+        first = start_smp(JOB, "node0", arena, host=ground.host())
+        smp = DetachedSmp(ground, arena)
+        run = run_on([smp], [[3000]])
+        snapshot = run.protect(1)
+        end(psutil.Process(first.pid))
+        second = start_smp(JOB, "node0", arena, host=first.host)
+        assert (second.control_port, second.bulk_port) == (first.control_port, first.bulk_port)
+        recovered = Trainer(smp, "dp0").recover(run.plan(smp.client().inventory()))
+        assert (recovered.how, bytes(recovered.view)) == ("held", run["dp0"].image(snapshot))
+        finish(ground, arena)
+
+    def test_is_ready_within_seconds(self, ground: Ground) -> None:
+        fastest = min(seconds_to_start(ground.prepare(f"node{i}")) for i in range(3))
+        assert fastest < 5
+
+
+class TestPriority:
+    def test_idle_means_every_thread_of_it(self, ground: Ground) -> None:
+        smp = ground.prepare().launch("--priority", "idle").wait_ready()
+        run_on([smp], [[3000]]).protect(1)
+        assert policies_of(smp.process.pid) == {os.SCHED_IDLE}
+
+    def test_normal_means_none(self, ground: Ground) -> None:
+        smp = ground.smp()
+        run_on([smp], [[3000]]).protect(1)
+        assert policies_of(smp.process.pid) == {os.SCHED_OTHER}
+
+
+def policies_of(pid: int) -> set[int]:
+    """The scheduling policies of a process's threads."""
+    return {os.sched_getscheduler(int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()}
+
+
+class DetachedSmp(SmpProcess):
+    """An SMP that is not our child, to run trainers on."""
+
+    def __init__(self, ground: Ground, arena: Path) -> None:
+        super().__init__(ground, "node0", "", JOB)
+        self.arena = arena
+
+
+def seconds_to_start(smp: SmpProcess) -> float:
+    began = time.monotonic()
+    smp.launch().wait_ready()
+    return time.monotonic() - began
+
+
+def foster_parent(pid: int) -> int:
+    """The parent of a detached process, once everything between it and us has ended."""
+    process = psutil.Process(pid)
+    while process.cmdline() == (parent := process.parent() or process).cmdline():
+        parent.wait(DEADLINE_S)
+    return process.ppid()
+
+
+def os_subreapers() -> Sequence[int]:
+    """Processes above this one; any of them may have declared itself a subreaper. Not this one itself."""
+    return [process.pid for process in psutil.Process().parents()]
+
+
+class TestTheReport:
+    def test_of_an_smp_without_a_word_is_what_it_left_on_standard_error(self) -> None:
+        with pytest.raises(SmpUnavailable, match="without a word: boom"):
+            parse_report("", "boom\n")
+
+    def test_of_an_unknown_error_is_still_one_of_ours(self) -> None:
+        with pytest.raises(HoldfastError, match="too new for us"):
+            parse_report('{"error": "NeverHeardOf", "message": "too new for us"}')
+
+
+class TestWhatIsImported:
+    @pytest.mark.parametrize("module", ["smp_daemon.client", "smp_daemon.spawn", "smp_daemon.paths"])
+    def test_the_trainers_side_needs_neither_grpc_nor_torch(self, module: str) -> None:
+        assert imported_by(module) & {"grpc", "google.protobuf", "torch"} == set()
+
+    def test_an_smp_needs_grpc_and_no_torch(self) -> None:
+        assert imported_by("smp_daemon.service") & {"grpc", "torch", "snapshot", "holdfast"} == {"grpc"}
+
+    def test_help_is_said_without_torch(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "smp_daemon", "--help"],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=True,
+        )
+        imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+        assert "--owner-pid" in done.stdout
+        assert "argparse" in imported
+        assert not imported & {"torch", "grpc", "numpy"}
+
+
+def imported_by(module: str) -> set[str]:
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    return set(done.stdout.split())
+
+
+# ---------------------------------------------------------------------- leftovers
+
+
+@pytest.fixture
+def base(ground: Ground) -> Path:
+    """Where the arenas of a user lie."""
+    path = ground.base / "arenas"
+    path.mkdir()
+    return path
+
+
+def dead_arena(ground: Ground, path: Path, job: str = JOB) -> Path:
+    """An arena with a snapshot whose SMP and trainers are gone. A copy, since this process has the first one mapped."""
+    smp = ground.smp(f"dead-{path.name}", job=job)
+    run_on([smp], [[3000]]).protect(1)
+    smp.kill()
+    shutil.copytree(smp.arena, path, ignore=shutil.ignore_patterns("smp.sock"))
+    return path
+
+
+def orphan(ground: Ground, path: Path, job: str = JOB) -> Owner:
+    """An SMP without trainers, with an arena that has a snapshot in it."""
+    dead_arena(ground, path, job)
+    return start_smp(job, f"dead-{path.name}", path, host=ground.host())
+
+
+def gc(capsys: pytest.CaptureFixture[str], base: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What ``holdfast gc`` says it found, whatever its age."""
+    assert main(["gc", "--arena", str(base), "--older-than", "0", "--json", "-", *arguments]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def arenas_of(found: list[dict[str, Any]]) -> set[str]:
+    return {Path(entry["arena"]).name for entry in found}
+
+
+def leftovers_in(base: Path) -> set[str]:
+    return {leftover.arena.name for leftover in find_leftovers(base)}
+
+
+class TestGc:
+    def test_removes_dead_arenas_and_orphans_and_leaves_what_is_in_use(
+        self, ground: Ground, base: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        dead = dead_arena(ground, base / "dead")
+        owner = orphan(ground, base / "orphan", "orphaned")
+        live = start_smp(JOB, "node0", base / "live", host=ground.host())
+        client = ground.keep(SmpClient(base / "live", JOB))
+        expected = [
+            (str(dead), JOB, memory_of(dead), None),
+            (str(base / "orphan"), "orphaned", memory_of(base / "orphan"), owner.pid),
+        ]
+
+        found = gc(capsys, base, "--dry-run")
+        assert [(e["arena"], e["job"], e["smp_pid"]) for e in found] == [(a, j, p) for a, j, _, p in expected]
+        assert all(entry["bytes"] >= size > 0 for entry, (_, _, size, _) in zip(found, expected, strict=True))
+        assert not any(entry["removed"] for entry in found)
+        assert dead.exists() and psutil.pid_exists(owner.pid)
+        orphaned = SmpClient(base / "orphan", "orphaned")
+        assert orphaned.inventory().shards == {(SnapshotId(1, 1), "dp0")}
+        orphaned.close()
+        del orphaned
+
+        removed = gc(capsys, base)
+        assert removed == [
+            {**entry, "bytes": now["bytes"], "removed": True} for entry, now in zip(found, removed, strict=True)
+        ]
+        assert [path.name for path in base.iterdir()] == ["live"]
+        assert not is_running(owner.pid)
+        assert (client.inventory().node, client.pid) == ("node0", live.pid)
+        assert gc(capsys, base) == []
+        finish(ground, base / "live")
+
+    def test_of_one_job_leaves_the_others(self, ground: Ground, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for job in ("joba", "jobb"):
+            dead_arena(ground, base / f"node0-{job}", job)
+        assert arenas_of(gc(capsys, base, "--job", "joba")) == {"node0-joba"}
+        assert [path.name for path in base.iterdir()] == ["node0-jobb"]
+
+    def test_leaves_what_was_written_to_lately(
+        self, ground: Ground, base: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        dead = dead_arena(ground, base / "dead")
+        for path in dead.iterdir():
+            os.utime(path, (time.time() - 5000, time.time() - 5000))
+        assert gc(capsys, base, "--older-than", "6000") == []
+        os.utime(dead / "smp.json", (time.time() - 100, time.time() - 100))
+        assert main(["gc", "--arena", str(base)]) == 0
+        assert dead.exists()
+        os.utime(dead / "smp.json", (time.time() - 4000, time.time() - 4000))
+        assert main(["gc", "--arena", str(base)]) == 0
+        assert not dead.exists()
+        assert "nothing to remove" in capsys.readouterr().err
+
+    def test_as_a_command_looks_where_the_environment_says(self, ground: Ground, base: Path) -> None:
+        dead_arena(ground, base / "dead")
+        (base / "dead" / "smp.json").write_text("torn")
+        done = subprocess.run(
+            [sys.executable, "-m", "holdfast.cli", "gc", "--older-than", "0", "--json", "-"],
+            env=os.environ | {ARENA_ENV: str(base)},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=True,
+        )
+        (found,) = json.loads(done.stdout)
+        assert (found["arena"], found["job"], found["removed"]) == (str(base / "dead"), "dead", True)
+        assert list(base.iterdir()) == []
+
+    def test_where_there_is_nothing_is_harmless(self, ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+        assert gc(capsys, ground.base / "nowhere") == []
+
+
+class TestLeftovers:
+    def test_an_arena_is_in_use_while_any_process_has_its_board_mapped(self, ground: Ground, base: Path) -> None:
+        dead = dead_arena(ground, base / "dead")
+        board = Board(dead / "board")
+        assert leftovers_in(base) == set()
+        del board
+        assert leftovers_in(base) == {"dead"}
+
+    def test_an_arena_is_in_use_whatever_name_it_goes_by(self, ground: Ground, base: Path) -> None:
+        dead = dead_arena(ground, base / "dead")
+        link = ground.base / "link"
+        link.symlink_to(base)
+        board = Board(link / "dead" / "board")
+        assert leftovers_in(link) == leftovers_in(base / ".." / "arenas") == set()
+        del board
+        assert leftovers_in(link) == leftovers_in(base / ".." / "arenas") == {"dead"}
+        assert dead.exists()
+
+    def test_a_trainer_that_got_the_pid_of_the_dead_smp_is_still_a_trainer(self, ground: Ground, base: Path) -> None:
+        dead = dead_arena(ground, base / "dead")
+        owner = json.loads((dead / "smp.json").read_text())
+        (dead / "smp.json").write_text(json.dumps({**owner, "pid": os.getpid()}))
+        assert [leftover.smp for leftover in find_leftovers(base)] == [None]
+        board = Board(dead / "board")
+        assert leftovers_in(base) == set()
+        del board
+
+    def test_a_process_that_got_the_pid_of_the_dead_smp_is_not_killed(self, ground: Ground, base: Path) -> None:
+        dead = dead_arena(ground, base / "dead")
+        owner = json.loads((dead / "smp.json").read_text())
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as innocent:
+            (dead / "smp.json").write_text(json.dumps({**owner, "pid": innocent.pid}))
+            for leftover in find_leftovers(base):
+                remove(leftover)
+            assert innocent.poll() is None
+            innocent.kill()
+        assert not dead.exists()
+
+    def test_a_job_that_finishes_meanwhile_is_no_leftover(self, ground: Ground, base: Path) -> None:
+        template = dead_arena(ground, ground.base / "template")
+        for name in ("first", "second", "third"):
+            shutil.copytree(template, base / name)
+        found = find_leftovers(base)
+        assert next(found).arena.name == "first"
+        shutil.rmtree(base / "second")
+        assert [leftover.arena.name for leftover in found] == ["third"]
+
+    def test_an_smp_that_ended_meanwhile_is_not_in_the_way(self, ground: Ground, base: Path) -> None:
+        owner = orphan(ground, base / "orphan")
+        (leftover,) = find_leftovers(base)
+        assert leftover.smp is not None and leftover.smp.pid == owner.pid
+        end(psutil.Process(owner.pid))
+        remove(leftover)
+        assert not (base / "orphan").exists()
+
+    def test_an_smp_that_nobody_reaps_is_removed_all_the_same(self, ground: Ground, base: Path) -> None:
+        """In a container whose first process is not an init, an ended orphan stays a zombie."""
+        with starter(base / "orphan", ground.host(), BAD_INIT) as bad_init:
+            assert psutil.Process(bad_init.owner.pid).ppid() == bad_init.process.pid
+            (leftover,) = find_leftovers(base)
+            remove(leftover)
+            assert psutil.Process(bad_init.owner.pid).status() == psutil.STATUS_ZOMBIE
+            assert not (base / "orphan").exists()
+
+    def test_a_zombie_is_no_smp_that_runs(self, ground: Ground, base: Path) -> None:
+        with starter(base / "orphan", ground.host(), BAD_INIT) as bad_init:
+            end(psutil.Process(bad_init.owner.pid))
+            assert [leftover.smp for leftover in find_leftovers(base)] == [None]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

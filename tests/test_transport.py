@@ -1,0 +1,615 @@
+"""Messages over sockets: what a stream promises, and an SMP that is told nonsense on every one of its sockets."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from smp_daemon.client import SmpClient
+from smp_daemon.errors import (
+    BY_NAME,
+    ConfigError,
+    DeadlineExceeded,
+    HoldfastError,
+    ProtocolError,
+    SmpUnavailable,
+    StaleEpoch,
+)
+from smp_daemon.layout import SnapshotId
+from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT, MAX_MESSAGE_BYTES, MAX_SOCKET_PATH_BYTES, MAX_UNIT_BYTES
+from smp_daemon.paths import socket_path
+from smp_daemon.peers import PeerClient
+from smp_daemon.transport import (
+    Listener,
+    Message,
+    SocketStream,
+    Stream,
+    bind_tcp,
+    bind_unix,
+    call,
+    connect,
+)
+from tests.smp_kit import DEADLINE_S, Ground, Run, SmpProcess, Trainer, playground
+
+quick = settings(deadline=None, derandomize=True, max_examples=150, suppress_health_check=list(HealthCheck))
+
+SOON_S = 0.05
+"""A deadline that is meant to pass."""
+
+MAGIC = b"HFST"
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as ground:
+        yield ground
+
+
+@pytest.fixture(scope="module")
+def smp() -> Iterator[SmpProcess]:
+    """One SMP that is told all the nonsense of this module. The ground notices if it runs into a bug."""
+    with playground() as ground:
+        yield ground.smp()
+
+
+def frame(body: bytes, *, magic: bytes = MAGIC, length: int | None = None, payload: int = 0) -> bytes:
+    """A message as it stands on the wire."""
+    return magic + struct.pack("<IQ", len(body) if length is None else length, payload) + body
+
+
+def said(message: Any) -> bytes:
+    return frame(json.dumps(message).encode())
+
+
+# ---------------------------------------------------------------------- a stream
+
+
+class Pair:
+    """Two ends of one connection: a stream, and the bare socket at its other end."""
+
+    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
+        mine, self.bare = socket.socketpair()
+        self.bare.settimeout(DEADLINE_S)
+        self.stream = SocketStream(mine, deadline_s)
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stream.close()
+        self.bare.close()
+
+    def hear(self, data: bytes, *, end: bool = False) -> None:
+        """Have the stream hear `data`, and then the end of the connection."""
+        self.bare.sendall(data)
+        if end:
+            self.bare.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with Pair() as pair:
+        yield pair
+
+
+class TestAStream:
+    @pytest.mark.parametrize("length", [0, 1, 4096, 3 << 20])
+    def test_carries_messages_and_raw_bytes_in_order(self, pair: Pair, length: int) -> None:
+        other = SocketStream(pair.bare, DEADLINE_S)
+        payload = bytes(i % 251 for i in range(length))
+        with ThreadPoolExecutor(1) as threads:
+            sending = threads.submit(pair.stream.send, {"unit": 7}, memoryview(payload))
+            assert other.receive() == ({"unit": 7}, length)
+            into = memoryview(bytearray(length + 2))
+            other.receive_into(into[1 : length + 1])
+            assert bytes(into) == b"\0" + payload + b"\0"
+            sending.result(DEADLINE_S)
+        pair.stream.send({"next": ["ä", None, 1 << 63]})
+        assert other.receive() == ({"next": ["ä", None, 1 << 63]}, 0)
+
+    def test_puts_parts_together(self, pair: Pair) -> None:
+        data = said({"op": "inventory"})
+        with ThreadPoolExecutor(1) as threads:
+            receiving = threads.submit(pair.stream.receive)
+            for i in range(len(data)):
+                pair.hear(data[i : i + 1])
+            assert receiving.result(DEADLINE_S) == ({"op": "inventory"}, 0)
+
+    def test_knows_the_end_from_a_break_in_the_middle(self) -> None:
+        data = said({"op": "inventory"})
+        for length in range(len(data)):
+            with Pair() as pair:
+                pair.hear(data[:length], end=True)
+                if length == 0:
+                    assert pair.stream.receive() is None
+                else:
+                    with pytest.raises(SmpUnavailable, match="in the middle of a message"):
+                        pair.stream.receive()
+
+    def test_knows_a_break_in_raw_bytes(self, pair: Pair) -> None:
+        pair.hear(frame(b"{}", payload=100) + bytes(99), end=True)
+        assert pair.stream.receive() == ({}, 100)
+        with pytest.raises(SmpUnavailable, match="in the middle of a message"):
+            pair.stream.receive_into(memoryview(bytearray(100)))
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            (frame(b"{}", magic=b"HTTP"), "not a holdfast message"),
+            (frame(b"{}", length=MAX_MESSAGE_BYTES + 1), "above the limits"),
+            (frame(b"{}", length=0xFFFF_FFFF), "above the limits"),
+            (frame(b"{}", payload=MAX_UNIT_BYTES + 1), "above the limits"),
+            (frame(b"{}", payload=(1 << 64) - 1), "above the limits"),
+            (frame(b""), "not JSON"),
+            (frame(b"{"), "not JSON"),
+            (frame(b"\xff\xfe\xfd"), "not JSON"),
+            (frame(b"[" * 100_000), "not JSON"),
+            (frame(b"1" * 10_000), "not JSON"),
+            (frame(b"[1]"), "not a JSON object"),
+            (frame(b'"op"'), "not a JSON object"),
+            (frame(b"null"), "not a JSON object"),
+        ],
+    )
+    def test_takes_nothing_for_a_message_that_is_none(self, pair: Pair, data: bytes, message: str) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            hearing = threads.submit(pair.hear, data)
+            with pytest.raises(ProtocolError, match=message):
+                pair.stream.receive()
+            pair.stream.close()
+            hearing.exception(DEADLINE_S)
+
+    def test_sends_nothing_of_a_message_that_is_too_large(self, pair: Pair) -> None:
+        with pytest.raises(ProtocolError, match="the limit is"):
+            pair.stream.send({"text": "x" * MAX_MESSAGE_BYTES})
+        pair.stream.send({"small": 1})
+        assert pair.bare.recv(1000) == said({"small": 1}).replace(b": ", b":").replace(b"\x0c", b"\x0b")
+
+    def test_waits_no_longer_than_its_deadline(self) -> None:
+        with Pair(SOON_S) as pair:
+            for receive in (pair.stream.receive, lambda: pair.stream.receive_into(memoryview(bytearray(1)))):
+                with pytest.raises(DeadlineExceeded):
+                    receive()
+            with pytest.raises(DeadlineExceeded):
+                for _ in range(1000):
+                    pair.stream.send({}, memoryview(bytes(1 << 20)))
+            pair.stream.set_deadline(None)
+            pair.hear(said({"late": 1}))
+            assert pair.stream.receive() == ({"late": 1}, 0)
+
+    def test_that_was_closed_is_unavailable_and_may_be_closed_again(self, pair: Pair) -> None:
+        pair.stream.close()
+        pair.stream.close()
+        for use in (pair.stream.receive, lambda: pair.stream.send({}), lambda: pair.stream.set_deadline(1)):
+            with pytest.raises(SmpUnavailable):
+                use()
+
+
+class TestACall:
+    @pytest.mark.parametrize("kind", list(BY_NAME.values()))
+    def test_turns_an_error_reply_into_the_exception_it_names(self, pair: Pair, kind: type[HoldfastError]) -> None:
+        pair.hear(said({"error": kind.__name__, "message": "no room"}) + said({"fine": 1}))
+        with pytest.raises(kind, match="no room") as caught:
+            call(pair.stream, {"op": "begin"})
+        assert type(caught.value) is kind
+        assert call(pair.stream, {"op": "inventory"}) == ({"fine": 1}, 0)
+
+    @pytest.mark.parametrize("name", ["KeyboardInterrupt", "NeverHeardOf", ["ConfigError"], None, 7])
+    def test_turns_an_unknown_error_into_one_of_ours(self, pair: Pair, name: Any) -> None:
+        pair.hear(said({"error": name}))
+        with pytest.raises(HoldfastError) as caught:
+            call(pair.stream, {})
+        assert type(caught.value) is HoldfastError
+
+    def test_without_an_answer_is_unavailable(self, pair: Pair) -> None:
+        pair.hear(b"", end=True)
+        with pytest.raises(SmpUnavailable, match="closed the connection"):
+            call(pair.stream, {})
+
+    def test_does_not_take_a_late_answer_for_the_next_ones(self) -> None:
+        with Pair(SOON_S) as pair:
+            with pytest.raises(DeadlineExceeded):
+                call(pair.stream, {"op": "fold", "unit": 1})
+            try:
+                pair.hear(said({"error": "StaleEpoch", "message": "of unit 1"}))
+            except BrokenPipeError:
+                pass  # better still
+            with pytest.raises(SmpUnavailable):
+                call(pair.stream, {"op": "fold", "unit": 2})
+
+
+class TestConnecting:
+    def test_where_nobody_listens_is_unavailable(self, tmp_path: Path, ground: Ground) -> None:
+        with socket.create_server((ground.host(), 0)) as gone:
+            address = gone.getsockname()[:2]
+        for target in (address, tmp_path / "nowhere"):
+            with pytest.raises(SmpUnavailable):
+                connect(target)
+
+    def test_a_socket_is_for_its_user_only(self, ground: Ground) -> None:
+        path = ground.base / "sock"
+        path.write_text("left by a predecessor")
+        with bind_unix(path):
+            assert path.is_socket()
+            assert path.stat().st_mode & 0o777 == 0o600
+            connect(path).close()
+
+    @pytest.mark.parametrize("length", [MAX_SOCKET_PATH_BYTES, MAX_SOCKET_PATH_BYTES + 1])
+    def test_a_path_may_be_as_long_as_the_kernel_allows(self, ground: Ground, length: int) -> None:
+        path = ground.base / ("s" * (length - len(str(ground.base)) - 1))
+        assert len(str(path)) == length
+        if length > MAX_SOCKET_PATH_BYTES:
+            with pytest.raises(ConfigError, match="choose a shorter HOLDFAST_ARENA"):
+                bind_unix(path)
+        else:
+            bind_unix(path).close()
+
+    def test_a_port_is_free_again_at_once(self, ground: Ground) -> None:
+        host = ground.host()
+        listener = Listener(bind_tcp(host, 0), lambda sock: Echo())
+        port = listener.port
+        stream = connect((host, port))
+        assert call(stream, {"say": 1}) == ({"say": 1}, 0)
+        listener.close()
+        bind_tcp(host, port).close()
+        stream.close()
+
+
+# ---------------------------------------------------------------------- a listener
+
+
+class Echo:
+    """Answers what it is told; an error if asked for one."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+        unit = memoryview(bytearray(payload))
+        stream.receive_into(unit)
+        if "refuse" in message:
+            raise StaleEpoch(message["refuse"])
+        return message, unit if payload else None
+
+    def ended(self) -> None:
+        self.over.set()
+
+
+class Echoes:
+    """A listener on a unix socket, and the conversations that it has."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.conversations: list[Echo] = []
+        self.listener = Listener(bind_unix(path), self._converse)
+
+    def _converse(self, sock: socket.socket) -> Echo:
+        self.conversations.append(Echo())
+        return self.conversations[-1]
+
+
+@pytest.fixture
+def echoes(ground: Ground) -> Iterator[Echoes]:
+    echoes = Echoes(ground.base / "echoes")
+    yield echoes
+    echoes.listener.close()
+
+
+class TestAListener:
+    def test_answers_several_at_once(self, echoes: Echoes) -> None:
+        streams = [connect(echoes.path) for _ in range(5)]
+        for i, stream in enumerate(streams):
+            stream.send({"who": i}, memoryview(bytes([i] * 10)))
+        for i, stream in reversed(list(enumerate(streams))):
+            assert stream.receive() == ({"who": i}, 10)
+            unit = bytearray(10)
+            stream.receive_into(memoryview(unit))
+            assert unit == bytes([i] * 10)
+            stream.close()
+
+    def test_replies_with_an_error_and_goes_on(self, echoes: Echoes) -> None:
+        stream = connect(echoes.path)
+        with pytest.raises(StaleEpoch, match="epoch 7"):
+            call(stream, {"refuse": "epoch 7"})
+        assert call(stream, {"say": 2}) == ({"say": 2}, 0)
+        stream.close()
+
+    def test_tells_a_conversation_that_it_is_over(self, echoes: Echoes) -> None:
+        stream = connect(echoes.path)
+        call(stream, {})
+        stream.close()
+        assert echoes.conversations[0].over.wait(DEADLINE_S)
+
+    def test_that_is_closed_ends_its_conversations_and_takes_no_others(self, echoes: Echoes) -> None:
+        stream = connect(echoes.path)
+        call(stream, {})
+        echoes.listener.close()
+        assert echoes.conversations[0].over.wait(DEADLINE_S)
+        with pytest.raises(SmpUnavailable):
+            call(stream, {})
+        with pytest.raises(SmpUnavailable):
+            call(connect(echoes.path), {})
+        assert len(echoes.conversations) == 1
+
+
+# ---------------------------------------------------------------------- an SMP that is told nonsense
+
+
+def local_of(smp: SmpProcess) -> Path:
+    return socket_path(smp.arena)
+
+
+def bulk_of(smp: SmpProcess) -> tuple[str, int]:
+    return smp.bulk
+
+
+def control_of(smp: SmpProcess) -> tuple[str, int]:
+    return smp.owner.host, smp.owner.control_port
+
+
+both_sockets = pytest.mark.parametrize("of", [local_of, bulk_of], ids=["local", "bulk"])
+every_socket = pytest.mark.parametrize("of", [local_of, bulk_of, control_of], ids=["local", "bulk", "control"])
+Address = Callable[[SmpProcess], Any]
+
+
+def tell(address: Any, data: bytes, *, end: bool = True) -> bytes:
+    """Say `data` and, unless not to, nothing more; all that comes back until the other side ends the connection."""
+    sock = socket.socket(socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET, socket.SOCK_STREAM)
+    heard = b""
+    with sock:
+        sock.settimeout(DEADLINE_S)
+        sock.connect(str(address) if isinstance(address, Path) else address)
+        try:
+            sock.sendall(data)
+            if end:
+                sock.shutdown(socket.SHUT_WR)
+            while more := sock.recv(1 << 16):
+                heard += more
+        except TimeoutError:
+            raise
+        except OSError:
+            pass  # it was closed while there was more to say
+    return heard
+
+
+def replies(heard: bytes) -> list[Message]:
+    """The messages in what an SMP said."""
+    found = []
+    while heard:
+        length, payload = struct.unpack("<IQ", heard[4:16])
+        found.append(json.loads(heard[16 : 16 + length]))
+        heard = heard[16 + length + payload :]
+    return found
+
+
+def serves(smp: SmpProcess) -> bool:
+    """Whether it answers on every one of its sockets."""
+    client = SmpClient(smp.arena, smp.job)
+    stream = connect(smp.bulk)
+    peers = PeerClient()
+    try:
+        with pytest.raises(ProtocolError, match="does not know the operation"):
+            call(stream, {"op": "?", "job": smp.job, "snapshot": [0, 0]})
+        answers = {client.inventory().node, peers.ping(smp.control, smp.job, CALL_DEADLINE_S).node}
+    finally:
+        client.close()
+        stream.close()
+        peers.close()
+    return answers == {smp.name} and smp.process.poll() is None
+
+
+class TestAnSmpIsToldNonsense:
+    @both_sockets
+    @pytest.mark.parametrize(
+        "data",
+        [
+            pytest.param(b"GET / HTTP/1.1\r\nHost: smp\r\n\r\n", id="wrong magic"),
+            pytest.param(frame(b"{}", length=0xFFFF_FFFF), id="huge message"),
+            pytest.param(frame(b"{}", length=MAX_MESSAGE_BYTES + 1), id="message above the limit"),
+            pytest.param(frame(b"{}", payload=(1 << 64) - 1), id="huge unit"),
+            pytest.param(frame(b"{}", payload=MAX_UNIT_BYTES + 1), id="unit above the limit"),
+            pytest.param(frame(b"not JSON"), id="not JSON"),
+            pytest.param(frame(b"[" * 100_000), id="deep JSON"),
+            pytest.param(frame(b"[1, 2]"), id="not an object"),
+            pytest.param(frame(b"\x80abc"), id="not text"),
+        ],
+    )
+    def test_it_ends_that_connection_and_no_other(self, smp: SmpProcess, of: Address, data: bytes) -> None:
+        other, peer = smp.client(), connect(smp.bulk)
+        assert tell(of(smp), data, end=False) == b""
+        assert other.inventory().node == smp.name
+        with pytest.raises(ProtocolError):
+            call(peer, {"op": "?"})
+        other.close()
+        peer.close()
+        assert serves(smp)
+
+    @both_sockets
+    def test_it_gives_up_on_a_message_that_ends_in_the_middle(self, smp: SmpProcess, of: Address) -> None:
+        whole = said({"op": "inventory", "job": smp.job, "snapshot": [1, 1]})
+        for length in (1, 4, 15, 16, len(whole) - 1):
+            assert tell(of(smp), whole[:length]) == b""
+        assert len(replies(tell(of(smp), whole))) == 1
+        assert serves(smp)
+
+    def test_it_gives_up_on_a_unit_that_ends_in_the_middle(self, smp: SmpProcess) -> None:
+        body = json.dumps({"op": "fold", "job": smp.job, "snapshot": [1, 1]}).encode()
+        heard = replies(tell(smp.bulk, frame(body, payload=1000) + bytes(999)))
+        assert [reply["error"] for reply in heard] in ([], ["SmpUnavailable"])
+        assert serves(smp)
+
+    def test_it_takes_no_unit_longer_than_the_layouts(self, smp: SmpProcess) -> None:
+        trainer = Trainer(smp, "dp0")
+        run = Run([trainer]).start(trainer.client.inventory().epoch + 1)
+        body = json.dumps({"op": "fold", "job": smp.job, "snapshot": [run.epoch, 1]}).encode()
+        assert tell(smp.bulk, frame(body, payload=run.layout.unit_bytes + 1), end=False) == b""
+        assert serves(smp)
+
+    def test_it_does_not_take_raw_bytes_of_a_trainer_for_a_message(self, smp: SmpProcess) -> None:
+        epoch = smp.client().inventory().epoch
+        inner = said({"op": "join", "epoch": epoch + 1})
+        body = json.dumps({"op": "inventory"}).encode()
+        heard = replies(tell(local_of(smp), frame(body, payload=len(inner)) + inner))
+        assert [reply.get("error") for reply in heard] in ([], ["ProtocolError"])
+        assert smp.client().inventory().epoch == epoch
+
+    @both_sockets
+    @pytest.mark.parametrize(
+        "message",
+        [
+            {},
+            {"op": None},
+            {"op": ["inventory"]},
+            {"op": "inventoryx"},
+            {"op": "hello"},
+            {"op": "begin"},
+            {"op": "fold"},
+        ],
+        ids=str,
+    )
+    def test_what_it_does_not_understand_it_says(self, smp: SmpProcess, of: Address, message: Message) -> None:
+        good = {"op": "shard_unit", "job": smp.job, "snapshot": [0, 0], "coord": "dp0", "unit": 0}
+        first, second = replies(tell(of(smp), said(message) + said(good)))
+        assert first["error"] == second["error"] == "ProtocolError"
+
+    @every_socket
+    def test_random_bytes_do_not_disturb_it(self, smp: SmpProcess, of: Address) -> None:
+        @quick
+        @given(st.binary(max_size=300), st.booleans(), st.booleans())
+        def throw(data: bytes, magic: bool, end: bool) -> None:
+            if magic and end:
+                data = MAGIC + data
+            heard = tell(of(smp), data, end=True)
+            assert of is control_of or heard == b"" or replies(heard)
+
+        throw()
+        assert serves(smp)
+
+    @both_sockets
+    def test_messages_with_random_fields_are_answered(self, smp: SmpProcess, of: Address) -> None:
+        @quick
+        @given(messages(smp.job))
+        def throw(message: Message) -> None:
+            assert len(replies(tell(of(smp), said(message)))) == 1
+
+        throw()
+        assert serves(smp)
+
+    def test_layouts_that_are_almost_right_are_answered(self, smp: SmpProcess) -> None:
+        trainer = Trainer(smp, "dp0")
+        run = Run([trainer])
+        client = trainer.client
+
+        @quick
+        @given(st.data())
+        def throw(data: st.DataObject) -> None:
+            layout = run.start(client.inventory().epoch + 1).layout.to_json()
+            client.join(run.epoch + 1)
+            spoilt = spoil(data, {**layout, "epoch": run.epoch + 1})
+            (reply,) = replies(tell(local_of(smp), said({"op": "configure", "layout": spoilt})))
+            assert reply.get("error") in (None, "ProtocolError", "StaleEpoch", "ArenaTooSmall")
+
+        throw()
+        assert serves(smp)
+
+    def test_it_serves_again_after_it_has_run_out_of_files(self, ground: Ground) -> None:
+        smp = ground.smp()
+        client = smp.client()
+        open_files = len(list(Path(f"/proc/{smp.process.pid}/fd").iterdir()))
+        before = resource.prlimit(smp.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(smp.process.pid, resource.RLIMIT_NOFILE, (open_files, before[1]))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting, connect_later(smp.bulk) as peer:
+            waiting.connect(str(local_of(smp)))
+            assert client.inventory().node == smp.name
+            resource.prlimit(smp.process.pid, resource.RLIMIT_NOFILE, before)
+            waiting.settimeout(DEADLINE_S)
+            waiting.sendall(said({"op": "inventory"}))
+            assert waiting.recv(4) == MAGIC
+            with pytest.raises(ProtocolError):
+                call(peer, {"op": "?"})
+        assert serves(smp)
+
+
+class connect_later:
+    """A connection to an SMP that cannot accept it yet."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+
+    def __enter__(self) -> SocketStream:
+        self._stream = connect(self._address, DEADLINE_S)
+        return self._stream
+
+    def __exit__(self, *exc: object) -> None:
+        self._stream.close()
+
+
+OPERATIONS = [
+    *("hello", "inventory", "join", "configure", "begin", "seal", "abandon", "recover", "heal"),
+    *("fold", "shard_unit", "parity_unit"),
+]
+"""All but ``finish``, which would be obeyed, and ``await``, which may take an hour."""
+
+FIELDS = [
+    *("version", "epoch", "layout", "snapshot", "coord", "keep", "protected", "sources", "group", "position"),
+    *("stripe", "digest", "unit"),
+]
+
+numbers = st.sampled_from([-1, 0, 1, 2, 3, 1000, 1 << 31, 1 << 52, 1 << 62, 1 << 63, 1 << 64, 10**30])
+scalars = st.one_of(
+    st.none(), st.booleans(), numbers, st.sampled_from([0.5, math.inf, -math.inf, math.nan, 1e300]), st.text(max_size=8)
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+snapshots = st.lists(numbers, min_size=2, max_size=2)
+coords = st.sampled_from(["dp0", "dp1", "../../escape", "", "a/b"])
+
+
+@st.composite
+def messages(draw: st.DrawFn, job: str) -> Message:
+    """Objects that look like messages: known operations, known fields, most of them with nonsense in them."""
+    message: Message = {name: draw(values) for name in draw(st.sets(st.sampled_from(FIELDS)))}
+    likely: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
+        ("unit", "stripe", "position", "group", "digest"), numbers
+    )
+    likely |= {"job": st.just(job), "snapshot": snapshots, "coord": coords, "keep": st.lists(snapshots, max_size=3)}
+    for name, strategy in likely.items():
+        if draw(st.integers(0, 3)):
+            message[name] = draw(strategy)
+    if isinstance(message.get("epoch"), int) and 0 <= message["epoch"] <= MAX_COUNT:
+        message["epoch"] = 1  # one far ahead would be obeyed, and no newer one could begin
+    return {"op": draw(st.sampled_from(OPERATIONS)), **message}
+
+
+def spoil(data: st.DataObject, layout: Message) -> Message:
+    """A layout in which one value, somewhere, is another. Of lengths that could be reserved only small ones."""
+    spoilt: Any = json.loads(json.dumps(layout))
+    inside: Any = spoilt
+    while True:
+        keys = list(inside) if isinstance(inside, dict) else list(range(len(inside)))
+        key = data.draw(st.sampled_from(keys))
+        if isinstance(inside[key], dict | list) and inside[key] and data.draw(st.booleans()):
+            inside = inside[key]
+        else:
+            inside[key] = data.draw(values.filter(lambda value: value != 1 << 31))
+            return dict(spoilt)
+
+
+def test_the_codes_own_snapshot_ids_are_pairs_on_the_wire() -> None:
+    with Pair() as pair:
+        pair.stream.send({"snapshot": SnapshotId(3, 4)})
+        assert json.loads(pair.bare.recv(1000)[16:]) == {"snapshot": [3, 4]}
