@@ -38,6 +38,11 @@ class Board:
             os.close(fd)
         self._next = 0
 
+    @property
+    def epoch(self) -> int:
+        """The epoch whose outcomes stand here."""
+        return int(self._words[0])
+
     def reset(self, epoch: int) -> None:
         """Forget all outcomes; a new epoch begins."""
         self._words[1:] = 0

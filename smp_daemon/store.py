@@ -547,7 +547,10 @@ class Store:
             )
         self.epoch = int(known["epoch"])
         self.protected = SnapshotId(*known["protected"]) if known["protected"] else None
-        self.board.fail_pending()
+        if self.board.epoch == self.epoch:
+            self.board.fail_pending()
+        else:
+            self.board.reset(self.epoch)  # the predecessor died after it had noted an epoch and before it said so
         for pool, slot, data in self.arena.adopt():
             try:
                 self._adopt_slot(pool, slot, data)

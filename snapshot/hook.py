@@ -159,10 +159,14 @@ class SnapshotHook:
         self._boundary.remove()
         if self._copy is not None:
             self._finalise(self._copy)
-        self._copier.close(self._deadline_s)
         try:
+            self._copier.close(self._deadline_s)
             if kind is None and self._enabled:
                 self._finish()
+        except HoldfastError as failure:
+            if self._strict and kind is None:
+                raise
+            log.error("the SMP of this node was left running (`holdfast gc` removes it): %s", failure)
         finally:
             self._client.close()
             self._agreement.close()

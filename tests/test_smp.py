@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import socket
@@ -466,8 +467,21 @@ class TestAnSmpKilledAndStartedAgain:
         assert (after.epoch, after.layouts) == (1, {1: run.layout})
         assert after.shards == {(snapshot, "dp1")}
         assert after.parities == {(snapshot, 0, 1)}
+        assert [run["dp1"].client.outcome(run.snapshot(step)) for step in (1, 2)] == [PROTECTED, Outcome.FAILED]
         recovered = run["dp1"].recover(run.plan(after))
         assert (recovered.how, bytes(recovered.view)) == ("held", bytes_of(run, "dp1", snapshot))
+
+    def test_killed_on_its_way_into_an_epoch_it_arrives(self, ground: Ground) -> None:
+        smp = ground.smp()
+        run_on([smp], [[3000]]).protect(1)
+        smp.kill()
+        node = json.loads((smp.arena / "node.json").read_text())
+        (smp.arena / "node.json").write_text(json.dumps({**node, "epoch": 2}))
+        smp.launch().wait_ready()
+        run = Run([Trainer(smp, "dp0")]).start(2)
+        snapshot = run.protect(1)
+        assert run["dp0"].client.outcome(snapshot) is PROTECTED
+        assert run["dp0"].client.outcome(SnapshotId(1, 1)) is Outcome.FAILED
 
     def test_goes_on_protecting_in_the_same_epoch(self, ground: Ground) -> None:
         smps = ground.smps(2)
