@@ -47,7 +47,6 @@ DTYPE_BYTES: Mapping[str, int] = {
     "BOOL": 1,
 }
 
-_DIGITS = 20
 _STAMP = '{{"__metadata__":{{"epoch":"{epoch:>20}","step":"{step:>20}",'
 _STAMP_PATTERN = re.compile(rb'\{"__metadata__":\{"epoch":"( *\d+)","step":"( *\d+)",')
 STAMP_BYTES = len(_STAMP.format(epoch=0, step=0))

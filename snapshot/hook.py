@@ -116,7 +116,8 @@ class SnapshotHook:
         """Block until this node has protected every snapshot taken so far, at most `deadline_s`.
 
         Not needed in a training loop; for planned stops, and after a forward of the next step has begun. True if
-        all are protected as far as this node can tell; the other ranks learn of it with the next step.
+        all are protected as far as this node can tell; the other ranks learn of it with the next step. False if some
+        failed, are not done yet, or the SMP is gone. Never raises for that.
         """
         limit = time.monotonic() + deadline_s
         outcomes = []
@@ -124,7 +125,10 @@ class SnapshotHook:
             self._finalise(copy)
             if not copy.done.wait(limit - time.monotonic()) or copy.error is not None:
                 return False
-            outcomes.append(self._client.await_outcome(snapshot, max(0.0, limit - time.monotonic())))
+            try:
+                outcomes.append(self._client.await_outcome(snapshot, max(0.0, limit - time.monotonic())))
+            except (SmpUnavailable, DeadlineExceeded):
+                return False
         return all(outcome is Outcome.PROTECTED for outcome in outcomes)
 
     def __enter__(self) -> Self:

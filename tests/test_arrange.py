@@ -116,7 +116,14 @@ def test_nodes_are_grouped_as_protection_asks(nodes: int, protection: Protection
 
 @pytest.mark.parametrize(
     ("longest", "nodes", "unit_bytes"),
-    [(1, 4, 4096), (8192, 3, 4096), (3 * 40_960, 4, 40_960), (3 * 40_960 + 1, 4, 45_056), (1 << 30, 2, 4 << 20)],
+    [
+        (1, 4, 4096),
+        (8192, 3, 4096),
+        (3 * 40_960, 4, 40_960),
+        (3 * 40_960 + 1, 4, 45_056),
+        (40_960, 2, 40_960),
+        (1 << 30, 2, 4 << 20),
+    ],
 )
 def test_units_spread_the_longest_shard_over_the_group(longest: int, nodes: int, unit_bytes: int) -> None:
     ranks = [*job(nodes - 1, 1), rank(99, "last", longest)]

@@ -125,6 +125,16 @@ def test_a_board_that_is_opened_again_keeps_what_was_posted(boards: Pair, tmp_pa
     assert Board(tmp_path / "board", create=True).outcome(1, 4) is Outcome.PROTECTED
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_an_open_board_costs_the_one_file_that_its_mapping_keeps(boards: Pair, tmp_path: Path) -> None:
+    before = open_files()
+    kept = [Board(tmp_path / "board", create=create) for create in (True, False)]
+    assert open_files() - before == len(kept)
+
+
 def test_a_trainer_cannot_open_a_board_that_no_smp_has_made(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Board(tmp_path / "board")

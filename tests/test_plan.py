@@ -225,6 +225,7 @@ class World:
                 if coord not in parts
             }
             assert f"{self.protected}: group {g} lost shards of {', '.join(sorted(nodes))} and" in message
+            assert len(self.job.groups[g]) < 2 or "has 1 parity unit a stripe" in message
 
 
 LAYOUTS = {(job, epoch): job.layout(epoch) for job in JOBS.values() for epoch in (1, 2)}
@@ -375,6 +376,13 @@ def test_a_job_of_other_coordinates_is_refused(coords: list[str], message: str) 
     world = World(job, [whole(job, NEW)], NEW)
     with pytest.raises(StateMismatch, match=re.escape(message)):
         plan_restore(list(world.inventories.values()), coords)
+
+
+def test_a_long_list_of_other_coordinates_is_cut() -> None:
+    job = JOBS["two nodes"]
+    world = World(job, [whole(job, NEW)], NEW)
+    with pytest.raises(StateMismatch, match=r"not in the snapshot: \['x0',( 'x\d',?){7}\];"):
+        plan_restore(list(world.inventories.values()), [f"x{i}" for i in range(10)])
 
 
 def test_the_order_of_coordinates_and_of_inventories_does_not_matter() -> None:

@@ -249,8 +249,21 @@ def test_a_header_beyond_the_limit_is_refused_before_it_is_parsed(monkeypatch: p
     monkeypatch.setattr(slotfile, "MAX_HEADER_BYTES", LENGTH - 1)
     with pytest.raises(ProtocolError, match=f"the limit is {LENGTH - 1}"):
         read_format(memoryview(SMALL))
-    with pytest.raises(ProtocolError, match=f"the limit is {LENGTH - 1}"):
+    with pytest.raises(ProtocolError, match=f"needs {LENGTH} bytes; the limit is {LENGTH - 1}"):
         plan_slot("run", "dp0", [], 0)
+    monkeypatch.setattr(slotfile, "MAX_HEADER_BYTES", LENGTH)
+    assert len(read_format(memoryview(SMALL))[0].header) == len(plan_slot("run", "dp0", [], 0).header) == 8 + LENGTH
+
+
+@pytest.mark.parametrize("length", range(8))
+def test_a_file_without_a_whole_length_has_no_header(length: int) -> None:
+    with pytest.raises(ProtocolError, match=f"of {length} bytes has no header"):
+        read_format(memoryview(bytes(length)))
+
+
+def test_the_shortest_file_with_a_length_is_damaged() -> None:
+    with pytest.raises(ProtocolError, match="header is damaged"):
+        read_format(memoryview(bytes(8)))
 
 
 def slot_of(entries: Any, data_bytes: int) -> memoryview:

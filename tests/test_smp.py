@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_daemon.board import Outcome
+from smp_daemon.board import Board, Outcome
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import (
     ArenaTooSmall,
@@ -33,7 +33,7 @@ from smp_daemon.paths import socket_path
 from smp_daemon.peers import PeerClient
 from smp_daemon.slotfile import RECORD, plan_slot, write_stamp
 from smp_daemon.spawn import smp_command
-from smp_daemon.transport import call, connect
+from smp_daemon.transport import Listener, Message, Stream, bind_unix, call, connect
 from snapshot.plan import RestorePlan, plan_restore
 from tests.smp_kit import (
     DEADLINE_S,
@@ -978,6 +978,19 @@ class TestTheEnd:
             other.inventory()
         assert smp.wait_end() == 0
 
+    def test_it_may_be_gone_before_its_answer_is_on_the_way(self, ground: Ground) -> None:
+        arena = ground.base / "arena"
+        arena.mkdir()
+        Board(arena / "board", create=True)
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+            listener = Listener(bind_unix(socket_path(arena)), lambda sock: Hasty(process))
+            try:
+                SmpClient(arena, "testrun").finish(1)
+                assert process.poll() is not None
+            finally:
+                listener.close()
+                process.kill()
+
     def test_when_its_owner_is_gone_it_ends_too(self, ground: Ground) -> None:
         smp = ground.prepare()
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
@@ -1003,6 +1016,22 @@ class TestTheEnd:
         snapshot = run.protect(1)
         smp.kill()
         assert shard_file(smp, snapshot, "dp0").read_bytes() == bytes_of(run, "dp0", snapshot)
+
+
+class Hasty:
+    """An SMP that ends, when it is told to, faster than it answers."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, None]:
+        if message["op"] == "finish":
+            stream.close()
+            self._process.kill()
+        return {"node": "node0", "pid": self._process.pid}, None
+
+    def ended(self) -> None:
+        pass
 
 
 class TestTheKit:

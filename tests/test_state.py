@@ -196,6 +196,10 @@ def test_a_malformed_record_is_refused(record: bytes) -> None:
         decode_record(slot, form, SNAPSHOT)
 
 
+def test_a_record_of_nothing_but_values_is_enough_to_decode_them() -> None:
+    assert decode_values({"early": {"a": 1}, "late": {}}, no_tensor) == ({"a": 1}, {})
+
+
 @pytest.mark.parametrize("lacking", ["early", "late"])
 def test_a_record_without_its_values_is_refused(lacking: str) -> None:
     record = json.loads(encode_record(SNAPSHOT, "dp0", {}, {}))
@@ -209,6 +213,7 @@ def test_a_record_may_grow_to_twice_its_size(length: int) -> None:
     form = plan_format("run", "dp0", [], length)
     assert fits(form, [], length)
     assert fits(form, [], 2 * length)
+    assert fits(form, [], form.record[1])
     assert not fits(form, [], form.record[1] + 1)
     assert form.record[1] <= 2 * length + 2 * RECORD_PAGE_BYTES
     assert form.record[1] % RECORD_PAGE_BYTES == 0
@@ -260,7 +265,8 @@ def test_what_is_missing_extra_or_changed_is_listed() -> None:
     assert "more" not in str(raised.value)
 
 
-def test_a_long_list_of_problems_is_cut_and_counted() -> None:
-    form = plan_format("run", "dp0", [Leaf(f"w{i}", "F32", ()) for i in range(10)], 10)
-    with pytest.raises(StateMismatch, match=r"w7 is not in this job; and 2 more$"):
+@pytest.mark.parametrize(("count", "end"), [(8, ""), (9, "; and 1 more"), (10, "; and 2 more")])
+def test_a_long_list_of_problems_is_cut_and_counted(count: int, end: str) -> None:
+    form = plan_format("run", "dp0", [Leaf(f"w{i}", "F32", ()) for i in range(count)], 10)
+    with pytest.raises(StateMismatch, match=f"w7 is not in this job{end}$"):
         check_fit(form, [])

@@ -105,6 +105,13 @@ def test_a_copy_goes_into_the_tensor_that_is_there() -> None:
     assert parameter.requires_grad
 
 
+def test_a_parameter_that_is_not_contiguous_is_filled_too() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 3).t())
+    wanted = random_bits(torch.float32, (3, 2))
+    copy_in(memoryview(bytearray(bits(wanted))), 0, parameter)
+    assert bits(parameter.detach()) == bits(wanted)
+
+
 def test_a_copy_into_a_view_leaves_its_neighbours_alone() -> None:
     whole = torch.zeros(4, 4)
     copy_in(memoryview(bytearray(b"\xff" * 16)), 0, whole[:, 1])
