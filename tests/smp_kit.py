@@ -129,14 +129,15 @@ class SmpProcess:
         self.arena = ground.base / name / job
         self.owner: Owner
         self.rules: Rules = ()
-        self.owner_pid = os.getpid()
+        self.owner_pid: int | None = os.getpid()
         self._ground = ground
         self._errors = ground.base / f"{name}.stderr"
         self._process: subprocess.Popen[str] | None = None
 
     def launch(self, *more: str) -> SmpProcess:
         """Start it; returns at once."""
-        command = [*smp_command(self.job, self.name, self.arena, self.host), "--owner-pid", str(self.owner_pid)]
+        command = smp_command(self.job, self.name, self.arena, self.host)
+        command += ["--owner-pid", str(self.owner_pid)] if self.owner_pid else []
         with self._errors.open("a") as errors:
             self._process = subprocess.Popen(
                 [*command, *(more or ("--priority", "normal"))],
@@ -152,6 +153,12 @@ class SmpProcess:
         """Block until it serves. Raises what it could not do."""
         assert self.process.stdout is not None
         self.owner = parse_report(read_line(self.process.stdout, deadline_s), self._errors.read_text())
+        return self
+
+    def wait_settled(self) -> SmpProcess:
+        """Block until it has let go of its standard output, the last thing it does before it only serves."""
+        assert self.process.stdout is not None
+        assert read_line(self.process.stdout) == ""
         return self
 
     @property

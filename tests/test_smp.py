@@ -589,7 +589,10 @@ class TestAnSmpKilledInTheMiddle:
         assert (plan.snapshot, plan.decoded) == (snapshot, ())
         assert (0, 0) in plan.heal
 
-    def test_a_trainer_killed_while_its_shard_is_rebuilt_does_not_spoil_the_next_attempt(self, ground: Ground) -> None:
+    @pytest.mark.parametrize("epoch", [2, 3], ids=["same epoch", "next epoch"])
+    def test_a_trainer_killed_while_its_shard_is_rebuilt_does_not_spoil_the_next_attempt(
+        self, ground: Ground, epoch: int
+    ) -> None:
         smps = ground.smps(2)
         run = run_on(smps, [[3000], [3000]])
         snapshot = run.protect(1)
@@ -601,7 +604,7 @@ class TestAnSmpKilledInTheMiddle:
         first = ground.meanwhile(doomed.recover, plan)
         late = ground.points.wait("node2", "rebuild.middle", 1)
 
-        heir.client.join(3)
+        heir.client.join(epoch)
         second = ground.meanwhile(heir.recover, plan)
         ground.points.wait("node2", "rebuild.middle", 1).go()
         recovered = second.result(DEADLINE_S)

@@ -524,7 +524,9 @@ class TestAnSmpIsToldNonsense:
         assert serves(smp)
 
     def test_it_serves_again_after_it_has_run_out_of_files(self, ground: Ground) -> None:
-        smp = ground.smp()
+        smp = ground.prepare()
+        smp.owner_pid = None  # watching it takes files too, a little after it is ready
+        smp.launch().wait_ready().wait_settled()
         client = smp.client()
         open_files = len(list(Path(f"/proc/{smp.process.pid}/fd").iterdir()))
         before = resource.prlimit(smp.process.pid, resource.RLIMIT_NOFILE)
