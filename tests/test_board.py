@@ -48,6 +48,12 @@ def test_a_post_says_nothing_of_other_steps(boards: Pair, outcome: Outcome) -> N
     assert {boards.trainer.outcome(1, step) for step in (0, 1, 4, 6, 20, 21)} == {Outcome.PENDING}
 
 
+def test_a_trainer_sees_which_epoch_the_board_is_of(boards: Pair) -> None:
+    assert (boards.smp.epoch, boards.trainer.epoch) == (1, 1)
+    boards.smp.reset(2**40)
+    assert boards.trainer.epoch == 2**40
+
+
 def test_what_nothing_was_said_of_is_pending(boards: Pair) -> None:
     assert {boards.trainer.outcome(1, step) for step in range(100)} == {Outcome.PENDING}
 
