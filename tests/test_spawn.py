@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -156,6 +157,20 @@ class TestADetachedSmp:
         answers = [future.result(DEADLINE_S) for future in starting]
         assert sorted(started for started, _ in answers) == [False, False, False, True]
         assert len({pid for _, pid in answers}) == 1
+        finish(ground, arena)
+
+    def test_is_not_started_while_another_process_starts_one(self, ground: Ground, arena: Path) -> None:
+        arena.parent.mkdir()
+        other = os.open(arena.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            starting = ground.meanwhile(start_smp, JOB, "node0", arena)
+            with pytest.raises(TimeoutError):
+                starting.result(1.5)
+            assert not arena.exists()
+        finally:
+            os.close(other)
+        assert starting.result(DEADLINE_S).node == "node0"
         finish(ground, arena)
 
     def test_takes_over_what_a_killed_one_held(self, ground: Ground, arena: Path) -> None:
