@@ -135,9 +135,9 @@ class VirtualCluster:
 
     # ------------------------------------------------------------------ faults
 
-    def kill_trainer(self, rank: int, *, at: str, step: int | None = None) -> None:
-        """SIGKILL the trainer `rank` when it reaches point `at` of `step`."""
-        self._faults.append(Fault(f"rank{rank}", at, step, "trainer", (rank,)))
+    def kill_trainer(self, *ranks: int, at: str, step: int | None = None) -> None:
+        """SIGKILL trainers when the first of them reaches point `at` of `step`."""
+        self._faults.append(Fault(f"rank{ranks[0]}", at, step, "trainer", ranks))
 
     def kill_node(self, *indices: int, at: str, step: int | None = None, by: str | None = None) -> None:
         """Cut the power of nodes: SIGKILL SMP and trainers, wipe the arena. Triggered by the first of them."""

@@ -61,12 +61,15 @@ class VirtualNode:
         """Where its snapshots lie."""
         return arena_path(self.job, self.base)
 
-    def launch(self, wiring: Wiring) -> None:
-        """Start the SMP; returns at once."""
+    def launch(self, wiring: Wiring, settings: dict[str, str] | None = None) -> None:
+        """Start the SMP, with more environment variables if given; returns at once."""
         self.base.mkdir(parents=True, mode=0o700, exist_ok=True)
         command = [*smp_command(self.job, self.name, self.arena, self.host), "--owner-pid", str(os.getpid())]
         environment = (
-            os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.base)} | wiring.environment(self.who)
+            os.environ
+            | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.base)}
+            | wiring.environment(self.who)
+            | (settings or {})
         )
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True

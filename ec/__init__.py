@@ -1,12 +1,13 @@
 """Erasure codes and placement: pure functions over buffers and numbers.
 
 This room knows nothing of processes, sockets, files or torch. Start with `ec.stripes`, which says what byte of
-which node goes into which parity unit, then `ec.codec`, the interface of a code, and `ec.groups`.
+which node goes into which parity unit, then `ec.codec`, what a code does, and `ec.groups`. `ec.matrix` holds the
+arithmetic, `ec.backends` chooses who multiplies: `ec.isal`, `ec.numpy_kernel` or, for reference, `ec.pyeclib_codec`.
 """
 
-from ec.backends import choose_codec
+from ec.backends import choose_codec, describe_auto
 from ec.codec import Codec, TooManyErasures
-from ec.groups import plan_groups
+from ec.groups import crowded, plan_groups
 from ec.stripes import Piece, Stripes, choose_unit_bytes
 
 __all__ = [
@@ -16,5 +17,7 @@ __all__ = [
     "TooManyErasures",
     "choose_codec",
     "choose_unit_bytes",
+    "crowded",
+    "describe_auto",
     "plan_groups",
 ]

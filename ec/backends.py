@@ -1,30 +1,60 @@
-"""The choice of a backend."""
+"""The choice of a backend. All of them write the same bytes, so every SMP of a job may choose for itself."""
 
 from __future__ import annotations
 
-from ec.codec import Codec
+import logging
+from functools import cache
+
+from ec import isal
+from ec.codec import Codec, Kernel
+from ec.numpy_kernel import NumpyKernel
 from ec.pyeclib_codec import PyECLibCodec
-from ec.xor import XorCodec
+
+BACKENDS = ("auto", "isal", "numpy", "pyeclib")
+
+log = logging.getLogger(__name__)
 
 
 def choose_codec(k: int, m: int, backend: str = "auto") -> Codec:
     """The codec for k data and m parity units.
 
     Args:
-        backend: ``"numpy"`` (XOR, m = 1), ``"pyeclib"`` (reference; slow: it frames and copies), or ``"auto"``:
-            numpy where it can, else pyeclib.
+        backend: ``"isal"`` (in place, about as fast as memory), ``"numpy"`` (no native code; slow for m > 1),
+            ``"pyeclib"`` (the reference; slow: it frames and copies), or ``"auto"``: ISA-L, or NumPy where there is
+            none, with one line in the log.
 
     Raises:
-        ValueError: k or m out of range, unknown backend, or a backend that cannot do this k and m.
+        ValueError: k or m out of range, unknown backend, or one that is not installed or cannot do this k and m.
     """
     if k < 1 or m < 1 or k + m > 255:
         raise ValueError(f"a code needs 1 <= k, 1 <= m and k + m <= 255, not k={k}, m={m}")
     if backend == "auto":
-        backend = "numpy" if m == 1 else "pyeclib"
+        return Codec(k, m, _auto()[0])
+    if backend == "isal":
+        try:
+            return Codec(k, m, isal.load())
+        except OSError as error:
+            raise ValueError(f"backend 'isal' cannot be used: {error}; install pyeclib or libisal2") from error
     if backend == "numpy":
-        if m != 1:
-            raise ValueError(f"backend 'numpy' is XOR and has m = 1, not m={m}: use backend 'pyeclib'")
-        return XorCodec(k)
+        return Codec(k, m, NumpyKernel())
     if backend == "pyeclib":
-        return PyECLibCodec(k, m)
-    raise ValueError(f"unknown erasure code backend {backend!r}: use 'auto', 'numpy' or 'pyeclib'")
+        try:
+            return PyECLibCodec(k, m)
+        except ImportError as error:
+            raise ValueError(f"backend 'pyeclib' cannot be used: {error}; install pyeclib") from error
+    raise ValueError(f"unknown erasure code backend {backend!r}: use one of {', '.join(BACKENDS)}")
+
+
+def describe_auto() -> tuple[str, str]:
+    """The name of the backend that ``"auto"`` takes, and why it is not the fast one (empty if it is)."""
+    kernel, reason = _auto()
+    return kernel.name, reason
+
+
+@cache
+def _auto() -> tuple[Kernel, str]:
+    try:
+        return isal.load(), ""
+    except OSError as error:
+        log.warning("erasure coding is slow, by NumPy: %s; install pyeclib or libisal2", error)
+        return NumpyKernel(), str(error)

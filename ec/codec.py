@@ -1,46 +1,94 @@
-"""The interface of an erasure code, and the choice of a backend.
+"""Erasure codes over buffers that belong to the caller.
 
-Units of one stripe are numbered 0..k-1 (data) and k..k+m-1 (parity). Every buffer belongs to the caller and all
-buffers of one call have the same length; results are written into buffers that are passed in.
+Units of one stripe are numbered 0..k-1 (data) and k..k+m-1 (parity). All buffers of one call have the same length;
+results are written into buffers that are passed in, and nothing else is written or copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
+
+import numpy as np
+
+from ec.matrix import Matrix, decode_matrix, parity_matrix
 
 Buffer = memoryview
 """A C-contiguous view of bytes (``format == "B"``)."""
+
+VERIFY_PIECE_BYTES = 1 << 20
 
 
 class TooManyErasures(ValueError):
     """Fewer than k units of a stripe are left, so its lost units cannot be computed."""
 
 
-class Codec(Protocol):
-    """k data units and m parity units per stripe; any k of the k + m give back the others.
+class Kernel(Protocol):
+    """What a backend can do: linear combinations of buffers, in GF(2^8).
 
-    Implementations keep no state between calls and may be called from several threads at once.
+    The buffers of one call have one length and do not overlap. Thread-safe; the GIL is free for the length of a
+    pass over the bytes.
     """
 
-    k: int
-    m: int
     name: str
 
-    def encode(self, data: Sequence[Buffer], parity: Sequence[Buffer]) -> None:
-        """Write the m parity units of k data units into `parity`."""
+    def combine(self, matrix: Matrix, sources: Sequence[Buffer], outs: Sequence[Buffer]) -> None:
+        """``outs[i] = sum over j of matrix[i, j] * sources[j]``; reads nothing beyond the ends of the buffers."""
         ...
+
+    def add(self, column: Sequence[int], source: Buffer, outs: Sequence[Buffer]) -> None:
+        """``outs[i] += column[i] * source``."""
+        ...
+
+
+class Codec:
+    """k data units and m parity units per stripe; any k of the k + m give back the others.
+
+    m = 1 is XOR, k = 1 keeps plain copies, anything else is Reed-Solomon with a Cauchy matrix. Keeps no state between
+    calls and may be called from several threads at once. Blocks for about as long as reading the units takes.
+    """
+
+    def __init__(self, k: int, m: int, kernel: Kernel) -> None:
+        self.k = k
+        self.m = m
+        self._kernel = kernel
+
+    @property
+    def name(self) -> str:
+        """The backend."""
+        return self._kernel.name
+
+    def encode(self, data: Sequence[Buffer], parity: Sequence[Buffer]) -> None:
+        """Write the m parity units of k data units into `parity`.
+
+        Raises:
+            ValueError: not k data and m parity units, or lengths differ.
+        """
+        if len(data) != self.k or len(parity) != self.m:
+            raise ValueError(f"{self.k}+{self.m} code called with {len(data)} data and {len(parity)} parity units")
+        if check_equal_lengths([*data, *parity]):
+            self._kernel.combine(parity_matrix(self.k, self.m), data, parity)
 
     def accumulate(self, index: int, unit: Buffer, parity: Mapping[int, Buffer]) -> None:
         """Fold data unit `index` into those parities that are at hand, in place.
 
+        Parities start as zeros; after each of the k units was folded in once, in any order, they equal what
+        `encode` writes. Folding a unit in twice is an error that this call cannot see.
+
         Args:
             parity: by row 0..m-1; parities of one stripe stand on different nodes, so it may be one of them only.
 
-        Parities start as zeros; after each of the k units was folded in once, in any order, they equal what
-        `encode` writes. Folding a unit in twice is an error that this call cannot see.
+        Raises:
+            ValueError: no such data unit or parity row, or lengths differ.
         """
-        ...
+        if not 0 <= index < self.k or not parity or not parity.keys() <= set(range(self.m)):
+            raise ValueError(
+                f"{self.k}+{self.m} has data units 0..{self.k - 1} and parity rows 0..{self.m - 1}, "
+                f"not unit {index} and rows {sorted(parity)}"
+            )
+        if check_equal_lengths([unit, *parity.values()]):
+            column = parity_matrix(self.k, self.m)[:, index]
+            self._kernel.add([int(column[row]) for row in parity], unit, list(parity.values()))
 
     def reconstruct(self, units: Mapping[int, Buffer], wanted: Mapping[int, Buffer]) -> None:
         """Compute the units named by `wanted` from any k surviving `units`, into the given buffers.
@@ -49,7 +97,69 @@ class Codec(Protocol):
             TooManyErasures: fewer than k units were given.
             ValueError: a number is not one of 0..k+m-1, or lengths differ.
         """
-        ...
+        check_numbers([*units, *wanted], self.k, self.m)
+        survivors = self._survivors(units)
+        if not check_equal_lengths([*units.values(), *wanted.values()]):
+            return
+        for index in wanted.keys() & units.keys():
+            np.copyto(as_array(wanted[index]), as_array(units[index]))
+        lost = tuple(index for index in wanted if index not in units)
+        if lost:
+            matrix = decode_matrix(self.k, self.m, survivors, lost)
+            self._kernel.combine(matrix, [units[i] for i in survivors], [wanted[i] for i in lost])
+
+    def coefficients(self, survivors: Collection[int], wanted: int) -> dict[int, int]:
+        """How unit `wanted` is a sum of k of the `survivors`: a factor for each that takes part.
+
+        For partial sums: starting from zeros, `add_scaled` of each of them, in any order and anywhere, gives the unit.
+
+        Raises:
+            TooManyErasures: fewer than k survivors.
+            ValueError: a number is not one of 0..k+m-1.
+        """
+        check_numbers([*survivors, wanted], self.k, self.m)
+        chosen = self._survivors(survivors)
+        row = decode_matrix(self.k, self.m, chosen, (wanted,))[0]
+        return {index: int(factor) for index, factor in zip(chosen, row, strict=True) if factor}
+
+    def add_scaled(self, factor: int, unit: Buffer, out: Buffer) -> None:
+        """``out += factor * unit``."""
+        if not 0 <= factor <= 255:
+            raise ValueError(f"a factor is a byte, not {factor}")
+        if check_equal_lengths([unit, out]):
+            self._kernel.add([factor], unit, [out])
+
+    def verify(self, units: Mapping[int, Buffer]) -> bool:
+        """Whether the units, more than k of them, belong together. Which one does not is not told: digests do that.
+
+        Raises:
+            TooManyErasures: k units or fewer; they agree with anything.
+        """
+        check_numbers(units, self.k, self.m)
+        if len(units) <= self.k:
+            raise TooManyErasures(f"{len(units)} units of a stripe cannot contradict each other; {self.k + 1} can")
+        length = check_equal_lengths(list(units.values()))
+        chosen = self._survivors(units)
+        others = tuple(index for index in units if index not in chosen)
+        scratch = {index: memoryview(bytearray(min(length, VERIFY_PIECE_BYTES))) for index in others}
+        for start in range(0, length, VERIFY_PIECE_BYTES):
+            piece = {index: unit[start : start + VERIFY_PIECE_BYTES] for index, unit in units.items()}
+            count = piece[chosen[0]].nbytes
+            expected = {index: out[:count] for index, out in scratch.items()}
+            self.reconstruct({index: piece[index] for index in chosen}, expected)
+            if any(not np.array_equal(as_array(expected[index]), as_array(piece[index])) for index in others):
+                return False
+        return True
+
+    def _survivors(self, units: Collection[int]) -> tuple[int, ...]:
+        if len(units) < self.k:
+            raise TooManyErasures(f"{len(units)} units of a stripe are left, and {self.k} are needed")
+        return tuple(sorted(units)[: self.k])
+
+
+def as_array(buffer: Buffer) -> Matrix:
+    """The buffer as NumPy sees it; no copy."""
+    return np.frombuffer(buffer, dtype=np.uint8)
 
 
 def check_equal_lengths(buffers: Sequence[Buffer]) -> int:
@@ -62,12 +172,6 @@ def check_equal_lengths(buffers: Sequence[Buffer]) -> int:
     if len(lengths) > 1:
         raise ValueError(f"units of one stripe must have one length, not {sorted(lengths)}")
     return lengths.pop() if lengths else 0
-
-
-def check_enough(units: Mapping[int, Buffer], k: int) -> None:
-    """Raises `TooManyErasures` if `units` holds fewer than k."""
-    if len(units) < k:
-        raise TooManyErasures(f"{len(units)} units of a stripe are left, and {k} are needed")
 
 
 def check_numbers(numbers: Iterable[int], k: int, m: int) -> None:

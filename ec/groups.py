@@ -1,25 +1,130 @@
-"""Which nodes protect each other."""
+"""Which nodes protect each other, so that no failure domain takes too many of a group with it.
+
+A *domain* is what fails, or is evicted, as one: a rack, a switch, a power feed, a pipeline. A node carries a label for
+each domain it is in, such as ``rack=r7``; labels of one kind or of several are all the same to the planner.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-def plan_groups(nodes: int, size: int) -> tuple[tuple[int, ...], ...]:
-    """Split nodes 0..nodes-1 into groups of about `size`, as even as possible, none above `size`.
+MOST_ROUNDS = 20
+"""How often `plan_groups` goes through the nodes to mend what the first deal left."""
 
-    Neighbours stay together. A group of one would protect nothing: where an even split would leave one, there is
-    one group less, and groups may be one longer than `size`.
+
+@dataclass(frozen=True, slots=True)
+class Crowding:
+    """A group that the loss of one domain takes more than `limit` nodes of."""
+
+    group: int
+    label: str
+    nodes: int
+    limit: int
+
+    def __str__(self) -> str:
+        return f"group {self.group} has {self.nodes} nodes of {self.label} and survives the loss of {self.limit}"
+
+
+def plan_groups(
+    nodes: int, size: int, limit: int = 1, domains: Sequence[Collection[str]] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Split nodes 0..nodes-1 into groups of at least `size`, as many and as even as possible.
+
+    One group of all where there are fewer than `size`. With `domains`, at most `limit` nodes of a group share a label;
+    where labels are of one kind this is reached whenever it can be, for several kinds by exchanging nodes until nothing
+    helps. What could not be reached is told by `crowded`. Without domains neighbours stay together.
+
+    Args:
+        domains: the labels of each node.
 
     Raises:
-        ValueError: `nodes` < 1 or `size` < 2.
+        ValueError: `nodes` or `limit` < 1, `size` < 2, or not as many `domains` as nodes.
     """
     if nodes < 1:
         raise ValueError(f"a job has at least one node, not {nodes}")
     if size < 2:
         raise ValueError(f"a group has at least two nodes, not {size}")
-    count = -(-nodes // size)
-    if count > 1 and nodes // count < 2:
-        count -= 1
-    short, longer = divmod(nodes, count)
-    sizes = [short + (i < longer) for i in range(count)]
-    starts = [sum(sizes[:i]) for i in range(count)]
-    return tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True))
+    if limit < 1:
+        raise ValueError(f"a group survives the loss of at least one node, not {limit}")
+    count = max(1, nodes // size)
+    if domains is None:
+        short, longer = divmod(nodes, count)
+        sizes = [short + (i < longer) for i in range(count)]
+        starts = [sum(sizes[:i]) for i in range(count)]
+        return tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True))
+    if len(domains) != nodes:
+        raise ValueError(f"{nodes} nodes and the domains of {len(domains)}")
+    labels = [frozenset(labels) for labels in domains]
+    groups = _deal(labels, count)
+    _exchange(groups, labels, limit)
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def crowded(
+    groups: Sequence[Collection[int]], domains: Sequence[Collection[str]], limits: Sequence[int]
+) -> list[Crowding]:
+    """Groups of which one domain holds more nodes than the group's limit."""
+    return [
+        Crowding(index, label, held, limits[index])
+        for index, group in enumerate(groups)
+        for label, held in sorted(Counter(label for node in group for label in set(domains[node])).items())
+        if held > limits[index]
+    ]
+
+
+def _deal(labels: Sequence[frozenset[str]], count: int) -> list[list[int]]:
+    """Deal nodes out like cards, those of the largest domains first and together: no group gets two of a domain before
+    all have one."""
+    sizes = Counter(label for node in labels for label in node)
+    order = sorted(
+        range(len(labels)), key=lambda node: (sorted((-sizes[label], label) for label in labels[node]), node)
+    )
+    groups: list[list[int]] = [[] for _ in range(count)]
+    for place, node in enumerate(order):
+        groups[place % count].append(node)
+    return groups
+
+
+def _exchange(groups: list[list[int]], labels: Sequence[frozenset[str]], limit: int) -> None:
+    """Exchange nodes between groups for as long as that makes fewer nodes too many."""
+    counts = [Counter(label for node in group for label in labels[node]) for group in groups]
+
+    def gain(a: int, node_a: int, b: int, node_b: int) -> int:
+        """By how much the excess falls if the two nodes change places."""
+        leaving, coming = labels[node_a] - labels[node_b], labels[node_b] - labels[node_a]
+        fall = sum(counts[a][label] > limit for label in leaving) + sum(counts[b][label] > limit for label in coming)
+        rise = sum(counts[a][label] >= limit for label in coming) + sum(counts[b][label] >= limit for label in leaving)
+        return fall - rise
+
+    def best_partner(a: int, node: int) -> tuple[int, int, int] | None:
+        best: tuple[int, int, int] | None = None
+        for b in range(len(groups)):
+            if b == a:
+                continue
+            for other in groups[b]:
+                better = gain(a, node, b, other)
+                if better > 0 and (best is None or better > best[0]):
+                    best = (better, b, other)
+        return best
+
+    for _ in range(MOST_ROUNDS):
+        moved = False
+        for a, group in enumerate(groups):
+            for node in list(group):
+                if node not in group or all(counts[a][label] <= limit for label in labels[node]):
+                    continue
+                found = best_partner(a, node)
+                if found is None:
+                    continue
+                _, b, other = found
+                group[group.index(node)] = other
+                groups[b][groups[b].index(other)] = node
+                counts[a].update(labels[other])
+                counts[a].subtract(labels[node])
+                counts[b].update(labels[node])
+                counts[b].subtract(labels[other])
+                moved = True
+        if not moved:
+            return

@@ -1,4 +1,4 @@
-"""The reference backend: pyeclib's own API, which every other backend is tested against.
+"""The reference: encode and reconstruct by pyeclib's own API, which the other backends are tested against.
 
 It frames each fragment with a header and copies its input, holds the GIL through every call and asserts on
 unexpected input in C, so it is handed `bytes` of equal length, of at most `MAX_UNIT_BYTES`, and nothing else.
@@ -8,26 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ec.codec import Buffer, check_enough, check_equal_lengths, check_numbers
+from ec.codec import Buffer, Codec, check_equal_lengths, check_numbers
+from ec.numpy_kernel import NumpyKernel
 
 FRAGMENT_HEADER_BYTES = 80
 MAX_UNIT_BYTES = 64 << 20
 """Far below the gigabyte at which the C library starts to lose data."""
 
 
-class PyECLibCodec:
-    """XOR (m = 1) or Reed-Solomon with a Cauchy matrix (m >= 2), by pyeclib."""
-
-    name = "pyeclib"
+class PyECLibCodec(Codec):
+    """`Codec` by pyeclib. Folding in single units is not in its API, and is NumPy's."""
 
     def __init__(self, k: int, m: int) -> None:
-        from pyeclib.ec_iface import ECDriver
+        """Raises `ValueError` for plain copies, which pyeclib does not know, `ImportError` if it is not installed."""
+        if k == 1 and m > 1:
+            raise ValueError(f"backend 'pyeclib' has no plain copies (1+{m}): use 'auto'")
+        from pyeclib.ec_iface import ECDriver, ECDriverError
 
-        self.k = k
-        self.m = m
+        super().__init__(k, m, NumpyKernel())
         # The one parity row of the Vandermonde code is all ones: plain XOR. From m = 2 on Vandermonde is not
         # MDS for every k and m, Cauchy is.
-        self._driver = ECDriver(k=k, m=m, ec_type="isa_l_rs_vand" if m == 1 else "isa_l_rs_cauchy")
+        try:
+            self._driver = ECDriver(k=k, m=m, ec_type="isa_l_rs_vand" if m == 1 else "isa_l_rs_cauchy")
+        except ECDriverError as error:
+            raise ImportError(f"pyeclib lacks its ISA-L: {error}") from error
+
+    @property
+    def name(self) -> str:
+        return "pyeclib"
 
     def encode(self, data: Sequence[Buffer], parity: Sequence[Buffer]) -> None:
         if len(data) != self.k or len(parity) != self.m:
@@ -36,24 +44,9 @@ class PyECLibCodec:
         for out, fragment in zip(parity, self._fragments(data, length)[self.k :], strict=True):
             out[:] = fragment[FRAGMENT_HEADER_BYTES : FRAGMENT_HEADER_BYTES + length]
 
-    def accumulate(self, index: int, unit: Buffer, parity: Mapping[int, Buffer]) -> None:
-        if not 0 <= index < self.k or not parity or not parity.keys() <= set(range(self.m)):
-            raise ValueError(f"{self.k}+{self.m} has data units 0..{self.k - 1} and parity rows 0..{self.m - 1}")
-        check_equal_lengths([unit, *parity.values()])
-        # The code is linear: the parities of one unit among zeros are what that unit adds to them.
-        zeros = memoryview(bytes(unit.nbytes))
-        alone = [bytearray(unit.nbytes) for _ in range(self.m)]
-        self.encode(
-            [unit if i == index else zeros for i in range(self.k)],
-            [memoryview(part) for part in alone],
-        )
-        for row, out in parity.items():
-            mixed = int.from_bytes(out, "little") ^ int.from_bytes(alone[row], "little")
-            out[:] = mixed.to_bytes(out.nbytes, "little")
-
     def reconstruct(self, units: Mapping[int, Buffer], wanted: Mapping[int, Buffer]) -> None:
         check_numbers([*units, *wanted], self.k, self.m)
-        check_enough(units, self.k)
+        self._survivors(units)
         length = check_equal_lengths([*units.values(), *wanted.values()])
         if length == 0:
             return

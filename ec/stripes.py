@@ -1,20 +1,25 @@
-"""Where each byte of a group goes: units, stripes and rotating parity (REFT's RAIM5, for any n and m).
+"""Where each byte of a group goes: units, stripes and rotating parity (REFT's RAIM5, for any n, k and m).
 
 A *position* is a node's place in its group, 0..n-1. Its bytes are its segments (the slot files of its shards)
 one after another, each padded with virtual zeros to whole units, so that a unit never straddles two segments.
 Padding is neither sent nor stored.
 
-In stripe r the positions r, r+1, ... r+m-1 (mod n) hold parity, and every other position contributes its next
-data unit. Parity work and traffic are even: of n stripes in a row each position holds parity in m.
+A stripe stands on k + m <= n neighbouring positions, counted around the group: the first m hold parity, the other k
+contribute their next data unit. Each stripe starts m positions after the one before, so that parity is dealt out like
+cards and no position is ever more than one parity unit ahead of another. Where that would come back to the
+same starts before all were used (m and n have a common divisor), every further round starts one position later; after n
+stripes each position has held parity in m and data in k of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 PAGE_BYTES = 4096
-DEFAULT_UNIT_BYTES = 4 << 20
+DEFAULT_UNIT_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,92 +31,95 @@ class Piece:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stripes:
     """The geometry of one group.
 
     Attributes:
         segments: for each position, the lengths of its segments in bytes.
+        data: k, data units per stripe.
         parity: m, parity units per stripe.
         unit_bytes: length of a unit.
     """
 
     segments: tuple[tuple[int, ...], ...]
+    data: int
     parity: int
     unit_bytes: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.parity < self.positions:
-            raise ValueError(f"a group of {self.positions} cannot hold {self.parity} parity units a stripe")
+        if self.data < 1 or self.parity < 1 or self.data + self.parity > self.positions:
+            raise ValueError(f"stripes of {self.data}+{self.parity} units do not fit on {self.positions} positions")
         if self.unit_bytes < 1:
             raise ValueError(f"unit_bytes must be positive, not {self.unit_bytes}")
 
     @property
     def positions(self) -> int:
-        """n = k + m."""
+        """n, the nodes of the group."""
         return len(self.segments)
 
-    @property
-    def data(self) -> int:
-        """k, data units per stripe."""
-        return self.positions - self.parity
-
-    @property
+    @cached_property
     def count(self) -> int:
         """Stripes needed to cover the longest position."""
         return max(self._stripe_count_of(p) for p in range(self.positions))
 
     def units(self, position: int) -> int:
         """Units of `position` that hold at least one stored byte."""
-        return sum(self._segment_units(length) for length in self.segments[position])
+        return self._first_units[position][-1]
 
     def is_parity(self, position: int, stripe: int) -> bool:
         """Whether `position` holds parity in `stripe`."""
-        return (position - stripe) % self.positions < self.parity
+        return self._offset(position, stripe) < self.parity
+
+    def is_data(self, position: int, stripe: int) -> bool:
+        """Whether `position` contributes a data unit, be it padding, to `stripe`."""
+        return self.parity <= self._offset(position, stripe) < self.parity + self.data
 
     def parity_positions(self, stripe: int) -> tuple[int, ...]:
         """Positions holding parity units k, k+1, ... of `stripe`, in that order."""
-        return tuple((stripe + j) % self.positions for j in range(self.parity))
+        start = self._starts[stripe % self.positions]
+        return tuple((start + j) % self.positions for j in range(self.parity))
 
     def data_positions(self, stripe: int) -> tuple[int, ...]:
         """Positions contributing data units 0, 1, ... k-1 to `stripe`, in that order."""
-        return tuple(p for p in range(self.positions) if not self.is_parity(p, stripe))
+        start = self._starts[stripe % self.positions] + self.parity
+        return tuple((start + j) % self.positions for j in range(self.data))
 
     def parity_rank(self, position: int, stripe: int) -> int:
         """How many stripes before `stripe` have parity on `position`: its place in the parity slot, in units."""
-        whole, rest = divmod(stripe, self.positions)
-        return whole * self.parity + sum(self.is_parity(position, r) for r in range(rest))
+        turns, rest = divmod(stripe, self.positions)
+        return turns * self.parity + self._ranks[position][rest][0]
 
     def parity_bytes(self, position: int) -> int:
         """Length of the parity slot of `position`."""
         return self.parity_rank(position, self.count) * self.unit_bytes
 
+    def parity_stripes(self, position: int) -> list[int]:
+        """Stripes whose parity stands in the slot of `position`, in its order."""
+        return [stripe for stripe in range(self.count) if self.is_parity(position, stripe)]
+
     def unit_of(self, position: int, stripe: int) -> int:
         """Index of the unit that data position `position` contributes to `stripe`."""
-        return stripe - self.parity_rank(position, stripe)
+        turns, rest = divmod(stripe, self.positions)
+        return turns * self.data + self._ranks[position][rest][1]
 
     def stripe_of(self, position: int, unit: int) -> int:
         """The stripe that unit `unit` of `position` belongs to: the inverse of `unit_of`."""
-        whole, rest = divmod(unit, self.data)
-        stripe = whole * self.positions
-        while self.is_parity(position, stripe) or rest:
-            rest -= not self.is_parity(position, stripe)
-            stripe += 1
-        return stripe
+        turns, rest = divmod(unit, self.data)
+        return turns * self.positions + self._data_stripes[position][rest]
 
     def piece(self, position: int, unit: int) -> Piece | None:
         """Where unit `unit` of `position` is stored, or None if it is all padding."""
-        for index, length in enumerate(self.segments[position]):
-            units = self._segment_units(length)
-            if unit < units:
-                offset = unit * self.unit_bytes
-                return Piece(index, offset, min(self.unit_bytes, length - offset))
-            unit -= units
+        firsts = self._first_units[position]
+        for segment, length in enumerate(self.segments[position]):
+            if firsts[segment] <= unit < firsts[segment + 1]:
+                offset = (unit - firsts[segment]) * self.unit_bytes
+                return Piece(segment, offset, min(self.unit_bytes, length - offset))
         return None
 
     def first_unit(self, position: int, segment: int) -> int:
         """Index of the first unit of segment `segment` of `position`."""
-        return sum(self._segment_units(length) for length in self.segments[position][:segment])
+        return self._first_units[position][segment]
 
     def contributors(self, stripe: int) -> Iterator[tuple[int, int, Piece]]:
         """(data index, position, piece) of every data unit of `stripe` that is not padding."""
@@ -119,6 +127,10 @@ class Stripes:
             piece = self.piece(position, self.unit_of(position, stripe))
             if piece is not None:
                 yield index, position, piece
+
+    def stripe_bytes(self, stripe: int) -> int:
+        """Length of the longest data unit of `stripe`, padding left out: beyond it, parity is zero."""
+        return max((piece.length for _, _, piece in self.contributors(stripe)), default=0)
 
     def decodable(self, lost_segments: Collection[tuple[int, int]], lost_parities: Collection[int]) -> bool:
         """Whether every byte can be had although segments (position, index) and parity slots are lost."""
@@ -130,8 +142,47 @@ class Stripes:
                 return False
         return True
 
-    def _segment_units(self, length: int) -> int:
-        return -(-length // self.unit_bytes)
+    def _offset(self, position: int, stripe: int) -> int:
+        """How many positions after the start of `stripe`."""
+        return (position - self._starts[stripe % self.positions]) % self.positions
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        """First position of each of n stripes: every position once."""
+        round_length = self.positions // math.gcd(self.parity, self.positions)
+        return tuple((r * self.parity + r // round_length) % self.positions for r in range(self.positions))
+
+    @cached_property
+    def _ranks(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By position and stripe of a turn: parity and data units that the position had in earlier stripes of it."""
+        table = []
+        for position in range(self.positions):
+            row, parities, units = [], 0, 0
+            for stripe in range(self.positions):
+                row.append((parities, units))
+                parities += self.is_parity(position, stripe)
+                units += self.is_data(position, stripe)
+            table.append(tuple(row))
+        return tuple(table)
+
+    @cached_property
+    def _data_stripes(self) -> tuple[tuple[int, ...], ...]:
+        """By position: the stripes of a turn to which it contributes."""
+        return tuple(
+            tuple(stripe for stripe in range(self.positions) if self.is_data(position, stripe))
+            for position in range(self.positions)
+        )
+
+    @cached_property
+    def _first_units(self) -> tuple[tuple[int, ...], ...]:
+        """By position: the first unit of each segment, and the number of units."""
+        table = []
+        for lengths in self.segments:
+            firsts = [0]
+            for length in lengths:
+                firsts.append(firsts[-1] - (-length // self.unit_bytes))
+            table.append(tuple(firsts))
+        return tuple(table)
 
     def _stripe_count_of(self, position: int) -> int:
         units = self.units(position)
@@ -139,6 +190,6 @@ class Stripes:
 
 
 def choose_unit_bytes(longest_segment: int, data: int) -> int:
-    """A unit length in bytes: 4 MiB, or less where that would leave a small state in a single stripe."""
+    """A unit length in bytes: 2 MiB, or less where that would leave a small state in a single stripe."""
     even = -(-longest_segment // max(1, data))
     return min(DEFAULT_UNIT_BYTES, max(1, -(-even // PAGE_BYTES)) * PAGE_BYTES)

@@ -29,8 +29,13 @@ class InMemorySnapshot(SnapshotHook):
         job: id of the training run, the same on every rank and restart; default from the environment:
             ``HOLDFAST_JOB``, torchrun's run id, Slurm's job id.
         every: take a snapshot every so many steps.
-        protect: ``"auto"`` (one parity, groups of at most 8 nodes), ``"k+1"``, or ``"none"``.
-        slots: slot files per shard, at least 2. Memory per node is about ``slots * S * (1 + 1/k)`` for S bytes of
+        protect: ``"k+m"``, such as ``"4+2"``: any m nodes of each group of k + m or more may be lost, for m/k more
+            memory; ``"copies:r"``: each node's bytes whole on r others; ``"auto"``: one parity, groups of at most 8
+            nodes; ``"none"``.
+        domains: what this node fails together with, such as ``"rack=r7,switch=s3,@dp"``; no group has more than m
+            nodes of one of them, if that can be. ``@dp`` is the rank's own data-parallel place. Default
+            ``HOLDFAST_DOMAINS``.
+        slots: slot files per shard, at least 2. Memory per node is about ``slots * S * (1 + m/k)`` for S bytes of
             state. With 2, snapshots are skipped while one is being protected.
         start: start an SMP if none runs on this node.
         keep: leave the SMPs and their snapshots in place when the block ends well.
@@ -53,6 +58,7 @@ class InMemorySnapshot(SnapshotHook):
         job: str | None = None,
         every: int = 1,
         protect: str = "auto",
+        domains: str | None = None,
         slots: int = 3,
         start: bool = True,
         keep: bool = False,
@@ -65,6 +71,7 @@ class InMemorySnapshot(SnapshotHook):
             job=job,
             every=every,
             protect=protect,
+            domains=domains,
             slots=slots,
             start=start,
             keep=keep,

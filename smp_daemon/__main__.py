@@ -32,10 +32,18 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     if arguments.priority == "idle":
         _be_idle()  # before the first thread is made: threads inherit it, the process has no say
 
-    from smp_daemon.service import Smp, watch  # NumPy makes threads when it is imported
+    from smp_daemon.pacer import parse_rate
+    from smp_daemon.service import Settings, Smp, watch  # NumPy makes threads when it is imported
 
     try:
         _check_host(arguments.host, arguments.insecure)
+        settings = Settings(
+            backend=arguments.backend,
+            bandwidth=parse_rate(arguments.bandwidth),
+            scrub=parse_rate(arguments.scrub),
+            reform_after_s=arguments.reform_after,
+            rebuild=arguments.rebuild,
+        )
         smp = Smp(
             arguments.job,
             arguments.node,
@@ -43,11 +51,13 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             arguments.host,
             arguments.port,
             arguments.bulk_port,
+            settings,
         )
     except HoldfastError as error:
         _say(out, {"error": type(error).__name__, "message": str(error)})
         return 1
     _log_to(arguments.arena / "smp.log", arguments)
+    _log_backend(settings.backend)
     _say(out, {"ready": asdict(smp.owner)})
     watch(smp, arguments.owner_pid)
     smp.close()
@@ -68,6 +78,37 @@ def _parser() -> argparse.ArgumentParser:
         choices=["normal", "idle"],
         default=os.environ.get("HOLDFAST_PRIORITY", "normal"),
         help="idle: run only when nobody else wants a core; needs cores to spare (default HOLDFAST_PRIORITY or normal)",
+    )
+    parser.add_argument(
+        "--backend",
+        default=os.environ.get("HOLDFAST_BACKEND", "auto"),
+        help="who computes parity: auto, isal, numpy or pyeclib; all write the same bytes (default HOLDFAST_BACKEND "
+        "or auto)",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        default=os.environ.get("HOLDFAST_BANDWIDTH", "0"),
+        help="most bytes per second that encoding sends, such as 2GB/s; 0: no limit (default HOLDFAST_BANDWIDTH or 0)",
+    )
+    parser.add_argument(
+        "--scrub",
+        default=os.environ.get("HOLDFAST_SCRUB", "64MB/s"),
+        help="bytes per second at which sealed snapshots are read and checked in the background; 0: not "
+        "(default HOLDFAST_SCRUB or 64MB/s)",
+    )
+    parser.add_argument(
+        "--reform-after",
+        default=os.environ.get("HOLDFAST_REFORM_AFTER", "30"),
+        type=float,
+        metavar="SECONDS",
+        help="how long a node may be missing, with no trainer connected, before the survivors re-form their groups "
+        "without it; 0: never (default HOLDFAST_REFORM_AFTER or 30)",
+    )
+    parser.add_argument(
+        "--rebuild",
+        default=os.environ.get("HOLDFAST_REBUILD", "chain"),
+        help="how the shards of a lost node are computed: chain (helpers pass partial sums on) or decode (default "
+        "HOLDFAST_REBUILD or chain)",
     )
     parser.add_argument("--detach", action="store_true", help="serve in a session of its own and return")
     parser.add_argument(
@@ -136,6 +177,16 @@ def _say(out: int, message: dict[str, object]) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, out)
     os.close(null)
+
+
+def _log_backend(backend: str) -> None:
+    from ec import describe_auto
+
+    name, reason = describe_auto() if backend == "auto" else (backend, "")
+    if reason:
+        logging.getLogger(__name__).warning("parity is computed by %s, slowly: %s", name, reason)
+    else:
+        logging.getLogger(__name__).info("parity is computed by %s", name)
 
 
 def _log_to(path: Path, arguments: argparse.Namespace) -> None:

@@ -5,10 +5,10 @@
     <arena>/                  0700, locked by the SMP that owns it
       smp.json                who owns it: pid, addresses
       node.json               the newest epoch seen, the newest snapshot protected job-wide
-      layout-<epoch>.json     the job's layout in that epoch
+      layout-<epoch>-<revision>.json     the job's layout in that epoch, and as its SMPs re-formed it
       board                   what became of recent snapshots; mapped by the trainers (`smp_daemon.board`)
       <coord>.<i>.safetensors     a shard's slot i, and its commit record <same>.json
-      <g>-<p>.<i>.parity          parity slot i of position p in group g, and its commit record
+      <tag>-<p>.<i>.parity        parity slot i of position p in the group with that tag, and its commit record
 """
 
 from __future__ import annotations
@@ -153,18 +153,18 @@ class Arena:
         except OSError as error:
             raise ConfigError(f"another SMP owns the arena {path}: use it, or stop it first") from error
         self.shards: dict[str, Pool] = {}
-        self.parities: dict[tuple[int, int], Pool] = {}
-        self.layouts: dict[int, Layout] = {}
+        self.parities: dict[tuple[str, int], Pool] = {}
+        self.layouts: dict[tuple[int, int], Layout] = {}
         self._wanted: dict[Pool, tuple[int, int]] = {}
 
     def shard_pool(self, coord: str) -> Pool:
         """The pool of a shard, empty if it is new."""
         return self.shards.setdefault(coord, Pool(self.path, coord, SHARD_SUFFIX))
 
-    def parity_pool(self, group: int, position: int) -> Pool:
-        """The pool of the parity of one position of a group, empty if it is new."""
-        name = f"{group}-{position}"
-        return self.parities.setdefault((group, position), Pool(self.path, name, PARITY_SUFFIX))
+    def parity_pool(self, tag: str, position: int) -> Pool:
+        """The pool of the parity of one position of the group with that tag, empty if it is new."""
+        name = f"{tag}-{position}"
+        return self.parities.setdefault((tag, position), Pool(self.path, name, PARITY_SUFFIX))
 
     def pools(self) -> Iterator[Pool]:
         """Every pool."""
@@ -217,10 +217,26 @@ class Arena:
                     pool.discard(slot)
                 else:
                     pool.remove(slot)
-        newest = max(self.layouts, default=0)
-        for epoch in [e for e in self.layouts if e < newest and all(e != s.epoch for s in keep)]:
-            del self.layouts[epoch]
-            (self.path / f"layout-{epoch}.json").unlink(missing_ok=True)
+        newest = max((epoch for epoch, _ in self.layouts), default=0)
+        for epoch, revision in list(self.layouts):
+            if epoch < newest and all(epoch != snapshot.epoch for snapshot in keep):
+                del self.layouts[epoch, revision]
+                self._layout_path(epoch, revision).unlink(missing_ok=True)
+
+    def make_room(self, length: int, wanted: Pool) -> int:
+        """Delete free slots of other pools until `length` bytes are free again; how many are.
+
+        What is received for another node takes the place of slots that wait for snapshots; `reserve` makes new ones.
+        """
+        freed = 0
+        spare = [(slot.bytes, pool, slot) for pool in self.pools() if pool is not wanted for slot in pool.slots]
+        for _, pool, slot in sorted(spare, key=lambda item: -item[0]):
+            if freed >= length:
+                break
+            if slot.state is SlotState.FREE:
+                freed += slot.bytes
+                pool.remove(slot)
+        return freed
 
     def fence(self) -> None:
         """Take the slots that somebody is writing, or may be writing, out of their hands."""
@@ -232,9 +248,12 @@ class Arena:
                     pool.replace(slot)
 
     def add_layout(self, layout: Layout) -> None:
-        """Remember the layout of an epoch."""
-        write_json(self.path / f"layout-{layout.epoch}.json", layout.to_json())
-        self.layouts[layout.epoch] = layout
+        """Remember a layout."""
+        write_json(self._layout_path(layout.epoch, layout.revision), layout.to_json())
+        self.layouts[layout.epoch, layout.revision] = layout
+
+    def _layout_path(self, epoch: int, revision: int) -> Path:
+        return self.path / f"layout-{epoch}-{revision}.json"
 
     def adopt(self) -> Iterator[tuple[Pool, Slot, Any]]:
         """Find what a predecessor left: yields every slot with its commit record, to be accepted or discarded.
@@ -244,7 +263,7 @@ class Arena:
         for path in sorted(self.path.glob("layout-*.json")):
             try:
                 layout = Layout.from_json(read_json(path))
-                self.layouts[layout.epoch] = layout
+                self.layouts[layout.epoch, layout.revision] = layout
             except ProtocolError as error:
                 log.warning("left alone: %s", error)
         for suffix in (SHARD_SUFFIX, PARITY_SUFFIX):
@@ -256,8 +275,8 @@ class Arena:
         if suffix == SHARD_SUFFIX:
             pool = self.shard_pool(name)
         else:
-            group, position = name.split("-")
-            pool = self.parity_pool(int(group), int(position))
+            tag, _, position = name.rpartition("-")
+            pool = self.parity_pool(tag, int(position))
         slot = Slot(int(index), path.stat().st_size)
         pool.slots.append(slot)
         try:

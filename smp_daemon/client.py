@@ -28,7 +28,7 @@ RECOVER_DEADLINE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class RecoveredShard:
-    """A shard that this node's SMP holds again. `how` is ``held``, ``fetched`` or ``rebuilt``."""
+    """A shard that this node's SMP holds again. `how` is ``held``, ``mended``, ``fetched`` or ``rebuilt``."""
 
     view: memoryview
     how: str
@@ -113,6 +113,17 @@ class SmpClient:
     def heal(self, sources: Sources, group: int, position: int) -> None:
         """Have the SMP compute the parity of a lost node in the background."""
         self._call({"op": "heal", "sources": sources.to_json(), "group": group, "position": position})
+
+    def counters(self) -> dict[str, int]:
+        """What the SMP has counted since it started; see `smp_daemon.counters.Counts`."""
+        return {str(name): int(count) for name, count in self._call({"op": "counters"}).items()}
+
+    def scrub(self) -> dict[str, int]:
+        """Have every sealed unit checked now, and mended where it is bad: how many ``units``, ``damaged``, ``mended``.
+
+        Blocks for about one read of the arena.
+        """
+        return {str(name): int(count) for name, count in self._call({"op": "scrub"}, RECOVER_DEADLINE_S).items()}
 
     def finish(self, epoch: int) -> None:
         """The job has ended well: the SMP removes its arena and ends. Blocks until it has."""

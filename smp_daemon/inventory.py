@@ -17,9 +17,10 @@ class Inventory:
         host, control_port, bulk_port: where it listens.
         epoch: the newest epoch it has seen; 0 if none.
         protected: the newest snapshot that the whole job agreed is protected, as far as this SMP was told.
-        layouts: by epoch, for every epoch that it holds bytes of.
+        trainers: how many are connected to it.
+        layouts: by (epoch, revision), for every epoch that it holds bytes of.
         shards: sealed shards, as (snapshot, coordinate).
-        parities: complete parity slots, as (snapshot, group, position).
+        parities: complete parity slots, as (snapshot, tag of the group, position).
     """
 
     node: str
@@ -28,9 +29,10 @@ class Inventory:
     bulk_port: int
     epoch: int = 0
     protected: SnapshotId | None = None
-    layouts: dict[int, Layout] = field(default_factory=dict)
+    trainers: int = 0
+    layouts: dict[tuple[int, int], Layout] = field(default_factory=dict)
     shards: frozenset[tuple[SnapshotId, str]] = frozenset()
-    parities: frozenset[tuple[SnapshotId, int, int]] = frozenset()
+    parities: frozenset[tuple[SnapshotId, str, int]] = frozenset()
 
     @property
     def bulk(self) -> tuple[str, int]:
@@ -46,9 +48,10 @@ class Inventory:
             "bulk_port": self.bulk_port,
             "epoch": self.epoch,
             "protected": list(self.protected) if self.protected else None,
+            "trainers": self.trainers,
             "layouts": [layout.to_json() for layout in self.layouts.values()],
             "shards": sorted([*snapshot, coord] for snapshot, coord in self.shards),
-            "parities": sorted([*snapshot, group, position] for snapshot, group, position in self.parities),
+            "parities": sorted([*snapshot, tag, position] for snapshot, tag, position in self.parities),
         }
 
     @classmethod
@@ -63,9 +66,10 @@ class Inventory:
                 bulk_port=int(data["bulk_port"]),
                 epoch=int(data["epoch"]),
                 protected=SnapshotId(*map(int, data["protected"])) if data["protected"] else None,
-                layouts={layout.epoch: layout for layout in layouts},
+                trainers=int(data["trainers"]),
+                layouts={(layout.epoch, layout.revision): layout for layout in layouts},
                 shards=frozenset((SnapshotId(int(e), int(s)), str(c)) for e, s, c in data["shards"]),
-                parities=frozenset((SnapshotId(int(e), int(s)), int(g), int(p)) for e, s, g, p in data["parities"]),
+                parities=frozenset((SnapshotId(int(e), int(s)), str(t), int(p)) for e, s, t, p in data["parities"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"not an inventory: {error!r}") from error

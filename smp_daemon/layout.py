@@ -5,9 +5,13 @@ A shard is named by its coordinate, a string such as ``pp0-tp1-cp0-ep0-dp3``; th
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
+
+import xxhash
 
 from ec import Stripes
 from smp_daemon.errors import ProtocolError
@@ -34,13 +38,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node: its name, where its SMP listens, and the shards that live on it."""
+    """One node: its name, where its SMP listens, the shards that live on it, and the failure domains it is in."""
 
     name: str
     host: str
     control_port: int
     bulk_port: int
     shards: tuple[Shard, ...]
+    domains: tuple[str, ...] = ()
 
     @property
     def bulk(self) -> tuple[str, int]:
@@ -58,19 +63,21 @@ class Layout:
     """A job in one epoch. Groups hold indices into `nodes`; a node's place in its group is its position.
 
     Attributes:
-        parity: m; 0 means that nodes do not protect each other.
+        revision: 0 as the trainers arranged it; counts how often the SMPs re-formed their groups since.
+        data: k, data units per stripe; fewer in a group that is too small for k + m.
+        parity: m, parity units per stripe; 0 means that nodes do not protect each other.
         slots: slot files per shard, and parity slots per node.
-        backend: erasure code backend, see `ec.choose_codec`.
     """
 
     job: str
     epoch: int
+    revision: int
     nodes: tuple[Node, ...]
     groups: tuple[tuple[int, ...], ...]
+    data: int
     parity: int
     unit_bytes: int
     slots: int
-    backend: str
 
     def __post_init__(self) -> None:
         names = [n.name for n in self.nodes]
@@ -82,8 +89,10 @@ class Layout:
             raise ProtocolError("a layout names a node or a shard twice")
         if sorted(i for g in self.groups for i in g) != list(range(len(self.nodes))):
             raise ProtocolError("every node of a layout belongs to exactly one group")
-        if not 0 < self.unit_bytes <= MAX_UNIT_BYTES or not 2 <= self.slots <= 16 or self.parity < 0:
-            raise ProtocolError("a layout's unit, slots or parity is out of range")
+        if not 0 < self.unit_bytes <= MAX_UNIT_BYTES or not 2 <= self.slots <= 16:
+            raise ProtocolError("a layout's unit or slots are out of range")
+        if self.revision < 0 or self.data < 1 or self.parity < 0 or self.data + self.parity > 255:
+            raise ProtocolError("a layout's revision or code is out of range")
         if any(s.bytes < 1 for n in self.nodes for s in n.shards):
             raise ProtocolError("a shard has at least one byte")
 
@@ -111,13 +120,33 @@ class Layout:
         """The nodes of a group, by position."""
         return tuple(self.nodes[i] for i in self.groups[group])
 
+    def code(self, group: int) -> tuple[int, int]:
+        """(k, m) of a group: as asked for, or less in a group that is too small; m = 0 if it protects nothing."""
+        size = len(self.groups[group])
+        parity = min(self.parity, size - 1)
+        return max(1, min(self.data, size - parity)), parity
+
     def protects(self, group: int) -> bool:
-        """Whether the nodes of `group` protect each other: it has parity and more nodes than parities."""
-        return 0 < self.parity < len(self.groups[group])
+        """Whether the nodes of `group` protect each other."""
+        return self.code(group)[1] > 0
+
+    def has_parity(self, group: int, position: int) -> bool:
+        """Whether there is such a position, and parity on it."""
+        if not 0 <= group < len(self.groups) or not 0 <= position < len(self.groups[group]):
+            return False
+        return self.protects(group) and self.stripes(group).parity_bytes(position) > 0
 
     def stripes(self, group: int) -> Stripes:
         """The geometry of a group that `protects`."""
         return self._stripes[group]
+
+    def tag(self, group: int) -> str:
+        """Names a group by what is in it: equal in two layouts exactly if its parity is."""
+        return self._tags[group]
+
+    def group_of(self, tag: str) -> int | None:
+        """The group with that tag, if it is one of this layout's."""
+        return self._by_tag.get(tag)
 
     def shard_bytes(self, coord: str) -> int:
         """Length of the slot file of `coord`."""
@@ -135,12 +164,25 @@ class Layout:
         return {
             g: Stripes(
                 tuple(tuple(s.bytes for s in node.shards) for node in self.members(g)),
-                self.parity,
+                *self.code(g),
                 self.unit_bytes,
             )
             for g in range(len(self.groups))
             if self.protects(g)
         }
+
+    @cached_property
+    def _tags(self) -> tuple[str, ...]:
+        def content(group: int) -> list[Any]:
+            members = [[node.name, [[s.coord, s.bytes] for s in node.shards]] for node in self.members(group)]
+            return [self.code(group), self.unit_bytes, members]
+
+        contents = map(content, range(len(self.groups)))
+        return tuple(xxhash.xxh3_64_hexdigest(json.dumps(each).encode()) for each in contents)
+
+    @cached_property
+    def _by_tag(self) -> Mapping[str, int]:
+        return {tag: group for group, tag in enumerate(self._tags)}
 
     @cached_property
     def _located(self) -> dict[str, Located]:
@@ -166,12 +208,13 @@ class Layout:
                     int(n["control_port"]),
                     int(n["bulk_port"]),
                     tuple(Shard(str(s["coord"]), int(s["bytes"])) for s in n["shards"]),
+                    tuple(str(label) for label in n["domains"]),
                 )
                 for n in data["nodes"]
             )
             groups = tuple(tuple(int(i) for i in g) for g in data["groups"])
-            numbers = {k: int(data[k]) for k in ("epoch", "parity", "unit_bytes", "slots")}
-            return cls(job=str(data["job"]), nodes=nodes, groups=groups, backend=str(data["backend"]), **numbers)
+            numbers = {k: int(data[k]) for k in ("epoch", "revision", "data", "parity", "unit_bytes", "slots")}
+            return cls(job=str(data["job"]), nodes=nodes, groups=groups, **numbers)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProtocolError(f"not a layout: {error!r}") from error
 

@@ -10,6 +10,9 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 8 << 20
 """JSON part of one message between a trainer and an SMP, or between SMPs."""
 
+MAX_RECORD_BYTES = 64 << 20
+"""A commit record or another JSON file of an arena: it grows with the number of units."""
+
 MAX_UNIT_BYTES = 64 << 20
 """Raw bytes that one message between SMPs may carry."""
 

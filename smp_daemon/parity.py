@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
+
 from ec import Codec, Stripes
 from smp_daemon.errors import DamagedSnapshot, ProtocolError, StaleEpoch
 from smp_daemon.layout import SnapshotId
@@ -17,7 +19,7 @@ class ParityGathering:
         self,
         snapshot: SnapshotId,
         stripes: Stripes,
-        group: int,
+        group: str,
         position: int,
         codec: Codec,
         slot: memoryview,
@@ -30,12 +32,10 @@ class ParityGathering:
         self._slot = slot
         self._lock = threading.Lock()
         self._cancelled = False
-        self._mine = [r for r in range(stripes.count) if stripes.is_parity(position, r)]
-        self._folded: dict[int, dict[int, int]] = {r: {} for r in self._mine}
-        contributors = {r: len(list(stripes.contributors(r))) for r in self._mine}
-        self._missing = sum(contributors.values())
-        for stripe in [r for r, count in contributors.items() if not count]:
-            self._unit(stripe)[:] = bytes(stripes.unit_bytes)
+        self._mine = stripes.parity_stripes(position)
+        self._lengths = {stripe: stripes.stripe_bytes(stripe) for stripe in self._mine}
+        self._folded: dict[int, dict[int, int]] = {stripe: {} for stripe in self._mine}
+        self._missing = sum(len(list(stripes.contributors(stripe))) for stripe in self._mine)
 
     @property
     def complete(self) -> bool:
@@ -68,7 +68,7 @@ class ParityGathering:
                 return
             parity = self._unit(stripe)
             if not folded:
-                parity[:] = bytes(parity.nbytes)
+                np.frombuffer(parity, dtype=np.uint8)[:] = 0
             self._codec.accumulate(index, unit, {row: parity[:length]})
             folded[position] = unit_digest
             self._missing -= 1
@@ -82,6 +82,7 @@ class ParityGathering:
             self._group,
             self._position,
             self._stripes.unit_bytes,
+            tuple(self._lengths[r] for r in self._mine),
             tuple(digest(self._unit(r)) for r in self._mine),
             tuple(self._folded[r] for r in self._mine),
         )
@@ -93,7 +94,7 @@ class ParityGathering:
 
     def _unit(self, stripe: int) -> memoryview:
         start = self._stripes.parity_rank(self._position, stripe) * self._stripes.unit_bytes
-        return self._slot[start : start + self._stripes.unit_bytes]
+        return self._slot[start : start + self._lengths[stripe]]
 
     def _expected(self, stripe: int, position: int) -> tuple[int, int]:
         for index, contributor, piece in self._stripes.contributors(stripe):

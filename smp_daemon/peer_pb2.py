@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15smp_daemon/peer.proto\x12\x0bholdfast.v1\"^\n\x11ParityDoneRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\r\n\x05group\x18\x04 \x01(\r\x12\x10\n\x08position\x18\x05 \x01(\r\"\x05\n\x03\x41\x63k\"\x1a\n\x0bPingRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"5\n\tPingReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x32\x80\x01\n\x04Peer\x12>\n\nParityDone\x12\x1e.holdfast.v1.ParityDoneRequest\x1a\x10.holdfast.v1.Ack\x12\x38\n\x04Ping\x12\x18.holdfast.v1.PingRequest\x1a\x16.holdfast.v1.PingReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15smp_daemon/peer.proto\x12\x0bholdfast.v1\"}\n\x11ParityDoneRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0esnapshot_epoch\x18\x03 \x01(\x04\x12\x15\n\rsnapshot_step\x18\x04 \x01(\x04\x12\x0b\n\x03tag\x18\x05 \x01(\t\x12\x10\n\x08position\x18\x06 \x01(\r\"\x05\n\x03\x41\x63k\"\x1a\n\x0bPingRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"G\n\tPingReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08revision\x18\x04 \x01(\x04\x32\x80\x01\n\x04Peer\x12>\n\nParityDone\x12\x1e.holdfast.v1.ParityDoneRequest\x1a\x10.holdfast.v1.Ack\x12\x38\n\x04Ping\x12\x18.holdfast.v1.PingRequest\x1a\x16.holdfast.v1.PingReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'smp_daemon.peer_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PARITYDONEREQUEST']._serialized_start=38
-  _globals['_PARITYDONEREQUEST']._serialized_end=132
-  _globals['_ACK']._serialized_start=134
-  _globals['_ACK']._serialized_end=139
-  _globals['_PINGREQUEST']._serialized_start=141
-  _globals['_PINGREQUEST']._serialized_end=167
-  _globals['_PINGREPLY']._serialized_start=169
-  _globals['_PINGREPLY']._serialized_end=222
-  _globals['_PEER']._serialized_start=225
-  _globals['_PEER']._serialized_end=353
+  _globals['_PARITYDONEREQUEST']._serialized_end=163
+  _globals['_ACK']._serialized_start=165
+  _globals['_ACK']._serialized_end=170
+  _globals['_PINGREQUEST']._serialized_start=172
+  _globals['_PINGREQUEST']._serialized_end=198
+  _globals['_PINGREPLY']._serialized_start=200
+  _globals['_PINGREPLY']._serialized_end=271
+  _globals['_PEER']._serialized_start=274
+  _globals['_PEER']._serialized_end=402
 # @@protoc_insertion_point(module_scope)

@@ -5,18 +5,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ParityDoneRequest(_message.Message):
-    __slots__ = ("job", "epoch", "step", "group", "position")
+    __slots__ = ("job", "epoch", "snapshot_epoch", "snapshot_step", "tag", "position")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_STEP_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
-    step: int
-    group: int
+    snapshot_epoch: int
+    snapshot_step: int
+    tag: str
     position: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., group: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., snapshot_epoch: _Optional[int] = ..., snapshot_step: _Optional[int] = ..., tag: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ()
@@ -29,11 +31,13 @@ class PingRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class PingReply(_message.Message):
-    __slots__ = ("job", "node", "epoch")
+    __slots__ = ("job", "node", "epoch", "revision")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     job: str
     node: str
     epoch: int
-    def __init__(self, job: _Optional[str] = ..., node: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    revision: int
+    def __init__(self, job: _Optional[str] = ..., node: _Optional[str] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ...) -> None: ...

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from smp_daemon import peer_pb2, peer_pb2_grpc
+from smp_daemon.codings import Coding
 from smp_daemon.errors import ConfigError, HoldfastError
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.store import Store
@@ -46,18 +47,20 @@ class PeerServer(peer_pb2_grpc.PeerServicer):  # type: ignore[misc]  # generated
 
     def ParityDone(self, request: peer_pb2.ParityDoneRequest, context: grpc.ServicerContext) -> peer_pb2.Ack:
         self._check_job(request.job, context)
-        layout = self._store.layout
+        coding = Coding(SnapshotId(request.snapshot_epoch, request.snapshot_step), request.tag)
         try:
-            if layout is None or layout.place(self._store.node)[0] != request.group:
-                raise HoldfastError(f"node {self._store.node!r} is not in group {request.group}")
-            self._store.parity_done(SnapshotId(request.epoch, request.step), request.position)
+            self._store.codings.parity_done(request.epoch, coding, request.position)
         except HoldfastError as error:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return peer_pb2.Ack()
 
     def Ping(self, request: peer_pb2.PingRequest, context: grpc.ServicerContext) -> peer_pb2.PingReply:
         self._check_job(request.job, context)
-        return peer_pb2.PingReply(job=self._store.job, node=self._store.node, epoch=self._store.epoch)
+        layout = self._store.newest_layout()
+        revision = layout.revision if layout is not None and layout.epoch == self._store.epoch else 0
+        return peer_pb2.PingReply(
+            job=self._store.job, node=self._store.node, epoch=self._store.epoch, revision=revision
+        )
 
     def _check_job(self, job: str, context: grpc.ServicerContext) -> None:
         if job != self._store.job:
@@ -71,11 +74,18 @@ class PeerClient:
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
 
-    def tell_parity_done(self, layout: Layout, node: str, snapshot: SnapshotId, failed: Callable[[str], None]) -> None:
+    def tell_parity_done(
+        self, layout: Layout, node: str, epoch: int, snapshot: SnapshotId, failed: Callable[[str], None]
+    ) -> None:
         """Tell every other member of the group of `node`; returns at once. `failed` is called with a reason."""
         group, position = layout.place(node)
         request = peer_pb2.ParityDoneRequest(
-            job=layout.job, epoch=snapshot.epoch, step=snapshot.step, group=group, position=position
+            job=layout.job,
+            epoch=epoch,
+            snapshot_epoch=snapshot.epoch,
+            snapshot_step=snapshot.step,
+            tag=layout.tag(group),
+            position=position,
         )
         for member in layout.members(group):
             if member.name != node:

@@ -22,6 +22,11 @@ POINTS = (
     "seal.done",
     "encode.middle",
     "rebuild.middle",
+    "heal.done",
+    "reform.declined",
+    "reform.adopt",
+    "reform.encode",
+    "reform.done",
     "restore.before",
     "restore.middle",
 )

@@ -1,8 +1,9 @@
 """Encoding: one thread per SMP sends its data units to whoever holds the parity of their stripe.
 
-Each SMP pushes on its own as soon as its shards are sealed; nobody coordinates. A unit is acknowledged once it is
-folded in, so at most one unit is on its way from this node at any time, and a broken connection is repaired by
-sending that unit again.
+Each SMP pushes on its own as soon as its shards are sealed; nobody coordinates. Units go straight from the arena to
+the socket. At most `WINDOW` of them are on their way, whoever to, until they are acknowledged, which is when they are
+folded in; so a slow peer slows its senders and takes no memory. What was not acknowledged on a connection that broke is
+sent again on the next; a unit that comes twice is folded in once.
 """
 
 from __future__ import annotations
@@ -10,105 +11,223 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ec import Stripes
-from smp_daemon.errors import HoldfastError, ProtocolError, SmpUnavailable, StaleEpoch
+from smp_daemon.codings import Coding
+from smp_daemon.errors import (
+    DamagedSnapshot,
+    DeadlineExceeded,
+    HoldfastError,
+    ProtocolError,
+    SmpUnavailable,
+    StaleEpoch,
+)
+from smp_daemon.holdings import ShardKey
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.links import Links
+from smp_daemon.pacer import Pacer
 from smp_daemon.peers import PeerClient
 from smp_daemon.points import reach
+from smp_daemon.sources import Address
 from smp_daemon.store import Store
-from smp_daemon.transport import SocketStream, call, connect
 
-ATTEMPTS = 2
+WINDOW = 4
+"""Units on their way at the same time."""
+
+ATTEMPTS = 3
+"""How often a unit is sent that arrives damaged: then it is not the way that is bad, but what is sent."""
+
+RECONNECT_DEADLINE_S = 5.0
+RECONNECT_EVERY_S = 0.05
 
 log = logging.getLogger(__name__)
 
 
-class Protector:
-    """The thread that encodes. `protect` and `announce` may be called from any thread and return at once."""
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """One data unit for one parity owner."""
 
-    def __init__(self, peers: PeerClient) -> None:
+    address: Address
+    message: dict[str, Any]
+    unit: memoryview
+    attempt: int = 1
+
+
+class Protector:
+    """The thread that encodes. `protect` and `announce` may be called from any thread and return at once.
+
+    Args:
+        pacer: caps what it sends.
+    """
+
+    def __init__(self, peers: PeerClient, pacer: Pacer) -> None:
         self._peers = peers
+        self._pacer = pacer
         self._queue: queue.SimpleQueue[SnapshotId | None] = queue.SimpleQueue()
-        self._streams: dict[tuple[str, int], SocketStream] = {}
-        self._thread: threading.Thread | None = None
         self._store: Store
+        self._closed = threading.Event()
 
     def start(self, store: Store) -> None:
         """Begin to work for `store`."""
         self._store = store
-        self._thread = threading.Thread(target=self._run, name="protect", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="protect", daemon=True).start()
 
     def protect(self, snapshot: SnapshotId) -> None:
         """All shards of this node are sealed: send them to the group's parity."""
         self._queue.put(snapshot)
 
-    def announce(self, snapshot: SnapshotId) -> None:
-        """This node's own parity is committed: tell the group."""
-        layout = self._store.layout
-        if layout is not None:
-            self._peers.tell_parity_done(
-                layout, self._store.node, snapshot, lambda reason: self._store.fail(snapshot, reason)
-            )
+    def announce(self, snapshot: SnapshotId, layout: Layout) -> None:
+        """This node's own parity in `layout` is committed: tell the group."""
+        self._peers.tell_parity_done(
+            layout,
+            self._store.node,
+            self._store.epoch,
+            snapshot,
+            lambda reason: self._store.fail(snapshot, reason),
+        )
+
+    def close(self) -> None:
+        """Stop after the unit at hand."""
+        self._closed.set()
+        self._queue.put(None)
 
     def _run(self) -> None:
-        while (snapshot := self._queue.get()) is not None:
-            layout = self._store.layout
-            if layout is None or layout.epoch != snapshot.epoch:
-                continue
-            try:
-                self._send(snapshot, layout)
-            except (StaleEpoch, ProtocolError) as error:
-                log.info("encoding of %s ended early: %s", snapshot, error)
-            except HoldfastError as error:
-                self._store.fail(snapshot, str(error))
+        with Links(self._store.counters) as links:
+            while (snapshot := self._queue.get()) is not None:
+                layout = self._store.layout
+                if layout is None or layout.epoch != snapshot.epoch or not self._store.is_wanted(snapshot):
+                    continue
+                try:
+                    self._encode(links, snapshot, layout)
+                except (StaleEpoch, ProtocolError) as error:
+                    log.info("encoding of %s ended early: %s", snapshot, error)
+                    links.close()
+                except HoldfastError as error:
+                    links.close()
+                    self._store.fail(snapshot, str(error))
 
-    def _send(self, snapshot: SnapshotId, layout: Layout) -> None:
-        group, position = layout.place(self._store.node)
-        stripes = layout.stripes(group)
-        members = layout.members(group)
-        mine = [r for r in range(stripes.count) if not stripes.is_parity(position, r)]
-        for done, stripe in enumerate(mine):
-            if done == len(mine) // 2:
-                reach("encode.middle", snapshot.step)
-            unit = self._unit(snapshot, layout, stripes, position, stripe)
-            if unit is None:
-                continue
-            view, unit_digest = unit
-            message = {
-                "op": "fold",
-                "job": layout.job,
-                "snapshot": snapshot,
-                "stripe": stripe,
-                "position": position,
-                "digest": unit_digest,
-            }
-            for owner in stripes.parity_positions(stripe):
-                self._call(members[owner].bulk, message, view)
+    def _encode(self, links: Links, snapshot: SnapshotId, layout: Layout) -> None:
+        def check() -> None:
+            if self._closed.is_set() or not self._store.is_wanted(snapshot):
+                raise StaleEpoch(f"{snapshot} was given up")
 
-    def _unit(
-        self, snapshot: SnapshotId, layout: Layout, stripes: Stripes, position: int, stripe: int
-    ) -> tuple[memoryview, int] | None:
-        unit = stripes.unit_of(position, stripe)
+        send_units(self._store, links, snapshot, layout, check, self._pace)
+
+    def _pace(self, count: int) -> None:
+        self._closed.wait(self._pacer.wait_s(count, time.monotonic()))
+
+
+def send_units(
+    store: Store,
+    links: Links,
+    snapshot: SnapshotId,
+    layout: Layout,
+    check: Callable[[], None],
+    pace: Callable[[int], None],
+) -> None:
+    """Send every data unit of this node to its stripe's parity in `layout`. Blocks until all are folded in.
+
+    Args:
+        check: called before each unit; raises if the work is not wanted any more.
+        pace: called with the length of each unit in bytes before it is sent; waits as long as it likes.
+
+    Raises:
+        StaleEpoch, ProtocolError: it is not wanted any more, here or there.
+        SmpUnavailable, DeadlineExceeded: a peer cannot be reached.
+    """
+    sender = _Sender(links, store, check)
+    group, _ = layout.place(store.node)
+    store.codings.await_gathering(store.epoch, Coding(snapshot, layout.tag(group)))
+    for letter in _letters(store, snapshot, layout):
+        pace(letter.unit.nbytes)
+        sender.send(letter)
+    sender.finish()
+
+
+def _letters(store: Store, snapshot: SnapshotId, layout: Layout) -> Iterator[Letter]:
+    group, position = layout.place(store.node)
+    stripes, members = layout.stripes(group), layout.members(group)
+    count = stripes.units(position)
+    for unit in range(count):
+        if unit == count // 2:
+            reach("encode.middle", snapshot.step)
+        stripe = stripes.stripe_of(position, unit)
         piece = stripes.piece(position, unit)
-        if piece is None:
-            return None
-        coord = layout.node(self._store.node).shards[piece.segment].coord
-        view, record = self._store.shard(snapshot, coord)
-        first = stripes.first_unit(position, piece.segment)
-        return view[piece.offset : piece.offset + piece.length], record.digests[unit - first]
+        assert piece is not None
+        coord = members[position].shards[piece.segment].coord
+        index = unit - stripes.first_unit(position, piece.segment)
+        view, digest = store.holdings.shard_unit(ShardKey(snapshot, coord), index)
+        message = {
+            "op": "fold",
+            "job": layout.job,
+            "epoch": store.epoch,
+            "snapshot": snapshot,
+            "tag": layout.tag(group),
+            "stripe": stripe,
+            "position": position,
+            "digest": digest,
+        }
+        for owner in stripes.parity_positions(stripe):
+            yield Letter(members[owner].bulk, message, view)
 
-    def _call(self, address: tuple[str, int], message: dict[str, object], payload: memoryview) -> None:
-        for attempt in range(ATTEMPTS):
+
+class _Sender:
+    """Keeps a window of letters on their way, and sends again what a broken connection has lost."""
+
+    def __init__(self, links: Links, store: Store, check: Callable[[], None]) -> None:
+        self._links = links
+        self._store = store
+        self._check = check
+        self._sent: deque[Letter] = deque()
+
+    def send(self, letter: Letter) -> None:
+        while len(self._sent) >= WINDOW:
+            self._collect()
+        self._check()
+        self._sent.append(letter)
+        try:
+            self._links.send(letter.address, letter.message, letter.unit)
+        except SmpUnavailable as error:
+            self._send_again(letter.address, error)
+
+    def finish(self) -> None:
+        while self._sent:
+            self._collect()
+
+    def _collect(self) -> None:
+        letter = self._sent[0]
+        try:
+            self._links.receive(letter.address)
+        except SmpUnavailable as error:
+            self._send_again(letter.address, error)
+            return
+        except DamagedSnapshot as error:
+            self._sent.popleft()
+            if letter.attempt == ATTEMPTS:
+                raise
+            log.warning("a unit is sent again: %s", error)
+            self.send(replace(letter, attempt=letter.attempt + 1))
+            return
+        self._sent.popleft()
+
+    def _send_again(self, address: Address, broken: SmpUnavailable) -> None:
+        """Connect anew and send all that was not acknowledged there, for as long as it is wanted."""
+        limit = time.monotonic() + RECONNECT_DEADLINE_S
+        while True:
+            self._links.drop(address)
+            self._check()
+            if time.monotonic() > limit:
+                raise broken
             try:
-                if address not in self._streams:
-                    self._streams[address] = connect(address)
-                call(self._streams[address], message, payload)
+                for letter in [letter for letter in self._sent if letter.address == address]:
+                    self._links.send(address, letter.message, letter.unit)
+                self._store.counters.add(reconnects=1)
                 return
-            except SmpUnavailable:
-                broken = self._streams.pop(address, None)
-                if broken is not None:
-                    broken.close()
-                if attempt + 1 == ATTEMPTS:
-                    raise
+            except (SmpUnavailable, DeadlineExceeded) as error:
+                log.info("%s is sent to again: %s", address, error)
+                with self._store.changed:
+                    self._store.changed.wait(RECONNECT_EVERY_S)

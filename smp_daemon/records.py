@@ -13,7 +13,7 @@ import xxhash
 
 from smp_daemon.errors import ProtocolError
 from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_MESSAGE_BYTES
+from smp_daemon.limits import MAX_RECORD_BYTES
 
 
 def digest(data: memoryview) -> int:
@@ -36,23 +36,35 @@ class ShardRecord:
     unit_bytes: int
     digests: tuple[int, ...]
 
+    def unit(self, index: int) -> tuple[int, int]:
+        """Offset and length of a unit in the slot."""
+        offset = index * self.unit_bytes
+        return offset, min(self.unit_bytes, self.bytes - offset)
+
 
 @dataclass(frozen=True, slots=True)
 class ParityRecord:
     """The commit record of a parity slot.
 
     Attributes:
-        digests: of this position's parity units, in stripe order.
+        group: the tag of the group, see `Layout.tag`.
+        lengths: of this position's parity units, in stripe order: each as long as the longest data unit of its stripe.
+        digests: of the same.
         sources: for each of them, ``{position: digest}`` of the data units folded into it. This is how a lost
             node's bytes are checked once they are rebuilt.
     """
 
     snapshot: SnapshotId
-    group: int
+    group: str
     position: int
     unit_bytes: int
+    lengths: tuple[int, ...]
     digests: tuple[int, ...]
     sources: tuple[dict[int, int], ...]
+
+    def unit(self, index: int) -> tuple[int, int]:
+        """Offset and length of a unit in the slot."""
+        return index * self.unit_bytes, self.lengths[index]
 
 
 def shard_to_json(record: ShardRecord) -> dict[str, Any]:
@@ -91,6 +103,7 @@ def parity_to_json(record: ParityRecord) -> dict[str, Any]:
         "group": record.group,
         "position": record.position,
         "unit_bytes": record.unit_bytes,
+        "lengths": record.lengths,
         "digests": record.digests,
         "sources": [{str(p): d for p, d in unit.items()} for unit in record.sources],
     }
@@ -101,14 +114,20 @@ def parity_from_json(data: Any) -> ParityRecord:
     try:
         if data["kind"] != "parity":
             raise ProtocolError(f"a commit record of kind {data['kind']!r}")
-        return ParityRecord(
+        record = ParityRecord(
             _snapshot(data["snapshot"]),
-            int(data["group"]),
+            str(data["group"]),
             int(data["position"]),
             _unit_bytes(data["unit_bytes"]),
+            tuple(int(length) for length in data["lengths"]),
             _digests(data["digests"]),
             tuple({int(p): int(d) for p, d in unit.items()} for unit in data["sources"]),
         )
+        if not len(record.lengths) == len(record.digests) == len(record.sources):
+            raise ValueError("lengths, digests and sources are not of the same units")
+        if any(not 0 <= length <= record.unit_bytes for length in record.lengths):
+            raise ValueError("a unit is longer than a unit")
+        return record
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ProtocolError(f"not a parity slot's commit record: {error!r}") from error
 
@@ -128,8 +147,8 @@ def read_json(path: Path) -> Any | None:
     """
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size > MAX_MESSAGE_BYTES:
-                raise ProtocolError(f"{path} is larger than {MAX_MESSAGE_BYTES} bytes")
+            if os.fstat(file.fileno()).st_size > MAX_RECORD_BYTES:
+                raise ProtocolError(f"{path} is larger than {MAX_RECORD_BYTES} bytes")
             return json.loads(file.read())
     except FileNotFoundError:
         return None

@@ -1,11 +1,13 @@
-"""Who holds what of a snapshot: the part of a restore plan that an SMP needs."""
+"""Who holds what of a snapshot: all that an SMP needs to get bytes of it back."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from smp_daemon.errors import ProtocolError
+from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, SnapshotId
 
 Address = tuple[str, int]
@@ -16,9 +18,9 @@ class Sources:
     """Where the bytes of `snapshot` are.
 
     Attributes:
-        layout: the layout of the snapshot's epoch.
+        layout: a layout of the snapshot's epoch.
         shards: by coordinate, the SMP that holds that shard.
-        parities: by (group, position), the SMP that holds that parity.
+        parities: by (group of `layout`, position), the SMP that holds that parity.
     """
 
     snapshot: SnapshotId
@@ -48,3 +50,18 @@ class Sources:
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProtocolError(f"not the sources of a snapshot: {error!r}") from error
+
+
+def sources_of(inventories: Iterable[Inventory], snapshot: SnapshotId, layout: Layout) -> Sources:
+    """Who holds what of `snapshot`, of those who were asked: the first, by node name, of every shard and parity."""
+    shards: dict[str, Address] = {}
+    parities: dict[tuple[int, int], Address] = {}
+    for inventory in sorted(inventories, key=lambda inventory: inventory.node):
+        for held, coord in inventory.shards:
+            if held == snapshot:
+                shards.setdefault(coord, inventory.bulk)
+        for held, tag, position in inventory.parities:
+            group = layout.group_of(tag)
+            if held == snapshot and group is not None:
+                parities.setdefault((group, position), inventory.bulk)
+    return Sources(snapshot, layout, shards, parities)

@@ -1,4 +1,5 @@
-"""What one SMP holds and the rules by which it changes. No sockets: those call in from `smp_daemon.service`.
+"""What one SMP does with snapshots, and the rules by which that changes. No sockets: those call in from
+`smp_daemon.service`. What is sealed lies in `smp_daemon.holdings`.
 
 Every public method is thread-safe. `changed` is notified whenever something that a waiter may wait for happened.
 """
@@ -8,37 +9,20 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ec import choose_codec
 from smp_daemon.arena import Arena, Pool
 from smp_daemon.board import Board, Outcome
-from smp_daemon.errors import (
-    DamagedSnapshot,
-    DeadlineExceeded,
-    NoFreeSlot,
-    ProtocolError,
-    StaleEpoch,
-)
+from smp_daemon.codings import Coding, Codings
+from smp_daemon.counters import Counters
+from smp_daemon.errors import ProtocolError, StaleEpoch
+from smp_daemon.holdings import Holdings, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import CALL_DEADLINE_S
-from smp_daemon.parity import ParityGathering
 from smp_daemon.points import reach
-from smp_daemon.records import (
-    ParityRecord,
-    ShardRecord,
-    digest_units,
-    parity_from_json,
-    parity_to_json,
-    read_json,
-    shard_from_json,
-    shard_to_json,
-    write_json,
-)
+from smp_daemon.records import ShardRecord, digest_units, read_json, write_json
 from smp_daemon.slotfile import STAMP_BYTES, read_format, read_stamp
 from smp_daemon.slots import Slot, SlotState
 
@@ -50,17 +34,16 @@ class Progress:
     """How far a snapshot of this epoch has come on this node."""
 
     sealed: set[str] = field(default_factory=set)
-    parities_done: set[int] = field(default_factory=set)
-    gathering: tuple[Pool, Slot, ParityGathering] | None = None
     outcome: Outcome = Outcome.PENDING
 
 
 class Store:
-    """The holdings of one SMP.
+    """What one SMP holds and does.
 
     Args:
+        backend: erasure code backend, see `ec.choose_codec`.
         on_sealed: called (in the thread that sealed) once all shards of this node are sealed and must be encoded.
-        on_parity: called once this node's own parity of a snapshot is committed, to tell the group.
+        on_parity: called once this node's own parity of a snapshot is committed, to tell the group of that layout.
     """
 
     def __init__(
@@ -69,21 +52,30 @@ class Store:
         job: str,
         node: str,
         *,
+        backend: str = "auto",
         on_sealed: Callable[[SnapshotId], None],
-        on_parity: Callable[[SnapshotId], None],
+        on_parity: Callable[[SnapshotId, Layout], None],
     ) -> None:
         self.arena = arena
         self.job = job
         self.node = node
         self.changed = threading.Condition(threading.RLock())
+        self.counters = Counters()
+        self.holdings = Holdings(arena, self.changed, self.counters, backend)
         self.board = Board(arena.path / "board", create=True)
         self.epoch = 0
         self.protected: SnapshotId | None = None
+        self.codings = Codings(
+            arena,
+            node,
+            self.changed,
+            self.holdings,
+            epoch=lambda: self.epoch,
+            on_own=on_parity,
+            on_done=self._settle,
+        )
         self._on_sealed = on_sealed
-        self._on_parity = on_parity
         self._progress: dict[SnapshotId, Progress] = {}
-        self._shard_records: dict[tuple[SnapshotId, str], ShardRecord] = {}
-        self._parity_records: dict[tuple[SnapshotId, int, int], ParityRecord] = {}
         self._checked_headers: dict[str, bytes] = {}
         self._adopt()
 
@@ -91,8 +83,13 @@ class Store:
 
     @property
     def layout(self) -> Layout | None:
-        """The layout of the current epoch, once it is configured."""
-        return self.arena.layouts.get(self.epoch)
+        """The layout of the current epoch as the trainers arranged it, once it is configured."""
+        return self.arena.layouts.get((self.epoch, 0))
+
+    def newest_layout(self) -> Layout | None:
+        """The newest layout known: of the newest epoch, as its SMPs last re-formed it."""
+        with self.changed:
+            return self.arena.layouts[max(self.arena.layouts)] if self.arena.layouts else None
 
     def check_epoch(self, epoch: int) -> None:
         """Raises `StaleEpoch` unless `epoch` is the current one."""
@@ -110,8 +107,7 @@ class Store:
                 raise StaleEpoch(f"epoch {epoch} is over: job {self.job!r} is in epoch {self.epoch}")
             if epoch == self.epoch:
                 return
-            for snapshot in list(self._progress):
-                self._forget(snapshot)
+            self._forget(lambda snapshot: True)
             self.arena.fence()
             self.epoch = epoch
             self._write_node()
@@ -202,7 +198,7 @@ class Store:
         with self.changed:
             if pool.find(snapshot, SlotState.WRITING) is not slot:
                 raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
-            self._commit_shard(pool, slot, record)
+            self.holdings.commit_shard(pool, slot, record)
             progress = self._progress.setdefault(snapshot, Progress())
             progress.sealed.add(coord)
             whole = progress.sealed == {s.coord for s in layout.node(self.node).shards}
@@ -210,34 +206,14 @@ class Store:
             reach("seal.done", snapshot.step)
             group, _ = layout.place(self.node)
             if layout.protects(group):
-                gathering = self._gather(snapshot)
-                if gathering is not None and gathering.complete:
-                    self._commit_parity(snapshot)  # all that it would hold is padding
                 self._on_sealed(snapshot)
             self._settle(snapshot)
 
-    def fold(self, snapshot: SnapshotId, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
-        """Fold a group member's data unit into this node's parity of `snapshot`.
-
-        Blocks until the epoch is configured and a parity slot is free.
-
-        Raises:
-            StaleEpoch, ProtocolError, DamagedSnapshot, DeadlineExceeded.
-        """
-        gathering = self._gather(snapshot)
-        if gathering is None:
-            return
-        gathering.fold(stripe, position, unit, unit_digest)
-        if gathering.complete:
-            self._commit_parity(snapshot)
-
-    def parity_done(self, snapshot: SnapshotId, position: int) -> None:
-        """The group member at `position` has committed its parity of `snapshot`."""
+    def is_wanted(self, snapshot: SnapshotId) -> bool:
+        """Whether a snapshot of this epoch may still become protected: it has not failed and was not given up."""
         with self.changed:
-            if snapshot.epoch != self.epoch:
-                raise StaleEpoch(f"{snapshot} is not of epoch {self.epoch}")
-            self._progress.setdefault(snapshot, Progress()).parities_done.add(position)
-        self._settle(snapshot)
+            progress = self._progress.get(snapshot)
+            return snapshot.epoch == self.epoch and progress is not None and progress.outcome is Outcome.PENDING
 
     def fail(self, snapshot: SnapshotId, reason: str) -> None:
         """`snapshot` will not be protected. The trainers will agree to give it up."""
@@ -261,121 +237,23 @@ class Store:
             self.changed.wait_for(lambda: outcome() is not Outcome.PENDING, deadline_s)
             return outcome()
 
-    # ------------------------------------------------------------------ holdings
+    # ------------------------------------------------------------------ bytes from elsewhere
 
-    def holdings(self) -> tuple[frozenset[tuple[SnapshotId, str]], frozenset[tuple[SnapshotId, int, int]]]:
-        """Sealed shards and complete parities, as `smp_daemon.inventory` lists them."""
-        with self.changed:
-            return frozenset(self._shard_records), frozenset(self._parity_records)
-
-    def shard(self, snapshot: SnapshotId, coord: str) -> tuple[memoryview, ShardRecord]:
-        """The bytes and the commit record of a sealed shard. Raises `ProtocolError` if it is not here."""
-        with self.changed:
-            slot = self.arena.shard_pool(coord).find(snapshot, SlotState.SEALED)
-            if slot is None:
-                raise ProtocolError(f"node {self.node!r} does not hold {coord} of {snapshot}")
-            return self.arena.shard_pool(coord).view(slot), self._shard_records[snapshot, coord]
-
-    def parity(self, snapshot: SnapshotId, group: int, position: int) -> tuple[memoryview, ParityRecord]:
-        """The bytes and the commit record of a parity slot. Raises `ProtocolError` if it is not here."""
-        with self.changed:
-            pool = self.arena.parity_pool(group, position)
-            slot = pool.find(snapshot, SlotState.SEALED)
-            if slot is None:
-                raise ProtocolError(f"node {self.node!r} does not hold parity {group}-{position} of {snapshot}")
-            return pool.view(slot), self._parity_records[snapshot, group, position]
-
-    def verified(self, snapshot: SnapshotId, coord: str) -> str | None:
-        """The file name of a sealed shard whose digests were just checked, or None if it is not here.
-
-        Raises:
-            DamagedSnapshot: its bytes have changed since it was sealed; this node no longer holds it.
-        """
-        with self.changed:
-            pool = self.arena.shard_pool(coord)
-            slot = pool.find(snapshot, SlotState.SEALED)
-            if slot is None:
-                return None
-            record = self._shard_records[snapshot, coord]
-        if digest_units(pool.view(slot), record.unit_bytes) == record.digests:
-            return pool.path(slot).name
-        self.drop_shard(snapshot, coord)
-        raise DamagedSnapshot(f"{coord} of {snapshot} on node {self.node!r} does not match its digests")
-
-    def drop_shard(self, snapshot: SnapshotId, coord: str) -> None:
-        """A sealed shard is damaged: this node does not hold it any more. Harmless if it never did."""
-        with self.changed:
-            self._drop(self.arena.shard_pool(coord), snapshot)
-            self._shard_records.pop((snapshot, coord), None)
-
-    def drop_parity(self, snapshot: SnapshotId, group: int, position: int) -> None:
-        """A parity slot is damaged: this node does not hold it any more. Harmless if it never did."""
-        with self.changed:
-            self._drop(self.arena.parity_pool(group, position), snapshot)
-            self._parity_records.pop((snapshot, group, position), None)
-
-    @contextmanager
-    def receiving_shard(self, snapshot: SnapshotId, coord: str, layout: Layout) -> Iterator[memoryview]:
-        """A slot to receive a shard from elsewhere; committed with fresh digests if the block ends well.
-
-        Raises:
-            StaleEpoch: the slot was taken away meanwhile, by a newer epoch or by another attempt.
-        """
-        length = layout.shard_bytes(coord)
-        with self.changed:
-            self.drop_shard(snapshot, coord)
-            pool, slot, view = self._take(self.arena.shard_pool(coord), snapshot, length)
-        try:
-            yield view
-            self._check_slot(view, snapshot, coord)
-            record = ShardRecord(snapshot, coord, length, layout.unit_bytes, digest_units(view, layout.unit_bytes))
-            with self.changed:
-                _check_mine(pool, slot, view, snapshot)
-                self._commit_shard(pool, slot, record)
-        except BaseException:
-            self._give_back(pool, slot, view)
-            raise
-
-    @contextmanager
-    def receiving_parity(
-        self, snapshot: SnapshotId, group: int, position: int, layout: Layout
-    ) -> Iterator[ParityGathering]:
-        """A gathering of parity of an older epoch; committed if the block leaves it complete.
-
-        Raises:
-            StaleEpoch: the slot was taken away meanwhile, by a newer epoch or by another attempt.
-        """
-        stripes = layout.stripes(group)
-        with self.changed:
-            self.drop_parity(snapshot, group, position)
-            pool, slot, view = self._take(
-                self.arena.parity_pool(group, position), snapshot, stripes.parity_bytes(position)
-            )
-        codec = choose_codec(stripes.data, stripes.parity, layout.backend)
-        try:
-            gathering = ParityGathering(snapshot, stripes, group, position, codec, view)
-            yield gathering
-            record = gathering.record()
-            with self.changed:
-                _check_mine(pool, slot, view, snapshot)
-                pool.commit(slot, parity_to_json(record))
-                self._parity_records[snapshot, group, position] = record
-                self.changed.notify_all()
-        except BaseException:
-            self._give_back(pool, slot, view)
-            raise
+    def receiving_shard(self, key: ShardKey, layout: Layout) -> AbstractContextManager[memoryview]:
+        """See `Holdings.receiving_shard`."""
+        return self.holdings.receiving_shard(key, layout, lambda view: self._check_slot(view, key.snapshot, key.coord))
 
     def keep_layout(self, layout: Layout) -> None:
-        """Remember the layout of an older epoch, whose bytes this node is about to hold."""
+        """Remember a layout that was not configured here, because bytes coded in it are about to be."""
         with self.changed:
-            if layout.epoch not in self.arena.layouts:
+            if (layout.epoch, layout.revision) not in self.arena.layouts:
                 self.arena.add_layout(layout)
+                self.codings.reformed(layout)
 
     def retire(self) -> None:
         """The job is over: remove everything. Whoever is still at work for it is turned away."""
         with self.changed:
-            for snapshot in list(self._progress):
-                self._forget(snapshot)
+            self._forget(lambda snapshot: True)
             self.epoch = sys.maxsize
             self.arena.destroy()
             self.changed.notify_all()
@@ -386,7 +264,7 @@ class Store:
         wanted = {self.arena.shard_pool(s.coord): (s.bytes, layout.slots) for s in layout.node(self.node).shards}
         group, position = layout.place(self.node)
         if layout.protects(group):
-            pool = self.arena.parity_pool(group, position)
+            pool = self.arena.parity_pool(layout.tag(group), position)
             wanted[pool] = (layout.stripes(group).parity_bytes(position), layout.slots)
         self.arena.reserve(wanted)
 
@@ -408,61 +286,6 @@ class Store:
                 raise ProtocolError(f"the slot of {coord} says that it is {metadata}")
             self._checked_headers[coord] = unstamped
 
-    def _gather(self, snapshot: SnapshotId) -> ParityGathering | None:
-        """The gathering of this node's parity of `snapshot`; None if it is committed. Waits for a free slot."""
-        deadline = time.monotonic() + CALL_DEADLINE_S
-        with self.changed:
-            while True:
-                if snapshot.epoch < self.epoch:
-                    raise StaleEpoch(f"{snapshot} is over: this node is in epoch {self.epoch}")
-                layout = self.layout
-                if layout is not None and layout.epoch == snapshot.epoch:
-                    group, position = layout.place(self.node)
-                    if (snapshot, group, position) in self._parity_records:
-                        return None
-                    progress = self._progress.setdefault(snapshot, Progress())
-                    if progress.gathering is not None:
-                        return progress.gathering[2]
-                    try:
-                        return self._start_gathering(progress, snapshot, layout, group, position)
-                    except NoFreeSlot:
-                        pass  # the next `begin` releases one
-                left = deadline - time.monotonic()
-                if left <= 0 or not self.changed.wait(left):
-                    raise DeadlineExceeded(f"no parity slot became free for {snapshot} in {CALL_DEADLINE_S:.0f} s")
-
-    def _start_gathering(
-        self, progress: Progress, snapshot: SnapshotId, layout: Layout, group: int, position: int
-    ) -> ParityGathering | None:
-        stripes = layout.stripes(group)
-        if not stripes.parity_bytes(position):
-            progress.parities_done.add(position)
-            self._on_parity(snapshot)
-            return None
-        pool = self.arena.parity_pool(group, position)
-        slot = pool.begin(snapshot, stripes.parity_bytes(position))
-        codec = choose_codec(stripes.data, stripes.parity, layout.backend)
-        gathering = ParityGathering(snapshot, stripes, group, position, codec, pool.view(slot))
-        progress.gathering = (pool, slot, gathering)
-        return gathering
-
-    def _commit_parity(self, snapshot: SnapshotId) -> None:
-        with self.changed:
-            progress = self._progress.get(snapshot)
-            if progress is None or progress.gathering is None:
-                return
-            pool, slot, gathering = progress.gathering
-        record = gathering.record()
-        with self.changed:
-            if progress.gathering is None or self._progress.get(snapshot) is not progress:
-                return  # another thread folded in the last unit too, or the snapshot was given up
-            pool.commit(slot, parity_to_json(record))
-            self._parity_records[snapshot, record.group, record.position] = record
-            progress.gathering = None
-            progress.parities_done.add(record.position)
-        self._on_parity(snapshot)
-        self._settle(snapshot)
-
     def _settle(self, snapshot: SnapshotId) -> None:
         """Post the snapshot as protected if all of it is there."""
         with self.changed:
@@ -473,56 +296,24 @@ class Store:
             group, _ = layout.place(self.node)
             everyone = set(range(len(layout.groups[group]))) if layout.protects(group) else set()
             sealed = progress.sealed == {s.coord for s in layout.node(self.node).shards}
-            if sealed and progress.parities_done >= everyone:
+            if sealed and self.codings.is_done(Coding(snapshot, layout.tag(group)), everyone):
                 progress.outcome = Outcome.PROTECTED
                 self.board.post(snapshot.step, Outcome.PROTECTED)
                 self.changed.notify_all()
 
-    def _commit_shard(self, pool: Pool, slot: Slot, record: ShardRecord) -> None:
-        pool.commit(slot, shard_to_json(record))
-        self._shard_records[record.snapshot, record.coord] = record
-        self.changed.notify_all()
-
-    def _take(self, pool: Pool, snapshot: SnapshotId, length: int) -> tuple[Pool, Slot, memoryview]:
-        """A slot to receive into. An earlier attempt that is still at work loses its slot, and writes into nothing."""
-        earlier = pool.find(snapshot, SlotState.WRITING)
-        if earlier is not None:
-            pool.replace(earlier)
-        try:
-            slot = pool.begin(snapshot, length)
-        except NoFreeSlot:
-            pool.create(length)
-            slot = pool.begin(snapshot, length)
-        return pool, slot, pool.view(slot)
-
-    def _give_back(self, pool: Pool, slot: Slot, view: memoryview) -> None:
-        with self.changed:
-            if pool.is_at(slot, view):
-                pool.discard(slot)
-
-    def _drop(self, pool: Pool, snapshot: SnapshotId) -> None:
-        slot = pool.find(snapshot, SlotState.SEALED)
-        if slot is not None:
-            pool.discard(slot)
-
     def _release(self, keep: Collection[SnapshotId], before: SnapshotId) -> None:
-        for snapshot in [s for s in self._progress if s < before and s not in keep]:
-            self._forget(snapshot)
-        self.arena.release(keep, before)
-
         def stays(snapshot: SnapshotId) -> bool:
             return snapshot in keep or snapshot >= before
 
-        self._shard_records = {k: v for k, v in self._shard_records.items() if stays(k[0])}
-        self._parity_records = {k: v for k, v in self._parity_records.items() if stays(k[0])}
+        self._forget(lambda snapshot: not stays(snapshot))
+        self.arena.release(keep, before)
+        self.holdings.keep_only(stays)
         self.changed.notify_all()
 
-    def _forget(self, snapshot: SnapshotId) -> None:
-        progress = self._progress.pop(snapshot)
-        if progress.gathering is not None:
-            pool, slot, gathering = progress.gathering
-            gathering.cancel()
-            pool.discard(slot)
+    def _forget(self, gone: Callable[[SnapshotId], bool]) -> None:
+        """Stop all work for snapshots that are given up."""
+        self.codings.forget(gone)
+        self._progress = {k: v for k, v in self._progress.items() if not gone(k)}
 
     def _write_node(self) -> None:
         write_json(
@@ -536,7 +327,7 @@ class Store:
         )
 
     def _adopt(self) -> None:
-        """Take over what a predecessor left in the arena; what does not match its digests is freed."""
+        """Take over what a predecessor left in the arena."""
         known: Any = read_json(self.arena.path / "node.json")
         if known is None:
             return
@@ -551,28 +342,6 @@ class Store:
             self.board.fail_pending()
         else:
             self.board.reset(self.epoch)  # the predecessor died after it had noted an epoch and before it said so
-        for pool, slot, data in self.arena.adopt():
-            try:
-                self._adopt_slot(pool, slot, data)
-            except (ProtocolError, DamagedSnapshot) as error:
-                log.warning("slot %s freed: %s", pool.path(slot).name, error)
-                pool.discard(slot)
+        self.holdings.adopt()
         if self.layout is not None:
             self._reserve(self.layout)
-
-    def _adopt_slot(self, pool: Pool, slot: Slot, data: Any) -> None:
-        parity = pool in self.arena.parities.values()
-        record = parity_from_json(data) if parity else shard_from_json(data)
-        if digest_units(pool.view(slot), record.unit_bytes) != record.digests:
-            raise DamagedSnapshot(f"{record.snapshot} does not match its digests")
-        slot.snapshot = record.snapshot
-        slot.state = SlotState.SEALED
-        if isinstance(record, ShardRecord):
-            self._shard_records[record.snapshot, record.coord] = record
-        else:
-            self._parity_records[record.snapshot, record.group, record.position] = record
-
-
-def _check_mine(pool: Pool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:
-    if not pool.is_at(slot, view):
-        raise StaleEpoch(f"the slot that {snapshot} was received into was taken away")

@@ -121,6 +121,11 @@ class SocketStream:
             pass  # the other side was faster
         self._sock.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether this side has closed it."""
+        return self._sock.fileno() < 0
+
 
 class _mapped_errors:
     """Turns what a socket raises into our exceptions."""
@@ -147,8 +152,11 @@ def connect(address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S
     sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.settimeout(deadline_s)
-        with _mapped_errors():
-            sock.connect(target)
+        try:
+            with _mapped_errors():
+                sock.connect(target)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise SmpUnavailable(f"{target!r} is no address: {error}") from error
         if not unix:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return SocketStream(sock, deadline_s)
@@ -165,10 +173,23 @@ def call(stream: Stream, message: Message, payload: memoryview | None = None) ->
     """
     try:
         stream.send(message, payload)
+    except (SmpUnavailable, DeadlineExceeded):
+        stream.close()
+        raise
+    return receive_reply(stream)
+
+
+def receive_reply(stream: Stream) -> tuple[Message, int]:
+    """Wait for the reply to the oldest message that has none yet: the reply, and how many raw bytes follow it.
+
+    Raises:
+        HoldfastError: the error that the other side replied with, or what `Stream.receive` raises.
+    """
+    try:
         reply = stream.receive()
         if reply is None:
             raise SmpUnavailable("the SMP closed the connection")
-    except (SmpUnavailable, DeadlineExceeded):
+    except (SmpUnavailable, DeadlineExceeded, ProtocolError):
         stream.close()  # an answer that comes late must not be taken for the next one's
         raise
     if "error" in reply[0]:

@@ -29,7 +29,7 @@ from smp_daemon.slotfile import SlotFormat
 from smp_daemon.spawn import start_smp
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement, Result, default_agreement
-from snapshot.arrange import RankInfo, arrange, coordinate_key, parse_protect
+from snapshot.arrange import RankInfo, arrange, coordinate_key, parse_domains, parse_protect, shortfalls
 from snapshot.boundary import Boundary
 from snapshot.copier import Copier, CopyJob
 from snapshot.ledger import Ledger
@@ -65,6 +65,7 @@ class SnapshotHook:
         job: str | None = None,
         every: int = 1,
         protect: str = "auto",
+        domains: str | None = None,
         slots: int = 3,
         start: bool = True,
         keep: bool = False,
@@ -80,6 +81,7 @@ class SnapshotHook:
         self._job = job or job_from_environment()
         self._every = every
         self._protection = parse_protect(protect)
+        self._domain_text = os.environ.get("HOLDFAST_DOMAINS", "") if domains is None else domains
         self._start = start
         self._keep = keep
         self._strict = strict
@@ -139,6 +141,7 @@ class SnapshotHook:
         """
         self._agreement: Agreement = default_agreement()
         self._coord = self._adapter.coordinate()
+        self._domains = parse_domains(self._domain_text, self._coord)
         self._client = self._connect()
         try:
             self._restored = restore(self._client, self._agreement, self._adapter)
@@ -332,6 +335,7 @@ class SnapshotHook:
             inventory.control_port,
             inventory.bulk_port,
             form.total_bytes,
+            self._domains,
         )
         everyone = [
             RankInfo.from_json(json.loads(text)) for text in self._agreement.gather(json.dumps(asdict(mine)).encode())
@@ -344,8 +348,9 @@ class SnapshotHook:
             problem = error
         if self._agreement.minimum([int(problem is None)])() != [1]:
             raise problem or ConfigError("another rank's SMP could not reserve its memory; see that rank's error")
-        if len(layout.nodes) == 1:
-            log.warning("one node: snapshots survive the death of processes, not the loss of the node")
+        if layout.coords[0] == self._coord:
+            for shortfall in shortfalls(layout):
+                log.warning("%s", shortfall)
         self._layout = layout
         self._form = form
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +14,11 @@ from smp_daemon.client import RecoveredShard, SmpClient
 from smp_daemon.errors import HoldfastError, ProtocolError, StateMismatch, Unrecoverable
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import SnapshotId
+from smp_daemon.plan import RestorePlan, healer, plan_restore
 from smp_daemon.points import reach
 from smp_daemon.slotfile import RECORD, read_format, read_stamp
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement
-from snapshot.plan import RestorePlan, plan_restore
 from snapshot.state import check_fit, decode_record, decode_values
 from snapshot.tensors import copy_in, read_leaf
 
@@ -35,7 +34,7 @@ class Restored:
     Attributes:
         epoch: the epoch that begins.
         snapshot: what was restored, or None on a cold start.
-        how: ``held``, ``fetched`` or ``rebuilt``; empty on a cold start.
+        how: ``held``, ``mended``, ``fetched`` or ``rebuilt``; empty on a cold start.
         bytes_fetched: what came over the network for this rank's shard.
         clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
     """
@@ -132,8 +131,6 @@ def _load(slot: memoryview, snapshot: SnapshotId, agreement: Agreement, adapter:
 
 def _heal(client: SmpClient, plan: RestorePlan, coords: dict[str, str], coord: str) -> None:
     """Have lost parity computed again, on the node that took the lost one's place."""
-    layout = plan.sources.layout
     for group, position in plan.heal:
-        heir: Sequence[str] = [shard.coord for shard in layout.members(group)[position].shards]
-        if heir[0] == coord and coords[coord] == client.node:
+        if healer(plan.sources.layout, group, position) == coord and coords[coord] == client.node:
             client.heal(plan.sources, group, position)

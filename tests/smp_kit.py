@@ -31,15 +31,17 @@ from smp_daemon.errors import DeadlineExceeded, HoldfastError
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.paths import Owner
+from smp_daemon.plan import RestorePlan, plan_restore
 from smp_daemon.slotfile import Leaf, plan_slot, write_stamp
 from smp_daemon.spawn import parse_report, smp_command
 from snapshot.arrange import RankInfo, arrange, parse_protect
-from snapshot.plan import RestorePlan, plan_restore
 
 JOB = "testrun"
 DEADLINE_S = 60.0
 RECORD_BYTES = 600
 PROTECTED = Outcome.PROTECTED
+QUIET = {"HOLDFAST_SCRUB": "0", "HOLDFAST_REFORM_AFTER": "0"}
+"""What an SMP would do by itself, some time later, it does when a test says so."""
 
 Rules = Sequence[tuple[str, int | None]]
 
@@ -141,7 +143,7 @@ class SmpProcess:
         with self._errors.open("a") as errors:
             self._process = subprocess.Popen(
                 [*command, *(more or ("--priority", "normal"))],
-                env=os.environ | self._ground.points.environment(self.name, self.rules),
+                env=QUIET | os.environ | self._ground.points.environment(self.name, self.rules),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -488,9 +490,23 @@ def shard_file(smp: SmpProcess, snapshot: SnapshotId, coord: str) -> Path:
     return _recorded(smp, snapshot, f"{coord}.*.safetensors.json")
 
 
-def parity_file(smp: SmpProcess, snapshot: SnapshotId, group: int, position: int) -> Path:
-    """The slot file that holds a parity, by its commit record."""
-    return _recorded(smp, snapshot, f"{group}-{position}.*.parity.json")
+def parity_file(smp: SmpProcess, snapshot: SnapshotId, tag: str, position: int) -> Path:
+    """The slot file that holds a parity of the group with that tag, by its commit record."""
+    return _recorded(smp, snapshot, f"{tag}-{position}.*.parity.json")
+
+
+def parity_units(smp: SmpProcess, snapshot: SnapshotId, tag: str, position: int) -> list[bytes]:
+    """The units of a parity as its commit record cuts them; what is between them in the file means nothing."""
+    path = parity_file(smp, snapshot, tag, position)
+    record, content = json.loads(record_of(path).read_text()), path.read_bytes()
+    places = [(index * record["unit_bytes"], length) for index, length in enumerate(record["lengths"])]
+    assert len(content) == len(places) * record["unit_bytes"], "a slot has a place of a whole unit for each"
+    return [content[offset : offset + length] for offset, length in places]
+
+
+def record_of(path: Path) -> Path:
+    """The commit record of a slot file."""
+    return path.with_name(path.name + ".json")
 
 
 def _recorded(smp: SmpProcess, snapshot: SnapshotId, pattern: str) -> Path:
@@ -513,25 +529,36 @@ def memory_of(arena: Path) -> int:
     return sum(p.stat().st_blocks * 512 for p in arena.iterdir() if p.is_file() and p.name != "smp.log")
 
 
-def parities_by_xor(run: Run, group: int, snapshot: SnapshotId) -> dict[int, bytes]:
-    """What each position of a group with one parity a stripe must hold, worked out from the trainers' bytes."""
-    unit = run.layout.unit_bytes
-    units = [
-        [u for shard in node.shards for u in _units(run[shard.coord].image(snapshot), unit)]
+def parities_by_xor(run: Run, group: int, snapshot: SnapshotId) -> dict[int, list[bytes]]:
+    """The parity units of each position of a group with one parity a stripe, worked out from the trainers' bytes.
+
+    The parity of stripe r stands at position r (mod n) and is of the next units of the k positions after it, as far
+    as they have any; it is as long as the longest of them.
+    """
+    data, parity = run.layout.code(group)
+    assert parity == 1
+    hands = [
+        [u for shard in node.shards for u in _units(run[shard.coord].image(snapshot), run.layout.unit_bytes)]
         for node in run.layout.members(group)
     ]
-    parities = dict.fromkeys(range(len(units)), b"")
+    parities: dict[int, list[bytes]] = {position: [] for position in range(len(hands))}
     stripe = 0
-    while any(units):
-        holder = stripe % len(units)
-        parity = 0
-        for position, rest in enumerate(units):
-            if position != holder and rest:
-                parity ^= int.from_bytes(rest.pop(0), "little")
-        parities[holder] += parity.to_bytes(unit, "little")
+    while any(hands):
+        seats = [(stripe + i) % len(hands) for i in range(1 + data)]
+        units = [hands[seat].pop(0) for seat in seats[1:] if hands[seat]]
+        parities[seats[0]].append(_xor(units))
         stripe += 1
     return parities
 
 
+def _xor(units: Sequence[bytes]) -> bytes:
+    """The sum of units that are padded with zeros to the longest of them."""
+    length = max(map(len, units), default=0)
+    total = 0
+    for unit in units:
+        total ^= int.from_bytes(unit.ljust(length, b"\0"), "little")
+    return total.to_bytes(length, "little")
+
+
 def _units(image: bytes, length: int) -> list[bytes]:
-    return [image[i : i + length].ljust(length, b"\0") for i in range(0, len(image), length)]
+    return [image[i : i + length] for i in range(0, len(image), length)]

@@ -12,6 +12,8 @@ from smp_daemon.layout import Layout, Node, Shard, SnapshotId
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
 snapshots = st.builds(SnapshotId, st.integers(1, 3), st.integers(1, 2**40))
 ports = st.integers(1, 65535)
+tags = st.from_regex(r"[0-9a-f]{16}", fullmatch=True)
+labels = st.from_regex(r"[a-z]{1,4}=[a-z0-9]{1,4}", fullmatch=True)
 addresses = st.tuples(st.sampled_from(["127.0.0.1", "::1", "host-7"]), ports)
 json_values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
@@ -26,7 +28,13 @@ def layouts(draw: st.DrawFn) -> Layout:
     coords = draw(st.lists(names, min_size=len(node_names), max_size=2 * len(node_names), unique=True))
     shards = [Shard(coord, draw(st.integers(1, 100))) for coord in coords]
     nodes = tuple(
-        Node(name, *draw(addresses), draw(ports), tuple(shards[i :: len(node_names)]))
+        Node(
+            name,
+            *draw(addresses),
+            draw(ports),
+            tuple(shards[i :: len(node_names)]),
+            tuple(draw(st.lists(labels, max_size=2, unique=True))),
+        )
         for i, name in enumerate(node_names)
     )
     order = draw(st.permutations(range(len(nodes))))
@@ -34,12 +42,13 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(
         job=draw(names),
         epoch=draw(st.integers(1, 2**40)),
+        revision=draw(st.integers(0, 3)),
         nodes=nodes,
         groups=tuple(tuple(group) for group in (order[:cut], order[cut:]) if group),
+        data=draw(st.integers(1, 4)),
         parity=draw(st.integers(0, 2)),
         unit_bytes=draw(st.integers(1, 64)),
         slots=draw(st.integers(2, 16)),
-        backend=draw(st.sampled_from(["auto", "numpy"])),
     )
 
 

@@ -23,6 +23,7 @@ from smp_daemon.slots import Slot, SlotState
 
 PAGE = mmap.PAGESIZE
 SMALL_TMPFS = 16 * PAGE
+TAG = "0123456789abcdef"
 
 
 @pytest.fixture
@@ -69,9 +70,9 @@ def states(pool: Pool) -> list[tuple[int, SlotState]]:
     return sorted((slot.index, slot.state) for slot in pool.slots)
 
 
-def layout(epoch: int) -> Layout:
+def layout(epoch: int, revision: int = 0) -> Layout:
     node = Node("a", "127.0.0.1", 1, 2, (Shard("dp0", PAGE),))
-    return Layout("run", epoch, (node,), ((0,),), 0, PAGE, 2, "auto")
+    return Layout("run", epoch, revision, (node,), ((0,),), 1, 0, PAGE, 2)
 
 
 # ---------------------------------------------------------------------- ownership
@@ -128,7 +129,7 @@ def test_a_path_that_cannot_be_a_directory_is_refused(shm: Path) -> None:
 def test_destroy_leaves_nothing(shm: Path) -> None:
     arena = Arena(shm / "arena")
     pool = arena.shard_pool("dp0")
-    arena.reserve({pool: (PAGE, 2), arena.parity_pool(0, 1): (PAGE, 1)})
+    arena.reserve({pool: (PAGE, 2), arena.parity_pool(TAG, 1): (PAGE, 1)})
     hold(pool, 1)
     arena.add_layout(layout(1))
     arena.destroy()
@@ -141,9 +142,10 @@ def test_destroy_leaves_nothing(shm: Path) -> None:
 
 def test_reserving_makes_slots_whose_memory_is_there(shm: Path) -> None:
     arena = Arena(shm / "arena")
-    shard, parity = arena.shard_pool("dp0.x"), arena.parity_pool(3, 1)
+    shard, parity = arena.shard_pool("dp0.x"), arena.parity_pool(TAG, 1)
     arena.reserve({shard: (3 * PAGE + 1, 2), parity: (PAGE, 3)})
-    assert files(arena) == sorted([f"dp0.x.{i}.safetensors" for i in range(2)] + [f"3-1.{i}.parity" for i in range(3)])
+    made = [f"dp0.x.{i}.safetensors" for i in range(2)] + [f"{TAG}-1.{i}.parity" for i in range(3)]
+    assert files(arena) == sorted(made)
     for pool, length in ((shard, 3 * PAGE + 1), (parity, PAGE)):
         for slot in pool.slots:
             status = pool.path(slot).stat()
@@ -204,7 +206,7 @@ def test_reserving_another_length_drops_free_slots_and_keeps_held_ones(shm: Path
 
 def test_a_pool_that_needs_nothing_gets_nothing(shm: Path) -> None:
     arena = Arena(shm / "arena")
-    arena.reserve({arena.parity_pool(0, 0): (0, 3), arena.shard_pool("dp0"): (PAGE, 0)})
+    arena.reserve({arena.parity_pool(TAG, 0): (0, 3), arena.shard_pool("dp0"): (PAGE, 0)})
     assert files(arena) == []
 
 
@@ -216,7 +218,7 @@ def only(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
 
 def test_without_room_for_all_nothing_is_made(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(shm / "arena")
-    wanted = {arena.shard_pool("dp0"): (2 * PAGE, 2), arena.parity_pool(0, 0): (PAGE, 1)}
+    wanted = {arena.shard_pool("dp0"): (2 * PAGE, 2), arena.parity_pool(TAG, 0): (PAGE, 1)}
     only(monkeypatch, 4 * PAGE)
     with pytest.raises(ArenaTooSmall):
         arena.reserve(wanted)
@@ -269,11 +271,11 @@ def test_a_file_system_that_fills_up_meanwhile_gets_all_its_room_back(
     arena.reserve({pool: (PAGE, 2)})
     monkeypatch.setattr(arena_module, "_room", lambda path: 1 << 40)
     with pytest.raises(ArenaTooSmall, match=f"needs {5 * PAGE:,} bytes more"):
-        arena.reserve({pool: (PAGE, 2), arena.parity_pool(0, 0): (5 * PAGE, 4)})
+        arena.reserve({pool: (PAGE, 2), arena.parity_pool(TAG, 0): (5 * PAGE, 4)})
     monkeypatch.undo()
     assert files(arena) == ["dp0.0.safetensors", "dp0.1.safetensors"]
-    assert arena.parity_pool(0, 0).slots == []
-    arena.reserve({pool: (PAGE, 2), arena.parity_pool(0, 0): (5 * PAGE, 2)})
+    assert arena.parity_pool(TAG, 0).slots == []
+    arena.reserve({pool: (PAGE, 2), arena.parity_pool(TAG, 0): (5 * PAGE, 2)})
 
 
 def test_a_slot_that_cannot_be_mapped_takes_back_the_others(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,16 +318,16 @@ def test_another_failure_to_reserve_is_not_taken_for_a_lack_of_room(shm: Path, m
 
 def test_a_successor_finds_exactly_the_committed_slots(shm: Path) -> None:
     arena = Arena(shm / "arena")
-    shard, parity = arena.shard_pool("pp0-dp1.x"), arena.parity_pool(2, 11)
+    shard, parity = arena.shard_pool("pp0-dp1.x"), arena.parity_pool(TAG, 11)
     arena.reserve({shard: (2 * PAGE, 3), parity: (PAGE, 2)})
     hold(shard, 5, 2 * PAGE)
     shard.begin(at(6), 2 * PAGE)
     hold(parity, 5)
     successor = crash(arena)
     adopted = {(pool.name, slot.index, slot.bytes, record["step"]) for pool, slot, record in successor.adopt()}
-    assert adopted == {("pp0-dp1.x", 0, 2 * PAGE, 5), ("2-11", 0, PAGE, 5)}
+    assert adopted == {("pp0-dp1.x", 0, 2 * PAGE, 5), (f"{TAG}-11", 0, PAGE, 5)}
     assert states(successor.shard_pool("pp0-dp1.x")) == [(i, SlotState.FREE) for i in range(3)]
-    assert states(successor.parity_pool(2, 11)) == [(i, SlotState.FREE) for i in range(2)]
+    assert states(successor.parity_pool(TAG, 11)) == [(i, SlotState.FREE) for i in range(2)]
     assert bytes(successor.shard_pool("pp0-dp1.x").view(successor.shard_pool("pp0-dp1.x").slots[0])) == b"\5" * 2 * PAGE
 
 
@@ -376,6 +378,19 @@ def test_a_commit_record_that_cannot_be_read_counts_as_none(shm: Path) -> None:
     assert len(successor.shard_pool("dp0").slots) == 2
 
 
+def test_parities_of_several_groups_are_told_apart(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    for tag in (TAG, TAG[::-1]):
+        pool = arena.parity_pool(tag, 1)
+        pool.create(PAGE)
+        hold(pool, 1)
+    assert arena.parity_pool(TAG, 1) is not arena.parity_pool(TAG[::-1], 1)
+    assert arena.parity_pool(TAG, 1) is not arena.parity_pool(TAG, 2)
+    successor = crash(arena)
+    pools = [pool for pool, _, _ in successor.adopt()]
+    assert pools == [successor.parity_pool(tag, 1) for tag in sorted((TAG, TAG[::-1]))]
+
+
 def test_adopted_slots_are_not_reserved_again(shm: Path) -> None:
     arena = Arena(shm / "arena")
     arena.reserve({arena.shard_pool("dp0"): (PAGE, 2)})
@@ -391,10 +406,12 @@ def test_a_successor_knows_the_layouts(shm: Path) -> None:
     arena = Arena(shm / "arena")
     arena.add_layout(layout(1))
     arena.add_layout(layout(12))
-    (arena.path / "layout-13.json").write_text("{}")
+    arena.add_layout(layout(12, revision=3))
+    (arena.path / "layout-13-0.json").write_text("{}")
+    (arena.path / "layout-14.json").write_text("[")
     successor = crash(arena)
     assert list(successor.adopt()) == []
-    assert successor.layouts == {1: layout(1), 12: layout(12)}
+    assert successor.layouts == {(1, 0): layout(1), (12, 0): layout(12), (12, 3): layout(12, revision=3)}
 
 
 # ---------------------------------------------------------------------- fencing
@@ -418,7 +435,7 @@ def test_after_a_fence_an_old_mapping_no_longer_reaches_the_slot(shm: Path) -> N
 
 def test_a_fence_leaves_sealed_and_free_slots_as_they_are(shm: Path) -> None:
     arena = Arena(shm / "arena")
-    pool, parity = arena.shard_pool("dp0"), arena.parity_pool(0, 0)
+    pool, parity = arena.shard_pool("dp0"), arena.parity_pool(TAG, 0)
     arena.reserve({pool: (PAGE, 3), parity: (PAGE, 1)})
     sealed = hold(pool, 1)
     writing, gathering = pool.begin(at(2), PAGE), parity.begin(at(2), PAGE)
@@ -514,7 +531,7 @@ def test_a_fence_without_room_for_a_new_file_gives_the_slot_up(small_tmpfs: Path
 
 def test_release_frees_what_is_old_and_keeps_what_must_be_kept(shm: Path) -> None:
     arena = Arena(shm / "arena")
-    pool, parity = arena.shard_pool("dp0"), arena.parity_pool(0, 0)
+    pool, parity = arena.shard_pool("dp0"), arena.parity_pool(TAG, 0)
     arena.reserve({pool: (PAGE, 5), parity: (PAGE, 2)})
     for step in (1, 2, 3, 4):
         hold(pool, step)
@@ -526,7 +543,7 @@ def test_release_frees_what_is_old_and_keeps_what_must_be_kept(shm: Path) -> Non
     assert [slot.snapshot for slot in parity.slots] == [None, at(2)]
     assert len([name for name in files(arena) if name.endswith(".safetensors")]) == 5
     kept = {(each.name, record["step"]) for each, _, record in crash(arena).adopt()}
-    assert kept == {("dp0", 2), ("dp0", 4), ("0-0", 2)}
+    assert kept == {("dp0", 2), ("dp0", 4), (f"{TAG}-0", 2)}
 
 
 def test_release_deletes_slots_that_nobody_reserved(shm: Path) -> None:
@@ -543,13 +560,80 @@ def test_release_deletes_slots_that_nobody_reserved(shm: Path) -> None:
     assert files(arena) == ["dp0.1.safetensors", "dp0.1.safetensors.json", "dp0.2.safetensors"]
 
 
-@pytest.mark.parametrize(("keep", "left"), [([], [3]), ([(2, 9)], [2, 3]), ([(1, 5), (3, 1)], [1, 3])])
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        ([], [(3, 0)]),
+        ([(2, 9)], [(2, 0), (2, 1), (2, 2), (3, 0)]),
+        ([(1, 5), (3, 1)], [(1, 0), (3, 0)]),
+    ],
+)
 def test_layouts_stay_while_a_kept_snapshot_or_the_present_needs_them(
-    shm: Path, keep: list[tuple[int, int]], left: list[int]
+    shm: Path, keep: list[tuple[int, int]], left: list[tuple[int, int]]
 ) -> None:
     arena = Arena(shm / "arena")
-    for epoch in (1, 2, 3):
-        arena.add_layout(layout(epoch))
+    for epoch, revision in ((1, 0), (2, 0), (2, 1), (2, 2), (3, 0)):
+        arena.add_layout(layout(epoch, revision))
     arena.release([SnapshotId(*each) for each in keep], before=at(1, epoch=3))
     assert sorted(arena.layouts) == left
-    assert files(arena) == [f"layout-{epoch}.json" for epoch in left]
+    assert files(arena) == [f"layout-{epoch}-{revision}.json" for epoch, revision in left]
+
+
+def test_every_revision_of_the_present_epoch_stays(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    for revision in (0, 1, 2):
+        arena.add_layout(layout(3, revision))
+    arena.release([], before=at(1, epoch=3))
+    assert sorted(arena.layouts) == [(3, 0), (3, 1), (3, 2)]
+
+
+# ---------------------------------------------------------------------- making room
+
+
+def test_room_is_made_of_free_slots_of_other_pools_the_largest_first(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool, other, parity = arena.shard_pool("dp0"), arena.shard_pool("dp1"), arena.parity_pool(TAG, 0)
+    arena.reserve({pool: (8 * PAGE, 2), other: (3 * PAGE, 3), parity: (PAGE, 3)})
+    hold(other, 1, 3 * PAGE)
+    other.begin(at(2), 3 * PAGE)
+    hold(parity, 1)
+    assert arena.make_room(4 * PAGE, pool) == 4 * PAGE
+    assert [slot.state for slot in pool.slots] == [SlotState.FREE] * 2
+    assert states(other) == [(0, SlotState.SEALED), (1, SlotState.WRITING)]
+    assert states(parity) == [(0, SlotState.SEALED), (2, SlotState.FREE)]
+    assert files(arena) == sorted(
+        [f"dp0.{i}.safetensors" for i in range(2)]
+        + [f"dp1.{i}.safetensors" for i in range(2)]
+        + [f"{TAG}-0.{i}.parity" for i in (0, 2)]
+        + ["dp1.0.safetensors.json", f"{TAG}-0.0.parity.json"]
+    )
+
+
+def test_of_slots_that_are_in_use_no_room_is_made(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool, other = arena.shard_pool("dp0"), arena.shard_pool("dp1")
+    arena.reserve({other: (PAGE, 3)})
+    hold(other, 1)
+    other.begin(at(2), PAGE)
+    assert arena.make_room(10 * PAGE, pool) == PAGE
+    assert states(other) == [(0, SlotState.SEALED), (1, SlotState.WRITING)]
+    assert arena.make_room(10 * PAGE, pool) == 0
+    assert bytes(other.view(other.slots[0])) == b"\1" * PAGE
+
+
+def test_where_nothing_is_wanted_nothing_is_deleted(shm: Path) -> None:
+    arena = Arena(shm / "arena")
+    pool, other = arena.shard_pool("dp0"), arena.shard_pool("dp1")
+    arena.reserve({other: (PAGE, 3)})
+    assert arena.make_room(0, pool) == 0
+    assert len(other.slots) == 3
+
+
+def test_memory_that_room_was_made_of_serves_another_pool(small_tmpfs: Path) -> None:
+    arena = Arena(small_tmpfs / "arena")
+    pool, other = arena.shard_pool("dp0"), arena.shard_pool("dp1")
+    arena.reserve({other: (5 * PAGE, 3)})
+    with pytest.raises(ArenaTooSmall):
+        pool.create(8 * PAGE)
+    assert arena.make_room(8 * PAGE, pool) == 10 * PAGE
+    assert pool.create(8 * PAGE).index == 0

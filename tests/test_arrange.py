@@ -9,19 +9,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ec.stripes import DEFAULT_UNIT_BYTES
 from smp_daemon.errors import ConfigError, ProtocolError
 from smp_daemon.layout import Layout
-from snapshot.arrange import Protection, RankInfo, arrange, coordinate_key, parse_protect
+from snapshot.arrange import (
+    Protection,
+    RankInfo,
+    arrange,
+    coordinate_key,
+    parse_domains,
+    parse_protect,
+    shortfalls,
+)
 from tests.strategies import through_json
 
 quick = settings(deadline=None, derandomize=True, max_examples=100)
 
-AUTO = Protection(size=8, parity=1)
-RANK = RankInfo(coord="dp0", node="a", host="10.0.0.1", control_port=1, bulk_port=2, slot_bytes=8192)
+AUTO = Protection(data=0, parity=1)
+RANK = RankInfo("dp0", "a", "10.0.0.1", control_port=1, bulk_port=2, slot_bytes=8192, domains=("rack=r7", "pod=1"))
 
 
-def rank(index: int, node: str, slot_bytes: int = 8192) -> RankInfo:
-    return RankInfo(f"pp0-dp{index}", node, f"host-{node}", 7000, 7001, slot_bytes)
+def rank(index: int, node: str, slot_bytes: int = 8192, domains: tuple[str, ...] = ()) -> RankInfo:
+    return RankInfo(f"pp0-dp{index}", node, f"host-{node}", 7000, 7001, slot_bytes, domains)
 
 
 def job(ranks: int, per_node: int, prefix: str = "node") -> list[RankInfo]:
@@ -79,7 +88,8 @@ def test_every_rank_is_in_the_layout_with_its_node_and_its_length() -> None:
         ("pp0-dp1", "a", "host-a", 70_000),
         ("pp0-dp2", "b", "host-b", 9000),
     }
-    assert (layout.job, layout.epoch, layout.parity, layout.slots) == ("run", 3, 1, 2)
+    assert (layout.job, layout.epoch, layout.revision, layout.slots) == ("run", 3, 0, 2)
+    assert (layout.data, layout.parity) == (1, 1)
     assert (layout.nodes[0].control_port, layout.nodes[0].bulk_port) == (7000, 7001)
 
 
@@ -103,15 +113,64 @@ def test_two_smps_with_one_node_name_are_refused(other: dict[str, Any]) -> None:
         (2, AUTO, [2]),
         (8, AUTO, [8]),
         (9, AUTO, [5, 4]),
-        (8, Protection(4, 1), [4, 4]),
-        (5, Protection(4, 1), [3, 2]),
-        (3, Protection(8, 0), [3]),
+        (8, Protection(3, 1), [4, 4]),
+        (5, Protection(3, 1), [5]),
+        (3, Protection(3, 1), [3]),
+        (6, Protection(4, 2), [6]),
+        (11, Protection(4, 2), [11]),
+        (13, Protection(4, 2), [7, 6]),
+        (7, Protection(1, 2), [4, 3]),
+        (1, Protection(1, 2), [1]),
+        (3, Protection(0, 0), [3]),
     ],
 )
 def test_nodes_are_grouped_as_protection_asks(nodes: int, protection: Protection, groups: list[int]) -> None:
     layout = arranged(job(nodes, 1), protection)
     assert [len(group) for group in layout.groups] == groups
-    assert [layout.protects(g) for g in range(len(groups))] == [n > 1 and protection.parity == 1 for n in groups]
+    assert [layout.protects(g) for g in range(len(groups))] == [n > 1 and protection.parity > 0 for n in groups]
+
+
+@pytest.mark.parametrize("nodes", range(2, 41))
+def test_auto_keeps_groups_at_eight_nodes_and_gives_each_a_parity(nodes: int) -> None:
+    layout = arranged(job(nodes, 1), parse_protect("auto"))
+    sizes = [len(group) for group in layout.groups]
+    assert len(sizes) == -(-nodes // 8)
+    assert max(sizes) - min(sizes) <= 1 and max(sizes) <= 8
+    assert {layout.code(g) for g in range(len(sizes))} == {(min(sizes) - 1, 1)}
+    assert layout.data == min(sizes) - 1, "as much data to a parity as there is room for"
+    assert shortfalls(layout) == []
+
+
+@pytest.mark.parametrize("nodes", range(1, 41))
+def test_protection_that_is_said_in_numbers_does_not_depend_on_the_nodes(nodes: int) -> None:
+    assert Protection(4, 2).for_nodes(nodes) == Protection(4, 2)
+    none = parse_protect("none").for_nodes(nodes)
+    assert (none.data >= 1, none.parity) == (True, 0)
+    layout = arranged(job(nodes, 1), Protection(4, 2))
+    assert len(layout.groups) == max(1, nodes // 6)
+    assert all(layout.code(g) == (4, 2) for g in range(len(layout.groups))) == (nodes >= 6)
+
+
+def test_one_node_is_a_layout_too_and_protects_nothing() -> None:
+    layout = arranged(job(4, 4), AUTO)
+    assert (layout.groups, layout.protects(0)) == (((0,),), False)
+
+
+def test_a_node_is_in_every_domain_of_its_ranks() -> None:
+    ranks = [rank(0, "a", domains=("rack=r2", "dp=0")), rank(1, "a", domains=("dp=1", "rack=r2")), rank(2, "b")]
+    assert [node.domains for node in arranged(ranks).nodes] == [("dp=0", "dp=1", "rack=r2"), ()]
+
+
+def test_no_group_has_more_nodes_of_a_domain_than_it_can_lose() -> None:
+    """Racks of four next to each other; without domains each group of four would stand in one rack."""
+    ranks = [rank(i, f"node{i}", domains=(f"rack=r{i // 4}",)) for i in range(16)]
+    for protection, most in ((Protection(3, 1), 1), (Protection(6, 2), 2)):
+        layout = arranged(ranks, protection)
+        racks = [[node.domains[0] for node in layout.members(g)] for g in range(len(layout.groups))]
+        assert max(group.count(rack) for group in racks for rack in group) == most
+        assert shortfalls(layout) == []
+    blind = arranged([replace(each, domains=()) for each in ranks], Protection(3, 1))
+    assert blind.groups[0] == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +181,7 @@ def test_nodes_are_grouped_as_protection_asks(nodes: int, protection: Protection
         (3 * 40_960, 4, 40_960),
         (3 * 40_960 + 1, 4, 45_056),
         (40_960, 2, 40_960),
-        (1 << 30, 2, 4 << 20),
+        (1 << 30, 2, DEFAULT_UNIT_BYTES),
     ],
 )
 def test_units_spread_the_longest_shard_over_the_group(longest: int, nodes: int, unit_bytes: int) -> None:
@@ -139,36 +198,168 @@ def test_a_coordinate_that_cannot_be_a_file_name_is_refused(coord: str) -> None:
 @pytest.mark.parametrize(
     ("text", "protection"),
     [
-        ("none", Protection(8, 0)),
-        ("auto", Protection(8, 1)),
-        ("3+1", Protection(4, 1)),
-        ("1+1", Protection(2, 1)),
-        ("254+1", Protection(255, 1)),
+        ("none", Protection(0, 0)),
+        ("auto", Protection(0, 1)),
+        ("3+1", Protection(3, 1)),
+        ("1+1", Protection(1, 1)),
+        ("4+2", Protection(4, 2)),
+        ("10+4", Protection(10, 4)),
+        ("2+5", Protection(2, 5)),
+        ("254+1", Protection(254, 1)),
+        ("1+254", Protection(1, 254)),
+        ("copies:1", Protection(1, 1)),
+        ("copies:2", Protection(1, 2)),
+        ("copies:254", Protection(1, 254)),
     ],
 )
-def test_protection_is_said_in_three_ways(text: str, protection: Protection) -> None:
+def test_protection_is_said_in_four_ways(text: str, protection: Protection) -> None:
     assert parse_protect(text) == protection
 
 
-@pytest.mark.parametrize("text", ["", "3", "3+", "+1", "3 + 1", "3+1+1", "-3+1", "all", "None", "3+1\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "3", "3+", "+1", "3 + 1", "3+1+1", "-3+1", "all", "None", "3+1\n"),
+        *("copies", "copies:", "copies:-1", "copies:two", "copies: 2", "Copies:2", "2 copies", "2+copies:1"),
+    ],
+)
 def test_other_words_for_protection_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"say 'auto', 'none' or k\+m"):
+    with pytest.raises(ConfigError, match=r"say 'auto', 'none', k\+m such as '4\+2', or 'copies:2'"):
         parse_protect(text)
 
 
-@pytest.mark.parametrize("text", ["0+1", "3+0", "0+0", "255+1", "1000+1"])
+@pytest.mark.parametrize("text", ["0+1", "3+0", "0+0", "255+1", "1000+1", "254+2", "copies:0", "copies:255"])
 def test_a_code_that_does_not_exist_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="at most 255"):
+    with pytest.raises(ConfigError, match="at least 1, and k \\+ m at most 255"):
         parse_protect(text)
 
 
-def test_more_than_one_parity_is_not_offered_yet() -> None:
-    with pytest.raises(ConfigError, match=r"not available yet; use 4\+1"):
-        parse_protect("4+2")
+# ---------------------------------------------------------------------- what an operator should know
+
+
+def test_a_layout_that_protects_as_asked_has_no_shortfalls() -> None:
+    assert shortfalls(arranged(job(6, 1), Protection(4, 2))) == []
+    assert shortfalls(arranged(job(7, 1), Protection(4, 2))) == []
+    assert shortfalls(arranged(job(3, 1), Protection(1, 2))) == []
+
+
+def test_without_protection_that_is_said_once_however_many_nodes_there_are() -> None:
+    for nodes in (1, 3, 9):
+        (said,) = shortfalls(arranged(job(nodes, 1), parse_protect("none")))
+        assert said.startswith("protect='none': ")
+        assert "not the loss of a node" in said
+
+
+def test_one_node_alone_is_told_that_nobody_protects_it() -> None:
+    for protection in (AUTO, Protection(3, 1), Protection(4, 2), Protection(1, 2)):
+        (said,) = shortfalls(arranged(job(2, 2), protection))
+        assert said == "node0 has no other node to protect it: snapshots survive process crashes only"
+
+
+def test_too_few_nodes_are_told_what_they_get_instead() -> None:
+    (said,) = shortfalls(arranged(job(2, 1), Protection(2, 2)))
+    assert said == "a group of 2 nodes (node0, node1) takes 1+1, not 2+2"
+    (said,) = shortfalls(arranged(job(5, 1), Protection(1, 5)))
+    assert said == "a group of 5 nodes (node0, node1, node2, node3) takes 1+4, not 1+5"
+
+
+def test_fewer_data_units_a_stripe_cost_memory_and_no_safety() -> None:
+    layout = arranged(job(4, 1), Protection(4, 2))
+    assert layout.code(0) == (2, 2)
+    assert shortfalls(layout) == []
+
+
+def test_a_group_that_one_domain_takes_too_much_of_is_told() -> None:
+    ranks = [rank(i, f"node{i}", domains=(f"rack=r{i % 2}", f"host=h{i}")) for i in range(4)]
+    assert shortfalls(arranged(ranks, Protection(3, 1))) == [
+        "group 0 has 2 nodes of rack=r0 and survives the loss of 1",
+        "group 0 has 2 nodes of rack=r1 and survives the loss of 1",
+    ]
+    assert shortfalls(arranged(ranks, Protection(2, 2))) == []
+    assert shortfalls(arranged(ranks, Protection(1, 1))) == []
+
+
+def test_a_group_that_is_too_small_is_crowded_sooner() -> None:
+    ranks = [rank(i, f"node{i}", domains=("rack=r7",)) for i in range(2)]
+    assert shortfalls(arranged(ranks, Protection(2, 2))) == [
+        "a group of 2 nodes (node0, node1) takes 1+1, not 2+2",
+        "group 0 has 2 nodes of rack=r7 and survives the loss of 1",
+    ]
+
+
+# ---------------------------------------------------------------------- domains
+
+COORD = "pp1-tp0-cp0-ep0-dp12"
+
+
+@pytest.mark.parametrize(
+    ("text", "domains"),
+    [
+        ("", ()),
+        (" , ,", ()),
+        ("rack=r7", ("rack=r7",)),
+        ("switch=s3, rack=r7", ("rack=r7", "switch=s3")),
+        ("rack=r7,rack=r7,rack=r8", ("rack=r7", "rack=r8")),
+        ("@dp", ("dp=12",)),
+        ("rack=r7,@pp,@dp", ("dp=12", "pp=1", "rack=r7")),
+        ("dp=12,@dp", ("dp=12",)),
+        ("rack=row 7", None),
+        ("zone=eu-west/1:a", ("zone=eu-west/1:a",)),
+        ("rack=" + "x" * 507, ("rack=" + "x" * 507,)),
+        ("rack=" + "x" * 508, None),
+        ("rack", None),
+        ("=r7", None),
+        ("rack=", None),
+        ("rack=r=7", None),
+        ("a@b=c", None),
+        ("rack=r7;switch=s3", None),
+        ("rack = r7", None),
+    ],
+)
+def test_domains_are_said_as_kind_and_name(text: str, domains: tuple[str, ...] | None) -> None:
+    if domains is None:
+        with pytest.raises(ConfigError, match=r"HOLDFAST_DOMAINS: .* is neither kind=name, such as rack=r7, nor @"):
+            parse_domains(text, COORD)
+    else:
+        assert parse_domains(text, COORD) == domains
+
+
+@pytest.mark.parametrize("text", ["@rack", "@", "@d", "rack=r7,@DP", "@dp12", "@@dp"])
+def test_a_dimension_that_a_rank_does_not_have_is_refused(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"pp1-.*-dp12 has no dimension '.*'; it has \['cp', 'dp', 'ep', 'pp', 'tp'\]"
+    ):
+        parse_domains(text, COORD)
+
+
+def test_the_domains_of_ranks_that_are_taken_away_at_once_spread_over_groups() -> None:
+    """``@dp`` on two pipeline stages: of a replica no group has more than one node."""
+    ranks = [
+        RankInfo(f"pp{p}-dp{d}", f"node{p}{d}", "h", 1, p * 8 + d, 8192, parse_domains("@dp", f"pp{p}-dp{d}"))
+        for p in range(2)
+        for d in range(4)
+    ]
+    layout = arranged(ranks, Protection(3, 1))
+    replicas = [sorted(node.domains for node in layout.members(g)) for g in (0, 1)]
+    assert replicas == [[("dp=0",), ("dp=1",), ("dp=2",), ("dp=3",)]] * 2
+
+
+# ---------------------------------------------------------------------- JSON
 
 
 def test_a_rank_comes_back_from_json() -> None:
     assert RankInfo.from_json(through_json(asdict(RANK))) == RANK
+
+
+def test_a_rank_without_domains_is_in_none() -> None:
+    lacking = {name: kept for name, kept in asdict(RANK).items() if name != "domains"}
+    assert RankInfo.from_json(lacking) == replace(RANK, domains=())
+
+
+@pytest.mark.parametrize("domains", [None, 1.5, True, [1], [None], [["rack=r7"]], ["rack=r7", 7]])
+def test_domains_that_are_no_texts_are_refused(domains: Any) -> None:
+    with pytest.raises(ProtocolError, match="not a rank's description"):
+        RankInfo.from_json({**asdict(RANK), "domains": domains})
 
 
 @pytest.mark.parametrize("data", [None, 5, "rank", [], [1], {}, {**asdict(RANK), "more": 1}])
@@ -177,7 +368,7 @@ def test_what_does_not_describe_a_rank_is_refused(data: Any) -> None:
         RankInfo.from_json(data)
 
 
-@pytest.mark.parametrize("key", sorted(asdict(RANK)))
+@pytest.mark.parametrize("key", sorted(asdict(RANK).keys() - {"domains"}))
 @pytest.mark.parametrize("value", [None, 1.5, [], {}, True])
 def test_a_rank_with_a_value_of_another_kind_is_refused(key: str, value: Any) -> None:
     with pytest.raises(ProtocolError, match="not a rank's description"):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ec import Codec, Piece, Stripes, choose_codec, choose_unit_bytes
+from ec import Codec, Piece, Stripes, TooManyErasures, choose_codec, choose_unit_bytes
 from ec.stripes import DEFAULT_UNIT_BYTES, PAGE_BYTES
 
 quick = settings(deadline=None, derandomize=True, max_examples=80)
@@ -24,15 +24,26 @@ Segment = tuple[int, int]
 FIELD = 257
 
 
+SHAPES = [(n, k, m) for n in range(2, 11) for m in range(1, n) for k in range(1, n - m + 1)]
+"""(positions, k, m) of every geometry of up to ten positions."""
+
+
 @st.composite
 def geometries(
-    draw: st.DrawFn, parity: int | None = None, fewest: int = 2, most: int = 6, longest: int = 40
+    draw: st.DrawFn, data: int | None = None, parity: int | None = None, most: int = 6, longest: int = 40
 ) -> Stripes:
-    positions = draw(st.integers(fewest, most))
+    m = draw(st.integers(1, most - (data or 1))) if parity is None else parity
+    k = draw(st.integers(1, most - m)) if data is None else data
+    positions = draw(st.integers(k + m, most))
     lengths = st.lists(st.integers(0, longest), max_size=3).map(tuple)
     segments = draw(st.lists(lengths, min_size=positions, max_size=positions))
-    m = draw(st.integers(1, positions - 1)) if parity is None else parity
-    return Stripes(tuple(segments), m, draw(st.integers(1, 12)))
+    return Stripes(tuple(segments), k, m, draw(st.integers(1, 12)))
+
+
+def full(positions: int, k: int, m: int, stripes: int = 1) -> Stripes:
+    """Every position as long as every other, in units of 4 bytes; at least so many stripes."""
+    turns = -(-stripes // positions)
+    return Stripes(((4 * k * turns,),) * positions, k, m, unit_bytes=4)
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,10 @@ def all_segments(stripes: Stripes) -> list[Segment]:
 
 def segments_of(stripes: Stripes, positions: Collection[int]) -> set[Segment]:
     return {(p, index) for p, index in all_segments(stripes) if p in positions}
+
+
+def loss_of(stripes: Stripes, positions: Collection[int]) -> Loss:
+    return Loss(stripes, frozenset(segments_of(stripes, positions)), frozenset(positions))
 
 
 def a_few_turns(stripes: Stripes) -> range:
@@ -118,32 +133,64 @@ class TestEveryByteHasItsStripe:
             assert stripes.count == 0
 
     def test_segments_start_on_units_of_their_own(self) -> None:
-        stripes = Stripes(((10, 0, 3), (8,)), parity=1, unit_bytes=4)
+        stripes = Stripes(((10, 0, 3), (8,)), data=1, parity=1, unit_bytes=4)
         pieces = [stripes.piece(0, unit) for unit in range(5)]
         assert pieces == [Piece(0, 0, 4), Piece(0, 4, 4), Piece(0, 8, 2), Piece(2, 0, 3), None]
         assert [stripes.first_unit(0, index) for index in range(3)] == [0, 3, 3]
         assert [stripes.units(position) for position in range(2)] == [4, 2]
 
 
-class TestParityRotates:
+class TestParityIsDealtLikeCards:
     def test_one_parity_visits_three_positions_in_turn(self) -> None:
-        stripes = Stripes(((8,), (8,), (8,)), parity=1, unit_bytes=4)
+        stripes = Stripes(((8,), (8,), (8,)), data=2, parity=1, unit_bytes=4)
         assert [stripes.parity_positions(r) for r in range(4)] == [(0,), (1,), (2,), (0,)]
-        assert [stripes.data_positions(r) for r in range(4)] == [(1, 2), (0, 2), (0, 1), (1, 2)]
+        assert [stripes.data_positions(r) for r in range(4)] == [(1, 2), (2, 0), (0, 1), (1, 2)]
 
-    def test_two_parities_wrap_around_four_positions(self) -> None:
-        stripes = Stripes(((8,),) * 4, parity=2, unit_bytes=4)
-        assert [stripes.parity_positions(r) for r in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 0)]
-        assert [stripes.data_positions(r) for r in range(4)] == [(2, 3), (0, 3), (0, 1), (1, 2)]
+    def test_two_parities_of_four_positions_shift_by_one_in_every_further_round(self) -> None:
+        stripes = Stripes(((8,),) * 4, data=2, parity=2, unit_bytes=4)
+        assert [stripes.parity_positions(r) for r in range(5)] == [(0, 1), (2, 3), (1, 2), (3, 0), (0, 1)]
+        assert [stripes.data_positions(r) for r in range(5)] == [(2, 3), (0, 1), (3, 0), (1, 2), (2, 3)]
+
+    def test_two_parities_of_five_positions_follow_each_other(self) -> None:
+        stripes = Stripes(((8,),) * 5, data=2, parity=2, unit_bytes=4)
+        assert [stripes.parity_positions(r) for r in range(6)] == [(0, 1), (2, 3), (4, 0), (1, 2), (3, 4), (0, 1)]
+        assert [stripes.data_positions(r) for r in range(6)] == [(2, 3), (4, 0), (1, 2), (3, 4), (0, 1), (2, 3)]
+
+    @pytest.mark.parametrize(
+        ("n", "m"), [(n, m) for n in range(2, 19) for m in range(1, n)] + [(64, 4), (60, 8), (63, 14)]
+    )
+    def test_no_position_is_ever_more_than_one_unit_ahead(self, n: int, m: int) -> None:
+        stripes = full(n, n - m, m)
+        for stripe in range(3 * n + 1):
+            ranks = [stripes.parity_rank(position, stripe) for position in range(n)]
+            assert max(ranks) - min(ranks) <= 1
+            assert sum(ranks) == stripe * m
+
+    @pytest.mark.parametrize(("n", "k", "m"), SHAPES)
+    def test_parity_and_data_stand_where_cards_fall(self, n: int, k: int, m: int) -> None:
+        stripes = full(n, k, m)
+        for stripe, start in zip(range(2 * n), dealt_starts(n, m), strict=False):
+            homes = [(start + i) % n for i in range(k + m)]
+            assert [*stripes.parity_positions(stripe), *stripes.data_positions(stripe)] == homes
+            assert [p for p in range(n) if stripes.is_parity(p, stripe)] == sorted(homes[:m])
+            assert [p for p in range(n) if stripes.is_data(p, stripe)] == sorted(homes[m:])
+
+    @pytest.mark.parametrize(("n", "k", "m"), SHAPES)
+    def test_in_a_turn_every_position_holds_m_parities_and_k_data_units(self, n: int, k: int, m: int) -> None:
+        stripes = full(n, k, m)
+        assert stripes.count == n
+        for position in range(n):
+            assert [stripes.parity_rank(position, turn * n) for turn in range(4)] == [turn * m for turn in range(4)]
+            assert sum(stripes.is_data(position, stripe) for stripe in range(n)) == k
+            assert stripes.units(position) == k
 
     @quick
     @given(geometries())
-    def test_a_stripe_has_k_data_and_m_parity_positions(self, stripes: Stripes) -> None:
+    def test_a_stripe_has_k_data_and_m_parity_on_different_positions(self, stripes: Stripes) -> None:
         for stripe in a_few_turns(stripes):
             parity, data = stripes.parity_positions(stripe), stripes.data_positions(stripe)
             assert (len(data), len(parity)) == (stripes.data, stripes.parity)
-            assert sorted(parity + data) == list(range(stripes.positions))
-            assert all(stripes.is_parity(position, stripe) for position in parity)
+            assert len({*parity, *data}) == stripes.data + stripes.parity <= stripes.positions
 
     @quick
     @given(geometries())
@@ -161,16 +208,16 @@ class TestParityRotates:
 
     @quick
     @given(geometries())
-    def test_parity_slots_differ_by_at_most_m_units(self, stripes: Stripes) -> None:
+    def test_parity_slots_differ_by_at_most_one_unit(self, stripes: Stripes) -> None:
         slots = [stripes.parity_bytes(position) for position in range(stripes.positions)]
-        assert max(slots) - min(slots) <= stripes.parity * stripes.unit_bytes
+        assert max(slots) - min(slots) <= stripes.unit_bytes
 
     @quick
     @given(geometries())
-    def test_after_whole_turns_every_position_held_m_parities_a_turn(self, stripes: Stripes) -> None:
-        for turns in range(4):
-            ranks = {stripes.parity_rank(p, turns * stripes.positions) for p in range(stripes.positions)}
-            assert ranks == {turns * stripes.parity}
+    def test_the_parity_stripes_of_a_position_are_those_it_holds_parity_of(self, stripes: Stripes) -> None:
+        for position in range(stripes.positions):
+            held = [r for r in range(stripes.count) if position in stripes.parity_positions(r)]
+            assert stripes.parity_stripes(position) == held
 
 
 class TestUnitsAndStripesAreInverse:
@@ -180,6 +227,7 @@ class TestUnitsAndStripesAreInverse:
         for position in range(stripes.positions):
             for unit in range(first, first + 12):
                 stripe = stripes.stripe_of(position, unit)
+                assert stripes.is_data(position, stripe)
                 assert not stripes.is_parity(position, stripe)
                 assert stripes.unit_of(position, stripe) == unit
 
@@ -192,10 +240,31 @@ class TestUnitsAndStripesAreInverse:
 
     @quick
     @given(geometries())
-    def test_units_fill_the_data_stripes_in_order(self, stripes: Stripes) -> None:
+    def test_the_units_of_a_position_follow_its_data_stripes_in_order(self, stripes: Stripes) -> None:
         for position in range(stripes.positions):
             data = [r for r in a_few_turns(stripes) if position in stripes.data_positions(r)]
             assert [stripes.stripe_of(position, unit) for unit in range(len(data))] == data
+            assert [stripes.unit_of(position, stripe) for stripe in data] == list(range(len(data)))
+
+
+class TestStripeBytes:
+    @quick
+    @given(geometries())
+    def test_a_stripe_is_as_long_as_its_longest_piece(self, stripes: Stripes) -> None:
+        longest = dict.fromkeys(range(stripes.count + 2), 0)
+        for position, unit, piece in pieces_of(stripes):
+            stripe = stripes.stripe_of(position, unit)
+            longest[stripe] = max(longest[stripe], piece.length)
+        assert {stripe: stripes.stripe_bytes(stripe) for stripe in longest} == longest
+
+    @quick
+    @given(geometries(), st.integers(0, 1000))
+    def test_parity_is_zero_beyond(self, stripes: Stripes, seed: int) -> None:
+        group = fill(stripes, choose_codec(stripes.data, stripes.parity, "numpy"), seed)
+        for stripe in range(stripes.count):
+            for position in stripes.parity_positions(stripe):
+                parity = group.parities[position][slice(*parity_range(stripes, position, stripe))]
+                assert not any(parity[stripes.stripe_bytes(stripe) :])
 
 
 Slots = Sequence[bytes]
@@ -224,23 +293,48 @@ def fill(stripes: Stripes, codec: Codec, seed: int) -> Group:
     return Group(stripes, segments, [bytes(slot) for slot in slots])
 
 
-def recover(group: Group, codec: Codec, lost: Collection[int]) -> Group:
-    """The group rebuilt without a look at any byte of the lost positions."""
+def recover(group: Group, codec: Codec, loss: Loss) -> Group:
+    """The group rebuilt from what the loss left, and from knowing which units are padding."""
     stripes = group.stripes
-    lengths = {(p, i): stripes.segments[p][i] for p, i in all_segments(stripes)}
-    segments = {s: bytearray(n) if s[0] in lost else bytearray(group.segments[s]) for s, n in lengths.items()}
-    slots = [bytearray(len(b)) if p in lost else bytearray(b) for p, b in enumerate(group.parities)]
+    segments = {s: bytearray(held) for s, held in group.segments.items()}
+    slots = [bytearray(held) for held in group.parities]
     for stripe in range(stripes.count):
-        homes = [*stripes.data_positions(stripe), *stripes.parity_positions(stripe)]
-        units = {i: unit_at(group, p, stripe) for i, p in enumerate(homes) if p not in lost}
-        wanted = {i: bytearray(stripes.unit_bytes) for i, p in enumerate(homes) if p in lost}
-        codec.reconstruct(
-            {i: memoryview(unit) for i, unit in units.items()},
-            {i: memoryview(unit) for i, unit in wanted.items()},
-        )
+        homes = dict(enumerate([*stripes.data_positions(stripe), *stripes.parity_positions(stripe)]))
+        lost = [index for index, position in homes.items() if is_lost(loss, position, stripe)]
+        units = {i: memoryview(unit_at(group, p, stripe)) for i, p in homes.items() if i not in lost}
+        wanted = {index: bytearray(stripes.unit_bytes) for index in lost}
+        codec.reconstruct(units, {index: memoryview(unit) for index, unit in wanted.items()})
         for index, unit in wanted.items():
             store(stripes, segments, slots, homes[index], stripe, unit)
     return Group(stripes, {s: bytes(b) for s, b in segments.items()}, [bytes(slot) for slot in slots])
+
+
+def spoiled(group: Group, loss: Loss) -> Group:
+    """The group with other bytes for those that are lost."""
+
+    def upset(held: bytes) -> bytes:
+        return bytes(0xFF ^ byte for byte in held)
+
+    segments = {s: upset(held) if s in loss.segments else held for s, held in group.segments.items()}
+    parities = [upset(held) if p in loss.parities else held for p, held in enumerate(group.parities)]
+    return Group(group.stripes, segments, parities)
+
+
+def comes_back(group: Group, codec: Codec, loss: Loss) -> bool:
+    """Whether the codec gives every byte back, rather than say that too many units are lost."""
+    try:
+        recovered = recover(spoiled(group, loss), codec, loss)
+    except TooManyErasures:
+        return False
+    assert recovered == group
+    return True
+
+
+def is_lost(loss: Loss, position: int, stripe: int) -> bool:
+    if loss.stripes.is_parity(position, stripe):
+        return position in loss.parities
+    piece = loss.stripes.piece(position, loss.stripes.unit_of(position, stripe))
+    return piece is not None and (position, piece.segment) in loss.segments
 
 
 def unit_at(group: Group, position: int, stripe: int) -> bytes:
@@ -289,22 +383,56 @@ def pieces_of(stripes: Stripes) -> list[tuple[int, int, Piece]]:
     return [(position, unit, piece) for position, unit, piece in everything if piece is not None]
 
 
+def every_m_come_back(stripes: Stripes, codec: Codec, seed: int) -> bool:
+    group = fill(stripes, codec, seed)
+    losses = [loss_of(stripes, lost) for lost in combinations(range(stripes.positions), stripes.parity)]
+    return all(comes_back(group, codec, loss) and stripes.decodable(loss.segments, loss.parities) for loss in losses)
+
+
 class TestLostBytesComeBack:
     @quick
     @given(geometries(parity=1), st.integers(0, 1000))
     def test_any_one_position_comes_back_from_the_others(self, stripes: Stripes, seed: int) -> None:
-        codec = choose_codec(stripes.data, 1, "numpy")
-        group = fill(stripes, codec, seed)
-        for lost in range(stripes.positions):
-            assert recover(group, codec, {lost}) == group
+        assert every_m_come_back(stripes, choose_codec(stripes.data, 1), seed)
 
-    @settings(quick, max_examples=20)
-    @given(geometries(parity=2, fewest=3, most=5, longest=24), st.integers(0, 1000))
-    def test_any_two_positions_come_back_with_two_parities(self, stripes: Stripes, seed: int) -> None:
-        codec = choose_codec(stripes.data, 2, "pyeclib")
-        group = fill(stripes, codec, seed)
-        for lost in combinations(range(stripes.positions), 2):
-            assert recover(group, codec, lost) == group
+    @settings(quick, max_examples=30)
+    @given(geometries(longest=24), st.integers(0, 1000))
+    def test_any_m_positions_come_back_whatever_the_shape(self, stripes: Stripes, seed: int) -> None:
+        assert every_m_come_back(stripes, choose_codec(stripes.data, stripes.parity), seed)
+
+    @settings(quick, max_examples=30)
+    @given(geometries(data=1, longest=24), st.integers(0, 1000))
+    def test_any_m_positions_come_back_from_plain_copies(self, stripes: Stripes, seed: int) -> None:
+        assert every_m_come_back(stripes, choose_codec(1, stripes.parity), seed)
+
+    @settings(quick, max_examples=10)
+    @given(geometries(data=2, parity=2, longest=24), st.integers(0, 1000))
+    def test_any_two_positions_come_back_through_pyeclib(self, stripes: Stripes, seed: int) -> None:
+        assert every_m_come_back(stripes, choose_codec(2, 2, "pyeclib"), seed)
+
+    @pytest.mark.parametrize(
+        ("segments", "k", "m"),
+        [
+            (((100,), (), (3, 0, 9), (40,), ()), 2, 2),
+            (((100,), (), (3, 0, 9), (40,), (), (), (1,)), 3, 2),
+            (((), (), (), (50,)), 1, 3),
+            (((7,),) * 7, 1, 2),
+            (((0,), (0,), (0,)), 2, 1),
+        ],
+    )
+    def test_unequal_and_empty_positions_come_back(self, segments: tuple[tuple[int, ...], ...], k: int, m: int) -> None:
+        assert every_m_come_back(Stripes(segments, k, m, unit_bytes=8), choose_codec(k, m), 1)
+
+    @pytest.mark.parametrize(("n", "k", "m"), [shape for shape in SHAPES if shape[0] <= 6])
+    def test_more_than_m_positions_of_one_stripe_do_not(self, n: int, k: int, m: int) -> None:
+        stripes, codec = full(n, k, m), choose_codec(k, m)
+        group = fill(stripes, codec, 1)
+        for stripe in range(stripes.count):
+            homes = [*stripes.parity_positions(stripe), *stripes.data_positions(stripe)]
+            for lost in combinations(homes, m + 1):
+                loss = loss_of(stripes, lost)
+                assert not stripes.decodable(loss.segments, loss.parities)
+                assert not comes_back(group, codec, loss)
 
 
 def dealt_units(lengths: Sequence[int], unit_bytes: int) -> list[int]:
@@ -312,16 +440,29 @@ def dealt_units(lengths: Sequence[int], unit_bytes: int) -> list[int]:
     return [index for index, length in enumerate(lengths) for _ in range(0, length, unit_bytes)]
 
 
+def dealt_starts(positions: int, parity: int) -> Iterator[int]:
+    """Where each stripe starts: after the parity of the one before, one further where a stripe already started."""
+    start, taken = 0, set[int]()
+    while True:
+        if len(taken) == positions:
+            start, taken = 0, set()
+        while start in taken:
+            start = (start + 1) % positions
+        taken.add(start)
+        yield start
+        start = (start + parity) % positions
+
+
 def dealt_stripes(stripes: Stripes) -> list[tuple[list[int], list[Segment]]]:
     """The positions of the parities of each stripe, and the segments of its data, dealt out like cards."""
-    n = stripes.positions
+    n, k, m = stripes.positions, stripes.data, stripes.parity
     hands = [dealt_units(lengths, stripes.unit_bytes) for lengths in stripes.segments]
     dealt: list[tuple[list[int], list[Segment]]] = []
-    while any(hands):
-        first = len(dealt) % n
-        parities = (list(range(n)) * 2)[first : first + stripes.parity]
-        data = [(p, hands[p].pop(0)) for p in range(n) if p not in parities and hands[p]]
-        dealt.append((parities, data))
+    for start in dealt_starts(n, m):
+        if not any(hands):
+            break
+        homes = [(start + i) % n for i in range(k + m)]
+        dealt.append((homes[:m], [(p, hands[p].pop(0)) for p in homes[m:] if hands[p]]))
     return dealt
 
 
@@ -356,6 +497,13 @@ def oracle(loss: Loss) -> bool:
 
 class TestDecodable:
     @thorough
+    @given(losses(), st.integers(0, 1000))
+    def test_what_it_promises_comes_back_and_nothing_else(self, loss: Loss, seed: int) -> None:
+        codec = choose_codec(loss.stripes.data, loss.stripes.parity)
+        group = fill(loss.stripes, codec, seed)
+        assert loss.stripes.decodable(loss.segments, loss.parities) == comes_back(group, codec, loss)
+
+    @thorough
     @given(losses())
     def test_it_agrees_with_solving_the_equations(self, loss: Loss) -> None:
         assert loss.stripes.decodable(loss.segments, loss.parities) == oracle(loss)
@@ -365,7 +513,7 @@ class TestDecodable:
     def test_it_agrees_for_every_set_of_lost_positions(self, stripes: Stripes) -> None:
         for count in range(stripes.positions + 1):
             for lost in combinations(range(stripes.positions), count):
-                loss = Loss(stripes, frozenset(segments_of(stripes, lost)), frozenset(lost))
+                loss = loss_of(stripes, lost)
                 assert stripes.decodable(loss.segments, loss.parities) == oracle(loss)
 
     @quick
@@ -393,30 +541,30 @@ class TestDecodable:
     def test_these_losses_are_judged_like_this(
         self, segments: list[Segment], parities: list[int], decodable: bool
     ) -> None:
-        stripes = Stripes(((12,), (12,), (0,)), parity=1, unit_bytes=4)
+        stripes = Stripes(((12,), (12,), (0,)), data=2, parity=1, unit_bytes=4)
         assert stripes.decodable(segments, parities) is decodable
 
     def test_two_segments_that_share_no_stripe_may_both_be_lost(self) -> None:
-        stripes = Stripes(((4, 4), (4, 4), (4, 4)), parity=1, unit_bytes=4)
+        stripes = Stripes(((4, 4), (4, 4), (4, 4)), data=2, parity=1, unit_bytes=4)
         assert stripes.decodable([(0, 0), (1, 0)], [])
         assert not stripes.decodable([(0, 0), (2, 1)], [])
 
 
 class TestWhatIsRefused:
-    @quick
-    @given(st.integers(0, 6), st.integers(-2, 9))
-    def test_parity_must_leave_room_for_data(self, positions: int, parity: int) -> None:
+    @pytest.mark.parametrize("positions", range(6))
+    def test_a_stripe_has_data_and_parity_and_fits_on_its_positions(self, positions: int) -> None:
         segments = ((8,),) * positions
-        if 1 <= parity < positions:
-            assert Stripes(segments, parity, 4).data == positions - parity
-            return
-        with pytest.raises(ValueError, match=f"group of {positions} cannot hold {parity} parity"):
-            Stripes(segments, parity, 4)
+        for data, parity in product(range(-1, 7), range(-1, 7)):
+            if data >= 1 and parity >= 1 and data + parity <= positions:
+                assert Stripes(segments, data, parity, 4).count > 0
+                continue
+            with pytest.raises(ValueError, match=rf"stripes of {data}\+{parity} units do not fit on {positions}"):
+                Stripes(segments, data, parity, 4)
 
     @pytest.mark.parametrize("unit_bytes", [0, -1])
     def test_a_unit_has_bytes(self, unit_bytes: int) -> None:
         with pytest.raises(ValueError, match=f"positive, not {unit_bytes}"):
-            Stripes(((8,), (8,)), 1, unit_bytes)
+            Stripes(((8,), (8,)), 1, 1, unit_bytes)
 
 
 class TestChooseUnitBytes:

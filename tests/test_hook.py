@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from holdfast import ConfigError, HoldfastError, InMemorySnapshot, SmpUnavailable, StateMismatch
+from smp_daemon.client import SmpClient
+from smp_daemon.inventory import Inventory
 from smp_daemon.paths import ARENA_ENV, read_owner
 
 SCRIPT = """
@@ -282,13 +284,76 @@ def test_a_job_id_is_no_path(arena: Path, monkeypatch: pytest.MonkeyPatch, job: 
     [
         ({"every": 0}, "every=0"),
         ({"slots": 1}, "slots=1"),
-        ({"protect": "6+2"}, "more than one parity"),
+        ({"protect": "6+0"}, "k and m must be at least 1"),
+        ({"protect": "copies:0"}, "k and m must be at least 1"),
+        ({"protect": "200+56"}, "k + m at most 255"),
         ({"protect": "four"}, "protect='four'"),
     ],
 )
 def test_bad_options_are_named(arena: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("+", r"\+")):
         InMemorySnapshot(*small(), **options)
+
+
+@pytest.mark.parametrize(
+    ("domains", "message"),
+    [
+        ("rack", "HOLDFAST_DOMAINS: 'rack' is neither kind=name, such as rack=r7, nor @dimension"),
+        ("@tp", r"HOLDFAST_DOMAINS: dp0 has no dimension 'tp'; it has \['dp'\]"),
+    ],
+)
+@pytest.mark.parametrize("said", ["option", "environment"])
+def test_domains_that_cannot_be_are_named_before_an_smp_is_started(
+    arena: Path, monkeypatch: pytest.MonkeyPatch, domains: str, message: str, said: str
+) -> None:
+    if said == "environment":
+        monkeypatch.setenv("HOLDFAST_DOMAINS", domains)
+    with pytest.raises(ConfigError, match=message):
+        InMemorySnapshot(*small(), domains=domains if said == "option" else None).__enter__()
+    assert not (arena / "test").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"), [(None, ("rack=r7",)), ("switch=s3,@dp", ("dp=0", "switch=s3")), ("", ())], ids=str
+)
+def test_the_layout_knows_the_domains_of_a_node(
+    arena: Path, monkeypatch: pytest.MonkeyPatch, option: str | None, expected: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("HOLDFAST_DOMAINS", "rack=r7")
+    model, optim = small()
+    with InMemorySnapshot(model, optim, domains=option) as snap:
+        train(snap, model, optim, 1)
+        (layout,) = inventory(arena).layouts.values()
+    assert [node.domains for node in layout.nodes] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("protect", "data", "parity", "message"),
+    [
+        ("4+2", 4, 2, "has no other node to protect it: snapshots survive process crashes only"),
+        ("copies:2", 1, 2, "has no other node to protect it: snapshots survive process crashes only"),
+        ("auto", 1, 1, "has no other node to protect it: snapshots survive process crashes only"),
+        ("none", 1, 0, "protect='none': snapshots survive the death of processes, not the loss of a node"),
+    ],
+)
+def test_an_operator_is_told_once_what_is_not_protected(
+    arena: Path, caplog: pytest.LogCaptureFixture, protect: str, data: int, parity: int, message: str
+) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim, protect=protect) as snap:
+        assert message not in caplog.text
+        train(snap, model, optim, 4)
+        (layout,) = inventory(arena).layouts.values()
+    assert (layout.data, layout.parity) == (data, parity)
+    assert caplog.text.count(message) == 1
+
+
+def inventory(arena: Path) -> Inventory:
+    client = SmpClient(arena / "test", "test")
+    try:
+        return client.inventory()
+    finally:
+        client.close()
 
 
 def test_an_smp_that_dies_does_not_disturb_the_loop(arena: Path) -> None:

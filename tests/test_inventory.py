@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from smp_daemon.errors import ProtocolError
 from smp_daemon.inventory import Inventory
-from tests.strategies import json_values, lacking_a_key, layouts, names, ports, snapshots, spoilt, through_json
+from smp_daemon.layout import Layout
+from tests.strategies import json_values, lacking_a_key, layouts, names, ports, snapshots, spoilt, tags, through_json
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
 many = settings(deadline=None, derandomize=True, max_examples=200)
@@ -24,9 +26,10 @@ inventories = st.builds(
     bulk_port=ports,
     epoch=st.integers(0, 9),
     protected=st.none() | snapshots,
-    layouts=st.lists(layouts(), max_size=2).map(lambda many: {layout.epoch: layout for layout in many}),
+    trainers=st.integers(0, 9),
+    layouts=st.lists(layouts(), max_size=2).map(lambda many: {(each.epoch, each.revision): each for each in many}),
     shards=st.frozensets(st.tuples(snapshots, names), max_size=4),
-    parities=st.frozensets(st.tuples(snapshots, positions, positions), max_size=4),
+    parities=st.frozensets(st.tuples(snapshots, tags, positions), max_size=4),
 )
 
 
@@ -61,9 +64,23 @@ def test_a_spoilt_inventory_never_raises_anything_else(data: Any) -> None:
 
 def test_an_infinite_number_is_refused() -> None:
     good = Inventory("a", "h", 1, 2).to_json()
-    for bad in ({"epoch": float("inf")}, {"protected": [1, float("inf")]}, {"shards": [[1, float("inf"), "dp0"]]}):
+    for bad in (
+        {"epoch": float("inf")},
+        {"trainers": float("inf")},
+        {"protected": [1, float("inf")]},
+        {"shards": [[1, float("inf"), "dp0"]]},
+        {"parities": [[1, 2, "tag", float("inf")]]},
+    ):
         with pytest.raises(ProtocolError, match="not an inventory"):
             Inventory.from_json({**good, **bad})
+
+
+@quick
+@given(layouts())
+def test_layouts_of_one_epoch_are_told_apart_by_their_revision(layout: Layout) -> None:
+    newer = replace(layout, revision=layout.revision + 1)
+    both = {(layout.epoch, layout.revision): layout, (layout.epoch, newer.revision): newer}
+    assert Inventory.from_json(through_json(Inventory("a", "h", 1, 2, layouts=both).to_json())).layouts == both
 
 
 def test_an_inventory_says_where_bytes_are_served() -> None:

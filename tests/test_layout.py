@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from smp_daemon.errors import ProtocolError
 from smp_daemon.layout import Layout, Located, Node, Shard, SnapshotId
-from smp_daemon.limits import MAX_UNIT_BYTES
+from smp_daemon.limits import MAX_UNIT_BYTES, is_identifier
 from tests.strategies import json_values, lacking_a_key, layouts, spoilt, through_json
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
@@ -24,12 +24,13 @@ def node(name: str, *shards: Shard) -> Node:
 GOOD = Layout(
     job="run",
     epoch=3,
+    revision=0,
     nodes=(node("a", Shard("dp0", 10), Shard("dp1", 25)), node("b", Shard("dp2", 30)), node("c", Shard("dp3", 1))),
     groups=((2, 0), (1,)),
+    data=7,
     parity=1,
     unit_bytes=8,
     slots=2,
-    backend="auto",
 )
 
 
@@ -62,7 +63,7 @@ def test_a_spoilt_layout_never_raises_anything_else(data: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("key", ["epoch", "parity", "unit_bytes", "slots"])
+@pytest.mark.parametrize("key", ["epoch", "revision", "data", "parity", "unit_bytes", "slots"])
 def test_an_infinite_number_is_refused(key: str) -> None:
     with pytest.raises(ProtocolError):
         Layout.from_json({**GOOD.to_json(), key: float("inf")})
@@ -104,14 +105,36 @@ def test_groups_that_are_no_partition_of_the_nodes_are_refused(groups: tuple[tup
 
 @pytest.mark.parametrize(
     "numbers",
-    [{"unit_bytes": 0}, {"unit_bytes": MAX_UNIT_BYTES + 1}, {"slots": 1}, {"slots": 17}, {"parity": -1}],
+    [
+        {"unit_bytes": 0},
+        {"unit_bytes": MAX_UNIT_BYTES + 1},
+        {"slots": 1},
+        {"slots": 17},
+        {"parity": -1},
+        {"data": 0},
+        {"data": 255},
+        {"data": 100, "parity": 156},
+        {"revision": -1},
+    ],
 )
 def test_numbers_out_of_range_are_refused(numbers: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="out of range"):
         replace(GOOD, **numbers)
 
 
-@pytest.mark.parametrize("numbers", [{"unit_bytes": 1}, {"unit_bytes": MAX_UNIT_BYTES}, {"slots": 16}, {"parity": 0}])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"unit_bytes": 1},
+        {"unit_bytes": MAX_UNIT_BYTES},
+        {"slots": 16},
+        {"parity": 0},
+        {"data": 1},
+        {"data": 254},
+        {"data": 100, "parity": 155},
+        {"revision": 1},
+    ],
+)
 def test_numbers_at_the_edge_of_their_range_are_allowed(numbers: dict[str, Any]) -> None:
     assert replace(GOOD, **numbers) != GOOD
 
@@ -155,17 +178,123 @@ def test_who_is_not_part_of_the_job_is_refused_by_name() -> None:
         GOOD.locate("dp9")
 
 
-def test_a_group_protects_itself_if_it_has_more_nodes_than_parities() -> None:
+def test_a_group_protects_itself_if_it_has_another_node_and_parity() -> None:
     assert [GOOD.protects(group) for group in (0, 1)] == [True, False]
     assert not replace(GOOD, parity=0).protects(0)
-    assert not replace(GOOD, parity=2).protects(0)
-    assert replace(GOOD, groups=((0, 1, 2),), parity=2).protects(0)
+    assert replace(GOOD, parity=2).protects(0)
+    assert not replace(GOOD, parity=2).protects(1)
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "code"),
+    [
+        (6, (4, 2), (4, 2)),
+        (9, (4, 2), (4, 2)),
+        (5, (4, 2), (3, 2)),
+        (4, (4, 2), (2, 2)),
+        (3, (4, 2), (1, 2)),
+        (2, (4, 2), (1, 1)),
+        (1, (4, 2), (1, 0)),
+        (3, (1, 2), (1, 2)),
+        (3, (7, 1), (2, 1)),
+        (3, (2, 0), (2, 0)),
+        (1, (2, 0), (1, 0)),
+    ],
+)
+def test_a_group_that_is_too_small_takes_fewer_data_units_and_then_less_parity(
+    size: int, asked: tuple[int, int], code: tuple[int, int]
+) -> None:
+    layout = of_one_group(size, *asked)
+    assert layout.code(0) == code
+    assert layout.protects(0) == (code[1] > 0)
+
+
+@quick
+@given(layouts())
+def test_every_group_that_protects_has_stripes_of_its_code(layout: Layout) -> None:
+    for group in range(len(layout.groups)):
+        data, parity = layout.code(group)
+        assert 1 <= data <= layout.data and 0 <= parity <= layout.parity
+        if layout.protects(group):
+            stripes = layout.stripes(group)
+            assert (stripes.data, stripes.parity, stripes.unit_bytes) == (data, parity, layout.unit_bytes)
+            assert stripes.segments == tuple(tuple(s.bytes for s in n.shards) for n in layout.members(group))
+
+
+@quick
+@given(layouts())
+def test_a_position_has_parity_if_a_stripe_puts_some_there(layout: Layout) -> None:
+    for group, members in enumerate(layout.groups):
+        for position in range(len(members)):
+            there = layout.protects(group) and bool(layout.stripes(group).parity_stripes(position))
+            assert layout.has_parity(group, position) == there
+        assert not layout.has_parity(group, len(members)) and not layout.has_parity(group, -1)
+    assert not layout.has_parity(len(layout.groups), 0) and not layout.has_parity(-1, 0)
+
+
+def of_one_group(size: int, data: int = 2, parity: int = 1) -> Layout:
+    nodes = tuple(node(f"n{i}", Shard(f"dp{i}", 10 + i)) for i in range(size))
+    return replace(GOOD, nodes=nodes, groups=(tuple(range(size)),), data=data, parity=parity)
 
 
 def test_stripes_follow_the_order_of_the_group() -> None:
     stripes = GOOD.stripes(0)
     assert stripes.segments == ((1,), (10, 25))
-    assert (stripes.parity, stripes.unit_bytes) == (1, 8)
+    assert (stripes.data, stripes.parity, stripes.unit_bytes) == (1, 1, 8)
+
+
+@quick
+@given(layouts())
+def test_a_group_is_found_by_its_tag(layout: Layout) -> None:
+    tags = [layout.tag(group) for group in range(len(layout.groups))]
+    assert len(set(tags)) == len(tags)
+    assert all(is_identifier(tag) for tag in tags), "a parity slot's file is named after it"
+    assert [layout.group_of(tag) for tag in tags] == list(range(len(tags)))
+    assert layout.group_of("0" * 16) is None
+    assert Layout.from_json(through_json(layout.to_json())).tag(0) == tags[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epoch": 4},
+        {"revision": 2},
+        {"slots": 3},
+        {"data": 8},
+        {"job": "another"},
+        {"groups": ((1,), (2, 0))},
+        {"nodes": (replace(GOOD.nodes[0], host="elsewhere", bulk_port=1, domains=("rack=r7",)), *GOOD.nodes[1:])},
+        {"nodes": (GOOD.nodes[0], node("b", Shard("dp2", 31)), GOOD.nodes[2])},
+    ],
+    ids=lambda changes: "+".join(changes),
+)
+def test_what_does_not_change_a_groups_parity_does_not_change_its_tag(changes: dict[str, Any]) -> None:
+    assert replace(GOOD, **changes).group_of(GOOD.tag(0)) is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"groups": ((0, 2), (1,))},
+        {"groups": ((2, 0, 1),)},
+        {"parity": 0},
+        {"unit_bytes": 9},
+        {"nodes": (node("a", Shard("dp0", 11), Shard("dp1", 25)), *GOOD.nodes[1:])},
+        {"nodes": (node("a", Shard("dp1", 25), Shard("dp0", 10)), *GOOD.nodes[1:])},
+        {"nodes": (node("a", Shard("dp0", 10), Shard("dp7", 25)), *GOOD.nodes[1:])},
+        {"nodes": (node("a", Shard("dp0", 10)), *GOOD.nodes[1:])},
+        {"nodes": (replace(GOOD.nodes[0], name="z"), *GOOD.nodes[1:])},
+    ],
+    ids=str,
+)
+def test_what_changes_a_groups_parity_changes_its_tag(changes: dict[str, Any]) -> None:
+    assert replace(GOOD, **changes).group_of(GOOD.tag(0)) is None
+
+
+def test_the_code_of_a_group_is_part_of_its_tag() -> None:
+    tags = {of_one_group(4, data, parity).tag(0) for data, parity in ((3, 1), (2, 1), (2, 2), (1, 3))}
+    assert len(tags) == 4
+    assert of_one_group(4, 7, 1).tag(0) == of_one_group(4, 3, 1).tag(0)
 
 
 def test_a_higher_epoch_is_newer_than_a_higher_step() -> None:

@@ -1,4 +1,7 @@
-"""Gathering parity: whatever order units arrive in, the slot ends as the XOR of the padded units."""
+"""Gathering parity: whatever order units arrive in, the slot ends as the XOR of the padded units.
+
+A parity unit is as long as the longest data unit of its stripe; the rest of its place in the slot is left as it was.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from smp_daemon.records import ParityRecord, digest
 quick = settings(deadline=None, derandomize=True, max_examples=100)
 
 SNAPSHOT = SnapshotId(3, 40)
-GROUP = 5
+TAG = "0123456789abcdef"
 
 
 @dataclass(frozen=True)
@@ -42,20 +45,35 @@ class Gathered:
     gathering: ParityGathering
     units: list[Unit]
 
+    def __post_init__(self) -> None:
+        self.before = bytes(self.slot)
+
+    @property
+    def stripes_held(self) -> list[int]:
+        """With one parity a stripe it moves on by a position each time."""
+        return [r for r in range(self.stripes.count) if r % self.stripes.positions == self.position]
+
     def fold(self, unit: Unit) -> None:
         self.gathering.fold(unit.stripe, unit.position, memoryview(unit.content), unit.digest)
 
     def expected(self) -> bytes:
         """The parity slot, computed without the code under test."""
-        held = [r for r in range(self.stripes.count) if r % self.stripes.positions == self.position]
-        return b"".join(self.padded_xor(r) for r in held)
+        slot = bytearray(self.before)
+        for rank, parity in enumerate(self.expected_units()):
+            at = rank * self.stripes.unit_bytes
+            slot[at : at + len(parity)] = parity
+        return bytes(slot)
+
+    def expected_units(self) -> list[bytes]:
+        return [self.padded_xor(r) for r in self.stripes_held]
 
     def padded_xor(self, stripe: int) -> bytes:
+        contents = [unit.content for unit in self.units if unit.stripe == stripe]
+        length = max(map(len, contents), default=0)
         total = 0
-        for unit in self.units:
-            if unit.stripe == stripe:
-                total ^= int.from_bytes(unit.content.ljust(self.stripes.unit_bytes, b"\0"), "big")
-        return total.to_bytes(self.stripes.unit_bytes, "big")
+        for content in contents:
+            total ^= int.from_bytes(content.ljust(length, b"\0"), "big")
+        return total.to_bytes(length, "big")
 
 
 def start(stripes: Stripes, position: int, seed: int = 1) -> Gathered:
@@ -69,7 +87,7 @@ def start(stripes: Stripes, position: int, seed: int = 1) -> Gathered:
     ]
     slot = bytearray(source.randbytes(stripes.parity_bytes(position)))
     codec = choose_codec(stripes.data, stripes.parity)
-    gathering = ParityGathering(SNAPSHOT, stripes, GROUP, position, codec, memoryview(slot))
+    gathering = ParityGathering(SNAPSHOT, stripes, TAG, position, codec, memoryview(slot))
     return Gathered(stripes, position, slot, gathering, units)
 
 
@@ -77,13 +95,13 @@ def start(stripes: Stripes, position: int, seed: int = 1) -> Gathered:
 def gatherings(draw: st.DrawFn) -> Gathered:
     lengths = st.lists(st.integers(1, 40), min_size=1, max_size=2).map(tuple)
     segments = tuple(draw(st.lists(lengths, min_size=2, max_size=5)))
-    stripes = Stripes(segments, 1, draw(st.integers(1, 12)))
+    stripes = Stripes(segments, draw(st.integers(1, len(segments) - 1)), 1, draw(st.integers(1, 12)))
     return start(stripes, draw(st.integers(0, len(segments) - 1)), draw(st.integers(0, 99)))
 
 
 def small() -> Gathered:
     """Position 0 of three: its one stripe gets 8 bytes of position 1 and 5 of position 2."""
-    return start(Stripes(((8,), (8,), (5,)), 1, 8), 0)
+    return start(Stripes(((8,), (8,), (5,)), 2, 1, 8), 0)
 
 
 @quick
@@ -109,24 +127,48 @@ def test_a_gathering_is_complete_with_its_last_unit_and_no_earlier(gathered: Gat
 def test_the_record_holds_digests_of_the_slot_and_of_every_unit(gathered: Gathered) -> None:
     for unit in gathered.units:
         gathered.fold(unit)
-    size = gathered.stripes.unit_bytes
-    held = [r for r in range(gathered.stripes.count) if r % gathered.stripes.positions == gathered.position]
-    expected = gathered.expected()
+    expected = gathered.expected_units()
     assert gathered.gathering.record() == ParityRecord(
         SNAPSHOT,
-        GROUP,
+        TAG,
         gathered.position,
-        size,
-        tuple(digest(memoryview(expected)[i * size : (i + 1) * size]) for i in range(len(held))),
-        tuple({unit.position: unit.digest for unit in gathered.units if unit.stripe == r} for r in held),
+        gathered.stripes.unit_bytes,
+        tuple(len(parity) for parity in expected),
+        tuple(digest(memoryview(parity)) for parity in expected),
+        tuple(
+            {unit.position: unit.digest for unit in gathered.units if unit.stripe == r} for r in gathered.stripes_held
+        ),
     )
 
 
-def test_a_unit_of_a_stripe_that_nobody_fills_is_zero() -> None:
-    gathered = start(Stripes(((8,), (8,), (8,), (32,)), 1, 8), 3)
+@quick
+@given(gatherings())
+def test_every_unit_of_the_record_has_its_place_in_the_slot(gathered: Gathered) -> None:
+    for unit in gathered.units:
+        gathered.fold(unit)
+    record = gathered.gathering.record()
+    for rank, parity in enumerate(gathered.expected_units()):
+        offset, length = record.unit(rank)
+        assert bytes(gathered.slot[offset : offset + length]) == parity
+        assert offset + gathered.stripes.unit_bytes <= len(gathered.slot)
+
+
+def test_a_parity_unit_is_as_long_as_the_longest_data_unit_of_its_stripe() -> None:
+    gathered = start(Stripes(((3,), (5,), (2,), (8,)), 2, 1, 8), 0)
+    assert [len(unit.content) for unit in gathered.units] == [5, 2]
+    for unit in gathered.units:
+        gathered.fold(unit)
+    assert gathered.gathering.record().lengths == (5,)
+    assert gathered.slot[5:] == gathered.before[5:8]
+    assert bytes(gathered.slot) == gathered.expected()
+
+
+def test_a_unit_of_a_stripe_that_nobody_fills_is_empty() -> None:
+    gathered = start(Stripes(((8,), (8,), (8,), (32,)), 3, 1, 8), 3)
     assert gathered.units == []
     assert gathered.gathering.complete
-    assert bytes(gathered.slot) == bytes(8)
+    assert (gathered.gathering.record().lengths, gathered.gathering.record().sources) == ((0,), ({},))
+    assert bytes(gathered.slot) == gathered.before != bytes(8)
 
 
 def test_an_incomplete_gathering_has_no_record() -> None:
@@ -193,26 +235,30 @@ def test_after_cancel_nothing_is_written(done: int) -> None:
     assert bytes(gathered.slot) == before
 
 
-def test_with_two_parities_each_position_folds_its_own_row() -> None:
-    stripes = Stripes(((20,), (13,), (9,), (20,)), 2, 8)
-    codec = choose_codec(2, 2)
-    slots = {}
-    for position in range(4):
-        gathered = start(stripes, position, seed=9)
+@pytest.mark.parametrize(("k", "m"), [(2, 2), (1, 2), (1, 3), (2, 3)])
+def test_with_several_parities_each_position_folds_its_own_row(k: int, m: int) -> None:
+    stripes = Stripes(((20,), (13,), (9,), (20,), (6, 1)), k, m, 8)
+    codec = choose_codec(k, m)
+    gathered = [start(stripes, position, seed=9) for position in range(5)]
+    for position, each in enumerate(gathered):
         for unit in [u for u in all_units(stripes) if stripes.is_parity(position, u.stripe)]:
-            gathered.fold(unit)
-        slots[position] = bytes(gathered.slot)
+            each.fold(unit)
     for stripe in range(stripes.count):
-        data = [memoryview(bytearray(8)) for _ in range(2)]
-        parity = [memoryview(bytearray(8)) for _ in range(2)]
-        for unit in all_units(stripes):
-            if unit.stripe == stripe:
-                index = stripes.data_positions(stripe).index(unit.position)
-                data[index][: len(unit.content)] = unit.content
+        units = [unit for unit in all_units(stripes) if unit.stripe == stripe]
+        length = max((len(unit.content) for unit in units), default=0)
+        data = [memoryview(bytearray(length)) for _ in range(k)]
+        parity = [memoryview(bytearray(length)) for _ in range(m)]
+        for unit in units:
+            data[stripes.data_positions(stripe).index(unit.position)][: len(unit.content)] = unit.content
         codec.encode(data, parity)
         for row, position in enumerate(stripes.parity_positions(stripe)):
-            at = stripes.parity_rank(position, stripe) * 8
-            assert slots[position][at : at + 8] == bytes(parity[row])
+            rank = stripes.parity_rank(position, stripe)
+            offset, found = gathered[position].gathering.record().unit(rank)
+            assert found == length
+            assert gathered[position].slot[offset : offset + length] == bytes(parity[row])
+            assert gathered[position].slot[offset + length : offset + 8] == (
+                gathered[position].before[offset + length : offset + 8]
+            )
 
 
 def all_units(stripes: Stripes) -> list[Unit]:

@@ -1,7 +1,7 @@
 """Which snapshot a restart goes back to: every loss, at every half-finished moment, against an oracle.
 
-The oracle knows nothing of `ec` or of `snapshot.plan`. It deals units out to stripes as the promise says and asks for
-the newest snapshot of which each byte is held, or shares its stripe with no other loss.
+The oracle knows nothing of `ec` or of `smp_daemon.plan`. It deals units out to stripes as the promise says and asks for
+the newest snapshot of which each byte is held, or shares its stripe with fewer losses than that has parities.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from smp_daemon.errors import StateMismatch, Unrecoverable
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from snapshot.plan import RestorePlan, plan_restore
+from smp_daemon.plan import RestorePlan, choose_sources, healer, newest_whole, plan_restore
 
 UNIT = 10
 OLD = SnapshotId(1, 10)
@@ -26,10 +26,13 @@ NEW = SnapshotId(2, 12)
 
 @dataclass(frozen=True)
 class Job:
-    """Lengths of the shards of each node, and the nodes of each group. One parity a stripe."""
+    """Lengths of the shards of each node, and the nodes of each group. By default as much data a stripe as there is
+    room for, and one parity."""
 
     lengths: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[int, ...], ...]
+    data: int = 7
+    parity: int = 1
 
     @property
     def nodes(self) -> range:
@@ -54,43 +57,67 @@ class Job:
             )
             for node, lengths in enumerate(self.lengths)
         )
-        return Layout("run", epoch, nodes, self.groups, 1, UNIT, 3, "auto")
+        return Layout("run", epoch, 0, nodes, self.groups, self.data, self.parity, UNIT, 3)
 
     @cached_property
-    def stripes(self) -> list[list[tuple[str, list[str]]]]:
-        """For each group its stripes, as (who holds the parity, whose shards it is of)."""
+    def stripes(self) -> list[list[Stripe]]:
+        """For each group its stripes."""
         return [list(self._deal(group)) for group in self.groups]
 
-    def _deal(self, group: Sequence[int]) -> Iterator[tuple[str, list[str]]]:
-        if len(group) < 2:
+    def _deal(self, group: Sequence[int]) -> Iterator[Stripe]:
+        """Stripes stand on neighbours, parity first; each starts where the parity of the one before ends, or one
+        further on once a round would repeat itself."""
+        parity = self.parity_of(group)
+        data = min(self.data, len(group) - parity)
+        if not parity:
             return
         hands = [
             [c for c, n in zip(self.shards_of(node), self.lengths[node], strict=True) for _ in range(-(-n // UNIT))]
             for node in group
         ]
-        turn = 0
+        start, started = 0, set[int]()
         while any(hands):
-            holder = turn % len(group)
-            yield f"p{group[holder]}", [hand.pop(0) for at, hand in enumerate(hands) if hand and at != holder]
-            turn += 1
+            while start in started:
+                start = (start + 1) % len(group)
+            started.add(start)
+            seats = [(start + i) % len(group) for i in range(parity + data)]
+            yield Stripe(
+                frozenset(f"p{group[at]}" for at in seats[:parity]),
+                tuple(hands[at].pop(0) for at in seats[parity:] if hands[at]),
+            )
+            start = (start + parity) % len(group)
+            if len(started) == len(group):
+                start, started = 0, set()
+
+    def parity_of(self, group: Sequence[int]) -> int:
+        """Parities a stripe: one needs another node to be of any use."""
+        return min(self.parity, len(group) - 1)
 
     @cached_property
     def parities(self) -> tuple[str, ...]:
         """The parity slots that are not empty, named after their nodes."""
-        return tuple(sorted({holder for group in self.stripes for holder, _ in group}))
+        return tuple(sorted({holder for group in self.stripes for stripe in group for holder in stripe.holders}))
 
     def lossy_groups(self, held: Collection[str]) -> list[int]:
         """The groups that cannot be had if only the shards and parities in `held` are left."""
         return [g for g in range(len(self.groups)) if not self._can_be_had(g, held)]
 
     def _can_be_had(self, g: int, held: Collection[str]) -> bool:
-        if len(self.groups[g]) < 2:
+        if not self.stripes[g]:
             return all(coord in held for node in self.groups[g] for coord in self.shards_of(node))
-        for holder, units in self.stripes[g]:
-            lost = [unit for unit in units if unit not in held]
-            if len(lost) + (holder not in held) > 1 and lost:
+        for stripe in self.stripes[g]:
+            lost = [unit for unit in stripe.units if unit not in held]
+            if lost and len(lost) + len(stripe.holders.difference(held)) > len(stripe.holders):
                 return False
         return True
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """Who holds its parities, and whose shards they are of."""
+
+    holders: frozenset[str]
+    units: tuple[str, ...]
 
 
 def machine(node: int, epoch: int, count: int) -> str:
@@ -110,6 +137,14 @@ JOBS = {
     "four nodes of one or two": Job(((10, 5), (12,), (3, 13), (20,)), ((1, 3, 0, 2),)),
     "two groups": Job(((12,), (12,), (25,), (3,)), ((0, 1), (2, 3))),
     "two mixed groups": Job(((12,), (12,), (25,), (3,)), ((3, 0), (2, 1))),
+    "two parities": Job(((30,), (12,), (25,), (7,)), ((0, 1, 2, 3),), parity=2),
+    "two parities, two shards a node": Job(((10, 5), (12,), (3, 13)), ((2, 0, 1),), parity=2),
+    "two copies": Job(((30,), (12,), (25,)), ((0, 1, 2),), data=1, parity=2),
+    "a wide group": Job(((30,), (12,), (25,), (7,)), ((0, 1, 2, 3),), data=2),
+    "a wide group of copies": Job(((30,), (12,), (25,), (7,)), ((2, 0, 1, 3),), data=1),
+    "a wide group with two parities": Job(((21,), (12,), (5,), (7,)), ((0, 2, 1, 3),), data=1, parity=2),
+    "room for one parity of two": Job(((12,), (25,)), ((0, 1),), parity=2),
+    "two parities and a node alone": Job(((12,), (12,), (25,), (3,)), ((3,), (2, 1, 0)), parity=2),
 }
 
 
@@ -144,20 +179,22 @@ class World:
         self.holdings = holdings
         self.protected = protected
         self.told = told
-        self.layouts = {held.snapshot.epoch: LAYOUTS[job, held.snapshot.epoch] for held in holdings}
+        self.layouts = {(held.snapshot.epoch, 0): LAYOUTS[job, held.snapshot.epoch] for held in holdings}
         self.inventories = {name: self._inventory(name) for name in sorted(f"m{node}" for node in job.nodes)}
 
     def _inventory(self, name: str) -> Inventory:
         shards, parities = [], []
         for held in self.holdings:
+            layout = self.layouts[held.snapshot.epoch, 0]
             for part in self.parts_on(held, {name}):
                 if part.startswith("p"):
-                    parities.append((held.snapshot, *self.place(int(part[1:]))))
+                    group, position = self.place(int(part[1:]))
+                    parities.append((held.snapshot, layout.tag(group), position))
                 else:
                     shards.append((held.snapshot, part))
         index = int(name[1:])
         protected = self.protected if self.knows(name) else None
-        return Inventory(name, "host", 1, index, 2, protected, self.layouts, frozenset(shards), frozenset(parities))
+        return Inventory(name, "host", 1, index, 2, protected, 0, self.layouts, frozenset(shards), frozenset(parities))
 
     def knows(self, name: str) -> bool:
         return self.told is None or name in self.told
@@ -206,7 +243,7 @@ class World:
         address = {part: ("host", int(self.machine_of(part, epoch)[1:])) for part in parts}
         named = {f"p{self.job.groups[g][p]}": where for (g, p), where in plan.sources.parities.items()}
         assert {**plan.sources.shards, **named} == address
-        assert plan.sources.layout == self.layouts[epoch]
+        assert plan.sources.layout == self.layouts[epoch, 0]
         assert plan.decoded == tuple(coord for coord in self.job.shards if coord not in parts)
         healed = [f"p{self.job.groups[g][p]}" for g, p in plan.heal]
         assert sorted(healed) == [part for part in self.job.parities if part not in parts]
@@ -225,7 +262,8 @@ class World:
                 if coord not in parts
             }
             assert f"{self.protected}: group {g} lost shards of {', '.join(sorted(nodes))} and" in message
-            assert len(self.job.groups[g]) < 2 or "has 1 parity unit a stripe" in message
+            count = self.job.parity_of(self.job.groups[g])
+            assert f"has {count} parity unit{'s' * (count != 1)} a stripe" in message
 
 
 LAYOUTS = {(job, epoch): job.layout(epoch) for job in JOBS.values() for epoch in (1, 2)}
@@ -245,8 +283,9 @@ def check_every_loss(worlds: Iterator[World]) -> dict[str, int]:
 
 
 def endings(job: Job) -> set[str]:
-    """How the loss of too much ends. Of two machines, the one that is left can always go on."""
-    return {"nothing", "unrecoverable"} if len(job.nodes) > 2 else {"nothing"}
+    """How the loss of too much ends. Of m + 1 machines, any that is left can always go on."""
+    lonely = all(len(group) == job.parity_of(group) + 1 for group in job.groups) and len(job.groups) == 1
+    return {"nothing"} if lonely else {"nothing", "unrecoverable"}
 
 
 each_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
@@ -290,11 +329,14 @@ def test_every_loss_when_only_some_smps_were_told_what_is_protected(job: Job) ->
 
 
 @each_job
-def test_one_machine_of_each_group_may_go(job: Job) -> None:
+def test_as_many_machines_of_each_group_as_it_has_parities_may_go(job: Job) -> None:
     world = World(job, [whole(job, OLD), whole(job, NEW)], OLD)
-    groups = [[world.machine_of(f"p{node}", NEW.epoch) for node in group] for group in job.groups if len(group) > 1]
-    for lost in product(*([None, *group] for group in groups)):
-        assert world.check_loss([name for name in lost if name]) == "new"
+    losses = []
+    for group in job.groups:
+        machines = [world.machine_of(f"p{node}", NEW.epoch) for node in group]
+        losses.append([lost for lost in subsets(machines) if len(lost) <= job.parity_of(group)])
+    for lost in product(*losses):
+        assert world.check_loss(frozenset().union(*lost)) == "new"
 
 
 def test_nobody_answering_is_a_cold_start() -> None:
@@ -311,7 +353,7 @@ def test_survivors_that_hold_nothing_of_what_was_protected_say_so() -> None:
 def test_a_snapshot_whose_layout_nobody_knows_is_passed_over() -> None:
     job = JOBS["two nodes"]
     world = World(job, [whole(job, OLD), whole(job, NEW)], OLD)
-    forgetful = [replace(i, layouts={1: world.layouts[1]}) for i in world.inventories.values()]
+    forgetful = [replace(i, layouts={(1, 0): world.layouts[1, 0]}) for i in world.inventories.values()]
     plan = plan_restore(forgetful, job.shards)
     assert plan is not None and plan.snapshot == OLD
     ignorant = [replace(i, layouts={}) for i in forgetful]
@@ -346,7 +388,8 @@ def test_however_shards_are_dealt_to_machines_nothing_is_lost(job: Job) -> None:
         assert plan is not None
         assert (plan.decoded, plan.heal) == ((), ())
         assert plan.sources.shards == {c: inv.bulk for inv in moved for _, c in inv.shards}
-        assert plan.sources.parities == {(g, p): inv.bulk for inv in moved for _, g, p in inv.parities}
+        tags = {plan.sources.layout.tag(g): g for g in range(len(job.groups))}
+        assert plan.sources.parities == {(tags[t], p): inv.bulk for inv in moved for _, t, p in inv.parities}
 
 
 def test_of_two_holders_the_first_by_name_is_asked() -> None:
@@ -360,7 +403,7 @@ def test_of_two_holders_the_first_by_name_is_asked() -> None:
         assert {coord: plan.sources.shards[coord] for _, coord in first.shards} == {
             coord: first.bulk for _, coord in first.shards
         }
-        assert {plan.sources.parities[g, p] for _, g, p in first.parities} == {first.bulk}
+        assert {plan.sources.parities[0, position] for _, _, position in first.parities} == {first.bulk}
 
 
 @pytest.mark.parametrize(
@@ -416,3 +459,102 @@ def test_a_group_without_parity_says_that_it_has_none() -> None:
     left = [i for i in world.inventories.values() if i.node != machine(1, 1, 3)]
     with pytest.raises(Unrecoverable, match=r"group 1 lost shards of m2 .* has 0 parity units a stripe"):
         plan_restore(left, job.shards)
+
+
+def test_lost_parity_is_healed_by_whoever_has_the_first_shard_of_the_lost_node() -> None:
+    job = JOBS["four nodes of one or two"]
+    layout = LAYOUTS[job, 1]
+    healers = {layout.groups[0][p]: healer(layout, 0, p) for p in range(4)}
+    assert healers == {node: f"n{node}s0" for node in job.nodes}
+    assert healer(layout, 0, 3) == "n2s0" != job.shards[0]
+
+
+def test_the_parity_of_a_node_without_shards_is_healed_by_one_rank_that_all_agree_on() -> None:
+    first, second = SECOND.nodes
+    bare = replace(SECOND, nodes=(replace(first, shards=first.shards + second.shards), replace(second, shards=())))
+    assert healer(bare, 0, 1) == bare.coords[0] == first.shards[0].coord
+
+
+# ---------------------------------------------------------------------- groups that were re-formed
+
+
+FIRST = LAYOUTS[JOBS["three nodes"], 2]
+SECOND = replace(
+    FIRST,
+    revision=1,
+    nodes=(replace(FIRST.nodes[0], shards=FIRST.nodes[0].shards + FIRST.nodes[2].shards), FIRST.nodes[1]),
+    groups=((0, 1),),
+)
+"""Without the third node; the first has its shard."""
+COORDS = FIRST.coords
+
+
+def inventory(node: str, shards: str, *parities: tuple[Layout, int], knows: Sequence[Layout] = ()) -> Inventory:
+    """``shards`` are the nodes, 0 to 2, whose shards it has; ``parities`` are (layout, position)."""
+    return Inventory(
+        node,
+        "host",
+        1,
+        int(node[1:]),
+        layouts={(layout.epoch, layout.revision): layout for layout in knows or (FIRST, SECOND)},
+        shards=frozenset((NEW, f"n{i}s0") for i in shards),
+        parities=frozenset((NEW, layout.tag(0), position) for layout, position in parities),
+    )
+
+
+def plan_of(*inventories: Inventory) -> tuple[int, tuple[str, ...], tuple[tuple[int, int], ...]]:
+    """(revision, decoded, heal) of the plan."""
+    plan = plan_restore(inventories, COORDS)
+    assert plan is not None
+    return plan.sources.layout.revision, plan.decoded, plan.heal
+
+
+def test_parity_of_either_layout_serves_and_the_one_with_all_of_it_is_taken() -> None:
+    old = [(FIRST, p) for p in range(3)]
+    new = [(SECOND, p) for p in range(2)]
+    assert plan_of(inventory("m0", "02", new[0]), inventory("m1", "1", new[1])) == (1, (), ())
+    assert plan_of(inventory("m0", "02", old[0]), inventory("m1", "1", old[1]), inventory("m2", "", old[2])) == (
+        0,
+        (),
+        (),
+    )
+    assert plan_of(inventory("m0", "02", old[0], new[0]), inventory("m1", "1", old[1], new[1])) == (1, (), ())
+
+
+def test_of_two_layouts_that_serve_equally_the_newer_is_taken() -> None:
+    everything = [(FIRST, p) for p in range(3)] + [(SECOND, p) for p in range(2)]
+    assert plan_of(inventory("m0", "012", *everything)) == (1, (), ())
+    assert plan_of(inventory("m0", "012")) == (1, (), ((0, 0), (0, 1)))
+
+
+def test_a_reform_that_came_to_nothing_takes_nothing_away() -> None:
+    """The new layout is known; its parity is not coded yet, and a node is lost meanwhile."""
+    survivor = inventory("m0", "0", (FIRST, 0))
+    assert plan_of(survivor, inventory("m1", "1", (FIRST, 1))) == (0, ("n2s0",), ((0, 2),))
+    assert plan_of(survivor, inventory("m2", "2", (FIRST, 2))) == (0, ("n1s0",), ((0, 1),))
+
+
+def test_what_only_the_new_layout_can_decode_is_decoded_by_it() -> None:
+    left = inventory("m1", "1", (SECOND, 1), (FIRST, 1))
+    assert plan_of(left) == (1, ("n0s0", "n2s0"), ((0, 0),))
+    with pytest.raises(Unrecoverable):
+        plan_restore([replace(left, layouts={(2, 0): FIRST}, protected=NEW)], COORDS)
+
+
+def test_a_layout_of_another_epoch_says_nothing() -> None:
+    held = inventory("m0", "012", knows=[replace(SECOND, epoch=NEW.epoch + 1)])
+    assert plan_restore([held], COORDS) is None
+    assert newest_whole([held]) is None
+    assert choose_sources([held], NEW) is None
+
+
+def test_the_newest_that_is_whole_is_found_without_knowing_the_ranks() -> None:
+    job = JOBS["four nodes"]
+    world = World(job, [whole(job, OLD), whole(job, NEW)], OLD)
+    inventories = list(world.inventories.values())
+    assert newest_whole(inventories) == newest_whole(inventories[1:]) == NEW
+    assert newest_whole(inventories[2:]) is None
+    begun = World(job, [whole(job, OLD), Holding(NEW, frozenset(job.shards[:2]))], OLD)
+    assert newest_whole(list(begun.inventories.values())) == OLD
+    replaced = World(job, [whole(job, OLD), Holding(NEW, frozenset(job.shards[:2]))], NEW)
+    assert newest_whole(list(replaced.inventories.values())) is None, "nothing older than what was promised"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from smp_daemon import records
 from smp_daemon.errors import ProtocolError
+from smp_daemon.layout import SnapshotId
 from smp_daemon.records import (
     ParityRecord,
     ShardRecord,
@@ -24,7 +26,7 @@ from smp_daemon.records import (
     shard_to_json,
     write_json,
 )
-from tests.strategies import json_values, lacking_a_key, names, snapshots, spoilt, through_json
+from tests.strategies import json_values, lacking_a_key, names, snapshots, spoilt, tags, through_json
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
 many = settings(deadline=None, derandomize=True, max_examples=200)
@@ -35,15 +37,18 @@ unit_lengths = st.integers(1, 2**26)
 shard_records = st.builds(
     ShardRecord, snapshots, names, numbers, unit_lengths, st.lists(digests, max_size=5).map(tuple)
 )
-parity_records = st.builds(
-    ParityRecord,
-    snapshots,
-    st.integers(0, 9),
-    st.integers(0, 9),
-    unit_lengths,
-    st.lists(digests, max_size=5).map(tuple),
-    st.lists(st.dictionaries(st.integers(0, 9), digests, max_size=3), max_size=5).map(tuple),
-)
+
+
+@st.composite
+def drawn_parity_records(draw: st.DrawFn) -> ParityRecord:
+    unit_bytes = draw(unit_lengths)
+    folded = st.dictionaries(st.integers(0, 9), digests, max_size=3)
+    units = draw(st.lists(st.tuples(st.integers(0, unit_bytes), digests, folded), max_size=5))
+    lengths, parities, sources = zip(*units, strict=True) if units else ((), (), ())
+    return ParityRecord(draw(snapshots), draw(tags), draw(st.integers(0, 9)), unit_bytes, lengths, parities, sources)
+
+
+parity_records = drawn_parity_records()
 
 
 @quick
@@ -73,8 +78,13 @@ def test_a_shard_record_that_lacks_a_key_is_refused(data: Any) -> None:
         shard_from_json(data)
 
 
+def without_units(record: ParityRecord) -> dict[str, Any]:
+    """A good record whose keys are all needed: what was folded into a unit has any keys."""
+    return parity_to_json(replace(record, lengths=(), digests=(), sources=()))
+
+
 @quick
-@given(lacking_a_key(parity_records.map(lambda record: {**parity_to_json(record), "sources": []})))
+@given(lacking_a_key(parity_records.map(without_units)))
 def test_a_parity_record_that_lacks_a_key_is_refused(data: Any) -> None:
     with pytest.raises(ProtocolError, match="parity slot's commit record"):
         parity_from_json(data)
@@ -107,6 +117,45 @@ def test_a_unit_that_cuts_nothing_is_refused(shard: ShardRecord, parity: ParityR
         shard_from_json({**shard_to_json(shard), "unit_bytes": unit_bytes})
     with pytest.raises(ProtocolError):
         parity_from_json({**parity_to_json(parity), "unit_bytes": unit_bytes})
+
+
+@quick
+@given(shard_records)
+def test_the_units_of_a_shard_are_next_to_each_other_and_the_last_may_be_short(record: ShardRecord) -> None:
+    count = min(5, -(-record.bytes // record.unit_bytes))
+    units = [record.unit(index) for index in range(count)]
+    assert [offset for offset, _ in units] == [index * record.unit_bytes for index in range(count)]
+    assert all(0 < length <= record.unit_bytes for _, length in units)
+    last = -(-record.bytes // record.unit_bytes) - 1
+    if last >= 0:
+        assert sum(record.unit(last)) == record.bytes
+
+
+@quick
+@given(parity_records)
+def test_the_units_of_a_parity_each_have_a_place_of_a_whole_unit_and_a_length_of_their_own(
+    record: ParityRecord,
+) -> None:
+    expected = [(index * record.unit_bytes, length) for index, length in enumerate(record.lengths)]
+    assert [record.unit(index) for index in range(len(record.lengths))] == expected
+
+
+PARITY = ParityRecord(SnapshotId(1, 2), "0123456789abcdef", 1, 8, (8, 5), (11, 12), ({0: 1, 2: 2}, {2: 3}))
+
+
+@pytest.mark.parametrize("key", ["lengths", "digests", "sources"])
+def test_a_parity_record_of_more_units_than_it_describes_is_refused(key: str) -> None:
+    data = parity_to_json(PARITY)
+    assert parity_from_json(data) == PARITY
+    for units in (data[key][:1], [*data[key], data[key][0]]):
+        with pytest.raises(ProtocolError, match="not of the same units"):
+            parity_from_json({**data, key: units})
+
+
+@pytest.mark.parametrize("length", [-1, 9, 1 << 40])
+def test_a_parity_unit_that_leaves_its_place_is_refused(length: int) -> None:
+    with pytest.raises(ProtocolError, match="longer than a unit"):
+        parity_from_json({**parity_to_json(PARITY), "lengths": [8, length]})
 
 
 @quick
@@ -155,7 +204,7 @@ def test_a_file_that_is_not_json_is_refused(content: bytes, tmp_path: Path) -> N
 
 
 def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_MESSAGE_BYTES", 10)
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 10)
     (tmp_path / "fits").write_text("1234567890")
     (tmp_path / "large").write_text("12345678901")
     assert read_json(tmp_path / "fits") == 1234567890

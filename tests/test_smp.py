@@ -8,6 +8,7 @@ import queue
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from smp_daemon.errors import (
     ArenaTooSmall,
     ConfigError,
     DamagedSnapshot,
+    DeadlineExceeded,
     HoldfastError,
     NoFreeSlot,
     ProtocolError,
@@ -31,10 +33,12 @@ from smp_daemon.layout import SnapshotId
 from smp_daemon.limits import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION
 from smp_daemon.paths import socket_path
 from smp_daemon.peers import PeerClient
+from smp_daemon.plan import RestorePlan, plan_restore
+from smp_daemon.records import digest
 from smp_daemon.slotfile import RECORD, plan_slot, write_stamp
+from smp_daemon.sources import Sources
 from smp_daemon.spawn import smp_command
 from smp_daemon.transport import Listener, Message, Stream, bind_unix, call, connect
-from snapshot.plan import RestorePlan, plan_restore
 from tests.smp_kit import (
     DEADLINE_S,
     PROTECTED,
@@ -48,8 +52,10 @@ from tests.smp_kit import (
     memory_of,
     parities_by_xor,
     parity_file,
+    parity_units,
     playground,
     read_line,
+    record_of,
     refusal,
     run_on,
     shard_file,
@@ -83,6 +89,15 @@ def bytes_of(run: Run, coord: str, snapshot: SnapshotId) -> bytes:
     return run[coord].image(snapshot)
 
 
+def wait_until(happened: Callable[[], bool]) -> bool:
+    """Ask again until it has; each question is a call that takes its time."""
+    limit = time.monotonic() + DEADLINE_S
+    while not happened():
+        if time.monotonic() > limit:
+            raise DeadlineExceeded("it did not happen")
+    return True
+
+
 # ---------------------------------------------------------------------- sealing and parity
 
 
@@ -95,6 +110,8 @@ class TestASealedSnapshotIsProtected:
             pytest.param([[9000, 9000], [9000, 9000], [9000, 9000], [9000, 9000]], "3+1", id="four nodes, two shards"),
             pytest.param([[20_000, 900], [10], [7777, 5000, 3]], "2+1", id="uneven shards"),
             pytest.param([[3000], [9000], [12_000], [2000]], "1+1", id="two groups"),
+            pytest.param([[3000], [9000], [12_000], [2000]], "2+1", id="four nodes, stripes on three"),
+            pytest.param([[3000], [9000], [12_000]], "copies:1", id="three nodes, copies"),
         ],
     )
     def test_on_every_node_and_its_parity_is_the_xor_of_its_group(
@@ -107,9 +124,9 @@ class TestASealedSnapshotIsProtected:
         snapshot = run.snapshot(4)
         assert run.layout.parity == 1
         for group, members in enumerate(run.layout.groups):
-            expected = parities_by_xor(run, group, snapshot)
-            found = {p: parity_file(smps[i], snapshot, group, p).read_bytes() for p, i in enumerate(members)}
-            assert found == expected
+            tag = run.layout.tag(group)
+            found = {p: parity_units(smps[i], snapshot, tag, p) for p, i in enumerate(members)}
+            assert found == parities_by_xor(run, group, snapshot)
         for smp, row in zip(smps, run.layout.nodes, strict=True):
             for shard in row.shards:
                 assert shard_file(smp, snapshot, shard.coord).read_bytes() == bytes_of(run, shard.coord, snapshot)
@@ -124,8 +141,19 @@ class TestASealedSnapshotIsProtected:
         assert [inventory.shards for inventory in held] == [
             {(first, coord), (second, coord)} for coord in ("dp0", "dp1")
         ]
-        assert [inventory.parities for inventory in held] == [{(first, 0, p), (second, 0, p)} for p in (0, 1)]
-        assert all(inventory.layouts == {1: run.layout} and inventory.protected == first for inventory in held)
+        tag = run.layout.tag(0)
+        assert [inventory.parities for inventory in held] == [{(first, tag, p), (second, tag, p)} for p in (0, 1)]
+        assert all(inventory.layouts == {(1, 0): run.layout} and inventory.protected == first for inventory in held)
+
+    def test_the_inventory_tells_how_many_trainers_are_connected(self, ground: Ground) -> None:
+        smp = ground.smp()
+        clients = [smp.client() for _ in range(3)]
+        assert [client.inventory().trainers for client in clients] == [3] * 3
+        clients[0].close()
+        ended = ground.meanwhile(wait_until, lambda: clients[1].inventory().trainers == 2)
+        assert ended.result(DEADLINE_S)
+        clients[0].reconnect()
+        assert clients[1].inventory().trainers == 3
 
     def test_not_before_the_last_node_has_sealed(self, ground: Ground) -> None:
         run = run_on(ground.smps(3), [[3000], [3000], [3000]])
@@ -414,15 +442,37 @@ class TestPeersOfAnotherJob:
         snapshot = run.write(1)
         run["dp0"].seal(snapshot)
         reasons: queue.Queue[str] = queue.Queue()
-        peers.tell_parity_done(replace(run.layout, job="otherun"), "node1", snapshot, reasons.put)
+        peers.tell_parity_done(replace(run.layout, job="otherun"), "node1", 1, snapshot, reasons.put)
         assert "serves job 'testrun', not 'otherun'" in reasons.get(timeout=DEADLINE_S)
         assert run["dp0"].outcome(snapshot, SHORT_S) is Outcome.PENDING
+
+    def test_news_of_parity_is_taken_from_the_present_epoch_only(self, ground: Ground, peers: PeerClient) -> None:
+        run = run_on(ground.smps(2), [[100], [100]])
+        snapshot = run.write(1)
+        run["dp0"].seal(snapshot)
+        reasons: queue.Queue[str] = queue.Queue()
+        for epoch, message in ((0, "epoch 0 is over"), (2, "epoch 2 has not begun")):
+            peers.tell_parity_done(run.layout, "node1", epoch, snapshot, reasons.put)
+            assert message in reasons.get(timeout=DEADLINE_S)
+        assert run["dp0"].outcome(snapshot, SHORT_S) is Outcome.PENDING
+
+    def test_news_of_parity_of_another_group_is_not_taken_for_ours(self, ground: Ground, peers: PeerClient) -> None:
+        run = run_on(ground.smps(2), [[100], [100]])
+        snapshot = run.write(1)
+        run["dp0"].seal(snapshot)
+        other = replace(run.layout, groups=((1, 0),))
+        assert other.tag(0) != run.layout.tag(0)
+        reasons: queue.Queue[str] = queue.Queue()
+        peers.tell_parity_done(other, "node1", 1, snapshot, reasons.put)
+        assert run["dp0"].outcome(snapshot, SHORT_S) is Outcome.PENDING
+        assert reasons.empty()
 
     @pytest.mark.parametrize("op", ["fold", "shard_unit", "parity_unit"])
     def test_raw_bytes_are_exchanged_with_our_own_only(self, lone: SmpProcess, op: str) -> None:
         run = next_run_on(lone)
         snapshot = run.protect(1)
-        message = {"op": op, "snapshot": snapshot, "stripe": 0, "position": 0, "digest": 0, "coord": "dp0", "unit": 0}
+        numbers = {"epoch": run.epoch, "stripe": 0, "position": 0, "digest": 0, "unit": 0}
+        message = {"op": op, "snapshot": snapshot, "tag": run.layout.tag(0), "coord": "dp0", **numbers}
         stream = connect(lone.bulk)
         try:
             with pytest.raises(ProtocolError, match="serves job 'testrun', not 'otherun'"):
@@ -438,16 +488,68 @@ class TestPeersOfAnotherJob:
         snapshot = run.write(1)
         run["dp0"].seal(snapshot)
         image = memoryview(bytes_of(run, "dp1", snapshot))[: run.layout.unit_bytes]
-        message = {"op": "fold", "job": run.job, "snapshot": snapshot, "stripe": 0, "position": 1, "digest": 12345}
         stream = connect(smp.bulk)
         try:
             with pytest.raises(DamagedSnapshot, match="from position 1 was damaged on its way"):
-                call(stream, message, image)
+                call(stream, fold_message(run, snapshot, digest=12345), image)
+            with pytest.raises(ProtocolError, match="there is no unit 1000"):
+                call(stream, {**fold_message(run, snapshot), "op": "shard_unit", "coord": "dp0", "unit": 1000})
         finally:
             stream.close()
         run["dp1"].seal(snapshot)
         assert run.outcomes(snapshot) == {PROTECTED}
-        assert parity_file(smp, snapshot, 0, 0).read_bytes() == parities_by_xor(run, 0, snapshot)[0]
+        assert parity_units(smp, snapshot, run.layout.tag(0), 0) == parities_by_xor(run, 0, snapshot)[0]
+
+    def test_a_unit_of_another_epoch_is_refused(self, ground: Ground) -> None:
+        smp, _ = ground.smps(2)
+        run = run_on([smp, _], [[100], [100]])
+        snapshot = run.protect(1)
+        for trainer in run:
+            trainer.client.join(2)
+        unit = memoryview(bytes_of(run, "dp1", snapshot))[: run.layout.unit_bytes]
+        stream = connect(smp.bulk)
+        try:
+            for sent in (snapshot, run.snapshot(2)):
+                with pytest.raises(StaleEpoch, match="epoch 1 is over"):
+                    call(stream, fold_message(run, sent, digest=digest(unit)), unit)
+        finally:
+            stream.close()
+        assert run["dp0"].client.counters()["units_folded"] == 1
+
+    def test_a_unit_that_was_refused_leaves_nothing_behind_for_the_next(self, ground: Ground) -> None:
+        smp, _ = ground.smps(2)
+        run = run_on([smp, _], [[100], [100]])
+        snapshot = run.write(1)
+        unit = memoryview(bytes_of(run, "dp1", snapshot))[: run.layout.unit_bytes]
+        good = fold_message(run, snapshot, digest=digest(unit))
+        stream = connect(smp.bulk)
+        try:
+            for change in ({"job": "otherun"}, {"epoch": 0}, {"stripe": -1}, {"tag": 7}, {"digest": None}):
+                with pytest.raises(HoldfastError):
+                    call(stream, {**good, **change}, unit)
+            call(stream, good, unit)
+            call(stream, good, unit)
+        finally:
+            stream.close()
+        for trainer in run:
+            trainer.seal(snapshot)
+        assert run.outcomes(snapshot) == {PROTECTED}
+        assert parity_units(smp, snapshot, run.layout.tag(0), 0) == parities_by_xor(run, 0, snapshot)[0]
+
+
+def fold_message(run: Run, snapshot: SnapshotId, **more: int) -> Message:
+    """What position 1 says with its unit of stripe 0, which is for the parity of position 0."""
+    return {
+        "op": "fold",
+        "job": run.job,
+        "epoch": run.epoch,
+        "snapshot": snapshot,
+        "tag": run.layout.tag(0),
+        "stripe": 0,
+        "position": 1,
+        "digest": 0,
+        **more,
+    }
 
 
 # ---------------------------------------------------------------------- the SMP is killed
@@ -464,9 +566,9 @@ class TestAnSmpKilledAndStartedAgain:
         run["dp1"].client.reconnect()
         after = run["dp1"].client.inventory()
         assert (after.control_port, after.bulk_port) == (before.control_port, before.bulk_port)
-        assert (after.epoch, after.layouts) == (1, {1: run.layout})
+        assert (after.epoch, after.layouts) == (1, {(1, 0): run.layout})
         assert after.shards == {(snapshot, "dp1")}
-        assert after.parities == {(snapshot, 0, 1)}
+        assert after.parities == {(snapshot, run.layout.tag(0), 1)}
         assert [run["dp1"].client.outcome(run.snapshot(step)) for step in (1, 2)] == [PROTECTED, Outcome.FAILED]
         recovered = run["dp1"].recover(run.plan(after))
         assert (recovered.how, bytes(recovered.view)) == ("held", bytes_of(run, "dp1", snapshot))
@@ -491,7 +593,8 @@ class TestAnSmpKilledAndStartedAgain:
         run["dp1"].client.reconnect()
         for step in (2, 3, 4):
             run.protect(step)
-        assert parity_file(smps[1], run.snapshot(4), 0, 1).read_bytes() == parities_by_xor(run, 0, run.snapshot(4))[1]
+        snapshot, tag = run.snapshot(4), run.layout.tag(0)
+        assert parity_units(smps[1], snapshot, tag, 1) == parities_by_xor(run, 0, snapshot)[1]
 
     def test_all_slots_without_a_sealed_snapshot_are_free(self, ground: Ground) -> None:
         smp = ground.smp()
@@ -508,7 +611,9 @@ class TestAnSmpKilledAndStartedAgain:
         assert memory_of(smp.arena) <= memory + (16 << 10)
 
     @pytest.mark.parametrize("at", [-1, 5000], ids=["last byte", "middle"])
-    def test_does_not_count_a_shard_that_was_damaged_meanwhile(self, ground: Ground, at: int) -> None:
+    def test_does_not_give_a_shard_that_was_damaged_meanwhile_and_cannot_be_mended(
+        self, ground: Ground, at: int
+    ) -> None:
         smp = ground.smp()
         run = run_on([smp], [[3000]])
         good = run.protect(1)
@@ -517,23 +622,54 @@ class TestAnSmpKilledAndStartedAgain:
         smp.kill()
         flip_a_byte(path, at)
         smp.launch().wait_ready()
-        inventory = smp.client().inventory()
+        run["dp0"].client.reconnect()
+        inventory = run["dp0"].client.inventory()
+        assert inventory.shards == {(good, "dp0"), (bad, "dp0")}, "others might help to mend it"
+        assert run["dp0"].client.counters()["units_damaged"] == 1
+        with pytest.raises(DamagedSnapshot, match=r"dp0 of step 2 .* is damaged and cannot be mended: .*no parity"):
+            run["dp0"].recover(run.plan(inventory))
+        inventory = run["dp0"].client.inventory()
         assert inventory.shards == {(good, "dp0")}
-        assert not path.with_name(path.name + ".json").exists()
+        assert not record_of(path).exists()
+        recovered = run["dp0"].recover(run.plan(inventory))
+        assert (recovered.how, bytes(recovered.view)) == ("held", bytes_of(run, "dp0", good))
 
-    def test_does_not_count_a_parity_that_was_damaged_meanwhile(self, ground: Ground) -> None:
+    @pytest.mark.parametrize("at", [-1, 5000], ids=["last byte", "middle"])
+    def test_mends_a_shard_that_was_damaged_meanwhile(self, ground: Ground, at: int) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[3000], [3000], [3000]])
+        snapshot = run.protect(1)
+        path = shard_file(smps[1], snapshot, "dp1")
+        smps[1].kill()
+        flip_a_byte(path, at)
+        smps[1].launch().wait_ready()
+        run["dp1"].client.reconnect()
+        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        assert (plan.decoded, plan.heal) == ((), ())
+        recovered = run["dp1"].recover(plan)
+        assert (recovered.how, bytes(recovered.view)) == ("mended", bytes_of(run, "dp1", snapshot))
+        assert path.read_bytes() == bytes_of(run, "dp1", snapshot)
+        assert run["dp1"].recover(plan).how == "held"
+        assert damage_of(run["dp1"]) == (1, 1)
+
+    def test_mends_a_parity_that_was_damaged_meanwhile(self, ground: Ground) -> None:
         smps = ground.smps(2)
         run = run_on(smps, [[3000], [3000]])
-        snapshot = run.protect(1)
-        path = parity_file(smps[0], snapshot, 0, 0)
+        snapshot, tag = run.protect(1), run.layout.tag(0)
+        path = parity_file(smps[0], snapshot, tag, 0)
         smps[0].kill()
-        flip_a_byte(path)
+        flip_a_byte(path, 100)
         smps[0].launch().wait_ready()
         run["dp0"].client.reconnect()
         inventories = [trainer.client.inventory() for trainer in run]
         assert inventories[0].shards == {(snapshot, "dp0")}
-        assert inventories[0].parities == frozenset()
-        assert run.plan(*inventories).heal == ((0, 0),)
+        assert inventories[0].parities == {(snapshot, tag, 0)}
+        assert run.plan(*inventories).heal == ()
+        assert damage_of(run["dp0"]) == (1, 0)
+        assert run["dp0"].client.scrub() == {"units": units_on(smps[0]), "damaged": 1, "mended": 1}
+        assert parity_units(smps[0], snapshot, tag, 0) == parities_by_xor(run, 0, snapshot)[0]
+        assert run["dp0"].client.scrub() == {"units": units_on(smps[0]), "damaged": 0, "mended": 0}
+        assert damage_of(run["dp0"]) == (1, 1)
 
     def test_does_not_take_a_broken_record_for_one(self, ground: Ground) -> None:
         smp = ground.smp()
@@ -541,9 +677,21 @@ class TestAnSmpKilledAndStartedAgain:
         good, bad = run.protect(1), run.protect(2)
         path = shard_file(smp, bad, "dp0")
         smp.kill()
-        path.with_name(path.name + ".json").write_text('{"kind": "shard", "snapshot": [1')
+        record_of(path).write_text('{"kind": "shard", "snapshot": [1')
         smp.launch().wait_ready()
         assert smp.client().inventory().shards == {(good, "dp0")}
+
+
+def damage_of(trainer: Trainer) -> tuple[int, int]:
+    """Units that the SMP of a trainer has found damaged since it started, and that it has mended."""
+    counts = trainer.client.counters()
+    return counts["units_damaged"], counts["units_mended"]
+
+
+def units_on(smp: SmpProcess) -> int:
+    """Sealed units that lie in an arena."""
+    records = [json.loads(path.read_text()) for path in smp.arena.glob("*.*.json")]
+    return sum(len(record["digests"]) for record in records if "digests" in record)
 
 
 class TestAnSmpKilledInTheMiddle:
@@ -615,13 +763,19 @@ class TestAnSmpKilledInTheMiddle:
         again = heir.recover(plan)
         assert (again.how, bytes(again.view)) == ("held", bytes_of(run, "dp1", snapshot))
 
-    def test_a_trainer_of_an_older_epoch_does_not_get_what_a_newer_one_is_writing(self, ground: Ground) -> None:
+    @pytest.mark.parametrize("how", ["fetched", "rebuilt"])
+    def test_a_trainer_of_an_older_epoch_does_not_get_what_a_newer_one_is_writing(
+        self, ground: Ground, how: str
+    ) -> None:
         smps = ground.smps(2)
-        run = run_on(smps, [[3000], [3000]], protect="none")
-        run["dp0"].take(run.snapshot(1))
+        run = run_on(smps, [[3000], [3000]])
+        plan = plan_for(run, "dp0", run.protect(1))
         spare = ground.smp("node2", rules=[("rebuild.middle", 1)])
         old = Trainer(spare, "dp0")
-        first = ground.meanwhile(old.recover, plan_for(run, "dp0", run.snapshot(1)))
+        if how == "rebuilt":
+            smps[0].lose()
+            plan = run.plan(run["dp1"].client.inventory(), old.client.inventory())
+        first = ground.meanwhile(old.recover, plan)
         late = ground.points.wait("node2", "rebuild.middle", 1)
 
         new = Run([Trainer(spare, "dp0")], slots=2).start(2)
@@ -635,8 +789,6 @@ class TestAnSmpKilledInTheMiddle:
 
 def plan_for(run: Run, coord: str, snapshot: SnapshotId) -> RestorePlan:
     """Where one shard is to be fetched from, although the snapshot is not complete."""
-    from smp_daemon.sources import Sources
-
     bulk = run[coord].client.inventory().bulk
     return RestorePlan(Sources(snapshot, run.layout, {coord: bulk}, {}), (), ())
 
@@ -664,7 +816,7 @@ class TestALostNode:
                 assert recovered.bytes_fetched >= len(recovered.view)
             run[here[0]].client.heal(plan.sources, 0, lost)
             ground.points.wait(name, "heal.done", 1).go()
-            healed = parity_file(smps[lost], snapshot, 0, lost).read_bytes()
+            healed = parity_units(smps[lost], snapshot, run.layout.tag(0), lost)
             assert healed == parities_by_xor(run, 0, snapshot)[lost]
         plan = run.plan(*(run[f"dp{2 * i}"].client.inventory() for i in range(4)))
         assert (plan.decoded, plan.heal) == ((), ())
@@ -707,7 +859,7 @@ class TestALostNode:
             recovered = run[coord].recover(plan)
             assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, coord, snapshot))
 
-    def test_that_was_counted_on_is_reported_and_not_waited_for(self, ground: Ground) -> None:
+    def test_that_was_counted_on_and_was_one_too_many_is_reported_and_not_waited_for(self, ground: Ground) -> None:
         smps = ground.smps(3)
         run = run_on(smps, [[3000], [3000], [3000]])
         run.protect(1)
@@ -715,9 +867,55 @@ class TestALostNode:
         spare = Trainer(ground.smp("spare"), "dp2")
         plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp1")), spare.client.inventory())
         smps[1].lose()
-        with pytest.raises(SmpUnavailable):
+        with pytest.raises(Unrecoverable, match=r"stripe \d+ of group 0: .* are left, and 2 are needed"):
             spare.recover(plan)
         assert spare.client.inventory().shards == frozenset()
+
+    def test_that_was_counted_on_is_made_up_for_by_what_is_left(self, ground: Ground) -> None:
+        smps = ground.smps(4)
+        run = run_on(smps, [[30_000], [20_000], [30_000], [25_000]], protect="2+2")
+        snapshot = run.protect(1)
+        smps[2].lose()
+        spare = Trainer(ground.smp("spare"), "dp2", 30_000)
+        plan = run.plan(*(run[f"dp{i}"].client.inventory() for i in (0, 1, 3)), spare.client.inventory())
+        smps[1].lose()
+        recovered = spare.recover(plan)
+        assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, "dp2", snapshot))
+
+    def test_two_of_a_group_with_two_parities_are_rebuilt(self, ground: Ground) -> None:
+        smps = ground.smps(4)
+        run = run_on(smps, [[9000, 500], [7000], [9000], [8000, 70]], protect="2+2")
+        snapshot = run.protect(1)
+        for lost in (0, 3):
+            smps[lost].lose()
+        spares = {coord: ground.smp(f"spare-{coord}") for coord in ("dp0", "dp1", "dp4", "dp5")}
+        for coord, spare in spares.items():
+            elements = run[coord].form.offsets["weight"][1].shape[0]
+            run.trainers[coord] = Trainer(spare, coord, elements)
+        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        assert sorted(plan.decoded) == sorted(spares)
+        for coord in spares:
+            recovered = run[coord].recover(plan)
+            assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, coord, snapshot))
+
+    @pytest.mark.parametrize("method", ["chain", "decode"])
+    def test_is_rebuilt_by_either_method(self, ground: Ground, method: str) -> None:
+        smps = ground.smps(4)
+        run = run_on(smps, [[30_000]] * 4, protect="3+1")
+        snapshot = run.protect(1)
+        smps[1].lose()
+        spare = ground.prepare("spare").launch("--rebuild", method).wait_ready()
+        run.trainers["dp1"] = Trainer(spare, "dp1", 30_000)
+        recovered = run["dp1"].recover(run.plan(*(trainer.client.inventory() for trainer in run)))
+        assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, "dp1", snapshot))
+        length = len(recovered.view)
+        if method == "chain":
+            assert recovered.bytes_fetched == length, "helpers add up, and only the sum comes here"
+        else:
+            assert 2 * length < recovered.bytes_fetched <= 3 * length
+        counts = run["dp1"].client.counters()
+        assert counts["bytes_received"] == recovered.bytes_fetched
+        assert counts["units_damaged"] == 0
 
 
 class TestRanksOnOtherNodes:
@@ -738,46 +936,97 @@ class TestRanksOnOtherNodes:
 
 
 class TestADamagedCopy:
-    def recover_twice(self, run: Run, reader: Trainer, damaged: str) -> None:
-        """First the copy that was counted on turns out to be damaged; then it is decoded."""
+    """A unit that does not match its digest is an erasure, and is made up for by the rest of its stripe."""
+
+    def test_of_its_own_is_noticed_and_mended_in_place(self, ground: Ground) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[9000], [9000], [9000]])
         snapshot = run.protect(1)
-        flip_a_byte(shard_file(self.smps[1], snapshot, damaged))
-        inventories = [trainer.client.inventory() for trainer in run]
-        assert run.plan(*inventories).decoded == ()
-        with pytest.raises(DamagedSnapshot, match=damaged):
-            reader.recover(run.plan(*inventories))
-        inventories = [trainer.client.inventory() for trainer in run]
-        assert (snapshot, damaged) not in inventories[1].shards
-        plan = run.plan(*inventories)
-        assert plan.decoded == (damaged,)
-        recovered = reader.recover(plan)
-        assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, damaged, snapshot))
+        path = shard_file(smps[1], snapshot, "dp1")
+        inode = path.stat().st_ino
+        flip_a_byte(path)
+        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        assert plan.decoded == ()
+        recovered = run["dp1"].recover(plan)
+        assert (recovered.how, bytes(recovered.view)) == ("mended", bytes_of(run, "dp1", snapshot))
+        assert recovered.bytes_fetched > 0
+        assert (path.read_bytes(), path.stat().st_ino) == (bytes_of(run, "dp1", snapshot), inode)
+        assert damage_of(run["dp1"]) == (1, 1)
+        again = run["dp1"].recover(plan)
+        assert (again.how, again.bytes_fetched) == ("held", 0)
 
-    def test_of_its_own_is_noticed_dropped_and_decoded(self, ground: Ground) -> None:
-        self.smps = ground.smps(3)
-        run = run_on(self.smps, [[9000], [9000], [9000]])
-        self.recover_twice(run, run["dp1"], "dp1")
+    def test_of_another_node_is_noticed_and_computed_from_the_others(self, ground: Ground) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[9000], [9000], [9000]])
+        snapshot = run.protect(1)
+        flip_a_byte(shard_file(smps[1], snapshot, "dp1"))
+        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        recovered = Trainer(smps[2], "dp1", 9000).recover(plan)
+        assert (recovered.how, bytes(recovered.view)) == ("fetched", bytes_of(run, "dp1", snapshot))
+        assert damage_of(run["dp1"]) == (1, 0)
+        assert (snapshot, "dp1") in run["dp1"].client.inventory().shards, "the rest of it is good"
+        assert run["dp1"].recover(plan).how == "mended"
+        assert shard_file(smps[1], snapshot, "dp1").read_bytes() == bytes_of(run, "dp1", snapshot)
 
-    def test_of_another_node_is_noticed_dropped_and_decoded(self, ground: Ground) -> None:
-        self.smps = ground.smps(3)
-        run = run_on(self.smps, [[9000], [9000], [9000]])
-        self.recover_twice(run, Trainer(self.smps[2], "dp1", 9000), "dp1")
-
-    def test_of_parity_is_noticed_and_dropped(self, ground: Ground) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000], [3000]])
+    def test_of_its_own_with_too_little_left_to_mend_it_is_dropped_and_the_next_plan_says_so(
+        self, ground: Ground
+    ) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[9000], [9000], [9000]])
         snapshot = run.protect(1)
         run.write(2)  # which tells the SMPs that step 1 is protected
-        flip_a_byte(parity_file(smps[0], snapshot, 0, 0))
+        flip_a_byte(shard_file(smps[1], snapshot, "dp1"))
+        smps[2].lose()
+        spare = Trainer(ground.smp("spare"), "dp2", 9000)
+        plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp1")), spare.client.inventory())
+        assert (plan.snapshot, plan.decoded) == (snapshot, ("dp2",))
+        with pytest.raises(DamagedSnapshot, match=r"dp1 of step 1 .* is damaged and cannot be mended: stripe"):
+            run["dp1"].recover(plan)
+        inventories = [run["dp0"].client.inventory(), run["dp1"].client.inventory(), spare.client.inventory()]
+        assert (snapshot, "dp1") not in inventories[1].shards
+        with pytest.raises(
+            Unrecoverable, match=r"step 1 .*: group 0 lost shards of node1, node2 and parity of 1 nodes"
+        ):
+            run.plan(*inventories)
+
+    def test_of_parity_is_noticed_and_mended_by_the_scrub(self, ground: Ground) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[9000], [9000], [9000]])
+        snapshot, tag = run.protect(1), run.layout.tag(0)
+        flip_a_byte(parity_file(smps[0], snapshot, tag, 0), 0)
+        found = run["dp0"].client.scrub()
+        assert found == {"units": units_on(smps[0]), "damaged": 1, "mended": 1}
+        assert parity_units(smps[0], snapshot, tag, 0) == parities_by_xor(run, 0, snapshot)[0]
+        counts = run["dp0"].client.counters()
+        assert (counts["units_damaged"], counts["units_mended"]) == (1, 1)
+        parity = parities_by_xor(run, 0, snapshot)[0]
+        assert counts["bytes_scrubbed"] == len(bytes_of(run, "dp0", snapshot)) + sum(map(len, parity))
+
+    def test_of_parity_that_was_counted_on_cannot_be_replaced_by_anything_else(self, ground: Ground) -> None:
+        smps = ground.smps(2)
+        run = run_on(smps, [[3000], [3000]])
+        snapshot, tag = run.protect(1), run.layout.tag(0)
+        run.write(2)  # which tells the SMPs that step 1 is protected
+        flip_a_byte(parity_file(smps[0], snapshot, tag, 0), 0)
         smps[1].lose()
         spare = Trainer(ground.smp("spare"), "dp1")
         inventories = [run["dp0"].client.inventory(), spare.client.inventory()]
-        with pytest.raises(DamagedSnapshot):
+        with pytest.raises(Unrecoverable, match="stripe 0 of group 0: 0 units of a stripe are left, and 1 are needed"):
             spare.recover(run.plan(*inventories))
-        inventories = [run["dp0"].client.inventory(), spare.client.inventory()]
-        assert inventories[0].parities == frozenset()
-        with pytest.raises(Unrecoverable, match="parity of 2 nodes"):
-            run.plan(*inventories)
+        assert damage_of(run["dp0"]) == (1, 0)
+        assert spare.client.inventory().shards == frozenset()
+
+    def test_of_parity_that_was_counted_on_is_made_up_for_by_other_parity(self, ground: Ground) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[30_000], [30_000], [30_000]], protect="1+2")
+        snapshot, tag = run.protect(1), run.layout.tag(0)
+        for unit in range(len(parity_units(smps[0], snapshot, tag, 0))):
+            flip_a_byte(parity_file(smps[0], snapshot, tag, 0), unit * run.layout.unit_bytes)
+        smps[1].lose()
+        spare = Trainer(ground.smp("spare"), "dp1", 30_000)
+        plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp2")), spare.client.inventory())
+        recovered = spare.recover(plan)
+        assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, "dp1", snapshot))
 
 
 # ---------------------------------------------------------------------- memory
@@ -826,7 +1075,7 @@ class TestRelease:
         large.protect(3)
         inventory = large["dp0"].client.inventory()
         assert inventory.shards == {(large.snapshot(2), "dp0"), (large.snapshot(3), "dp0")}
-        assert list(inventory.layouts) == [2]
+        assert list(inventory.layouts) == [(2, 0)]
         lengths = [path.stat().st_size for path in smp.arena.glob("dp0.*.safetensors")]
         assert lengths == [large["dp0"].form.total_bytes] * 3
 

@@ -8,7 +8,7 @@ import resource
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from smp_daemon.layout import SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT, MAX_MESSAGE_BYTES, MAX_SOCKET_PATH_BYTES, MAX_UNIT_BYTES
 from smp_daemon.paths import socket_path
 from smp_daemon.peers import PeerClient
+from smp_daemon.scratch import BUFFERS
 from smp_daemon.transport import (
     Listener,
     Message,
@@ -40,8 +41,9 @@ from smp_daemon.transport import (
     bind_unix,
     call,
     connect,
+    receive_reply,
 )
-from tests.smp_kit import DEADLINE_S, Ground, Run, SmpProcess, Trainer, playground
+from tests.smp_kit import DEADLINE_S, Ground, Run, SmpProcess, Trainer, playground, run_on
 
 quick = settings(deadline=None, derandomize=True, max_examples=150, suppress_health_check=list(HealthCheck))
 
@@ -228,8 +230,31 @@ class TestACall:
             with pytest.raises(SmpUnavailable):
                 call(pair.stream, {"op": "fold", "unit": 2})
 
+    @pytest.mark.parametrize("noise", [b"GARBAGE AND NOISE.", frame(b"{}", length=MAX_MESSAGE_BYTES + 1), frame(b"[]")])
+    def test_that_gets_no_message_for_an_answer_ends_the_connection(self, pair: Pair, noise: bytes) -> None:
+        pair.hear(noise + said({"fine": 1}))
+        with pytest.raises(ProtocolError):
+            call(pair.stream, {})
+        assert pair.stream.closed
+        with pytest.raises(SmpUnavailable):
+            call(pair.stream, {})
+
+    def test_may_be_made_before_the_one_before_is_answered(self, pair: Pair) -> None:
+        pair.stream.send({"first": 1})
+        pair.stream.send({"second": 2})
+        pair.hear(said({"number": 1}) + said({"error": "StaleEpoch", "message": "of the second"}))
+        assert receive_reply(pair.stream) == ({"number": 1}, 0)
+        with pytest.raises(StaleEpoch, match="of the second"):
+            receive_reply(pair.stream)
+        assert not pair.stream.closed
+
 
 class TestConnecting:
+    @pytest.mark.parametrize("address", [("127.0.0.1", 1 << 16), ("127.0.0.1", -1), ("no\0host", 80), ("ä" * 100, 80)])
+    def test_to_what_is_no_address_is_unavailable(self, address: tuple[str, int]) -> None:
+        with pytest.raises(SmpUnavailable, match="is no address"):
+            connect(address)
+
     def test_where_nobody_listens_is_unavailable(self, tmp_path: Path, ground: Ground) -> None:
         with socket.create_server((ground.host(), 0)) as gone:
             address = gone.getsockname()[:2]
@@ -498,6 +523,9 @@ class TestAnSmpIsToldNonsense:
 
     @both_sockets
     def test_messages_with_random_fields_are_answered(self, smp: SmpProcess, of: Address) -> None:
+        client = smp.client()
+        client.join(client.inventory().epoch + 2)
+
         @quick
         @given(messages(smp.job))
         def throw(message: Message) -> None:
@@ -558,14 +586,14 @@ class connect_later:
 
 
 OPERATIONS = [
-    *("hello", "inventory", "join", "configure", "begin", "seal", "abandon", "recover", "heal"),
-    *("fold", "shard_unit", "parity_unit"),
+    *("hello", "inventory", "join", "configure", "begin", "seal", "abandon", "recover", "heal", "counters", "scrub"),
+    *("fold", "shard_unit", "parity_unit", "partial", "reform", "adopt", "encode", "release"),
 ]
 """All but ``finish``, which would be obeyed, and ``await``, which may take an hour."""
 
 FIELDS = [
     *("version", "epoch", "layout", "snapshot", "coord", "keep", "protected", "sources", "group", "position"),
-    *("stripe", "digest", "unit"),
+    *("stripe", "digest", "unit", "tag", "terms", "length"),
 ]
 
 numbers = st.sampled_from([-1, 0, 1, 2, 3, 1000, 1 << 31, 1 << 52, 1 << 62, 1 << 63, 1 << 64, 10**30])
@@ -581,6 +609,16 @@ snapshots = st.lists(numbers, min_size=2, max_size=2)
 coords = st.sampled_from(["dp0", "dp1", "../../escape", "", "a/b"])
 
 
+terms = st.fixed_dictionaries(
+    {},
+    optional={
+        "at": values | st.tuples(st.sampled_from(["127.0.0.1", "", "no\0host", "ä" * 100]), numbers),
+        "factor": numbers,
+        "what": values | st.fixed_dictionaries({"op": st.just("shard_unit"), "coord": coords, "unit": numbers}),
+    },
+)
+
+
 @st.composite
 def messages(draw: st.DrawFn, job: str) -> Message:
     """Objects that look like messages: known operations, known fields, most of them with nonsense in them."""
@@ -589,26 +627,190 @@ def messages(draw: st.DrawFn, job: str) -> Message:
         ("unit", "stripe", "position", "group", "digest"), numbers
     )
     likely |= {"job": st.just(job), "snapshot": snapshots, "coord": coords, "keep": st.lists(snapshots, max_size=3)}
+    likely |= {"epoch": numbers, "tag": coords, "length": numbers, "terms": st.lists(terms, max_size=3)}
     for name, strategy in likely.items():
         if draw(st.integers(0, 3)):
             message[name] = draw(strategy)
     if isinstance(message.get("epoch"), int) and 0 <= message["epoch"] <= MAX_COUNT:
-        message["epoch"] = 1  # one far ahead would be obeyed, and no newer one could begin
+        message["epoch"] = 1  # one far ahead would be obeyed or waited for, and no newer one could begin
     return {"op": draw(st.sampled_from(OPERATIONS)), **message}
 
 
-def spoil(data: st.DataObject, layout: Message) -> Message:
-    """A layout in which one value, somewhere, is another. Of lengths that could be reserved only small ones."""
-    spoilt: Any = json.loads(json.dumps(layout))
+def spoil(data: st.DataObject, message: Message, keys: Collection[str] = ()) -> Message:
+    """A message in which one value, somewhere, is another, as a rule of its own kind; within `keys` if any are given.
+    Of lengths that could be reserved only small ones."""
+    spoilt: Any = json.loads(json.dumps(message))
     inside: Any = spoilt
     while True:
-        keys = list(inside) if isinstance(inside, dict) else list(range(len(inside)))
-        key = data.draw(st.sampled_from(keys))
+        within = list(inside) if isinstance(inside, dict) else list(range(len(inside)))
+        key = data.draw(st.sampled_from(sorted(keys) if keys and inside is spoilt else within))
         if isinstance(inside[key], dict | list) and inside[key] and data.draw(st.booleans()):
             inside = inside[key]
         else:
-            inside[key] = data.draw(values.filter(lambda value: value != 1 << 31))
+            alike = {int: numbers, str: st.sampled_from(["dp1", "node1", "127.0.0.1", "", "a/b"]) | st.text(max_size=8)}
+            other = st.one_of(*[alike.get(type(inside[key]), values)] * 3, values)
+            inside[key] = data.draw(other.filter(lambda value: value != 1 << 31))
             return dict(spoilt)
+
+
+# ---------------------------------------------------------------------- an SMP that is told what is almost right
+
+
+class Protected:
+    """Two SMPs that hold a protected snapshot, and what one may say to them of it."""
+
+    def __init__(self, ground: Ground) -> None:
+        self.smps = ground.smps(2)
+        self.run = run_on(self.smps, [[3000], [3000]])
+        self.snapshot = self.run.protect(1)
+        self.client = self.smps[0].client()
+        plan = self.run.plan(*(trainer.client.inventory() for trainer in self.run))
+        layout = self.run.layout.to_json()
+        both = {"job": self.run.job, "snapshot": self.snapshot, "tag": self.run.layout.tag(0)}
+        unit = {"op": "shard_unit", "coord": "dp0", "unit": 0}
+        terms = [
+            {"at": self.smps[0].bulk, "factor": 1, "what": unit},
+            {"at": self.smps[1].bulk, "factor": 7, "what": {**unit, "coord": "dp1"}},
+        ]
+        self.lengths = [plan_unit(trainer, self.run) for trainer in self.run]
+        reform = {"job": self.run.job, "epoch": 1, "sources": plan.sources.to_json(), "layout": layout}
+        to_trainer = {"sources": plan.sources.to_json()}
+        self.messages: dict[str, Message] = {
+            "fold": {**both, "epoch": 1, "stripe": 0, "position": 1, "digest": 0},
+            "shard_unit": {**both, **unit},
+            "parity_unit": {**both, "position": 0, "unit": 0},
+            "partial": {**both, "terms": terms, "length": max(self.lengths), "position": 1},
+            "adopt": reform,
+            "release": reform,
+            "recover": {**to_trainer, "coord": "dp0"},
+            "heal": {**to_trainer, "group": 0, "position": 0},
+        }
+
+    def say(self, message: Message) -> Message:
+        """The reply to a message, on a connection of its own; a unit with it goes along where there must be one."""
+        local = message["op"] in ("recover", "heal")
+        payload = bytes(self.lengths[1]) if message["op"] == "fold" else b""
+        body = json.dumps(message).encode()
+        data = frame(body, payload=len(payload)) + payload
+        (reply,) = replies(tell(local_of(self.smps[0]) if local else self.smps[0].bulk, data))
+        return reply
+
+    def refused(self, op: str, **changes: Any) -> str:
+        """With what error a message that was right is refused once something in it is changed."""
+        reply = self.say({"op": op, **self.messages[op], **changes})
+        assert reply["error"] == "ProtocolError", reply
+        return str(reply["message"])
+
+
+def plan_unit(trainer: Trainer, run: Run) -> int:
+    """Bytes of the first unit of a trainer's shard."""
+    return min(run.layout.unit_bytes, trainer.form.total_bytes)
+
+
+def changed(layout: Message, **changes: Any) -> Message:
+    return {**layout, **changes}
+
+
+@pytest.fixture(scope="module")
+def protected() -> Iterator[Protected]:
+    with playground() as ground:
+        yield Protected(ground)
+
+
+class TestAnSmpIsToldWhatIsAlmostRight:
+    @pytest.mark.parametrize("op", ["fold", "shard_unit", "parity_unit", "partial", "adopt", "release", "recover"])
+    def test_what_is_right_is_done(self, protected: Protected, op: str) -> None:
+        """Or the tests below would prove little. All of it is harmless said twice."""
+        assert "error" not in protected.say({"op": op, **protected.messages[op]})
+
+    @pytest.mark.parametrize(
+        ("op", "keys"),
+        [
+            ("fold", ["job", "stripe", "position", "digest"]),
+            ("shard_unit", []),
+            ("parity_unit", []),
+            ("partial", []),
+            ("adopt", []),
+            ("release", []),
+            ("recover", []),
+            ("heal", []),
+        ],
+    )
+    def test_what_is_almost_right_is_answered_and_spoils_nothing(
+        self, protected: Protected, op: str, keys: list[str]
+    ) -> None:
+        """Of what is folded in, what would be waited for is left as it is."""
+
+        @quick
+        @given(st.data())
+        def throw(data: st.DataObject) -> None:
+            reply = protected.say({**spoil(data, protected.messages[op], keys), "op": op})
+            assert reply.get("error") in (None, *BY_NAME)
+
+        throw()
+        assert serves(protected.smps[0])
+        held = protected.client.inventory()
+        assert (protected.snapshot, "dp0") in held.shards
+        assert (protected.snapshot, protected.run.layout.tag(0), 0) in held.parities or op == "heal"
+        found = protected.client.scrub()
+        assert (found["damaged"], found["mended"]) == (0, 0)
+
+    def test_a_layout_that_is_not_for_this_snapshot_is_not_kept(self, protected: Protected) -> None:
+        """One of a later epoch would displace the one that the job works with."""
+        layout: Message = protected.messages["adopt"]["layout"]
+        before = protected.client.inventory().layouts
+        for op in ("adopt", "release"):
+            assert "is not for step 1" in protected.refused(op, layout=changed(layout, epoch=2, revision=1))
+            assert "is not for step 1" in protected.refused(op, layout=changed(layout, job="otherun", revision=1))
+            elsewhere = [changed(node, name=f"other{i}") for i, node in enumerate(layout["nodes"])]
+            assert "'node0' is not part of" in protected.refused(
+                op, layout=changed(layout, nodes=elsewhere, revision=1)
+            )
+        assert protected.client.inventory().layouts == before
+
+    def test_a_phase_of_another_epoch_is_refused(self, protected: Protected) -> None:
+        for op in ("adopt", "encode", "release"):
+            for epoch in (0, 2):
+                reply = protected.say({**protected.messages["adopt"], "op": op, "epoch": epoch})
+                assert reply["error"] == "StaleEpoch"
+
+    @pytest.mark.parametrize(("group", "position"), [(0, 2), (1, 0), (1 << 63, 0), (0, 1 << 63)])
+    def test_parity_that_there_is_not_is_not_healed(self, protected: Protected, group: int, position: int) -> None:
+        assert "has no parity in the layout of step 1" in protected.refused("heal", group=group, position=position)
+
+    def test_a_sum_that_could_not_be_had_is_said(self, protected: Protected) -> None:
+        first, second = protected.messages["partial"]["terms"]
+        for terms, message in (
+            ([], "'terms' must be a list"),
+            ([first, {**second, "at": ["127.0.0.1"]}], "says at which address"),
+            ([{**first, "factor": 256}, second], "'factor' must be a number between 0 and 255"),
+            ([{**first, "what": 7}, second], "says what unit it takes"),
+            ([{**first, "what": {**first["what"], "unit": 1000}}], "there is no unit 1000"),
+        ):
+            assert message in protected.refused("partial", terms=terms)
+        reply = protected.say({"op": "partial", **protected.messages["partial"], "terms": [first], "length": 0})
+        assert "error" not in reply, "a sum of nothing is one too"
+        nobody = {**second, "at": ["127.0.0.1", 1 << 20]}
+        reply = protected.say({"op": "partial", **protected.messages["partial"], "terms": [first, nobody]})
+        assert (reply["error"], "is no address" in reply["message"]) == ("SmpUnavailable", True)
+
+    def test_units_that_end_in_the_middle_take_no_buffer_with_them(self, protected: Protected) -> None:
+        length = protected.lengths[1]
+        body = json.dumps({"op": "fold", **protected.messages["fold"]}).encode()
+        for _ in range(2 * BUFFERS):
+            heard = tell(protected.smps[0].bulk, frame(body, payload=length) + bytes(length - 1))
+            assert [reply["error"] for reply in replies(heard)] in ([], ["SmpUnavailable"])
+        assert "error" not in protected.say({"op": "fold", **protected.messages["fold"]})
+
+    def test_a_unit_for_a_group_that_has_no_parity_is_refused(self, ground: Ground) -> None:
+        smp = ground.smp()
+        run = run_on([smp], [[3000]])
+        snapshot = run.write(1)
+        message = {"op": "fold", "job": run.job, "epoch": 1, "snapshot": snapshot, "tag": run.layout.tag(0)}
+        stream = connect(smp.bulk)
+        with pytest.raises(ProtocolError, match="knows no parity of group"):
+            call(stream, {**message, "stripe": 0, "position": 0, "digest": 0}, memoryview(b"unit"))
+        stream.close()
 
 
 def test_the_codes_own_snapshot_ids_are_pairs_on_the_wire() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from smp_daemon.errors import StateMismatch, Unrecoverable
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.sources import Sources
+from smp_daemon.sources import Sources, sources_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +44,21 @@ def plan_restore(inventories: Sequence[Inventory], coords: Collection[str]) -> R
         StateMismatch: the snapshot is of other coordinates than `coords`.
     """
     protected = max((inv.protected for inv in inventories if inv.protected), default=None)
-    found = {s for inv in inventories for s, _ in inv.shards} | {s for inv in inventories for s, _, _ in inv.parities}
     reasons: list[str] = []
-    for snapshot in sorted(found, reverse=True):
-        if protected is not None and snapshot < protected:
-            break
-        layout = next((inv.layouts[snapshot.epoch] for inv in inventories if snapshot.epoch in inv.layouts), None)
-        if layout is None:
+    for snapshot in candidates(inventories, protected):
+        sources = choose_sources(inventories, snapshot)
+        if sources is None:
             reasons.append(f"{snapshot}: no SMP knows the layout of epoch {snapshot.epoch}")
             continue
-        sources = _sources(inventories, snapshot, layout)
         missing = _undecodable(sources)
         if missing:
             reasons.extend(f"{snapshot}: {reason}" for reason in missing)
             continue
-        _check_world(layout, coords)
+        _check_world(sources.layout, coords)
         return RestorePlan(
-            sources, tuple(c for c in layout.coords if c not in sources.shards), tuple(_missing_parities(sources))
+            sources,
+            tuple(c for c in sources.layout.coords if c not in sources.shards),
+            tuple(missing_parities(sources)),
         )
     if protected is None:
         return None
@@ -71,18 +69,35 @@ def plan_restore(inventories: Sequence[Inventory], coords: Collection[str]) -> R
     )
 
 
-def _sources(inventories: Sequence[Inventory], snapshot: SnapshotId, layout: Layout) -> Sources:
-    """The first holder, by node name, of every shard and parity."""
-    shards: dict[str, tuple[str, int]] = {}
-    parities: dict[tuple[int, int], tuple[str, int]] = {}
-    for inv in sorted(inventories, key=lambda inv: inv.node):
-        for held, coord in inv.shards:
-            if held == snapshot:
-                shards.setdefault(coord, inv.bulk)
-        for held, group, position in inv.parities:
-            if held == snapshot:
-                parities.setdefault((group, position), inv.bulk)
-    return Sources(snapshot, layout, shards, parities)
+def candidates(inventories: Sequence[Inventory], protected: SnapshotId | None) -> list[SnapshotId]:
+    """Every snapshot that anybody holds some of and that is not older than `protected`, the newest first."""
+    found = {s for inv in inventories for s, _ in inv.shards} | {s for inv in inventories for s, _, _ in inv.parities}
+    return sorted((s for s in found if protected is None or s >= protected), reverse=True)
+
+
+def newest_whole(inventories: Sequence[Inventory]) -> SnapshotId | None:
+    """The newest snapshot of which every byte is held or can be computed, not older than what was protected."""
+    protected = max((inv.protected for inv in inventories if inv.protected), default=None)
+    for snapshot in candidates(inventories, protected):
+        sources = choose_sources(inventories, snapshot)
+        if sources is not None and not _undecodable(sources):
+            return snapshot
+    return None
+
+
+def choose_sources(inventories: Sequence[Inventory], snapshot: SnapshotId) -> Sources | None:
+    """Who holds what, in the layout of the snapshot's epoch that serves best; None if nobody knows one.
+
+    That is the first of: every byte can be had and no parity is missing; every byte can be had; the newest.
+    """
+    known = {key: layout for inv in inventories for key, layout in inv.layouts.items() if key[0] == snapshot.epoch}
+    choices = [sources_of(inventories, snapshot, known[key]) for key in sorted(known, reverse=True)]
+    return max(choices, key=_merit, default=None)
+
+
+def _merit(sources: Sources) -> tuple[bool, bool]:
+    whole = not _undecodable(sources)
+    return whole, whole and not missing_parities(sources)
 
 
 def _undecodable(sources: Sources) -> list[str]:
@@ -103,7 +118,7 @@ def _undecodable(sources: Sources) -> list[str]:
         if layout.protects(group) and layout.stripes(group).decodable(lost, parities):
             continue
         nodes = ", ".join(sorted({members[position].name for position, _ in lost}))
-        count = layout.parity if layout.protects(group) else 0
+        _, count = layout.code(group)
         reasons.append(
             f"group {group} lost shards of {nodes} and parity of {len(parities)} nodes, and has {count} parity "
             f"unit{'s' * (count != 1)} a stripe"
@@ -111,7 +126,8 @@ def _undecodable(sources: Sources) -> list[str]:
     return reasons
 
 
-def _missing_parities(sources: Sources) -> list[tuple[int, int]]:
+def missing_parities(sources: Sources) -> list[tuple[int, int]]:
+    """(group, position) whose parity nobody holds."""
     layout = sources.layout
     return [
         (group, position)
@@ -120,6 +136,12 @@ def _missing_parities(sources: Sources) -> list[tuple[int, int]]:
         for position in range(len(layout.groups[group]))
         if (group, position) not in sources.parities and layout.stripes(group).parity_bytes(position)
     ]
+
+
+def healer(layout: Layout, group: int, position: int) -> str:
+    """The coordinate whose node computes that parity again: one of the lost node's, which has taken its place."""
+    own = layout.members(group)[position].shards
+    return own[0].coord if own else layout.coords[0]
 
 
 def _check_world(layout: Layout, coords: Collection[str]) -> None:

@@ -1,0 +1,142 @@
+"""The fast backend: Intel's ISA-L, called in place on the caller's memory with the GIL released.
+
+The library comes from the pyeclib wheel, which carries its own build of it, or from the system (``libisal2`` on
+Debian). Only its inner loops are used; the matrices are ours (`ec.matrix`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from ec.codec import Buffer, as_array
+from ec.matrix import Matrix
+
+PIECE_BYTES = 1 << 30
+"""Lengths are C ints in ISA-L, so longer buffers are worked on in pieces."""
+
+XOR_ALIGNMENT = 64
+"""`xor_gen` uses aligned vector instructions; buffers that do not start on this many bytes take the general way."""
+
+TABLE_BYTES = 32
+"""ISA-L expands each factor to a table of this size."""
+
+
+class IsalKernel:
+    """`ec.codec.Kernel` by ISA-L."""
+
+    name = "isal"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def combine(self, matrix: Matrix, sources: Sequence[Buffer], outs: Sequence[Buffer]) -> None:
+        _check_writable(outs)
+        length = outs[0].nbytes
+        arrays = [as_array(buffer) for buffer in (*sources, *outs)]
+        addresses = [array.ctypes.data for array in arrays]
+        rows, columns = matrix.shape
+        plain_sum = rows == 1 and columns > 1 and bool((matrix == 1).all())
+        if plain_sum and length <= PIECE_BYTES and not any(address % XOR_ALIGNMENT for address in addresses):
+            if self._library.xor_gen(columns + 1, length, _pointers(addresses)):
+                raise RuntimeError("xor_gen refused its arguments")
+            return
+        tables = self._tables(matrix.tobytes(), rows, columns)
+        for start in range(0, length, PIECE_BYTES):
+            moved = [address + start for address in addresses]
+            self._library.ec_encode_data(
+                min(PIECE_BYTES, length - start),
+                columns,
+                rows,
+                tables,
+                _pointers(moved[:columns]),
+                _pointers(moved[columns:]),
+            )
+
+    def add(self, column: Sequence[int], source: Buffer, outs: Sequence[Buffer]) -> None:
+        _check_writable(outs)
+        tables = self._tables(bytes(column), len(column), 1)
+        arrays = [as_array(buffer) for buffer in (source, *outs)]
+        addresses = [array.ctypes.data for array in arrays]
+        for start in range(0, source.nbytes, PIECE_BYTES):
+            moved = [address + start for address in addresses]
+            self._library.ec_encode_data_update(
+                min(PIECE_BYTES, source.nbytes - start),
+                1,
+                len(column),
+                0,
+                tables,
+                moved[0],
+                _pointers(moved[1:]),
+            )
+
+    @lru_cache(maxsize=4096)  # noqa: B019  # there is one kernel in a process
+    def _tables(self, factors: bytes, rows: int, columns: int) -> ctypes.Array[ctypes.c_ubyte]:
+        tables = (ctypes.c_ubyte * (TABLE_BYTES * rows * columns))()
+        self._library.ec_init_tables(columns, rows, factors, tables)
+        return tables
+
+
+@cache
+def load() -> IsalKernel:
+    """The kernel, loaded once per process.
+
+    Raises:
+        OSError: the library is found nowhere, or it does not compute what it should; the message says which.
+    """
+    tried = []
+    for name in _candidates():
+        try:
+            kernel = IsalKernel(_bind(ctypes.CDLL(name)))
+            _check(kernel)
+            return kernel
+        except (OSError, AttributeError) as error:
+            tried.append(f"{name}: {error}")
+    raise OSError(f"no usable ISA-L ({'; '.join(tried)})")
+
+
+def _candidates() -> list[str]:
+    """The wheel's own library first, then the system's."""
+    found = []
+    spec = importlib.util.find_spec("pyeclib")
+    if spec is not None and spec.origin is not None:
+        site = Path(spec.origin).parent.parent
+        found = [str(path) for path in sorted((site / "pyeclib.libs").glob("libisal*.so*"))]
+    return [*found, "libisal.so.2"]
+
+
+def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
+    number, pointer = ctypes.c_int, ctypes.c_void_p
+    library.ec_init_tables.argtypes = [number, number, ctypes.c_char_p, pointer]
+    library.ec_init_tables.restype = None
+    library.ec_encode_data.argtypes = [number, number, number, pointer, pointer, pointer]
+    library.ec_encode_data.restype = None
+    library.ec_encode_data_update.argtypes = [number, number, number, number, pointer, pointer, pointer]
+    library.ec_encode_data_update.restype = None
+    library.xor_gen.argtypes = [number, number, pointer]
+    library.xor_gen.restype = number
+    return library
+
+
+def _check(kernel: IsalKernel) -> None:
+    """A library of another field or interface must not touch a snapshot: 2 * 0x80 is where fields differ."""
+    source, out = memoryview(bytes([0x80] * 100)), memoryview(bytearray(100))
+    kernel.combine(np.array([[2]], dtype=np.uint8), [source], [out])
+    kernel.add([1], source, [out])
+    if bytes(out) != bytes([0x1D ^ 0x80] * 100):
+        raise OSError("it computes in another field than GF(2^8) with polynomial 0x11d")
+
+
+def _check_writable(outs: Sequence[Buffer]) -> None:
+    """The library is given addresses: it would write into `bytes`, and die of a mapping that is read-only."""
+    if any(out.readonly for out in outs):
+        raise ValueError("a result cannot be written into a read-only buffer: pass a view of writable memory")
+
+
+def _pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(addresses))(*addresses)

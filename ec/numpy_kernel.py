@@ -1,0 +1,52 @@
+"""The backend without native code: XOR at a good speed, everything else by table, slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ec.codec import Buffer, as_array
+from ec.matrix import Matrix, multiplication_table
+
+PIECE_BYTES = 1 << 20
+"""Tables are looked up in pieces: NumPy widens every index to 8 bytes on the way."""
+
+
+class NumpyKernel:
+    """`ec.codec.Kernel` by NumPy alone."""
+
+    name = "numpy"
+
+    def combine(self, matrix: Matrix, sources: Sequence[Buffer], outs: Sequence[Buffer]) -> None:
+        for row, out in zip(matrix, outs, strict=True):
+            result = as_array(out)
+            terms = [(int(factor), source) for factor, source in zip(row, sources, strict=True) if factor]
+            if not terms:
+                result[:] = 0
+                continue
+            for done, (factor, source) in enumerate(terms):
+                if done:
+                    _add(result, factor, source)
+                elif factor == 1:
+                    np.copyto(result, as_array(source))
+                else:
+                    result[:] = 0
+                    _add(result, factor, source)
+
+    def add(self, column: Sequence[int], source: Buffer, outs: Sequence[Buffer]) -> None:
+        for factor, out in zip(column, outs, strict=True):
+            _add(as_array(out), factor, source)
+
+
+def _add(result: Matrix, factor: int, source: Buffer) -> None:
+    if factor == 0:
+        return
+    unit = as_array(source)
+    if factor == 1:
+        np.bitwise_xor(result, unit, out=result)
+        return
+    table = multiplication_table()[factor]
+    for start in range(0, len(unit), PIECE_BYTES):
+        piece = slice(start, start + PIECE_BYTES)
+        np.bitwise_xor(result[piece], table[unit[piece]], out=result[piece])

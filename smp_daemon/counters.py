@@ -1,0 +1,49 @@
+"""What an SMP counts. Read by anybody, at any time; every number only grows."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class Counts:
+    """The numbers.
+
+    Attributes:
+        bytes_sent, bytes_received: raw bytes exchanged with other SMPs.
+        units_folded: data units of others folded into parity here.
+        units_damaged: units that did not match their digest, here or on their way here.
+        units_mended: of those, how many were computed again in place.
+        bytes_scrubbed: bytes that the scrub has read.
+        reconnects: connections to other SMPs that broke and were made anew.
+        reforms: how often this node took part in re-forming groups.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    units_folded: int = 0
+    units_damaged: int = 0
+    units_mended: int = 0
+    bytes_scrubbed: int = 0
+    reconnects: int = 0
+    reforms: int = 0
+
+
+class Counters:
+    """`Counts` that several threads add to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = Counts()
+
+    def add(self, **amounts: int) -> None:
+        """Add to the named counts."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self._counts, name, getattr(self._counts, name) + amount)
+
+    def read(self) -> dict[str, int]:
+        """All counts as they are now."""
+        with self._lock:
+            return asdict(self._counts)

@@ -1,0 +1,212 @@
+"""Units of one snapshot from the SMPs that hold it: as they are, or computed from the rest of their stripe.
+
+A source that is gone, and a unit that does not match its digest, are erasures: others are asked, for as long as enough
+are left. What was computed is checked against the digest that was made when the unit was sealed; that digest is kept by
+whoever folded the unit into parity.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ec import TooManyErasures, choose_codec
+from smp_daemon.errors import (
+    DamagedSnapshot,
+    DeadlineExceeded,
+    HoldfastError,
+    ProtocolError,
+    SmpUnavailable,
+    Unrecoverable,
+)
+from smp_daemon.links import Links
+from smp_daemon.records import digest
+from smp_daemon.sources import Address, Sources
+from smp_daemon.store import Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUnit:
+    """A unit of a stripe that somebody holds.
+
+    Attributes:
+        number: of the unit in its stripe: 0..k-1 data, k..k+m-1 parity.
+        what: how to ask for it.
+        length: its bytes; data units may be shorter than their stripe, the rest is zeros.
+    """
+
+    number: int
+    address: Address
+    what: dict[str, Any]
+    length: int
+
+
+class Fetcher:
+    """Fetches units of one snapshot over connections of its own. Not thread-safe; every call blocks."""
+
+    def __init__(self, store: Store, sources: Sources, links: Links) -> None:
+        self.sources = sources
+        self.links = links
+        self._store = store
+        self._backend = store.holdings.backend
+        self._gone: set[Address] = set()
+        self._scratch: dict[int, memoryview] = {}
+
+    def shard_unit(self, coord: str, index: int, out: memoryview) -> None:
+        """Unit `index` of a shard, from its holder, or computed if that cannot give it.
+
+        Raises:
+            Unrecoverable: nobody holds it, and too little of its stripe is left.
+            DamagedSnapshot: what was computed does not match its digest.
+        """
+        address = self.sources.shards.get(coord)
+        if address is not None and address not in self._gone:
+            try:
+                self._get(address, {"op": "shard_unit", "coord": coord, "unit": index}, out)
+                return
+            except (SmpUnavailable, DeadlineExceeded, DamagedSnapshot, ProtocolError) as error:
+                self._note_failure(address, error)
+        place = self.sources.layout.locate(coord)
+        if not self.sources.layout.protects(place.group):
+            raise Unrecoverable(f"{coord} is lost and its group {place.group} has no parity")
+        stripes = self.sources.layout.stripes(place.group)
+        unit = stripes.first_unit(place.position, place.segment) + index
+        stripe = stripes.stripe_of(place.position, unit)
+        self.compute(place.group, stripe, stripes.data_positions(stripe).index(place.position), out)
+
+    def compute(self, group: int, stripe: int, number: int, out: memoryview, expected: int | None = None) -> None:
+        """Unit `number` of a stripe, data or parity, from k others, into `out`, which is as long as the unit.
+
+        Args:
+            expected: its digest, if known here; for data units it is also learnt from the parity.
+
+        Raises:
+            Unrecoverable: fewer than k others can be had.
+            DamagedSnapshot: the result does not match the digest, or none is known.
+        """
+        stripes = self.sources.layout.stripes(group)
+        padding = self._padding(group, stripe)
+        units = {index: memoryview(bytes(out.nbytes)) for index in padding if index != number and out.nbytes}
+        digests: dict[int, int] = {}
+        waiting = [unit for unit in self._stored(group, stripe) if unit.number != number]
+        while len(units) < stripes.data and waiting:
+            asked = waiting[: stripes.data - len(units)]
+            waiting = waiting[len(asked) :]
+            for unit, reply in self._ask(asked):
+                units[unit.number] = self._padded(unit, out.nbytes)
+                digests |= {int(p): int(d) for p, d in reply.get("sources", {}).items()}
+        if expected is None and number < stripes.data:
+            expected = digests.get(stripes.data_positions(stripe)[number])
+        try:
+            if out.nbytes:
+                choose_codec(stripes.data, stripes.parity, self._backend).reconstruct(units, {number: out})
+        except TooManyErasures as error:
+            raise Unrecoverable(f"stripe {stripe} of group {group}: {error}") from error
+        if expected is None or digest(out) != expected:
+            self._store.counters.add(units_damaged=1)
+            raise DamagedSnapshot(f"unit {number} of stripe {stripe} was computed and does not match its digest")
+
+    def compute_by_chain(self, group: int, stripe: int, number: int, out: memoryview) -> None:
+        """As `compute`, for data units, but each helper adds its share and passes the sum on (repair pipelining,
+        Li et al., USENIX ATC 2017): only one unit arrives here, whatever k is.
+
+        Raises:
+            HoldfastError: the chain broke, for whatever reason; `compute` may still succeed.
+        """
+        stripes = self.sources.layout.stripes(group)
+        stored = {unit.number: unit for unit in self._stored(group, stripe) if unit.number != number}
+        survivors = {*stored, *(index for index in self._padding(group, stripe) if index != number)}
+        codec = choose_codec(stripes.data, stripes.parity, self._backend)
+        try:
+            factors = codec.coefficients(survivors, number)
+        except TooManyErasures as error:
+            raise Unrecoverable(f"stripe {stripe} of group {group}: {error}") from error
+        helpers = [stored[index] for index in factors if index in stored]
+        turn = stripe % len(helpers)  # so that each helper is the last of the chain, which sends here, equally often
+        terms = [
+            {"at": list(unit.address), "what": unit.what, "factor": factors[unit.number]}
+            for unit in helpers[turn:] + helpers[:turn]
+        ]
+        position = stripes.data_positions(stripe)[number]
+        first = helpers[turn].address
+        reply = self._get(first, {"op": "partial", "terms": terms, "length": out.nbytes, "position": position}, out)
+        if reply.get("expected") is None or digest(out) != int(reply["expected"]):
+            raise DamagedSnapshot(f"unit {number} of stripe {stripe} came by chain and does not match its digest")
+
+    def _padding(self, group: int, stripe: int) -> list[int]:
+        """Data units of a stripe that are all zeros and stored nowhere."""
+        stripes = self.sources.layout.stripes(group)
+        stored = {index for index, _, _ in stripes.contributors(stripe)}
+        return [index for index in range(stripes.data) if index not in stored]
+
+    def _stored(self, group: int, stripe: int) -> Iterator[StoredUnit]:
+        """The units of a stripe that can be asked for, data first."""
+        layout, stripes = self.sources.layout, self.sources.layout.stripes(group)
+        for index, position, piece in stripes.contributors(stripe):
+            coord = layout.members(group)[position].shards[piece.segment].coord
+            address = self.sources.shards.get(coord)
+            if address is not None and address not in self._gone:
+                unit = piece.offset // stripes.unit_bytes
+                yield StoredUnit(index, address, {"op": "shard_unit", "coord": coord, "unit": unit}, piece.length)
+        length = stripes.stripe_bytes(stripe)
+        for row, position in enumerate(stripes.parity_positions(stripe)):
+            address = self.sources.parities.get((group, position))
+            if address is not None and address not in self._gone:
+                rank = stripes.parity_rank(position, stripe)
+                what = {"op": "parity_unit", "tag": layout.tag(group), "position": position, "unit": rank}
+                yield StoredUnit(stripes.data + row, address, what, length)
+
+    def _ask(self, units: list[StoredUnit]) -> Iterator[tuple[StoredUnit, dict[str, Any]]]:
+        """Ask for all of them at once; those that came whole, with their replies."""
+        asked = []
+        for unit in units:
+            try:
+                self.links.send(unit.address, self._message(unit.what))
+                asked.append(unit)
+            except (SmpUnavailable, DeadlineExceeded) as error:
+                self._note_failure(unit.address, error)
+        for unit in asked:
+            if unit.address in self._gone:
+                continue
+            try:
+                yield unit, self._receive(unit.address, self._buffer(unit.number)[: unit.length])
+            except (SmpUnavailable, DeadlineExceeded, DamagedSnapshot, ProtocolError) as error:
+                self._note_failure(unit.address, error)
+
+    def _padded(self, unit: StoredUnit, length: int) -> memoryview:
+        """The first `length` bytes of a unit that was received, with zeros where it is shorter."""
+        buffer = self._buffer(unit.number)
+        if unit.length < length:
+            np.frombuffer(buffer, np.uint8)[unit.length : length] = 0
+        return buffer[:length]
+
+    def _buffer(self, number: int) -> memoryview:
+        if number not in self._scratch:
+            self._scratch[number] = memoryview(bytearray(self.sources.layout.unit_bytes))
+        return self._scratch[number]
+
+    def _get(self, address: Address, what: dict[str, Any], out: memoryview) -> dict[str, Any]:
+        self.links.send(address, self._message(what))
+        return self._receive(address, out)
+
+    def _receive(self, address: Address, out: memoryview) -> dict[str, Any]:
+        reply = self.links.receive(address, out)
+        if digest(out) != int(reply["digest"]):
+            self._store.counters.add(units_damaged=1)
+            raise DamagedSnapshot(f"a unit of {self.sources.snapshot} from {address} was damaged on its way")
+        return reply
+
+    def _message(self, what: dict[str, Any]) -> dict[str, Any]:
+        return {**what, "job": self.sources.layout.job, "snapshot": self.sources.snapshot}
+
+    def _note_failure(self, address: Address, error: HoldfastError) -> None:
+        log.warning("%s does not give a unit of %s: %s", address, self.sources.snapshot, error)
+        if isinstance(error, SmpUnavailable | DeadlineExceeded):
+            self.links.drop(address)
+            self._gone.add(address)

@@ -1,0 +1,40 @@
+"""Reading the fields of a message. What is missing, of another kind or out of range raises `ProtocolError`."""
+
+from __future__ import annotations
+
+from smp_daemon.errors import ProtocolError
+from smp_daemon.layout import SnapshotId
+from smp_daemon.limits import MAX_COUNT
+from smp_daemon.transport import Message
+
+
+def number(message: Message, key: str, most: int = (1 << 64) - 1) -> int:
+    """A whole number from 0 to `most`."""
+    value = message.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ProtocolError(f"{key!r} must be a number between 0 and {most}, not {value!r}")
+    return value
+
+
+def seconds(message: Message, key: str) -> float:
+    """A time of at most an hour."""
+    value = message.get(key)
+    if not isinstance(value, int | float) or not 0 <= value <= 3600:
+        raise ProtocolError(f"{key!r} must be between 0 and 3600 s, not {value!r}")
+    return float(value)
+
+
+def text(message: Message, key: str) -> str:
+    """A text; empty ones too."""
+    value = message.get(key)
+    if not isinstance(value, str):
+        raise ProtocolError(f"{key!r} must be a text, not {value!r}")
+    return value
+
+
+def snapshot_id(message: Message, key: str) -> SnapshotId:
+    """``[epoch, step]``."""
+    value = message.get(key)
+    if not isinstance(value, list) or len(value) != 2:
+        raise ProtocolError(f"{key!r} must be [epoch, step], not {value!r}")
+    return SnapshotId(*(number({key: n}, key, MAX_COUNT) for n in value))

@@ -1,0 +1,299 @@
+"""The sealed shards and complete parities of one SMP: reading them, checking them, taking in more, mending them.
+
+A unit that does not match its digest is an erasure. It is noted as damaged, counted, and not given to anybody, until
+it is mended in place with bytes that match.
+
+Every public method is thread-safe; `lock` is the store's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ec import choose_codec
+from smp_daemon.arena import Arena, Pool
+from smp_daemon.counters import Counters
+from smp_daemon.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
+from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.parity import ParityGathering
+from smp_daemon.records import (
+    ParityRecord,
+    ShardRecord,
+    digest,
+    digest_units,
+    parity_from_json,
+    parity_to_json,
+    shard_from_json,
+    shard_to_json,
+)
+from smp_daemon.slots import Slot, SlotState
+
+log = logging.getLogger(__name__)
+
+
+class ShardKey(NamedTuple):
+    """Names a sealed shard."""
+
+    snapshot: SnapshotId
+    coord: str
+
+    def __str__(self) -> str:
+        return f"{self.coord} of {self.snapshot}"
+
+
+class ParityKey(NamedTuple):
+    """Names a complete parity slot."""
+
+    snapshot: SnapshotId
+    tag: str
+    position: int
+
+    def __str__(self) -> str:
+        return f"parity {self.tag}-{self.position} of {self.snapshot}"
+
+
+Key = ShardKey | ParityKey
+Record = ShardRecord | ParityRecord
+
+
+class Holdings:
+    """What is sealed in an arena."""
+
+    def __init__(self, arena: Arena, lock: threading.Condition, counters: Counters, backend: str) -> None:
+        """`backend`: see `ec.choose_codec`."""
+        self.arena = arena
+        self.counters = counters
+        self.backend = backend
+        self._lock = lock
+        self._records: dict[Key, Record] = {}
+        self._damaged: set[tuple[Key, int]] = set()
+
+    def held(self) -> list[Key]:
+        """Everything held."""
+        with self._lock:
+            return list(self._records)
+
+    def holds(self, key: Key) -> bool:
+        """Whether it is here, sealed."""
+        with self._lock:
+            return key in self._records
+
+    def open(self, key: Key) -> tuple[memoryview, Record]:
+        """The bytes, mapped, and the commit record. Raises `ProtocolError` if it is not here."""
+        with self._lock:
+            record = self._records.get(key)
+            slot = self._pool(key).find(key.snapshot, SlotState.SEALED)
+            if record is None or slot is None:
+                raise ProtocolError(f"{key} is not held here")
+            return self._pool(key).view(slot), record
+
+    def shard_unit(self, key: ShardKey, index: int) -> tuple[memoryview, int]:
+        """A unit of a shard, for sending, and the digest it was sealed with; the receiver checks it."""
+        view, record = self.open(key)
+        offset, length = record.unit(index)
+        return view[offset : offset + length], record.digests[index]
+
+    def checked_unit(self, key: Key, index: int) -> tuple[memoryview, Record]:
+        """A unit that was just checked, and the record it is in.
+
+        Raises:
+            ProtocolError: there is no such unit here.
+            DamagedSnapshot: it does not match its digest; from now on it counts as erased.
+        """
+        view, record = self.open(key)
+        if not 0 <= index < len(record.digests):
+            raise ProtocolError(f"there is no unit {index}: {key} has {len(record.digests)}")
+        offset, length = record.unit(index)
+        unit = view[offset : offset + length]
+        if digest(unit) != record.digests[index]:
+            self._note_damage(key, index)
+            raise DamagedSnapshot(f"unit {index} of {key} does not match its digest")
+        return unit, record
+
+    def damaged_units(self, key: Key) -> list[int]:
+        """Reads all of it; which units do not match their digests. Blocks for about one read of the bytes."""
+        _, record = self.open(key)
+        damaged = []
+        for index in range(len(record.digests)):
+            try:
+                self.checked_unit(key, index)
+            except DamagedSnapshot:
+                damaged.append(index)
+        return damaged
+
+    def mend(self, key: Key, index: int, content: memoryview) -> None:
+        """Put a unit's bytes back in place.
+
+        Raises:
+            DamagedSnapshot: these are not the bytes it was sealed with.
+        """
+        view, record = self.open(key)
+        offset, length = record.unit(index)
+        if content.nbytes != length or digest(content) != record.digests[index]:
+            raise DamagedSnapshot(f"what was computed for unit {index} of {key} does not match its digest")
+        np.copyto(np.frombuffer(view[offset : offset + length], np.uint8), np.frombuffer(content, np.uint8))
+        with self._lock:
+            self._damaged.discard((key, index))
+        self.counters.add(units_mended=1)
+        log.warning("unit %d of %s was mended", index, key)
+
+    def drop(self, key: Key) -> None:
+        """It is damaged beyond mending, or not needed: this node does not hold it any more."""
+        with self._lock:
+            pool = self._pool(key)
+            slot = pool.find(key.snapshot, SlotState.SEALED)
+            if slot is not None:
+                pool.discard(slot)
+            self._forget(key)
+
+    def keep_only(self, stays: Callable[[SnapshotId], bool]) -> None:
+        """Forget what the arena has released."""
+        with self._lock:
+            for key in [key for key in self._records if not stays(key.snapshot)]:
+                self._forget(key)
+
+    # ------------------------------------------------------------------ taking in
+
+    def commit_shard(self, pool: Pool, slot: Slot, record: ShardRecord) -> None:
+        """A shard is sealed."""
+        with self._lock:
+            pool.commit(slot, shard_to_json(record))
+            self._add(ShardKey(record.snapshot, record.coord), record)
+
+    def commit_parity(self, pool: Pool, slot: Slot, record: ParityRecord) -> None:
+        """A parity slot is complete."""
+        with self._lock:
+            pool.commit(slot, parity_to_json(record))
+            self._add(ParityKey(record.snapshot, record.group, record.position), record)
+
+    @contextmanager
+    def receiving_shard(
+        self, key: ShardKey, layout: Layout, check: Callable[[memoryview], None]
+    ) -> Iterator[memoryview]:
+        """A slot to receive a shard from elsewhere; committed with fresh digests if the block ends well.
+
+        Args:
+            check: raises if what was received is not what a trainer may have written.
+
+        Raises:
+            StaleEpoch: the slot was taken away meanwhile, by a newer epoch or by another attempt.
+        """
+        length, unit_bytes = layout.shard_bytes(key.coord), layout.unit_bytes
+        with self._lock:
+            self.drop(key)
+            pool, slot, view = self.take(self.arena.shard_pool(key.coord), key.snapshot, length)
+        try:
+            yield view
+            check(view)
+            record = ShardRecord(key.snapshot, key.coord, length, unit_bytes, digest_units(view, unit_bytes))
+            with self._lock:
+                _check_mine(pool, slot, view, key.snapshot)
+                self.commit_shard(pool, slot, record)
+        except BaseException:
+            self._give_back(pool, slot, view)
+            raise
+
+    @contextmanager
+    def receiving_parity(self, key: ParityKey, layout: Layout, group: int) -> Iterator[ParityGathering]:
+        """A gathering of a parity that this node was not there for; committed if the block leaves it complete.
+
+        Raises:
+            StaleEpoch: the slot was taken away meanwhile, by a newer epoch or by another attempt.
+        """
+        stripes = layout.stripes(group)
+        with self._lock:
+            self.drop(key)
+            pool = self.arena.parity_pool(key.tag, key.position)
+            pool, slot, view = self.take(pool, key.snapshot, stripes.parity_bytes(key.position))
+        try:
+            codec = choose_codec(stripes.data, stripes.parity, self.backend)
+            gathering = ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view)
+            yield gathering
+            record = gathering.record()
+            with self._lock:
+                _check_mine(pool, slot, view, key.snapshot)
+                self.commit_parity(pool, slot, record)
+        except BaseException:
+            self._give_back(pool, slot, view)
+            raise
+
+    def take(self, pool: Pool, snapshot: SnapshotId, length: int) -> tuple[Pool, Slot, memoryview]:
+        """A slot to receive into. An earlier attempt that is still at work loses its slot, and writes into nothing.
+
+        Where none is free, the memory of free slots of other pools is used before any more is taken.
+        """
+        with self._lock:
+            earlier = pool.find(snapshot, SlotState.WRITING)
+            if earlier is not None:
+                pool.replace(earlier)
+            try:
+                slot = pool.begin(snapshot, length)
+            except NoFreeSlot:
+                self.arena.make_room(length, pool)
+                pool.create(length)
+                slot = pool.begin(snapshot, length)
+            return pool, slot, pool.view(slot)
+
+    def adopt(self) -> None:
+        """Take over what a predecessor left in the arena; units that do not match their digests are noted."""
+        for pool, slot, data in self.arena.adopt():
+            try:
+                self._adopt_slot(pool, slot, data)
+            except ProtocolError as error:
+                log.warning("slot %s freed: %s", pool.path(slot).name, error)
+                pool.discard(slot)
+
+    # ------------------------------------------------------------------ inside
+
+    def _adopt_slot(self, pool: Pool, slot: Slot, data: Any) -> None:
+        key: Key
+        record: Record
+        if pool in self.arena.parities.values():
+            record = parity_from_json(data)
+            key = ParityKey(record.snapshot, record.group, record.position)
+        else:
+            record = shard_from_json(data)
+            key = ShardKey(record.snapshot, record.coord)
+        if self._pool(key) is not pool or any(sum(record.unit(i)) > slot.bytes for i in range(len(record.digests))):
+            raise ProtocolError(f"the commit record of {key} does not fit its slot")
+        slot.snapshot = record.snapshot
+        slot.state = SlotState.SEALED
+        self._records[key] = record
+        self.damaged_units(key)  # notes them: others can help to mend them
+
+    def _pool(self, key: Key) -> Pool:
+        if isinstance(key, ShardKey):
+            return self.arena.shard_pool(key.coord)
+        return self.arena.parity_pool(key.tag, key.position)
+
+    def _add(self, key: Key, record: Record) -> None:
+        self._records[key] = record
+        self._lock.notify_all()
+
+    def _forget(self, key: Key) -> None:
+        self._records.pop(key, None)
+        self._damaged = {(of, index) for of, index in self._damaged if of != key}
+
+    def _note_damage(self, key: Key, index: int) -> None:
+        with self._lock:
+            if (key, index) in self._damaged:
+                return
+            self._damaged.add((key, index))
+        self.counters.add(units_damaged=1)
+        log.warning("unit %d of %s is damaged", index, key)
+
+    def _give_back(self, pool: Pool, slot: Slot, view: memoryview) -> None:
+        with self._lock:
+            if pool.is_at(slot, view):
+                pool.discard(slot)
+
+
+def _check_mine(pool: Pool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:
+    if not pool.is_at(slot, view):
+        raise StaleEpoch(f"the slot that {snapshot} was received into was taken away")

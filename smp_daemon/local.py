@@ -1,0 +1,172 @@
+"""Conversations with the trainers of this node, over a unix socket."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
+from smp_daemon.fields import number, seconds, snapshot_id, text
+from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.limits import MAX_COUNT, PROTOCOL_VERSION
+from smp_daemon.rebuild import heal, recover
+from smp_daemon.scrub import scrub
+from smp_daemon.sources import Sources
+from smp_daemon.transport import Message, Stream
+
+if TYPE_CHECKING:
+    from smp_daemon.service import Smp
+
+log = logging.getLogger(__name__)
+
+
+class TrainerConversation:
+    """One trainer of this node. What it began and did not seal becomes free when it is gone."""
+
+    def __init__(self, smp: Smp, pid: int) -> None:
+        self._smp = smp
+        self._store = smp.store
+        self._pid = pid
+        self._writing: set[tuple[SnapshotId, str]] = set()
+        self._greeted = False
+        self._operations: dict[str, Callable[[Message], Message]] = {
+            "hello": self._hello,
+            "inventory": lambda message: smp.inventory().to_json(),
+            "join": self._join,
+            "configure": self._configure,
+            "begin": self._begin,
+            "seal": self._seal,
+            "abandon": self._abandon,
+            "await": self._await,
+            "recover": self._recover,
+            "heal": self._heal,
+            "counters": lambda message: smp.store.counters.read(),
+            "scrub": self._scrub,
+            "finish": self._finish,
+        }
+
+    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, None]:
+        operation = self._operations.get(str(message.get("op")))
+        if payload:
+            stream.close()
+            raise ProtocolError("a trainer sends no raw bytes")
+        if operation is None:
+            raise ProtocolError(f"an SMP does not know the operation {message.get('op')!r}")
+        return operation(message), None
+
+    def ended(self) -> None:
+        for snapshot, coord in self._writing:
+            self._store.abandon(snapshot, coord)
+        if self._greeted:
+            with self._store.changed:
+                self._smp.trainers -= 1
+
+    def _hello(self, message: Message) -> Message:
+        if text(message, "job") != self._store.job:
+            raise ConfigError(
+                f"the SMP at {self._store.arena.path} serves job {self._store.job!r}, not {message['job']!r}: "
+                "check HOLDFAST_JOB"
+            )
+        if number(message, "version") != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"the SMP speaks version {PROTOCOL_VERSION}, this trainer version {message['version']}: "
+                "install the same holdfast on both"
+            )
+        if not self._greeted:
+            self._greeted = True
+            with self._store.changed:
+                self._smp.trainers += 1
+        return {"node": self._store.node, "pid": os.getpid()}
+
+    def _join(self, message: Message) -> Message:
+        self._store.join(number(message, "epoch", MAX_COUNT))
+        return {}
+
+    def _configure(self, message: Message) -> Message:
+        self._store.configure(Layout.from_json(message.get("layout")))
+        return {}
+
+    def _begin(self, message: Message) -> Message:
+        snapshot, coord = snapshot_id(message, "snapshot"), text(message, "coord")
+        keep = message.get("keep")
+        if not isinstance(keep, list):
+            raise ProtocolError("'keep' must be a list of snapshots")
+        protected = snapshot_id(message, "protected") if message.get("protected") else None
+        pool, slot = self._store.begin(
+            snapshot, coord, [snapshot_id({"keep": pair}, "keep") for pair in keep], protected
+        )
+        self._writing.add((snapshot, coord))
+        path = pool.path(slot)
+        return {"file": path.name, "inode": path.stat().st_ino, "bytes": slot.bytes}
+
+    def _seal(self, message: Message) -> Message:
+        snapshot, coord = snapshot_id(message, "snapshot"), text(message, "coord")
+        self._store.seal(snapshot, coord)
+        self._writing.discard((snapshot, coord))
+        return {}
+
+    def _abandon(self, message: Message) -> Message:
+        snapshot, coord = snapshot_id(message, "snapshot"), text(message, "coord")
+        self._store.abandon(snapshot, coord)
+        self._writing.discard((snapshot, coord))
+        return {}
+
+    def _await(self, message: Message) -> Message:
+        snapshot = snapshot_id(message, "snapshot")
+        return {"outcome": int(self._store.await_outcome(snapshot, seconds(message, "deadline_s")))}
+
+    def _recover(self, message: Message) -> Message:
+        recovered = recover(
+            self._store,
+            Sources.from_json(message.get("sources")),
+            text(message, "coord"),
+            self._smp.settings.rebuild,
+        )
+        path = self._store.arena.path / recovered.file
+        return {
+            "file": recovered.file,
+            "inode": path.stat().st_ino,
+            "bytes": path.stat().st_size,
+            "how": recovered.how,
+            "bytes_fetched": recovered.bytes_fetched,
+        }
+
+    def _heal(self, message: Message) -> Message:
+        sources = Sources.from_json(message.get("sources"))
+        group, position = number(message, "group"), number(message, "position")
+        if not sources.layout.has_parity(group, position):
+            raise ProtocolError(
+                f"position {position} of group {group} has no parity in the layout of {sources.snapshot}"
+            )
+
+        def work() -> None:
+            try:
+                count = heal(self._store, sources, group, position)
+                log.info("parity of position %d healed for %s: %d bytes fetched", position, sources.snapshot, count)
+            except HoldfastError as error:
+                log.warning("parity of position %d not healed for %s: %s", position, sources.snapshot, error)
+
+        threading.Thread(target=work, name="heal", daemon=True).start()
+        return {}
+
+    def _scrub(self, message: Message) -> Message:
+        return asdict(scrub(self._store, lambda count: None))
+
+    def _finish(self, message: Message) -> Message:
+        self._store.check_epoch(number(message, "epoch"))
+        self._smp.finish()
+        return {}
+
+
+def checked_peer(sock: socket.socket) -> int:
+    """The pid at the other end of a unix socket. Raises `ConfigError` if it is another user's."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.getuid():
+        raise ConfigError(f"process {pid} of user {uid} may not use this SMP")
+    return int(pid)

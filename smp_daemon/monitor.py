@@ -1,0 +1,208 @@
+"""Noticing that a node is lost and nobody replaces it, and carrying out what `smp_daemon.reform` then plans.
+
+Each SMP pings the members of its group. One that misses a member for long enough, or finds that its group has gone on
+without it, asks for a reform; the first node of the layout that answers is in charge. It does nothing while any trainer
+is connected anywhere: then the job runs, or is about to, and arranges its nodes by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from smp_daemon.census import AT_ONCE, addresses_of, take_census
+from smp_daemon.codings import Coding
+from smp_daemon.errors import HoldfastError, ProtocolError, StaleEpoch
+from smp_daemon.holdings import ParityKey
+from smp_daemon.layout import Layout
+from smp_daemon.links import Links
+from smp_daemon.peers import PeerClient
+from smp_daemon.points import reach
+from smp_daemon.protect import send_units
+from smp_daemon.rebuild import recover
+from smp_daemon.reform import Reform, plan_reform
+from smp_daemon.sources import Sources
+from smp_daemon.store import Store
+
+PING_DEADLINE_S = 2.0
+PHASE_DEADLINE_S = 600.0
+PHASES = ("adopt", "encode", "release")
+
+log = logging.getLogger(__name__)
+
+
+class Monitor:
+    """The thread that watches over the group, and the reform it may lead to.
+
+    Args:
+        after_s: how long a member may be missing before the survivors go on without it; 0: for ever.
+        method: how lost shards are computed, see `rebuild.recover`.
+    """
+
+    def __init__(self, peers: PeerClient, after_s: float, method: str) -> None:
+        self._peers = peers
+        self._after_s = after_s
+        self._method = method
+        self._closed = threading.Event()
+        self._wanted = threading.Event()
+        self._seen: dict[str, float] = {}
+        self._declined = 0
+        self._store: Store
+
+    def start(self, store: Store) -> None:
+        """Begin to work for `store`."""
+        self._store = store
+        if self._after_s:
+            threading.Thread(target=self._watch, name="monitor", daemon=True).start()
+        threading.Thread(target=self._lead, name="reform", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._wanted.set()
+
+    def request(self) -> None:
+        """Somebody misses a node, and this one is in charge. Returns at once; many requests become one reform."""
+        self._wanted.set()
+
+    # ------------------------------------------------------------------ watching
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(5.0, self._after_s / 5)):
+            layout = self._store.newest_layout()
+            if layout is None or layout.epoch != self._store.epoch or not layout.parity:
+                continue
+            try:
+                if self._is_incomplete(layout):
+                    self._ask_for_reform(layout)
+            except HoldfastError as error:
+                log.warning("the group could not be watched: %s", error)
+
+    def _is_incomplete(self, layout: Layout) -> bool:
+        """Whether a member is missing for too long, or the group has gone on without this node."""
+        group, _ = layout.place(self._store.node)
+        now = time.monotonic()
+        behind = False
+        for member in layout.members(group):
+            try:
+                reply = self._peers.ping(member.control, layout.job, PING_DEADLINE_S)
+                self._seen[member.name] = time.monotonic()
+                behind |= reply.epoch == layout.epoch and reply.revision > layout.revision
+            except HoldfastError:
+                self._seen.setdefault(member.name, now)
+        return behind or any(now - self._seen[m.name] > self._after_s for m in layout.members(group))
+
+    def _ask_for_reform(self, layout: Layout) -> None:
+        with Links(self._store.counters, PING_DEADLINE_S) as links:
+            for node in layout.nodes:
+                if node.name == self._store.node:
+                    self.request()
+                    return
+                try:
+                    links.call(node.bulk, {"op": "reform", "job": layout.job})
+                    return
+                except HoldfastError as error:
+                    log.info("%s is not in charge: %s", node.name, error)
+
+    # ------------------------------------------------------------------ in charge
+
+    def _lead(self) -> None:
+        while self._wanted.wait() and not self._closed.is_set():
+            self._wanted.clear()
+            try:
+                self.reform()
+            except HoldfastError as error:
+                log.warning("groups were not re-formed, which is tried again if need be: %s", error)
+
+    def reform(self) -> Reform | None:
+        """Re-form groups if that is called for; what was done. Blocks until all of it is.
+
+        Raises:
+            HoldfastError: it came to nothing; all that was held before still is.
+        """
+        store = self._store
+        with store.changed:
+            layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == store.epoch]
+        if not layouts:
+            return None
+        inventories = take_census(store.job, addresses_of(layouts), store.counters)
+        if any(inventory.trainers for inventory in inventories):
+            log.info("nodes are missing, and trainers are connected: nothing is done")
+            self._declined += 1
+            reach("reform.declined", self._declined)
+            return None
+        reform = plan_reform([inventory for inventory in inventories if inventory.epoch == store.epoch])
+        if reform is None:
+            return None
+        log.warning("re-forming groups for %s on %s", reform.snapshot, ", ".join(reform.nodes))
+        message = {
+            "job": store.job,
+            "epoch": store.epoch,
+            "sources": reform.sources.to_json(),
+            "layout": reform.layout.to_json(),
+        }
+        for phase in PHASES:
+            self._everywhere(reform, {"op": phase, **message})
+        return reform
+
+    def _everywhere(self, reform: Reform, message: dict[str, object]) -> None:
+        """Have every node whose group changes do something at the same time; raises the first error of any."""
+
+        def ask(name: str) -> None:
+            with Links(self._store.counters, PHASE_DEADLINE_S) as links:
+                links.call(reform.layout.node(name).bulk, message)
+
+        with ThreadPoolExecutor(max(AT_ONCE, len(reform.nodes)), "reform") as pool:
+            for done in [pool.submit(ask, name) for name in reform.nodes]:
+                done.result()
+
+    # ------------------------------------------------------------------ taking part
+
+    def take_part(self, phase: str, epoch: int, sources: Sources, layout: Layout) -> None:
+        """This node's share of a phase; blocks until it is done.
+
+        Raises:
+            StaleEpoch: trainers have begun a new epoch, which arranges its nodes by itself.
+            ProtocolError: the layout is not one of this job, this node and that snapshot.
+            HoldfastError: it could not be done.
+        """
+        store = self._store
+        store.check_epoch(epoch)
+        if layout.job != store.job or not layout.epoch == sources.layout.epoch == sources.snapshot.epoch <= epoch:
+            raise ProtocolError(f"a layout of job {layout.job!r} in epoch {layout.epoch} is not for {sources.snapshot}")
+        layout.node(store.node)
+        if phase == "adopt":
+            reach("reform.adopt", sources.snapshot.step)
+            store.keep_layout(layout)
+            for shard in layout.node(store.node).shards:
+                store.check_epoch(epoch)
+                recover(store, sources, shard.coord, self._method)
+        elif phase == "encode":
+            reach("reform.encode", sources.snapshot.step)
+            self._encode(epoch, sources, layout)
+        else:
+            self._release(sources, layout)
+            store.counters.add(reforms=1)
+            reach("reform.done", sources.snapshot.step)
+
+    def _encode(self, epoch: int, sources: Sources, layout: Layout) -> None:
+        group, _ = layout.place(self._store.node)
+        if not layout.protects(group):
+            return
+
+        def check() -> None:
+            if self._closed.is_set():
+                raise StaleEpoch("the SMP ends")
+            self._store.check_epoch(epoch)
+
+        with Links(self._store.counters) as links:
+            send_units(self._store, links, sources.snapshot, layout, check, lambda count: None)
+        self._store.codings.await_parities(epoch, Coding(sources.snapshot, layout.tag(group)), PHASE_DEADLINE_S)
+
+    def _release(self, sources: Sources, layout: Layout) -> None:
+        """What was parity in the old groups is not needed any more."""
+        for key in self._store.holdings.held():
+            if isinstance(key, ParityKey) and key.snapshot == sources.snapshot and layout.group_of(key.tag) is None:
+                self._store.holdings.drop(key)

@@ -1,0 +1,148 @@
+"""Conversations with other SMPs, over TCP: units to fold in, units asked for, and things to take part in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ec import choose_codec
+from smp_daemon.codings import Coding
+from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
+from smp_daemon.fields import number, snapshot_id, text
+from smp_daemon.holdings import ParityKey, ShardKey
+from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT, MAX_UNIT_BYTES
+from smp_daemon.links import Links
+from smp_daemon.monitor import PHASES
+from smp_daemon.records import ParityRecord, digest
+from smp_daemon.sources import Sources
+from smp_daemon.transport import Message, Stream
+
+if TYPE_CHECKING:
+    from smp_daemon.service import Smp
+
+
+class PeerConversation:
+    """Another SMP that sends units to fold in, asks for units, or has this one take part in something."""
+
+    def __init__(self, smp: Smp) -> None:
+        self._smp = smp
+        self._store = smp.store
+        self._links = Links(smp.store.counters)
+        self._sum = memoryview(bytearray())
+
+    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+        op = message.get("op")
+        if payload and op != "fold":
+            stream.close()
+            raise ProtocolError(f"raw bytes with the operation {op!r}")
+        if op == "fold":
+            return self._fold(message, payload, stream), None
+        self._check_job(message)
+        if op == "inventory":
+            return {"inventory": self._smp.inventory().to_json()}, None
+        if op == "reform":
+            self._smp.monitor.request()
+            return {}, None
+        if op in PHASES:
+            sources, layout = Sources.from_json(message.get("sources")), Layout.from_json(message.get("layout"))
+            self._smp.monitor.take_part(str(op), number(message, "epoch", MAX_COUNT), sources, layout)
+            return {}, None
+        snapshot = snapshot_id(message, "snapshot")
+        if op == "partial":
+            return self._partial(message, snapshot)
+        if op not in ("shard_unit", "parity_unit"):
+            raise ProtocolError(f"an SMP does not know the operation {op!r}")
+        unit, digest_, sources_ = self._unit(message, snapshot)
+        self._store.counters.add(bytes_sent=unit.nbytes)
+        return {"digest": digest_, "sources": sources_}, unit
+
+    def ended(self) -> None:
+        """What was folded in stays, and a unit that came in part was not folded in."""
+        self._links.close()
+
+    def _check_job(self, message: Message) -> None:
+        if message.get("job") != self._store.job:
+            raise ProtocolError(f"this SMP serves job {self._store.job!r}, not {message.get('job')!r}")
+
+    def _fold(self, message: Message, payload: int, stream: Stream) -> Message:
+        """Waits for the slot first and only then takes a buffer, so that buffers are held for no longer than a copy."""
+        layout = self._store.layout
+        limit = layout.unit_bytes if layout else MAX_UNIT_BYTES
+        if payload > limit:
+            stream.close()
+            raise ProtocolError(f"a unit of {payload} bytes; this job's have at most {limit}")
+        stream.set_deadline(CALL_DEADLINE_S)
+        try:
+            try:
+                self._check_job(message)
+                epoch = number(message, "epoch", MAX_COUNT)
+                coding = Coding(snapshot_id(message, "snapshot"), text(message, "tag"))
+                stripe, position = number(message, "stripe"), number(message, "position")
+                unit_digest = number(message, "digest")
+                self._store.codings.await_gathering(epoch, coding)
+            except HoldfastError:
+                _discard(payload, stream)
+                raise
+            with self._smp.scratch.borrow(payload) as unit:
+                stream.receive_into(unit)
+                self._store.counters.add(bytes_received=payload)
+                self._store.codings.fold(epoch, coding, stripe, position, unit, unit_digest)
+        finally:
+            stream.set_deadline(None)
+        return {}
+
+    def _unit(self, what: Message, snapshot: SnapshotId) -> tuple[memoryview, int, dict[int, int]]:
+        """A unit that was just checked, its digest, and, of parity, the digests of what was folded into it."""
+        index = number(what, "unit")
+        if what.get("op") == "shard_unit":
+            unit, record = self._store.holdings.checked_unit(ShardKey(snapshot, text(what, "coord")), index)
+            return unit, record.digests[index], {}
+        key = ParityKey(snapshot, text(what, "tag"), number(what, "position"))
+        unit, record = self._store.holdings.checked_unit(key, index)
+        sources = record.sources[index] if isinstance(record, ParityRecord) else {}
+        return unit, record.digests[index], sources
+
+    def _partial(self, message: Message, snapshot: SnapshotId) -> tuple[Message, memoryview]:
+        """This node's share of a sum, added to that of the rest of the chain, which is asked first."""
+        terms, length = message.get("terms"), number(message, "length", MAX_UNIT_BYTES)
+        if not isinstance(terms, list) or not terms or not isinstance(terms[0], dict):
+            raise ProtocolError("'terms' must be a list that begins with this node's own")
+        own, factor = terms[0].get("what"), number(terms[0], "factor", 255)
+        if not isinstance(own, dict):
+            raise ProtocolError("a term says what unit it takes")
+        unit, _, sources = self._unit(own, snapshot)
+        expected = sources.get(number(message, "position"))
+        if self._sum.nbytes < length:
+            self._sum = memoryview(bytearray(length))
+        total = self._sum[:length]
+        if len(terms) > 1:
+            host, port = _address(terms[1])
+            reply = self._links.call((host, port), {**message, "terms": terms[1:]}, total)
+            if digest(total) != reply.get("digest"):
+                self._links.drop((host, port))
+                raise DamagedSnapshot(f"a partial sum from {host}:{port} was damaged on its way")
+            expected = reply.get("expected") if expected is None else expected
+        else:
+            np.frombuffer(total, np.uint8)[:] = 0
+        count = min(length, unit.nbytes)
+        choose_codec(1, 1, self._smp.settings.backend).add_scaled(factor, unit[:count], total[:count])
+        self._store.counters.add(bytes_sent=length)
+        return {"digest": digest(total), "expected": expected}, total
+
+
+def _discard(count: int, stream: Stream) -> None:
+    """Read raw bytes that nobody wants, so that the next message is found."""
+    nowhere = memoryview(bytearray(min(count, 1 << 16)))
+    while count:
+        piece = nowhere[: min(count, nowhere.nbytes)]
+        stream.receive_into(piece)
+        count -= piece.nbytes
+
+
+def _address(term: Any) -> tuple[str, int]:
+    at = term.get("at") if isinstance(term, dict) else None
+    if not isinstance(at, list) or len(at) != 2 or not isinstance(at[0], str) or not isinstance(at[1], int):
+        raise ProtocolError(f"a term says at which address it is, not {at!r}")
+    return at[0], at[1]

@@ -1,0 +1,111 @@
+"""The scrub: reads everything that is sealed, slowly and for ever, and mends units that went bad."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from smp_daemon.census import addresses_of, take_census
+from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError, Unrecoverable
+from smp_daemon.fetch import Fetcher
+from smp_daemon.holdings import Key
+from smp_daemon.links import Links
+from smp_daemon.pacer import Pacer
+from smp_daemon.plan import choose_sources
+from smp_daemon.rebuild import mend_unit
+from smp_daemon.store import Store
+
+PASS_EVERY_S = 60.0
+"""A pass begins no sooner than this after the one before."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one pass found: units read, units that were bad, and of those how many are whole again."""
+
+    units: int = 0
+    damaged: int = 0
+    mended: int = 0
+
+
+class Scrubber:
+    """The thread that scrubs. A rate of 0 in `pacer` means that it does not run by itself."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
+        self._closed = threading.Event()
+
+    def start(self, store: Store) -> None:
+        """Begin to work for `store`."""
+        if self._pacer.rate:
+            threading.Thread(target=self._run, args=(store,), name="scrub", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop after the unit at hand."""
+        self._closed.set()
+
+    def _run(self, store: Store) -> None:
+        while not self._closed.wait(PASS_EVERY_S):
+            try:
+                scrub(store, self._pace)
+            except HoldfastError as error:
+                log.warning("the scrub gave up this pass: %s", error)
+
+    def _pace(self, count: int) -> None:
+        if self._closed.wait(self._pacer.wait_s(count, time.monotonic())):
+            raise ProtocolError("the SMP ends")
+
+
+def scrub(store: Store, pace: Callable[[int], None]) -> Pass:
+    """Read and check every sealed unit once; mend what can be mended. Blocks.
+
+    Args:
+        pace: called with the length of each unit in bytes before it is read.
+    """
+    found = Pass()
+    for key in store.holdings.held():
+        damaged = []
+        try:
+            _, record = store.holdings.open(key)
+            for index in range(len(record.digests)):
+                length = record.unit(index)[1]
+                if not length:
+                    continue
+                pace(length)
+                try:
+                    store.holdings.checked_unit(key, index)
+                except DamagedSnapshot:
+                    damaged.append(index)
+                found.units += 1
+                store.counters.add(bytes_scrubbed=length)
+        except ProtocolError:
+            continue  # it was released meanwhile
+        found.damaged += len(damaged)
+        if damaged:
+            found.mended += _mend(store, key, damaged)
+    return found
+
+
+def _mend(store: Store, key: Key, damaged: list[int]) -> int:
+    """How many could be mended. Those that could not stay noted: their stripe may not be protected yet."""
+    with store.changed:
+        layouts = list(store.arena.layouts.values())
+    inventories = take_census(store.job, addresses_of(layouts), store.counters)
+    sources = choose_sources(inventories, key.snapshot)
+    if sources is None:
+        return 0
+    mended = 0
+    with Links(store.counters) as links:
+        fetcher = Fetcher(store, sources, links)
+        for index in damaged:
+            try:
+                mend_unit(store, fetcher, key, index)
+                mended += 1
+            except (Unrecoverable, DamagedSnapshot, ProtocolError) as error:
+                log.warning("unit %d of %s is not mended: %s", index, key, error)
+    return mended

@@ -1,0 +1,90 @@
+"""Counting, by several threads at once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+
+import pytest
+
+from smp_daemon.counters import Counters, Counts
+
+DEADLINE_S = 30.0
+THREADS = 4
+ROUNDS = 2000
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_everything_begins_at_zero() -> None:
+    assert Counters().read() == {field.name: 0 for field in fields(Counts)}
+
+
+def test_what_is_added_is_counted_and_nothing_else() -> None:
+    counters = Counters()
+    counters.add(bytes_sent=5, reforms=1)
+    counters.add(bytes_sent=7)
+    counters.add()
+    assert {name: count for name, count in counters.read().items() if count} == {"bytes_sent": 12, "reforms": 1}
+
+
+def test_what_was_read_does_not_change_any_more() -> None:
+    counters = Counters()
+    counters.add(units_folded=1)
+    before = counters.read()
+    counters.add(units_folded=1)
+    before["units_mended"] = 100
+    assert (before["units_folded"], counters.read()["units_folded"], counters.read()["units_mended"]) == (1, 2, 0)
+
+
+def test_a_count_that_does_not_exist_is_not_made_up() -> None:
+    counters = Counters()
+    with pytest.raises(AttributeError):
+        counters.add(bytes_guessed=1)
+    assert counters.read() == Counters().read()
+
+
+def test_nothing_that_several_threads_add_is_lost(restless: None) -> None:
+    counters = Counters()
+    ready = threading.Barrier(THREADS, timeout=DEADLINE_S)
+
+    def work(index: int) -> None:
+        ready.wait()
+        for _ in range(ROUNDS):
+            counters.add(bytes_sent=index, bytes_received=1)
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        for done in [threads.submit(work, index) for index in range(THREADS)]:
+            done.result(DEADLINE_S)
+    counts = counters.read()
+    assert counts["bytes_received"] == THREADS * ROUNDS
+    assert counts["bytes_sent"] == sum(range(THREADS)) * ROUNDS
+
+
+def test_what_was_added_at_once_is_read_at_once(restless: None) -> None:
+    counters = Counters()
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            counters.add(units_damaged=1, units_mended=1)
+
+    with ThreadPoolExecutor(1) as threads:
+        working = threads.submit(work)
+        try:
+            seen = [counters.read() for _ in range(ROUNDS)]
+        finally:
+            over.set()
+        working.result(DEADLINE_S)
+    assert all(counts["units_damaged"] == counts["units_mended"] for counts in seen)
+    assert [counts["units_damaged"] for counts in seen] == sorted(counts["units_damaged"] for counts in seen)

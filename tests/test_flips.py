@@ -1,0 +1,219 @@
+"""Bits flipped anywhere, in data, in parity and on the way: each is noticed, and mended whenever parity allows it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from smp_daemon.errors import DamagedSnapshot, HoldfastError
+from smp_daemon.layout import SnapshotId
+from smp_daemon.records import digest
+from smp_daemon.transport import call, connect
+from tests.relay import relaying
+from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, playground, run_on
+
+FLIPS = 10_000
+SEED = 20260
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as made:
+        yield made
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A sealed unit in an arena: where it lies, and in which stripe it stands."""
+
+    node: int
+    path: str
+    index: int
+    offset: int
+    length: int
+    stripe: int
+
+
+def units_of(run: Run, smps: Sequence[SmpProcess], snapshot: SnapshotId) -> list[Unit]:
+    """Every unit, data or parity, that the SMPs hold of a snapshot whose group is the whole job."""
+    stripes, found = run.layout.stripes(0), []
+    for position, smp in enumerate(smps):
+        for path in sorted(smp.arena.glob("*.json")):
+            record = json.loads(path.read_text())
+            if record.get("snapshot") != list(snapshot) or record.get("kind") not in ("shard", "parity"):
+                continue
+            parity = record["kind"] == "parity"
+            for index in range(len(record["digests"])):
+                offset = index * record["unit_bytes"]
+                length = record["lengths"][index] if parity else min(record["unit_bytes"], record["bytes"] - offset)
+                held = stripes.parity_stripes(position)
+                stripe = held[index] if parity else stripes.stripe_of(position, index)
+                if length:
+                    found.append(Unit(position, str(path.with_suffix("")), index, offset, length, stripe))
+    return found
+
+
+def in_small_units(run: Run) -> Run:
+    """The same job in its next epoch, with many units to a shard."""
+    run.epoch += 1
+    run.layout = replace(run.layout, epoch=run.epoch, unit_bytes=4096)
+    for trainer in run:
+        trainer.client.join(run.epoch)
+    for trainer in run:
+        trainer.client.configure(run.layout)
+    return run
+
+
+def flip(unit: Unit, source: random.Random) -> None:
+    """Flip one random bit of a unit."""
+    with open(unit.path, "r+b") as slot:  # noqa: PTH123
+        slot.seek(unit.offset + source.randrange(unit.length))
+        byte = slot.read(1)[0]
+        slot.seek(-1, 1)
+        slot.write(bytes([byte ^ 1 << source.randrange(8)]))
+
+
+def images(run: Run, units: Sequence[Unit]) -> list[bytes]:
+    contents = []
+    for unit in units:
+        with open(unit.path, "rb") as slot:  # noqa: PTH123
+            slot.seek(unit.offset)
+            contents.append(slot.read(unit.length))
+    return contents
+
+
+def scrub_all(run: Run) -> dict[str, int]:
+    found = [trainer.client.scrub() for trainer in run]
+    return {name: sum(each[name] for each in found) for name in ("units", "damaged", "mended")}
+
+
+def test_ten_thousand_flips_at_rest_are_all_noticed_and_mended(ground: Ground) -> None:
+    source = random.Random(SEED)
+    smps = ground.smps(4)
+    run = in_small_units(run_on(smps, [[60_000], [60_000], [40_000], [50_000]], protect="2+2"))
+    snapshot = run.protect(1)
+    units = units_of(run, smps, snapshot)
+    before = images(run, units)
+    by_stripe: dict[int, list[Unit]] = {}
+    for unit in units:
+        by_stripe.setdefault(unit.stripe, []).append(unit)
+    done = 0
+    while done < FLIPS:
+        # Any units, but no more of a stripe than parity makes up for; a unit may be hit several times.
+        hit = [u for stripe in by_stripe.values() for u in source.sample(stripe, min(2, len(stripe)))]
+        hit = hit[: FLIPS - done]
+        for unit in hit:
+            flip(unit, source)
+        assert scrub_all(run) == {"units": len(units), "damaged": len(hit), "mended": len(hit)}, f"seed {SEED}"
+        done += len(hit)
+    assert images(run, units) == before
+    assert sum(trainer.client.counters()["units_damaged"] for trainer in run) == FLIPS
+    assert sum(trainer.client.counters()["units_mended"] for trainer in run) == FLIPS
+
+
+def test_more_flips_in_a_stripe_than_parity_are_noticed_and_not_mended_into_something_else(ground: Ground) -> None:
+    source = random.Random(SEED)
+    smps = ground.smps(4)
+    run = run_on(smps, [[300_000]] * 4, protect="3+1")
+    snapshot = run.protect(1)
+    units = units_of(run, smps, snapshot)
+    hit = [unit for unit in units if unit.stripe == 1][:2]
+    for unit in hit:
+        flip(unit, source)
+    spoilt = images(run, units)
+    assert scrub_all(run) == {"units": len(units), "damaged": 2, "mended": 0}
+    assert images(run, units) == spoilt
+    plan = run.plan(*[trainer.client.inventory() for trainer in run])
+    damaged = {f"dp{unit.node}" for unit in hit if unit.path.endswith(".safetensors")}
+    for trainer in run:
+        trainer.client.join(2)
+    for coord in damaged:
+        with pytest.raises(DamagedSnapshot, match="cannot be mended"):
+            run[coord].recover(plan)
+
+
+def test_flips_are_mended_when_a_job_is_restored(ground: Ground) -> None:
+    source = random.Random(SEED)
+    smps = ground.smps(4)
+    run = run_on(smps, [[300_000]] * 4, protect="2+2")
+    snapshot = run.protect(1)
+    by_stripe: dict[int, list[Unit]] = {}
+    for unit in units_of(run, smps, snapshot):
+        by_stripe.setdefault(unit.stripe, []).append(unit)
+    for stripe in by_stripe.values():
+        for unit in source.sample(stripe, 2):
+            flip(unit, source)
+    plan = run.plan(*[trainer.client.inventory() for trainer in run])
+    for trainer in run:
+        trainer.client.join(2)
+    recovered = {trainer.coord: trainer.recover(plan) for trainer in run}
+    assert {shard.how for shard in recovered.values()} <= {"held", "mended"}
+    assert all(shard.view == run[coord].image(snapshot) for coord, shard in recovered.items())
+    scrub_all(run)
+    assert scrub_all(run)["damaged"] == 0
+
+
+# ---------------------------------------------------------------------- on the way
+
+
+def test_a_flip_on_the_way_into_parity_is_refused(ground: Ground) -> None:
+    source = random.Random(SEED)
+    smps = ground.smps(2)
+    run = run_on(smps, [[30_000]] * 2, protect="1+1")
+    snapshot = run.write(1)
+    stripes = run.layout.stripes(0)
+    stripe = next(r for r in range(stripes.count) if stripes.is_parity(1, r))
+    image = run["dp0"].image(snapshot)
+    offset = stripes.unit_of(0, stripe) * run.layout.unit_bytes
+    unit = memoryview(bytearray(image[offset : offset + run.layout.unit_bytes]))
+    message = {
+        "op": "fold",
+        "job": smps[0].job,
+        "epoch": 1,
+        "snapshot": snapshot,
+        "tag": run.layout.tag(0),
+        "stripe": stripe,
+        "position": 0,
+        "digest": digest(unit),
+    }
+    for _ in range(100):
+        with relaying(smps[1].bulk, flips=[source.randrange(unit.nbytes * 8)]) as relay:
+            stream = connect(relay.address)
+            with pytest.raises(DamagedSnapshot, match="damaged on its way"):
+                call(stream, message, unit)
+            stream.close()
+    for trainer in run:
+        trainer.seal(snapshot)
+    assert run["dp1"].client.counters()["units_damaged"] == 100
+    assert run.outcomes(snapshot) == {PROTECTED}
+
+
+def test_a_flip_on_the_way_to_a_new_node_is_noticed_and_the_unit_computed_from_others(ground: Ground) -> None:
+    source = random.Random(SEED)
+    smps = ground.smps(4)
+    run = run_on(smps, [[30_000]] * 4, protect="2+2")
+    snapshot = run.protect(1)
+    plan = run.plan(*[trainer.client.inventory() for trainer in run])
+    for trainer in run:
+        trainer.client.join(2)
+    for _ in range(40):
+        smps[3].lose()
+        smps[3].launch().wait_ready()
+        fresh = smps[3].client()
+        fresh.join(2)
+        with relaying(plan.sources.shards["dp0"], flips=[source.randrange(1 << 15)]) as relay:
+            sources = replace(
+                plan.sources,
+                shards={**{c: a for c, a in plan.sources.shards.items() if c != "dp3"}, "dp0": relay.address},
+                parities={place: at for place, at in plan.sources.parities.items() if place[1] != 3},
+            )
+            try:
+                shard = fresh.recover(sources, "dp3")
+            except HoldfastError as error:
+                raise AssertionError(f"seed {SEED}") from error
+            assert shard.view == run["dp3"].image(snapshot)
+        fresh.close()

@@ -1,0 +1,576 @@
+"""What is sealed in an arena: damage is noted once and mended in place, and what is taken in gets a slot of its own."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp_daemon.arena import Arena, Pool
+from smp_daemon.counters import Counters
+from smp_daemon.errors import ArenaTooSmall, DamagedSnapshot, ProtocolError, StaleEpoch
+from smp_daemon.holdings import Holdings, Key, ParityKey, ShardKey
+from smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from smp_daemon.records import ParityRecord, ShardRecord, digest, digest_units, parity_to_json, shard_to_json
+from smp_daemon.slots import SlotState
+
+UNIT = 8
+LENGTHS = {"dp0": 20, "dp1": 13, "dp2": 8}
+LAYOUT = Layout(
+    job="run",
+    epoch=1,
+    revision=0,
+    nodes=tuple(
+        Node(name, "127.0.0.1", 1, 2, (Shard(coord, length),))
+        for name, (coord, length) in zip("abc", LENGTHS.items(), strict=True)
+    ),
+    groups=((0, 1, 2),),
+    data=2,
+    parity=1,
+    unit_bytes=UNIT,
+    slots=2,
+)
+TAG = LAYOUT.tag(0)
+FIRST, SECOND, THIRD = (SnapshotId(1, step) for step in (1, 2, 3))
+SHARD = ShardKey(FIRST, "dp0")
+PARITY = ParityKey(FIRST, TAG, 0)
+
+
+class Place:
+    """An arena, its holdings, and a successor's once it has crashed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.start()
+
+    def start(self) -> None:
+        self.counters = Counters()
+        self.arena = Arena(self.path)
+        self.holdings = Holdings(self.arena, threading.Condition(threading.RLock()), self.counters, "numpy")
+
+    def crash(self) -> None:
+        """The owner dies and gives its lock up; a successor takes over."""
+        self.arena._lock.close()
+        self.start()
+        self.holdings.adopt()
+
+    def put_shard(self, key: ShardKey) -> bytes:
+        """Seal a shard of random bytes, the same for the same key."""
+        content = content_of(key)
+        pool = self.arena.shard_pool(key.coord)
+        pool.create(len(content))
+        slot = pool.begin(key.snapshot, len(content))
+        pool.view(slot)[:] = content
+        self.holdings.commit_shard(pool, slot, shard_record(key))
+        return content
+
+    def put_parity(self, key: ParityKey = PARITY) -> bytes:
+        """A parity slot of two units, 8 and 5 bytes, with something else where no unit is."""
+        content = random.Random(str(key)).randbytes(2 * UNIT)
+        pool = self.arena.parity_pool(key.tag, key.position)
+        pool.create(len(content))
+        slot = pool.begin(key.snapshot, len(content))
+        pool.view(slot)[:] = content
+        self.holdings.commit_parity(pool, slot, parity_record(key, content))
+        return content
+
+    def flip(self, key: Key, at: int) -> None:
+        """A memory cell goes bad."""
+        self.view(key)[at] ^= 0x10
+
+    def view(self, key: Key) -> memoryview:
+        return self.holdings.open(key)[0]
+
+    def pool(self, key: Key) -> Pool:
+        if isinstance(key, ShardKey):
+            return self.arena.shard_pool(key.coord)
+        return self.arena.parity_pool(key.tag, key.position)
+
+    def count(self, name: str) -> int:
+        return self.counters.read()[name]
+
+
+def content_of(key: ShardKey) -> bytes:
+    return random.Random(str(key)).randbytes(LENGTHS[key.coord])
+
+
+def shard_record(key: ShardKey, **changes: Any) -> ShardRecord:
+    content = content_of(key)
+    record = ShardRecord(key.snapshot, key.coord, len(content), UNIT, digest_units(memoryview(content), UNIT))
+    return replace(record, **changes)
+
+
+def parity_record(key: ParityKey, content: bytes, **changes: Any) -> ParityRecord:
+    digests = digest(memoryview(content)[:8]), digest(memoryview(content)[8:13])
+    sources = {1: 11, 2: 12}, {1: 13}
+    record = ParityRecord(key.snapshot, key.tag, key.position, UNIT, (8, 5), digests, sources)
+    return replace(record, **changes)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+    yield Place(path / "arena")
+    shutil.rmtree(path)
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def test_what_was_sealed_is_held_and_nothing_else(place: Place) -> None:
+    content, parity = place.put_shard(SHARD), place.put_parity()
+    assert place.holdings.held() == [SHARD, PARITY]
+    assert place.holdings.holds(SHARD) and place.holdings.holds(PARITY)
+    assert place.holdings.open(SHARD) == (memoryview(content), shard_record(SHARD))
+    assert place.holdings.open(PARITY) == (memoryview(parity), parity_record(PARITY, parity))
+    for other in (ShardKey(SECOND, "dp0"), ShardKey(FIRST, "dp1"), ParityKey(FIRST, TAG, 1), ParityKey(FIRST, "x", 0)):
+        assert not place.holdings.holds(other)
+        with pytest.raises(ProtocolError, match=re.escape(f"{other} is not held here")):
+            place.holdings.open(other)
+    assert place.holdings.held() == [SHARD, PARITY]
+
+
+def test_what_is_being_written_is_not_held(place: Place) -> None:
+    pool = place.arena.shard_pool("dp0")
+    pool.create(20)
+    pool.begin(FIRST, 20)
+    assert not place.holdings.holds(SHARD)
+    with pytest.raises(ProtocolError, match=r"dp0 of step 1 .* is not held here"):
+        place.holdings.open(SHARD)
+
+
+def test_units_are_cut_from_where_they_stand(place: Place) -> None:
+    content, parity = place.put_shard(SHARD), place.put_parity()
+    for index, unit in enumerate((content[:8], content[8:16], content[16:])):
+        found, record = place.holdings.checked_unit(SHARD, index)
+        assert (bytes(found), record) == (unit, shard_record(SHARD))
+        sent, sealed_with = place.holdings.shard_unit(SHARD, index)
+        assert (bytes(sent), sealed_with) == (unit, digest(memoryview(unit)))
+    assert bytes(place.holdings.checked_unit(PARITY, 0)[0]) == parity[:8]
+    assert bytes(place.holdings.checked_unit(PARITY, 1)[0]) == parity[8:13]
+
+
+@pytest.mark.parametrize("index", [-1, 3, 1 << 62])
+def test_a_unit_that_there_is_not_is_refused(place: Place, index: int) -> None:
+    place.put_shard(SHARD)
+    with pytest.raises(ProtocolError, match=f"no unit {index}: dp0 of step 1 .* has 3"):
+        place.holdings.checked_unit(SHARD, index)
+    assert place.count("units_damaged") == 0
+
+
+# ---------------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("at", [8, 12, 15])
+def test_damage_is_noted_once_and_counted_however_often_it_is_found(place: Place, at: int) -> None:
+    place.put_shard(SHARD)
+    place.flip(SHARD, at)
+    for _ in range(3):
+        with pytest.raises(DamagedSnapshot, match=r"unit 1 of dp0 of step 1 .* does not match its digest"):
+            place.holdings.checked_unit(SHARD, 1)
+        assert place.holdings.damaged_units(SHARD) == [1]
+    assert place.count("units_damaged") == 1
+    assert place.holdings.holds(SHARD)
+    assert place.holdings.checked_unit(SHARD, 0) and place.holdings.checked_unit(SHARD, 2)
+
+
+def test_every_damaged_unit_is_found_and_counted(place: Place) -> None:
+    place.put_shard(SHARD)
+    place.put_shard(ShardKey(SECOND, "dp0"))
+    place.put_parity()
+    for key, at in ((SHARD, 0), (SHARD, 3), (SHARD, 19), (ShardKey(SECOND, "dp0"), 0), (PARITY, 12)):
+        place.flip(key, at)
+    assert place.holdings.damaged_units(SHARD) == [0, 2]
+    assert place.holdings.damaged_units(ShardKey(SECOND, "dp0")) == [0]
+    assert place.holdings.damaged_units(PARITY) == [1]
+    assert place.count("units_damaged") == 4
+
+
+def test_whole_units_are_not_damaged(place: Place) -> None:
+    place.put_shard(SHARD)
+    place.put_parity()
+    assert place.holdings.damaged_units(SHARD) == place.holdings.damaged_units(PARITY) == []
+    assert place.count("units_damaged") == 0
+
+
+@pytest.mark.parametrize("at", [13, 15])
+def test_where_a_parity_slot_has_no_unit_nothing_can_be_damaged(place: Place, at: int) -> None:
+    place.put_parity()
+    place.flip(PARITY, at)
+    assert place.holdings.damaged_units(PARITY) == []
+
+
+def test_what_is_sent_is_sent_with_the_digest_it_was_sealed_with(place: Place) -> None:
+    """It is not read twice: whoever receives it checks it."""
+    content = place.put_shard(SHARD)
+    place.flip(SHARD, 0)
+    unit, sealed_with = place.holdings.shard_unit(SHARD, 0)
+    assert sealed_with == digest(memoryview(content)[:8]) != digest(unit)
+
+
+# ---------------------------------------------------------------------- mending
+
+
+def test_a_damaged_unit_is_mended_in_place(place: Place) -> None:
+    content = place.put_shard(SHARD)
+    pool = place.pool(SHARD)
+    path = pool.path(pool.slots[0])
+    inode = path.stat().st_ino
+    place.flip(SHARD, 8)
+    place.flip(SHARD, 16)
+    assert place.holdings.damaged_units(SHARD) == [1, 2]
+    place.holdings.mend(SHARD, 1, memoryview(content)[8:16])
+    assert place.holdings.damaged_units(SHARD) == [2]
+    place.holdings.mend(SHARD, 2, memoryview(content)[16:])
+    assert place.holdings.damaged_units(SHARD) == []
+    assert (path.read_bytes(), path.stat().st_ino) == (content, inode)
+    assert (place.count("units_damaged"), place.count("units_mended")) == (2, 2)
+
+
+def test_a_parity_unit_is_mended_and_the_rest_of_its_place_is_left(place: Place) -> None:
+    content = place.put_parity()
+    place.flip(PARITY, 8)
+    assert place.holdings.damaged_units(PARITY) == [1]
+    place.holdings.mend(PARITY, 1, memoryview(content)[8:13])
+    assert place.holdings.damaged_units(PARITY) == []
+    assert bytes(place.view(PARITY)) == content
+
+
+@pytest.mark.parametrize("wrong", ["other bytes", "still damaged", "too short", "too long", "empty", "another unit"])
+def test_what_does_not_match_the_digest_is_not_written(place: Place, wrong: str) -> None:
+    content = place.put_shard(SHARD)
+    place.flip(SHARD, 9)
+    damaged = bytes(place.view(SHARD))
+    offered = {
+        "other bytes": bytes(8),
+        "still damaged": damaged[8:16],
+        "too short": content[8:15],
+        "too long": content[8:17],
+        "empty": b"",
+        "another unit": content[:8],
+    }[wrong]
+    assert place.holdings.damaged_units(SHARD) == [1]
+    with pytest.raises(DamagedSnapshot, match=r"what was computed for unit 1 of dp0 .* does not match"):
+        place.holdings.mend(SHARD, 1, memoryview(offered))
+    assert bytes(place.view(SHARD)) == damaged
+    assert place.holdings.damaged_units(SHARD) == [1]
+    assert (place.count("units_damaged"), place.count("units_mended")) == (1, 0)
+
+
+def test_what_is_damaged_again_is_counted_again(place: Place) -> None:
+    content = place.put_shard(SHARD)
+    for times in (1, 2, 3):
+        place.flip(SHARD, 0)
+        assert place.holdings.damaged_units(SHARD) == [0]
+        place.holdings.mend(SHARD, 0, memoryview(content)[:8])
+        assert (place.count("units_damaged"), place.count("units_mended")) == (times, times)
+
+
+# ---------------------------------------------------------------------- letting go
+
+
+def test_what_is_dropped_is_not_held_and_its_slot_is_free(place: Place) -> None:
+    place.put_shard(SHARD)
+    place.put_shard(ShardKey(SECOND, "dp0"))
+    place.put_parity()
+    pool = place.pool(SHARD)
+    place.holdings.drop(SHARD)
+    assert place.holdings.held() == [ShardKey(SECOND, "dp0"), PARITY]
+    assert [(slot.state, slot.snapshot) for slot in pool.slots] == [(SlotState.FREE, None), (SlotState.SEALED, SECOND)]
+    assert not pool.record_path(pool.slots[0]).exists() and pool.record_path(pool.slots[1]).exists()
+    place.holdings.drop(PARITY)
+    assert place.holdings.held() == [ShardKey(SECOND, "dp0")]
+    place.crash()
+    assert place.holdings.held() == [ShardKey(SECOND, "dp0")]
+
+
+def test_dropping_what_is_not_held_is_harmless(place: Place) -> None:
+    place.put_shard(SHARD)
+    pool = place.arena.shard_pool("dp1")
+    pool.create(13)
+    pool.begin(FIRST, 13)
+    for key in (ShardKey(SECOND, "dp0"), ShardKey(FIRST, "dp1"), PARITY):
+        place.holdings.drop(key)
+    assert place.holdings.held() == [SHARD]
+    assert [slot.state for slot in pool.slots] == [SlotState.WRITING]
+
+
+def test_damage_goes_with_what_it_was_found_in(place: Place) -> None:
+    place.put_shard(SHARD)
+    place.put_parity()
+    place.flip(SHARD, 0)
+    place.flip(PARITY, 0)
+    assert (place.holdings.damaged_units(SHARD), place.holdings.damaged_units(PARITY)) == ([0], [0])
+    place.holdings.drop(SHARD)
+    place.put_shard(SHARD)
+    place.flip(SHARD, 0)
+    assert (place.holdings.damaged_units(SHARD), place.holdings.damaged_units(PARITY)) == ([0], [0])
+    assert place.count("units_damaged") == 3
+
+
+def test_what_the_arena_has_released_is_forgotten(place: Place) -> None:
+    keys = [ShardKey(snapshot, "dp0") for snapshot in (FIRST, SECOND, THIRD)]
+    for key in keys:
+        place.put_shard(key)
+    place.put_parity()
+    place.arena.release([SECOND], before=THIRD)
+    place.holdings.keep_only(lambda snapshot: snapshot >= SECOND)
+    assert place.holdings.held() == keys[1:]
+
+
+# ---------------------------------------------------------------------- receiving
+
+
+def accept(view: memoryview) -> None:
+    """A check that lets everything in."""
+
+
+def receive(place: Place, key: ShardKey, **changes: Any) -> bytes:
+    content = content_of(key)
+    with place.holdings.receiving_shard(key, LAYOUT, changes.get("check", accept)) as view:
+        assert view.nbytes == len(content)
+        view[:] = content
+    return content
+
+
+def test_a_shard_that_was_received_is_held_with_digests_of_its_own(place: Place) -> None:
+    content = receive(place, SHARD)
+    assert place.holdings.open(SHARD) == (memoryview(content), shard_record(SHARD))
+    place.crash()
+    assert place.holdings.held() == [SHARD]
+
+
+def test_while_it_is_received_it_is_not_held(place: Place) -> None:
+    place.put_shard(SHARD)
+    with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as view:
+        assert not place.holdings.holds(SHARD)
+        view[:] = content_of(SHARD)
+    assert place.holdings.holds(SHARD)
+    assert len(place.pool(SHARD).slots) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_was_received_in_part_is_not_held_and_its_slot_is_free(place: Place, error: type[BaseException]) -> None:
+    with pytest.raises(error), place.holdings.receiving_shard(SHARD, LAYOUT, accept) as view:
+        view[:4] = b"half"
+        raise error
+    assert place.holdings.held() == []
+    assert [slot.state for slot in place.pool(SHARD).slots] == [SlotState.FREE]
+    receive(place, SHARD)
+    assert len(place.pool(SHARD).slots) == 1
+
+
+def test_what_no_trainer_may_have_written_is_not_held(place: Place) -> None:
+    def refuse(view: memoryview) -> None:
+        assert bytes(view) == content_of(SHARD)
+        raise ProtocolError("no stamp")
+
+    with pytest.raises(ProtocolError, match="no stamp"):
+        receive(place, SHARD, check=refuse)
+    assert place.holdings.held() == []
+    assert [slot.state for slot in place.pool(SHARD).slots] == [SlotState.FREE]
+
+
+def test_a_second_attempt_takes_the_slot_of_the_first_which_writes_into_nothing(place: Place) -> None:
+    with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as second:
+        pass  # to have a slot, and somebody's bytes in it
+    with pytest.raises(StaleEpoch, match=r"step 1 .* was received into was taken away"):
+        with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as first:
+            with place.holdings.receiving_shard(SHARD, LAYOUT, accept) as second:
+                second[:] = content_of(SHARD)
+                first[:] = b"\xee" * 20
+    assert bytes(place.view(SHARD)) == content_of(SHARD)
+    assert place.holdings.damaged_units(SHARD) == []
+    assert len(place.pool(SHARD).slots) == 1
+
+
+def test_a_slot_that_a_fence_took_away_is_not_given_back_twice(place: Place) -> None:
+    with pytest.raises(StaleEpoch):
+        with place.holdings.receiving_shard(SHARD, LAYOUT, accept):
+            place.arena.fence()
+            taken = place.pool(SHARD).begin(SECOND, 20)
+    assert (taken.state, taken.snapshot) == (SlotState.WRITING, SECOND)
+    assert place.holdings.held() == []
+
+
+def test_a_parity_that_was_gathered_is_held(place: Place) -> None:
+    stripes = LAYOUT.stripes(0)
+    with place.holdings.receiving_parity(PARITY, LAYOUT, 0) as gathering:
+        for stripe in stripes.parity_stripes(0):
+            for _, position, piece in stripes.contributors(stripe):
+                coord = LAYOUT.members(0)[position].shards[0].coord
+                unit = memoryview(content_of(ShardKey(FIRST, coord)))[piece.offset : piece.offset + piece.length]
+                gathering.fold(stripe, position, unit, digest(unit))
+    second, third = (content_of(ShardKey(FIRST, coord))[:8] for coord in ("dp1", "dp2"))
+    expected = bytes(a ^ b for a, b in zip(second, third, strict=True))
+    unit, record = place.holdings.checked_unit(PARITY, 0)
+    assert bytes(unit) == expected
+    assert isinstance(record, ParityRecord) and record.sources[0].keys() == {1, 2}
+    assert place.holdings.damaged_units(PARITY) == []
+
+
+def test_a_parity_that_lacks_a_unit_is_not_held(place: Place) -> None:
+    with pytest.raises(ValueError, match="lacks 2 units"):
+        with place.holdings.receiving_parity(PARITY, LAYOUT, 0):
+            pass
+    assert place.holdings.held() == []
+    assert [slot.state for slot in place.pool(PARITY).slots] == [SlotState.FREE]
+
+
+# ---------------------------------------------------------------------- taking slots
+
+
+def test_a_free_slot_of_its_own_is_taken_first(place: Place) -> None:
+    pool, other = place.arena.shard_pool("dp0"), place.arena.shard_pool("dp1")
+    place.arena.reserve({pool: (20, 2), other: (13, 2)})
+    taken, slot, view = place.holdings.take(pool, FIRST, 20)
+    assert (taken, slot.index, slot.state, slot.snapshot) == (pool, 0, SlotState.WRITING, FIRST)
+    assert pool.is_at(slot, view) and view.nbytes == 20
+    assert (len(pool.slots), len(other.slots)) == (2, 2)
+
+
+def test_memory_of_free_slots_of_others_is_used_before_more_is_taken(place: Place) -> None:
+    pool, other, parity = place.arena.shard_pool("dp0"), place.arena.shard_pool("dp1"), place.pool(PARITY)
+    place.arena.reserve({pool: (20, 1), other: (13, 3), parity: (16, 1)})
+    held = other.begin(FIRST, 13)
+    place.holdings.take(pool, FIRST, 20)
+    _, slot, _ = place.holdings.take(pool, SECOND, 20)
+    assert (slot.index, slot.snapshot) == (1, SECOND)
+    assert parity.slots == [] and len(other.slots) == 2
+    assert held in other.slots and held.snapshot == FIRST
+    place.holdings.take(pool, THIRD, 20)
+    assert other.slots == [held], "what somebody writes into is not taken"
+    assert [slot.snapshot for slot in pool.slots] == [FIRST, SECOND, THIRD]
+
+
+def test_where_there_is_no_memory_nothing_is_taken_from_those_who_hold_some(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.put_shard(ShardKey(FIRST, "dp1"))
+
+    def refuse(length: int) -> None:
+        raise ArenaTooSmall("full")
+
+    monkeypatch.setattr(place.arena.shard_pool("dp0"), "create", refuse)
+    with pytest.raises(ArenaTooSmall):
+        receive(place, SHARD)
+    assert place.holdings.held() == [ShardKey(FIRST, "dp1")]
+    assert place.holdings.damaged_units(ShardKey(FIRST, "dp1")) == []
+
+
+# ---------------------------------------------------------------------- adopting
+
+
+def test_a_successor_holds_what_was_sealed(place: Place) -> None:
+    content, parity = place.put_shard(SHARD), place.put_parity()
+    place.arena.shard_pool("dp0").create(20)
+    place.arena.shard_pool("dp0").begin(SECOND, 20)
+    place.crash()
+    assert set(place.holdings.held()) == {SHARD, PARITY}
+    assert place.holdings.open(SHARD) == (memoryview(content), shard_record(SHARD))
+    assert place.holdings.open(PARITY) == (memoryview(parity), parity_record(PARITY, parity))
+    assert place.counters.read() == Counters().read()
+
+
+def test_damage_is_noted_when_it_is_adopted_and_can_be_mended(place: Place) -> None:
+    content, parity = place.put_shard(SHARD), place.put_parity()
+    place.flip(SHARD, 3)
+    place.flip(SHARD, 19)
+    place.flip(PARITY, 8)
+    place.crash()
+    assert set(place.holdings.held()) == {SHARD, PARITY}
+    assert place.count("units_damaged") == 3
+    assert (place.holdings.damaged_units(SHARD), place.holdings.damaged_units(PARITY)) == ([0, 2], [1])
+    assert place.count("units_damaged") == 3, "it was noted before"
+    place.holdings.mend(SHARD, 0, memoryview(content)[:8])
+    place.holdings.mend(SHARD, 2, memoryview(content)[16:])
+    place.holdings.mend(PARITY, 1, memoryview(parity)[8:13])
+    place.crash()
+    assert place.count("units_damaged") == 0
+    assert (bytes(place.view(SHARD)), bytes(place.view(PARITY))) == (content, parity)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param({"kind": "shard"}, id="not a record"),
+        pytest.param(shard_to_json(shard_record(ShardKey(FIRST, "dp1"))), id="another shard's"),
+        pytest.param(shard_to_json(shard_record(SHARD, bytes=21)), id="longer than the slot"),
+        pytest.param(shard_to_json(shard_record(SHARD, bytes=1 << 40, unit_bytes=1 << 39)), id="huge"),
+        pytest.param(parity_to_json(parity_record(PARITY, bytes(16))), id="a parity's"),
+        pytest.param([1, 2], id="no object"),
+    ],
+)
+def test_a_record_that_does_not_fit_its_shard_frees_the_slot(place: Place, record: Any) -> None:
+    place.put_shard(SHARD)
+    place.put_shard(ShardKey(SECOND, "dp0"))
+    pool = place.pool(SHARD)
+    pool.record_path(pool.slots[0]).write_text(json.dumps(record))
+    place.crash()
+    assert place.holdings.held() == [ShardKey(SECOND, "dp0")]
+    assert [slot.state for slot in place.pool(SHARD).slots] == [SlotState.FREE, SlotState.SEALED]
+    assert not pool.record_path(pool.slots[0]).exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"group": "0" * 16}, {"position": 1}, {"unit_bytes": 12, "lengths": (8, 5)}, {"lengths": (8, 8), "unit_bytes": 9}],
+    ids=str,
+)
+def test_a_record_that_does_not_fit_its_parity_frees_the_slot(place: Place, changes: dict[str, Any]) -> None:
+    content = place.put_parity()
+    pool = place.pool(PARITY)
+    pool.record_path(pool.slots[0]).write_text(json.dumps(parity_to_json(parity_record(PARITY, content, **changes))))
+    place.crash()
+    assert place.holdings.held() == []
+    assert [slot.state for slot in place.pool(PARITY).slots] == [SlotState.FREE]
+
+
+# ---------------------------------------------------------------------- several at once
+
+
+def test_a_waiter_is_woken_by_what_is_taken_in(place: Place) -> None:
+    lock = place.holdings._lock
+    waiting = threading.Event()
+    woken = threading.Event()
+
+    def wait() -> None:
+        with lock:
+            waiting.set()
+            if lock.wait_for(lambda: place.holdings.holds(SHARD), 30):
+                woken.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waiting.wait(30)
+    place.put_shard(SHARD)
+    assert woken.wait(15)
+    thread.join(30)
+
+
+def test_damage_that_several_find_at_once_is_counted_once(place: Place) -> None:
+    place.put_shard(SHARD)
+    place.flip(SHARD, 0)
+    ready = threading.Barrier(4, timeout=30)
+
+    def find() -> None:
+        ready.wait()
+        for _ in range(50):
+            place.holdings.damaged_units(SHARD)
+
+    threads = [threading.Thread(target=find) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert place.count("units_damaged") == 1

@@ -1,0 +1,341 @@
+"""Connections to other SMPs: what goes over them is counted, in order, and what breaks is not used again."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from smp_daemon.counters import Counters
+from smp_daemon.errors import (
+    BY_NAME,
+    DeadlineExceeded,
+    HoldfastError,
+    ProtocolError,
+    SmpUnavailable,
+)
+from smp_daemon.links import Links
+from smp_daemon.sources import Address
+from smp_daemon.transport import Listener, Message, SocketStream, Stream, bind_tcp
+from tests.smp_kit import DEADLINE_S, Ground, playground
+
+SOON_S = 0.05
+"""A deadline that is meant to pass."""
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as ground:
+        yield ground
+
+
+class Peer:
+    """Another SMP, as far as these tests go: it answers ``length`` raw bytes of ``fill``, or the error it is told."""
+
+    def __init__(self, host: str) -> None:
+        self.heard: list[tuple[Message, bytes]] = []
+        self.ended_ones = threading.Semaphore(0)
+        self.connections = 0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.listener = Listener(bind_tcp(host, 0), self._converse)
+        self.address: Address = (host, self.listener.port)
+
+    def _converse(self, sock: socket.socket) -> Peer:
+        self.connections += 1
+        return self
+
+    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+        unit = memoryview(bytearray(payload))
+        stream.receive_into(unit)
+        self.heard.append((message, bytes(unit)))
+        assert self.may_answer.wait(DEADLINE_S)
+        if "error" in message:
+            raise BY_NAME[message["error"]](f"as number {message['number']} asked for")
+        reply = {"number": message.get("number")}
+        return reply, memoryview(bytes([message.get("fill", 0)]) * message["length"]) if "length" in message else None
+
+    def ended(self) -> None:
+        self.ended_ones.release()
+
+    def close(self) -> None:
+        self.may_answer.set()
+        self.listener.close()
+
+
+@pytest.fixture
+def peer(ground: Ground) -> Iterator[Peer]:
+    peer = Peer(ground.host())
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def links(counters: Counters) -> Iterator[Links]:
+    with Links(counters, DEADLINE_S) as links:
+        yield links
+
+
+def room(length: int) -> memoryview:
+    return memoryview(bytearray(length))
+
+
+def counted(counters: Counters) -> tuple[int, int]:
+    """Bytes sent and received; nothing else is counted."""
+    counts = counters.read()
+    sent, received = counts.pop("bytes_sent"), counts.pop("bytes_received")
+    assert not any(counts.values())
+    return sent, received
+
+
+class TestWhatGoesOverThem:
+    def test_arrives_and_is_answered(self, links: Links, peer: Peer) -> None:
+        assert links.call(peer.address, {"number": 7}) == {"number": 7}
+        out = room(5)
+        assert links.call(peer.address, {"number": 8, "length": 5, "fill": 3}, out) == {"number": 8}
+        assert bytes(out) == b"\3" * 5
+        links.send(peer.address, {"number": 9}, memoryview(b"unit"))
+        assert links.receive(peer.address) == {"number": 9}
+        assert [unit for _, unit in peer.heard] == [b"", b"", b"unit"]
+
+    def test_is_counted(self, links: Links, peer: Peer, counters: Counters) -> None:
+        links.call(peer.address, {"number": 1})
+        assert counted(counters) == (0, 0)
+        links.send(peer.address, {"number": 2}, memoryview(bytes(1000)))
+        assert counted(counters) == (1000, 0)
+        links.receive(peer.address)
+        links.call(peer.address, {"number": 3, "length": 70}, room(70))
+        links.send(peer.address, {"number": 4}, memoryview(b""))
+        links.receive(peer.address)
+        assert counted(counters) == (1000, 70)
+        assert links.bytes_received == 70
+
+    def test_is_counted_together_and_for_each(self, links: Links, peer: Peer, counters: Counters) -> None:
+        with Links(counters) as others:
+            others.call(peer.address, {"number": 1, "length": 30}, room(30))
+            links.call(peer.address, {"number": 2, "length": 4}, room(4))
+            assert (others.bytes_received, links.bytes_received) == (30, 4)
+        assert counted(counters) == (0, 34)
+
+    def test_uses_one_connection_for_each_address(self, links: Links, peer: Peer, ground: Ground) -> None:
+        other = Peer(ground.host())
+        try:
+            for number in range(3):
+                assert links.call(peer.address, {"number": number}) == {"number": number}
+                assert links.call(other.address, {"number": -number}) == {"number": -number}
+        finally:
+            other.close()
+        assert (peer.connections, other.connections) == (1, 1)
+
+    def test_may_be_sent_before_earlier_replies_have_come_which_come_in_order(self, links: Links, peer: Peer) -> None:
+        peer.may_answer.clear()
+        for number in range(20):
+            links.send(peer.address, {"number": number, "length": number, "fill": number}, memoryview(b"x" * number))
+        peer.may_answer.set()
+        for number in range(20):
+            out = room(number)
+            assert links.receive(peer.address, out) == {"number": number}
+            assert bytes(out) == bytes([number]) * number
+        assert [message["number"] for message, _ in peer.heard] == list(range(20))
+        assert peer.connections == 1
+
+    def test_is_over_when_they_are_closed(self, counters: Counters, peer: Peer) -> None:
+        with Links(counters) as links:
+            links.call(peer.address, {"number": 1})
+        assert peer.ended_ones.acquire(timeout=DEADLINE_S)
+        links.close()
+
+
+class TestAnErrorReply:
+    @pytest.mark.parametrize("kind", sorted(BY_NAME))
+    def test_is_raised_and_the_connection_goes_on(
+        self, links: Links, peer: Peer, counters: Counters, kind: str
+    ) -> None:
+        with pytest.raises(BY_NAME[kind], match="as number 1 asked for") as caught:
+            links.call(peer.address, {"number": 1, "error": kind}, room(8))
+        assert type(caught.value) is BY_NAME[kind]
+        assert counted(counters) == (0, 0)
+        assert links.call(peer.address, {"number": 2}) == {"number": 2}
+        assert peer.connections == 1
+
+    def test_takes_its_turn_among_the_others(self, links: Links, peer: Peer) -> None:
+        links.send(peer.address, {"number": 0, "length": 3, "fill": 7})
+        links.send(peer.address, {"number": 1, "error": "StaleEpoch"}, memoryview(bytes(100)))
+        links.send(peer.address, {"number": 2, "error": "DamagedSnapshot"})
+        links.send(peer.address, {"number": 3, "length": 2, "fill": 9})
+        first, last = room(3), room(2)
+        assert links.receive(peer.address, first) == {"number": 0}
+        for number, kind in ((1, "StaleEpoch"), (2, "DamagedSnapshot")):
+            with pytest.raises(BY_NAME[kind], match=f"as number {number} "):
+                links.receive(peer.address, room(1000))
+        assert links.receive(peer.address, last) == {"number": 3}
+        assert (bytes(first), bytes(last)) == (b"\7\7\7", b"\x09\x09")
+        assert peer.connections == 1
+
+
+class TestAReplyOfAnotherLength:
+    @pytest.mark.parametrize(
+        ("length", "out"), [(5, 4), (3, 4), (1 << 20, 4), (5, None), (5, 0), (0, 4), (None, 4)], ids=str
+    )
+    def test_ends_the_connection_and_is_not_counted(
+        self, links: Links, peer: Peer, counters: Counters, length: int | None, out: int | None
+    ) -> None:
+        message = {"number": 1} if length is None else {"number": 1, "length": length}
+        links.send(peer.address, message)
+        links.send(peer.address, {"number": 2})
+        place = room(out) if out is not None else None
+        expected = f"sent {length or 0} bytes where {out or 0} were expected"
+        with pytest.raises(ProtocolError, match=expected):
+            links.receive(peer.address, place)
+        assert peer.ended_ones.acquire(timeout=DEADLINE_S)
+        assert place is None or bytes(place) == bytes(place.nbytes), "something was written"
+        assert counted(counters) == (0, 0)
+        with pytest.raises(SmpUnavailable, match="is over"):
+            links.receive(peer.address)
+
+    def test_leaves_nothing_behind_for_the_next(self, links: Links, peer: Peer) -> None:
+        with pytest.raises(ProtocolError):
+            links.call(peer.address, {"number": 1, "length": 1000}, room(10))
+        out = room(10)
+        assert links.call(peer.address, {"number": 2, "length": 10, "fill": 1}, out) == {"number": 2}
+        assert bytes(out) == b"\1" * 10
+        assert peer.connections == 2
+
+    def test_leaves_other_connections_alone(self, links: Links, peer: Peer, ground: Ground) -> None:
+        other = Peer(ground.host())
+        try:
+            links.send(other.address, {"number": 5})
+            with pytest.raises(ProtocolError):
+                links.call(peer.address, {"number": 1, "length": 1}, room(2))
+            assert links.receive(other.address) == {"number": 5}
+        finally:
+            other.close()
+
+
+class TestAConnectionThatBreaks:
+    def test_where_nobody_listens_there_is_none(self, links: Links, ground: Ground) -> None:
+        with socket.create_server((ground.host(), 0)) as gone:
+            address = gone.getsockname()[:2]
+        for _ in range(2):
+            with pytest.raises(SmpUnavailable):
+                links.call(address, {})
+
+    def test_before_anything_was_sent_there_is_no_reply(self, links: Links, peer: Peer) -> None:
+        with pytest.raises(SmpUnavailable, match="is over"):
+            links.receive(peer.address)
+
+    def test_that_was_dropped_takes_its_replies_with_it(self, links: Links, peer: Peer) -> None:
+        links.send(peer.address, {"number": 1})
+        links.drop(peer.address)
+        links.drop(peer.address)
+        with pytest.raises(SmpUnavailable, match="is over"):
+            links.receive(peer.address)
+        assert links.call(peer.address, {"number": 2}) == {"number": 2}
+
+    def test_is_made_anew_for_the_next_message(self, links: Links, ground: Ground) -> None:
+        host = ground.host()
+        first = Peer(host)
+        assert links.call(first.address, {"number": 1}) == {"number": 1}
+        first.close()
+        with pytest.raises(SmpUnavailable):
+            links.call(first.address, {"number": 2})
+        second = Listener(bind_tcp(host, first.address[1]), first._converse)
+        try:
+            assert links.call(first.address, {"number": 3}) == {"number": 3}
+        finally:
+            second.close()
+
+    def test_that_says_nothing_is_not_waited_for_beyond_the_deadline(self, counters: Counters, peer: Peer) -> None:
+        peer.may_answer.clear()
+        with Links(counters, SOON_S) as links:
+            with pytest.raises(DeadlineExceeded):
+                links.call(peer.address, {"number": 1})
+            links._deadline_s = DEADLINE_S
+            peer.may_answer.set()
+            assert links.call(peer.address, {"number": 2}) == {"number": 2}, "the late reply to 1 was taken for it"
+        assert peer.connections == 2
+
+    @pytest.mark.parametrize("ending", ["silence", "end"])
+    def test_in_the_middle_of_raw_bytes_is_not_used_again(
+        self, counters: Counters, ground: Ground, ending: str
+    ) -> None:
+        """What comes late of a unit must not be taken for a message: here it even looks like one."""
+        with socket.create_server((ground.host(), 0)) as server, ThreadPoolExecutor(1) as threads:
+            server.settimeout(DEADLINE_S)
+            serving = threads.submit(half_a_unit_and_then_a_trap, server, ending)
+            with Links(counters, SOON_S if ending == "silence" else DEADLINE_S) as links:
+                address = server.getsockname()[:2]
+                with pytest.raises(DeadlineExceeded if ending == "silence" else SmpUnavailable):
+                    links.call(address, {"number": 1}, room(1000))
+                links._deadline_s = DEADLINE_S
+                assert links.call(address, {"number": 2}) == {"number": 2}
+                assert counted(counters) == (0, 0)
+            serving.result(DEADLINE_S)
+
+    def test_that_says_what_is_no_message_is_not_used_again(self, counters: Counters, ground: Ground) -> None:
+        with socket.create_server((ground.host(), 0)) as server, ThreadPoolExecutor(1) as threads:
+            server.settimeout(DEADLINE_S)
+            serving = threads.submit(noise_and_then_a_trap, server)
+            with Links(counters, DEADLINE_S) as links:
+                address = server.getsockname()[:2]
+                with pytest.raises(ProtocolError, match="not a holdfast message"):
+                    links.call(address, {"number": 1})
+                assert links.call(address, {"number": 2}) == {"number": 2}
+            serving.result(DEADLINE_S)
+
+    def test_is_no_reason_to_wait_for_what_cannot_be_an_address(self, links: Links) -> None:
+        for address in (("127.0.0.1", 1 << 31), ("127.0.0.1", -1), ("no\0host", 80)):
+            with pytest.raises(SmpUnavailable, match="is no address"):
+                links.call(address, {})
+
+
+def half_a_unit_and_then_a_trap(server: socket.socket, ending: str) -> None:
+    """On the first connection: half of a unit, and later a good message where the rest should be; then a good one."""
+    first = accept(server)
+    assert first.receive() is not None
+    first._sock.sendall(frame_of({"number": 1}, 1000) + bytes(500))
+    if ending == "end":
+        first.close()
+    second = accept(server)
+    assert second.receive() == ({"number": 2}, 0)
+    try:
+        first.send({"number": "the trap"})
+    except HoldfastError:
+        pass  # better still
+    second.send({"number": 2})
+    first.close()
+    assert second.receive() is None
+    second.close()
+
+
+def noise_and_then_a_trap(server: socket.socket) -> None:
+    first = accept(server)
+    assert first.receive() is not None
+    first._sock.sendall(b"GARBAGE AND NOISE." * 10)
+    second = accept(server)
+    assert second.receive() == ({"number": 2}, 0)
+    second.send({"number": 2})
+    first.close()
+    assert second.receive() is None
+    second.close()
+
+
+def accept(server: socket.socket) -> SocketStream:
+    return SocketStream(server.accept()[0], DEADLINE_S)
+
+
+def frame_of(message: Message, payload: int) -> bytes:
+    """A message as it stands on the wire, whose raw bytes come later."""
+    mine, other = socket.socketpair()
+    with mine, other:
+        SocketStream(mine, DEADLINE_S).send(message)
+        frame = other.recv(4096)
+    return frame[:8] + payload.to_bytes(8, "little") + frame[16:]

@@ -1,0 +1,144 @@
+"""A cap on bytes per second, by a clock that the tests turn themselves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smp_daemon.errors import ConfigError
+from smp_daemon.pacer import BURST_S, Pacer, parse_rate
+
+quick = settings(deadline=None, derandomize=True, max_examples=100)
+
+RATE = 1000.0
+
+
+class Sender:
+    """Sends as a pacer lets it, on a clock of its own. The clock does not start at zero, as none does."""
+
+    def __init__(self, rate: float, now: float = 5000.0) -> None:
+        self.pacer = Pacer(rate)
+        self.now = now
+        self.sent: list[tuple[float, int]] = []
+
+    def send(self, count: int) -> float:
+        """Wait as long as it is told to, and send; how long it waited."""
+        wait = self.pacer.wait_s(count, self.now)
+        self.now += wait
+        self.sent.append((self.now, count))
+        return wait
+
+    def most_within(self, seconds: float) -> int:
+        """The most bytes that began to go within any `seconds`."""
+        return max(sum(count for at, count in self.sent if begin <= at < begin + seconds) for begin, _ in self.sent)
+
+
+def test_over_a_long_run_the_rate_is_held() -> None:
+    sender = Sender(RATE)
+    began = sender.now
+    for _ in range(10_000):
+        sender.send(37)
+    assert 10_000 * 37 / (sender.now - began) == pytest.approx(RATE, rel=0.001)
+
+
+@quick
+@given(
+    st.lists(st.tuples(st.integers(1, 500), st.floats(0, 0.4)), min_size=1, max_size=60),
+    st.floats(1, 5000),
+    st.floats(0.1, 3),
+)
+def test_in_no_stretch_of_time_more_goes_than_the_rate_and_a_burst(
+    steps: list[tuple[int, float]], rate: float, seconds: float
+) -> None:
+    """Whatever the sender does between two units. The last unit of a stretch may end after it."""
+    sender = Sender(rate)
+    for count, busy in steps:
+        sender.send(count)
+        sender.now += busy
+    longest = max(count for count, _ in steps)
+    assert sender.most_within(seconds) <= rate * (seconds + BURST_S) * (1 + 1e-6) + longest
+
+
+def test_who_is_slower_than_the_rate_never_waits() -> None:
+    sender = Sender(RATE)
+    for _ in range(100):
+        assert sender.send(100) == 0
+        sender.now += 0.1
+
+
+def test_what_was_not_sent_in_an_idle_time_is_not_saved_up() -> None:
+    sender = Sender(RATE)
+    sender.send(1)
+    sender.now += 3600
+    began = sender.now
+    for _ in range(100):
+        sender.send(100)
+    assert sender.now - began == pytest.approx(99 * 100 / RATE - BURST_S)
+
+
+def test_one_may_run_ahead_by_a_burst_and_then_waits_for_what_it_has_sent() -> None:
+    sender = Sender(RATE)
+    ahead = int(RATE * BURST_S)
+    assert sender.send(ahead) == 0
+    assert sender.send(500) == 0
+    assert sender.send(1) == pytest.approx(0.5)
+    assert sender.send(1) == pytest.approx(1 / RATE)
+
+
+def test_a_unit_longer_than_a_second_of_the_rate_goes_and_the_next_one_waits() -> None:
+    sender = Sender(RATE)
+    assert sender.send(10_000) == 0
+    assert sender.send(1) == pytest.approx(10 - BURST_S)
+
+
+@quick
+@given(st.lists(st.integers(0, 1 << 40), max_size=20))
+def test_no_limit_means_no_wait(counts: list[int]) -> None:
+    sender = Sender(0)
+    assert [sender.send(count) for count in counts] == [0.0] * len(counts)
+
+
+def test_nothing_to_send_takes_nothing() -> None:
+    sender = Sender(RATE)
+    for _ in range(100):
+        assert sender.send(0) == 0
+    assert sender.send(int(RATE * BURST_S)) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("0", 0),
+        ("0.0", 0),
+        ("500", 500),
+        ("500B", 500),
+        ("500B/s", 500),
+        ("500/s", 500),
+        ("64K", 64e3),
+        ("64MB/s", 64e6),
+        ("2G", 2e9),
+        ("2GB/s", 2e9),
+        ("1.5T", 1.5e12),
+        ("1.5e9", 1.5e9),
+        ("1e+3M", 1e9),
+        ("2E3", 2000),
+        (" 2 GB/s ", 2e9),
+        (".5G", 5e8),
+        ("5.", 5),
+    ],
+)
+def test_a_rate_is_bytes_per_second(text: str, rate: float) -> None:
+    assert parse_rate(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", " ", "fast", "none", "-1", "-2G", "2g", "2 Gbit", "2Gb/s", "2GiB", "2GB/min", "GB/s", "1e-3", "1e", "."),
+        *("1.2.3", "..", "1,5G", "0x10", "inf", "nan", "2G 3G", "2GB\\s", "٣", "1_000"),
+    ],
+)
+def test_what_is_no_rate_is_refused_and_told_how_to_say_it(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a rate: say bytes per second, such as 500M or 2GB/s, or 0"):
+        parse_rate(text)

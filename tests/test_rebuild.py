@@ -1,0 +1,170 @@
+"""Getting a lost node's bytes back, on real SMPs: every code, both ways to compute, and losses on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from smp_daemon.errors import HoldfastError, Unrecoverable
+from smp_daemon.plan import RestorePlan, plan_restore
+from smp_daemon.transport import call, connect
+from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, Trainer, playground, run_on
+
+SIZES = [30_000, 12_345, 30_001, 999, 25_000, 18_000]
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as made:
+        yield made
+
+
+def protected(ground: Ground, protect: str, nodes: int) -> tuple[list[SmpProcess], Run]:
+    smps = ground.smps(nodes)
+    run = run_on(smps, [[SIZES[i], 500 + i] for i in range(nodes)], protect=protect)
+    run.protect(1)
+    return smps, run
+
+
+def replace_nodes(run: Run, smps: Sequence[SmpProcess], lost: Collection[int]) -> None:
+    """Lose nodes, all of them before the first is replaced."""
+    for i in lost:
+        smps[i].lose()
+    for i in lost:
+        smps[i].launch().wait_ready()
+        for segment, elements in enumerate([SIZES[i], 500 + i]):
+            coord = f"dp{2 * i + segment}"
+            run.trainers[coord] = Trainer(smps[i], coord, elements)
+
+
+def restart(run: Run) -> RestorePlan:
+    plan = run.plan(*[trainer.client.inventory() for trainer in run])
+    run.epoch += 1
+    for trainer in run:
+        trainer.client.join(run.epoch)
+    return plan
+
+
+def assert_whole(run: Run, plan: RestorePlan, rebuilt: Collection[int]) -> int:
+    """Every shard comes back to the last byte; how many bytes that took."""
+    count = 0
+    for coord, trainer in run.trainers.items():
+        shard = trainer.recover(plan)
+        assert shard.view == trainer.image(plan.snapshot), coord
+        assert shard.how == ("rebuilt" if int(coord[2:]) // 2 in rebuilt else "held")
+        count += shard.bytes_fetched
+    return count
+
+
+@pytest.mark.parametrize("method", ["chain", "decode"])
+@pytest.mark.parametrize(
+    ("protect", "nodes"), [("2+2", 4), ("copies:1", 3), ("copies:2", 4), ("3+1", 5), ("4+2", 6), ("1+1", 2), ("2+3", 6)]
+)
+def test_every_loss_that_the_code_allows_is_made_up_for(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, protect: str, nodes: int, method: str
+) -> None:
+    monkeypatch.setenv("HOLDFAST_REBUILD", method)
+    smps, run = protected(ground, protect, nodes)
+    data, parity = run.layout.data, run.layout.parity
+    lost = list(range(nodes))[-parity:]
+    replace_nodes(run, smps, lost)
+    fetched = assert_whole(run, restart(run), lost)
+    own = sum(run.layout.shard_bytes(f"dp{2 * i + segment}") for i in lost for segment in range(2))
+    if method == "chain":
+        assert fetched == own
+    else:
+        assert own <= fetched <= data * (own + run.layout.unit_bytes * 2 * len(lost))
+
+
+def test_any_two_nodes_of_four_in_turn(ground: Ground) -> None:
+    smps, run = protected(ground, "2+2", 4)
+    for step, lost in enumerate(combinations(range(4), 2), 2):
+        replace_nodes(run, smps, lost)
+        assert_whole(run, restart(run), lost)
+        run.start(run.epoch + 1)
+        run.protect(step)
+
+
+def test_one_more_than_the_code_allows_cannot_be_had_and_says_so(ground: Ground) -> None:
+    smps, run = protected(ground, "2+2", 4)
+    run.protect(2)
+    replace_nodes(run, smps, [0, 1, 2])
+    with pytest.raises(Unrecoverable, match="group 0 lost shards of node0, node1, node2"):
+        restart(run)
+
+
+def test_a_helper_lost_in_the_middle_of_a_chain_is_done_without(ground: Ground) -> None:
+    smps = ground.smps(5, rules={4: [("rebuild.middle", 1)]})
+    run = run_on(smps, [[SIZES[i], 500 + i] for i in range(5)], protect="3+2")
+    run.protect(1)
+    replace_nodes(run, smps, [4])
+    plan = restart(run)
+    recovering = ground.meanwhile(run["dp8"].recover, plan)
+    held = ground.points.wait("node4", "rebuild.middle", 1)
+    smps[1].lose()
+    held.go()
+    assert recovering.result(60).view == run["dp8"].image(plan.snapshot)
+    smps[1].launch().wait_ready()
+    again = Trainer(smps[1], "dp2", SIZES[1])
+    inventories = [t.client.inventory() for c, t in run.trainers.items() if c not in ("dp2", "dp3")]
+    later = plan_restore([*inventories, again.client.inventory()], run.trainers)
+    assert later is not None
+    again.client.join(run.epoch)
+    assert again.recover(later).view == again.image(plan.snapshot)
+
+
+def test_a_chain_through_nonsense_is_refused(ground: Ground) -> None:
+    smps, run = protected(ground, "2+1", 3)
+    spoilings: list[dict[str, Any]] = [
+        {"terms": []},
+        {"terms": [{"what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 256}]},
+        {"terms": [{"factor": 1}]},
+        {"terms": [{"what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 1}, {"at": "here"}]},
+        {"terms": [{"what": {"op": "shard_unit", "coord": "dp0", "unit": 99}, "factor": 1}]},
+        {"length": 1 << 40},
+    ]
+    for spoilt in spoilings:
+        stream = connect(smps[0].bulk)
+        message = {
+            "op": "partial",
+            "job": smps[0].job,
+            "snapshot": run.protected,
+            "length": 64,
+            "position": 0,
+            "terms": [{"what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 1}],
+        }
+        assert call(stream, message)[1] == 64
+        stream.receive_into(memoryview(bytearray(64)))
+        with pytest.raises(HoldfastError):
+            call(stream, message | spoilt)
+        stream.close()
+
+
+def test_an_unknown_way_to_rebuild_is_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_REBUILD", "prayer")
+    with pytest.raises(HoldfastError, match="prayer.*chain, decode"):
+        ground.smp()
+
+
+@pytest.mark.parametrize("backend", ["isal", "numpy", "pyeclib"])
+def test_smps_of_different_backends_understand_each_other(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    smps = []
+    for i, name in enumerate([backend, "isal", "numpy", backend]):
+        monkeypatch.setenv("HOLDFAST_BACKEND", name)
+        smps.append(ground.smp(f"node{i}"))
+    run = run_on(smps, [[SIZES[i], 500 + i] for i in range(4)], protect="2+2")
+    snapshot = run.protect(1)
+    assert run.outcomes(snapshot) == {PROTECTED}
+    replace_nodes(run, smps, [0, 2])
+    assert_whole(run, restart(run), [0, 2])
+
+
+def test_an_unknown_backend_is_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_BACKEND", "abacus")
+    with pytest.raises(HoldfastError, match=r"abacus.*auto, isal, numpy, pyeclib"):
+        ground.smp()

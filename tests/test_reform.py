@@ -1,0 +1,309 @@
+"""After a loss without a replacement: what the survivors plan, purely, and what real SMPs then do by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from smp_daemon.inventory import Inventory
+from smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from smp_daemon.plan import healer, plan_restore
+from smp_daemon.reform import Reform, plan_reform
+from snapshot.arrange import Protection, RankInfo, arrange
+from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
+
+SNAPSHOT = SnapshotId(3, 8)
+
+
+def layout_of(nodes: int, data: int, parity: int, *, per_node: int = 1) -> Layout:
+    ranks = [
+        RankInfo(f"dp{i}", f"node{i // per_node}", f"10.0.0.{i // per_node}", 1, 2, 100 + i)
+        for i in range(nodes * per_node)
+    ]
+    return arrange("job", SNAPSHOT.epoch, ranks, Protection(data, parity), 3)
+
+
+def everything(layout: Layout, *, but: Collection[str] = (), trainers: int = 0) -> list[Inventory]:
+    """What the SMPs of a layout hold when its snapshot is protected; those named in `but` do not answer."""
+    found = []
+    for group, members in enumerate(layout.groups):
+        for position, node in enumerate(layout.members(group)):
+            parities = set()
+            if layout.protects(group) and layout.stripes(group).parity_bytes(position):
+                parities = {(SNAPSHOT, layout.tag(group), position)}
+            found.append(
+                Inventory(
+                    node=node.name,
+                    host=node.host,
+                    control_port=node.control_port,
+                    bulk_port=node.bulk_port,
+                    epoch=SNAPSHOT.epoch,
+                    protected=SNAPSHOT,
+                    trainers=trainers,
+                    layouts={(layout.epoch, layout.revision): layout},
+                    shards=frozenset((SNAPSHOT, shard.coord) for shard in node.shards),
+                    parities=frozenset(parities),
+                )
+            )
+        assert len(members) == len(layout.members(group))
+    return [inventory for inventory in found if inventory.node not in but]
+
+
+def carried_out(inventories: Sequence[Inventory], reform: Reform) -> list[Inventory]:
+    """What they hold once the reform is done."""
+    after = {inventory.node: inventory for inventory in everything(reform.layout)}
+    assert after.keys() <= {inventory.node for inventory in inventories}
+    both = {key: layout for inventory in inventories for key, layout in inventory.layouts.items()}
+    both[reform.layout.epoch, reform.layout.revision] = reform.layout
+    return [replace(after.get(inv.node, inv), layouts=both) for inv in inventories]
+
+
+def planned(inventories: Sequence[Inventory]) -> Reform:
+    reform = plan_reform(inventories)
+    assert reform is not None
+    return reform
+
+
+class TestThePlan:
+    def test_where_nothing_is_lost_there_is_none(self) -> None:
+        assert plan_reform(everything(layout_of(8, 3, 1))) is None
+
+    def test_without_parity_there_is_none(self) -> None:
+        assert plan_reform(everything(layout_of(4, 3, 0), but={"node1"})) is None
+
+    def test_what_is_beyond_parity_is_left_alone(self) -> None:
+        assert plan_reform(everything(layout_of(4, 3, 1), but={"node1", "node2"})) is None
+
+    def test_the_last_survivor_can_do_nothing(self) -> None:
+        assert plan_reform(everything(layout_of(2, 1, 1), but={"node0"})) is None
+
+    @pytest.mark.parametrize(("nodes", "data", "parity"), [(4, 3, 1), (4, 2, 2), (5, 2, 1), (6, 4, 2), (3, 1, 2)])
+    def test_every_loss_within_parity_leads_to_groups_of_survivors_that_hold_everything(
+        self, nodes: int, data: int, parity: int
+    ) -> None:
+        layout = layout_of(nodes, data, parity)
+        for count in range(1, parity + 1):
+            for lost in combinations([node.name for node in layout.nodes], count):
+                if nodes - count < 2:
+                    continue
+                reform = planned(everything(layout, but=lost))
+                assert {node.name for node in reform.layout.nodes} == {n.name for n in layout.nodes} - set(lost)
+                assert sorted(reform.layout.coords) == sorted(layout.coords)
+                assert reform.layout.revision == 1
+                assert all(reform.layout.protects(g) for g in range(len(reform.layout.groups)))
+
+    def test_once_carried_out_nothing_is_left_to_do_and_another_may_be_lost(self) -> None:
+        layout = layout_of(5, 4, 1)
+        survivors = everything(layout, but={"node2"})
+        after = carried_out(survivors, planned(survivors))
+        assert plan_reform(after) is None
+        for lost in after:
+            rest = [inventory for inventory in after if inventory is not lost]
+            assert plan_restore(rest, layout.coords) is not None
+            again = planned(rest)
+            assert again.layout.revision == 2
+            assert plan_reform(carried_out(rest, again)) is None
+
+    def test_lost_shards_go_to_the_emptiest_survivors_and_the_others_stay_where_they_are(self) -> None:
+        layout = layout_of(4, 3, 1, per_node=3)
+        reform = planned(everything(layout, but={"node1"}))
+        homes = {shard.coord: node.name for node in reform.layout.nodes for shard in node.shards}
+        stayed = {shard.coord: node.name for node in layout.nodes if node.name != "node1" for shard in node.shards}
+        assert {coord: homes[coord] for coord in stayed} == stayed
+        assert sorted(homes[coord] for coord in ("dp3", "dp4", "dp5")) == ["node0", "node2", "node3"]
+
+    def test_groups_that_are_whole_are_left_alone(self) -> None:
+        layout = layout_of(12, 2, 1)
+        reform = planned(everything(layout, but={"node4"}))
+        untouched = {layout.tag(g) for g in range(4) if "node4" not in {n.name for n in layout.members(g)}}
+        kept = untouched & {reform.layout.tag(g) for g in range(len(reform.layout.groups))}
+        assert len(kept) == 2
+        assert len(reform.nodes) == 5
+
+    def test_survivors_too_few_for_their_code_join_another_group(self) -> None:
+        layout = layout_of(4, 1, 1)
+        reform = planned(everything(layout, but={"node0"}))
+        assert reform.nodes == ("node1", "node2", "node3")
+        assert [len(group) for group in reform.layout.groups] == [3]
+
+    def test_a_node_that_came_back_gets_its_shards_back(self) -> None:
+        layout = layout_of(4, 3, 1)
+        survivors = everything(layout, but={"node3"})
+        after = carried_out(survivors, planned(survivors))
+        back = [inventory for inventory in everything(layout) if inventory.node == "node3"]
+        reform = planned([*after, *back])
+        assert reform.layout.node("node3").shards == layout.node("node3").shards
+        assert len(reform.layout.nodes) == 4
+
+    def test_a_node_that_came_back_empty_is_a_member_without_shards(self) -> None:
+        layout = layout_of(4, 3, 1)
+        survivors = everything(layout, but={"node3"})
+        after = carried_out(survivors, planned(survivors))
+        empty = [
+            replace(inventory, shards=frozenset(), parities=frozenset())
+            for inventory in everything(layout)
+            if inventory.node == "node3"
+        ]
+        reform = planned([*after, *empty])
+        assert reform.layout.node("node3").shards == ()
+        assert plan_reform(carried_out([*after, *empty], reform)) is None
+        assert healer(reform.layout, 0, 3) == "dp0"
+
+    def test_new_groups_respect_failure_domains(self) -> None:
+        layout = layout_of(9, 2, 1)
+        racked = replace(
+            layout, nodes=tuple(replace(n, domains=(f"rack={i % 3}",)) for i, n in enumerate(layout.nodes))
+        )
+        reform = planned(everything(racked, but={"node0", "node3", "node6"}))
+        for members in (reform.layout.members(g) for g in range(len(reform.layout.groups))):
+            racks = [label for node in members for label in node.domains]
+            assert len(set(racks)) == min(len(racks), 2)
+
+    def test_a_snapshot_that_was_only_sealed_is_protected_if_all_of_it_is_there(self) -> None:
+        layout = layout_of(3, 2, 1)
+        sealed = [replace(inv, parities=frozenset(), protected=None) for inv in everything(layout)]
+        reform = planned(sealed)
+        assert reform.layout.groups == layout.groups
+        assert plan_reform(carried_out(sealed, reform)) is None
+
+    def test_shards_and_nodes_of_a_plan_make_a_layout_that_survives_json(self) -> None:
+        reform = planned(everything(layout_of(6, 4, 2), but={"node1"}))
+        assert Layout.from_json(reform.layout.to_json()) == reform.layout
+        assert all(
+            isinstance(node, Node) and all(isinstance(s, Shard) for s in node.shards) for node in reform.layout.nodes
+        )
+
+
+# ---------------------------------------------------------------------- real SMPs
+
+
+@pytest.fixture
+def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    monkeypatch.setenv("HOLDFAST_REFORM_AFTER", "0.2")
+    with playground() as made:
+        yield made
+
+
+def leave(run: Run) -> None:
+    """All trainers are gone."""
+    for trainer in run:
+        trainer.client.close()
+
+
+def stops(count: int, *points: str) -> dict[int, list[tuple[str, int | None]]]:
+    return {i: [(point, None) for point in points] for i in range(count)}
+
+
+def come_back(run: Run, smps: Sequence[SmpProcess], lost: Collection[int]) -> None:
+    """Replacements for the lost nodes, and trainers everywhere; every shard is compared to the last byte."""
+    for i in lost:
+        smps[i].rules = ()
+        smps[i].launch().wait_ready()
+    trainers = {
+        coord: Trainer(next(smp for smp in smps if smp.name == run.layout.nodes[rank].name), coord, 3000 + rank)
+        for rank, coord in enumerate(run.trainers)
+    }
+    plan = plan_restore([trainer.client.inventory() for trainer in trainers.values()], trainers)
+    assert plan is not None
+    assert plan.snapshot == run.protected
+    for trainer in trainers.values():
+        trainer.client.join(run.epoch + 1)
+    for trainer in trainers.values():
+        assert trainer.recover(plan).view == trainer.image(plan.snapshot)
+    leave(Run(list(trainers.values())))
+
+
+def started(
+    ground: Ground, nodes: int, protect: str, *points: str, elements: int = 3000
+) -> tuple[list[SmpProcess], Run]:
+    smps = ground.smps(nodes, rules=stops(nodes, *points))
+    run = run_on(smps, [[elements + i] for i in range(nodes)], protect=protect)
+    run.protect(1)
+    run.protect(2)
+    leave(run)
+    return smps, run
+
+
+class TestSurvivors:
+    @pytest.mark.parametrize(("nodes", "protect"), [(4, "3+1"), (5, "3+1"), (3, "copies:1")])
+    def test_protect_themselves_anew_so_that_another_node_may_be_lost(
+        self, ground: Ground, nodes: int, protect: str
+    ) -> None:
+        smps, run = started(ground, nodes, protect, "reform.done")
+        smps[1].lose()
+        for i in range(nodes):
+            if i != 1:
+                ground.points.wait(f"node{i}", "reform.done", 2).go()
+        smps[2].lose()
+        come_back(run, smps, [1, 2])
+
+    @pytest.mark.parametrize("point", ["reform.adopt", "reform.encode"])
+    def test_lose_another_within_parity_while_they_do(self, ground: Ground, point: str) -> None:
+        smps, run = started(ground, 5, "3+2", point)
+        smps[1].lose()
+        ground.points.wait("node3", point, 2)
+        smps[3].lose()
+        come_back(run, smps, [1, 3])
+
+    def test_go_on_when_the_one_in_charge_is_lost_too(self, ground: Ground) -> None:
+        rules = stops(6, "reform.done") | {0: [("reform.encode", None)]}
+        smps = ground.smps(6, rules=rules)
+        run = run_on(smps, [[3000 + i] for i in range(6)], protect="4+2")
+        run.protect(1)
+        run.protect(2)
+        leave(run)
+        smps[5].lose()
+        ground.points.wait("node0", "reform.encode", 2)
+        smps[0].lose()
+        finish(ground, smps, [1, 2, 3, 4])
+        smps[1].lose()
+        smps[2].lose()
+        come_back(run, smps, [0, 1, 2, 5])
+
+    def test_do_nothing_while_a_trainer_is_connected(self, ground: Ground) -> None:
+        smps = ground.smps(3, rules=stops(3, "reform.adopt") | {0: [("reform.declined", 1), ("reform.adopt", None)]})
+        run = run_on(smps, [[3000]] * 3, protect="2+1")
+        run.protect(1)
+        run.protect(2)
+        run["dp0"].client.close()
+        run["dp1"].client.close()
+        smps[1].lose()
+        ground.points.wait("node0", "reform.declined", 1).go()
+        run["dp2"].client.close()
+        ground.points.wait("node0", "reform.adopt", 2).go()
+        ground.points.wait("node2", "reform.adopt", 2).go()
+
+    def test_take_a_returned_node_in(self, ground: Ground) -> None:
+        smps, run = started(ground, 4, "3+1", "reform.done")
+        smps[3].kill()
+        finish(ground, smps, [0, 1, 2])
+        smps[3].launch().wait_ready()
+        finish(ground, smps, [0, 1, 2, 3])
+        assert (run.protected, "dp3") in smps[3].client().inventory().shards
+        leave(run)
+        smps[0].lose()
+        come_back(run, smps, [0])
+
+    def test_use_the_memory_of_free_slots_before_any_more(self, ground: Ground) -> None:
+        smps, run = started(ground, 4, "3+1", "reform.done", elements=200_000)
+        before = [reserved(smp) for smp in smps]
+        smps[1].lose()
+        finish(ground, smps, [0, 2, 3])
+        # node0 took in the lost shard, and about as much parity again; it had one free slot of either kind.
+        assert reserved(smps[0]) - before[0] < run.layout.shard_bytes("dp1")
+        assert all(reserved(smps[i]) <= before[i] for i in (2, 3))
+
+
+def finish(ground: Ground, smps: Sequence[SmpProcess], nodes: Sequence[int]) -> None:
+    """See every one of `nodes` to the end of a reform."""
+    for held in [ground.points.wait(f"node{i}", "reform.done", 2) for i in nodes]:
+        held.go()
+
+
+def reserved(smp: SmpProcess) -> int:
+    """Bytes of memory that slots take."""
+    slots = [path for path in smp.arena.iterdir() if path.suffix in (".safetensors", ".parity")]
+    return sum(path.stat().st_blocks * 512 for path in slots)
