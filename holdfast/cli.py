@@ -7,9 +7,12 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast import HoldfastError, __version__
+
+if TYPE_CHECKING:
+    from holdfast.demo import Kill
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,6 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_gc(commands)
+    _add_doctor(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -48,12 +53,13 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument("--ranks", type=int, default=2, help="trainers on each node (default 2)")
     demo.add_argument("--steps", type=int, default=20, help="training steps (default 20)")
     demo.add_argument("--seed", type=int, default=1234, help="seed of weights, data and dropout (default 1234)")
-    demo.add_argument("--protect", default="auto", help="k+1, auto or none (default auto)")
+    demo.add_argument("--protect", default="auto", help="k+m such as 2+2, copies:r, auto or none (default auto)")
+    demo.add_argument("--lose", type=int, default=1, help="nodes that are killed at once (default 1)")
     demo.add_argument(
         "--kill",
         type=_kill,
         action="append",
-        metavar="trainer:RANK@STEP|node:INDEX@STEP",
+        metavar="trainer:RANK[+RANK...]@STEP|node:INDEX[+INDEX...]@STEP",
         help="what to kill in the middle of which step; may be repeated (default: a trainer, then a node)",
     )
     demo.add_argument("--no-kill", action="store_true", help="kill nothing")
@@ -74,6 +80,32 @@ def _add_gc(commands: Any) -> None:
     gc.add_argument("--arena", type=Path, help="where to look (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)")
     _add_json(gc)
     gc.set_defaults(run=_gc)
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine has and what is wrong with it",
+        description="Looks at packages, erasure code backends, shared memory and the kernel, and says how to mend what "
+        "is wrong. Status 1 if there is a problem; notes are about speed.",
+    )
+    _add_json(doctor)
+    doctor.set_defaults(run=_doctor)
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure how fast this machine is at what holdfast does")
+    kinds = bench.add_subparsers(title="what to measure", metavar="KIND", required=True)
+    codes = kinds.add_parser(
+        "ec",
+        help="erasure codes, compared with memcpy",
+        description="Measures every operation of every erasure code backend, in turn with memcpy of the same bytes.",
+    )
+    codes.add_argument("--quick", action="store_true", help="a few cells, in seconds instead of minutes")
+    codes.add_argument("--seed", type=int, default=1234, help="seed of the data (default 1234)")
+    codes.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
+    _add_json(codes)
+    codes.set_defaults(run=_bench_ec)
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:
@@ -105,20 +137,27 @@ def _demo(parsed: argparse.Namespace) -> int:
     return 0 if account.held else 1
 
 
-def _kills(parsed: argparse.Namespace) -> tuple[tuple[str, int, int], ...]:
+def _kills(parsed: argparse.Namespace) -> tuple[Kill, ...]:
+    from holdfast.demo import Kill
+
     if parsed.no_kill:
         return ()
     if parsed.kill:
-        return tuple(parsed.kill)
+        return tuple(Kill(*kill) for kill in parsed.kill)
     first, second = max(2, parsed.steps * 3 // 10), max(3, parsed.steps * 6 // 10)
-    return (("trainer", parsed.nodes * parsed.ranks // 2 - 1, first), ("node", min(2, parsed.nodes - 1), second))
+    if not 0 <= parsed.lose <= parsed.nodes:
+        raise HoldfastError(f"--lose {parsed.lose}: there are {parsed.nodes} nodes")
+    last = max(parsed.lose - 1, min(2, parsed.nodes - 1))
+    lost = tuple(range(last - parsed.lose + 1, last + 1))
+    trainer = Kill("trainer", (parsed.nodes * parsed.ranks // 2 - 1,), first)
+    return (trainer, Kill("node", lost, second)) if lost else (trainer,)
 
 
-def _kill(text: str) -> tuple[str, int, int]:
-    match = re.fullmatch(r"(trainer|node):(\d+)@(\d+)", text)
+def _kill(text: str) -> tuple[str, tuple[int, ...], int]:
+    match = re.fullmatch(r"(trainer|node):(\d+(?:\+\d+)*)@(\d+)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is neither trainer:RANK@STEP nor node:INDEX@STEP")
-    return match[1], int(match[2]), int(match[3])
+    return match[1], tuple(map(int, match[2].split("+"))), int(match[3])
 
 
 def _gc(parsed: argparse.Namespace) -> int:
@@ -143,6 +182,33 @@ def _gc(parsed: argparse.Namespace) -> int:
     if not found:
         print("nothing to remove", file=sys.stderr)
     _write_json(parsed.json, found)
+    return 0
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from holdfast.doctor import examine, gather, show
+
+    findings = examine(gather())
+    show(Console(stderr=parsed.json == "-", highlight=False), findings)
+    _write_json(parsed.json, [asdict(finding) for finding in findings])
+    return 1 if any(finding.verdict == "problem" for finding in findings) else 0
+
+
+def _bench_ec(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from holdfast.bench_ec import Plan, markdown, quick, run, show
+
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    report = run(quick(parsed.seed) if parsed.quick else Plan(seed=parsed.seed), console)
+    show(console, report)
+    if parsed.markdown:
+        parsed.markdown.write_text(markdown(report))
+    _write_json(parsed.json, report.to_json())
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from chaos.cluster import Event, History, Restart, VirtualCluster
 from chaos.launcher import Launcher
 from smp_daemon.errors import ConfigError
+from snapshot.arrange import parse_protect
 
 TARGET = "holdfast.gpt:train"
 PRELOAD = ("holdfast.gpt", "integrations.megatron", "torch.profiler")
@@ -23,15 +24,32 @@ JOB_DEADLINE_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
+class Kill:
+    """What is killed at once in the middle of a step: a ``trainer`` or ``node``; ranks or node indices."""
+
+    kind: str
+    targets: tuple[int, ...]
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'s' * (len(self.targets) > 1)} {'+'.join(map(str, self.targets))}"
+
+    @property
+    def option(self) -> str:
+        """How it is said on the command line."""
+        return f"--kill {self.kind}:{'+'.join(map(str, self.targets))}@{self.step}"
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """What the demo does. `kills` holds (``trainer`` or ``node``, rank or node index, step) in order of steps."""
+    """What the demo does. `kills` are in order of steps."""
 
     nodes: int
     ranks_per_node: int
     steps: int
     seed: int
     protect: str
-    kills: tuple[tuple[str, int, int], ...]
+    kills: tuple[Kill, ...]
 
     def __post_init__(self) -> None:
         world = self.nodes * self.ranks_per_node
@@ -39,26 +57,30 @@ class Plan:
             raise ConfigError(f"{world} ranks: tensor parallel 2 x data parallel 2 or more needs an even number >= 4")
         if not 1 <= self.steps <= 10_000:
             raise ConfigError(f"--steps {self.steps}: choose 1 to 10000")
-        steps = [step for _, _, step in self.kills]
+        steps = [kill.step for kill in self.kills]
         if steps != sorted(set(steps)):
             raise ConfigError(f"kills must come at different steps, in order; these come at {steps}")
-        for kind, index, step in self.kills:
-            limit = world if kind == "trainer" else self.nodes
-            if not 0 <= index < limit:
-                raise ConfigError(f"--kill {kind}:{index}@{step}: there are {kind}s 0 to {limit - 1}")
-            if not 2 <= step <= self.steps:
-                raise ConfigError(f"--kill {kind}:{index}@{step}: choose a step from 2 to {self.steps}")
-            if kind == "node" and self.nodes == 1:
-                raise ConfigError("one node protects nothing against its loss: use --nodes 2 or more")
+        survivable = min(parse_protect(self.protect).parity, self.nodes - 1)
+        for kill in self.kills:
+            limit = world if kill.kind == "trainer" else self.nodes
+            if not all(0 <= target < limit for target in kill.targets):
+                raise ConfigError(f"{kill.option}: there are {kill.kind}s 0 to {limit - 1}")
+            if len(set(kill.targets)) != len(kill.targets):
+                raise ConfigError(f"{kill.option}: names one twice")
+            if not 2 <= kill.step <= self.steps:
+                raise ConfigError(f"{kill.option}: choose a step from 2 to {self.steps}")
+            if kill.kind == "node" and len(kill.targets) > survivable:
+                raise ConfigError(
+                    f"{kill.option}: {self.nodes} nodes with --protect {self.protect} survive the loss of "
+                    f"{survivable} at once; use more nodes, or more parity such as --protect 2+2"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """One recovery. `phases` are seconds; they follow one another, from the kill to the first new step."""
 
-    kind: str
-    target: int
-    step: int
+    kill: Kill
     restored_step: int
     lost_steps: int
     bytes_fetched: int
@@ -105,9 +127,9 @@ class Account:
             "seconds": self.seconds,
             "recoveries": [
                 {
-                    "kind": r.kind,
-                    "target": r.target,
-                    "step": r.step,
+                    "kind": r.kill.kind,
+                    "targets": r.kill.targets,
+                    "step": r.kill.step,
                     "restored_step": r.restored_step,
                     "lost_steps": r.lost_steps,
                     "bytes_fetched": r.bytes_fetched,
@@ -146,11 +168,11 @@ def run(plan: Plan, progress: Callable[[str, Event], None]) -> Account:
 
         undisturbed = cluster("undisturbed", False).run()
         disturbed = cluster("disturbed", True)
-        for kind, index, step in plan.kills:
-            if kind == "trainer":
-                disturbed.kill_trainer(index, at="train.step", step=step)
+        for kill in plan.kills:
+            if kill.kind == "trainer":
+                disturbed.kill_trainer(*kill.targets, at="train.step", step=kill.step)
             else:
-                disturbed.kill_node(index, at="train.step", step=step)
+                disturbed.kill_node(*kill.targets, at="train.step", step=kill.step)
         history = disturbed.run()
     return account(plan, undisturbed, history, time.monotonic() - began)
 
@@ -217,9 +239,7 @@ def _recovery(history: History, generation: int, restart: Restart) -> Recovery:
         before = max(before, at)
     restored = started[0]["step"]
     return Recovery(
-        kind=fault.kind,
-        target=fault.targets[0],
-        step=fault.step or 0,
+        kill=Kill(fault.kind, fault.targets, fault.step or 0),
         restored_step=restored,
         lost_steps=max(0, done - restored),
         bytes_fetched=sum(event["bytes_fetched"] for event in started),

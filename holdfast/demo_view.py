@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chaos.cluster import Event
-from holdfast.demo import Account, Plan, Recovery
+from holdfast.demo import Account, Kill, Plan, Recovery
 
 PHASES = ("detect", "restart", "plan", "fetch", "load", "first_step")
 TITLES = {"fetch": "fetch/decode", "first_step": "first step"}
@@ -53,7 +53,7 @@ class DemoProgress:
             loss = float.fromhex(event["loss"])
             self._bar.update(self._task, completed=event["step"], note=f"loss {loss:.4f}")
         elif kind == "fault":
-            what = f"{event['fault']} {event['targets'][0]}"
+            what = Kill(event["fault"], tuple(event["targets"]), event["step"])
             self._bar.console.print(Text(f"  ✗ {what} killed in the middle of step {event['step']}", "red"))
         elif kind == "started" and event["rank"] == 0 and event["generation"] > 0:
             self._bar.update(self._task, completed=event["step"], note="")
@@ -98,8 +98,7 @@ def _table(recoveries: list[Recovery]) -> Table:
     table = Table(box=None, header_style="dim", padding=(0, 2), show_footer=True)
     table.add_column("recovery", footer="bytes moved")
     for recovery in recoveries:
-        title = f"{recovery.kind} {recovery.target}"
-        table.add_column(title, justify="right", footer=f"{recovery.bytes_fetched:,}")
+        table.add_column(str(recovery.kill), justify="right", footer=f"{recovery.bytes_fetched:,}")
     for phase in PHASES:
         table.add_row(TITLES.get(phase, phase), *(f"{r.phases[phase]:.2f} s" for r in recoveries))
     table.add_row("total", *(f"{sum(r.phases.values()):.2f} s" for r in recoveries), style="bold")
@@ -110,10 +109,10 @@ def _table(recoveries: list[Recovery]) -> Table:
 def _timeline(plan: Plan, recoveries: list[Recovery]) -> Text:
     """A line of steps, with a mark at each step in the middle of which something was killed."""
     line = Text("1 ")
-    kills = {recovery.step: recovery for recovery in recoveries}
+    kills = {recovery.kill.step: recovery.kill for recovery in recoveries}
     for step in range(1, plan.steps + 1):
         if step in kills:
-            line.append(f"✗ {kills[step].kind} {kills[step].target} ", "bold red")
+            line.append(f"✗ {kills[step]} ", "bold red")
         line.append("━", "green")
     return line.append(f" {plan.steps}")
 

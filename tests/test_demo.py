@@ -13,9 +13,9 @@ import pytest
 from chaos.cluster import History, VirtualCluster
 from chaos.launcher import Launcher
 from holdfast import ConfigError
-from holdfast.demo import TARGET, Plan, account, compare
+from holdfast.demo import TARGET, Kill, Plan, account, compare
 
-PLAN = Plan(nodes=4, ranks_per_node=1, steps=6, seed=7, protect="3+1", kills=(("trainer", 1, 3), ("node", 2, 5)))
+PLAN = Plan(nodes=4, ranks_per_node=1, steps=6, seed=7, protect="3+1", kills=(Kill("trainer", (1,), 3), Kill("node", (2,), 5)))
 
 
 def cluster(launcher: Launcher, *, snapshots: bool) -> VirtualCluster:
@@ -43,7 +43,7 @@ def test_a_megatron_gpt_survives_a_trainer_and_a_node_bit_for_bit(undisturbed: H
     result = account(PLAN, undisturbed, disturbed, seconds=1.0)
     assert result.identical, result.difference
     assert result.held
-    assert [recovery.kind for recovery in result.recoveries] == ["trainer", "node"]
+    assert [recovery.kill.kind for recovery in result.recoveries] == ["trainer", "node"]
     assert [recovery.bytes_fetched > 0 for recovery in result.recoveries] == [False, True]
     assert all(recovery.lost_steps in (0, 1) for recovery in result.recoveries)
     assert result.disk_bytes_written == 0
@@ -106,11 +106,11 @@ def test_the_command_prints_an_account_and_writes_json() -> None:
     [
         ({"nodes": 3, "ranks_per_node": 1}, "even number"),
         ({"steps": 0}, "--steps 0"),
-        ({"kills": (("trainer", 9, 3),)}, "trainers 0 to 3"),
-        ({"kills": (("node", 4, 3),)}, "nodes 0 to 3"),
-        ({"kills": (("node", 1, 1),)}, "a step from 2 to 6"),
-        ({"kills": (("node", 1, 3), ("node", 2, 3))}, "different steps"),
-        ({"nodes": 1, "ranks_per_node": 4, "kills": (("node", 0, 3),)}, "protects nothing"),
+        ({"kills": (Kill("trainer", (9,), 3),)}, "trainers 0 to 3"),
+        ({"kills": (Kill("node", (4,), 3),)}, "nodes 0 to 3"),
+        ({"kills": (Kill("node", (1,), 1),)}, "a step from 2 to 6"),
+        ({"kills": (Kill("node", (1,), 3), Kill("node", (2,), 3))}, "different steps"),
+        ({"nodes": 1, "ranks_per_node": 4, "kills": (Kill("node", (0,), 3),)}, "survive the loss of 0"),
     ],
 )
 def test_an_impossible_demo_is_refused(changes: dict[str, object], message: str) -> None:
