@@ -36,43 +36,37 @@ class IsalKernel:
         self._library = library
 
     def combine(self, matrix: Matrix, sources: Sequence[Buffer], outs: Sequence[Buffer]) -> None:
-        _check_writable(outs)
-        length = outs[0].nbytes
-        arrays = [as_array(buffer) for buffer in (*sources, *outs)]
-        addresses = [array.ctypes.data for array in arrays]
         rows, columns = matrix.shape
-        plain_sum = rows == 1 and columns > 1 and bool((matrix == 1).all())
-        if plain_sum and length <= PIECE_BYTES and not any(address % XOR_ALIGNMENT for address in addresses):
+        factors = matrix.tobytes()
+        length, addresses = outs[0].nbytes, _addresses(sources, outs)
+        is_plain_sum = rows == 1 and columns > 1 and factors == b"\1" * columns
+        if is_plain_sum and length <= PIECE_BYTES and not any(address % XOR_ALIGNMENT for address in addresses):
             if self._library.xor_gen(columns + 1, length, _pointers(addresses)):
                 raise RuntimeError("xor_gen refused its arguments")
             return
-        tables = self._tables(matrix.tobytes(), rows, columns)
+        tables = self._tables(factors, rows, columns)
         for start in range(0, length, PIECE_BYTES):
-            moved = [address + start for address in addresses]
             self._library.ec_encode_data(
                 min(PIECE_BYTES, length - start),
                 columns,
                 rows,
                 tables,
-                _pointers(moved[:columns]),
-                _pointers(moved[columns:]),
+                _pointers(addresses[:columns], start),
+                _pointers(addresses[columns:], start),
             )
 
     def add(self, column: Sequence[int], source: Buffer, outs: Sequence[Buffer]) -> None:
-        _check_writable(outs)
         tables = self._tables(bytes(column), len(column), 1)
-        arrays = [as_array(buffer) for buffer in (source, *outs)]
-        addresses = [array.ctypes.data for array in arrays]
+        addresses = _addresses([source], outs)
         for start in range(0, source.nbytes, PIECE_BYTES):
-            moved = [address + start for address in addresses]
             self._library.ec_encode_data_update(
                 min(PIECE_BYTES, source.nbytes - start),
                 1,
                 len(column),
                 0,
                 tables,
-                moved[0],
-                _pointers(moved[1:]),
+                addresses[0] + start,
+                _pointers(addresses[1:], start),
             )
 
     @lru_cache(maxsize=4096)  # noqa: B019  # there is one kernel in a process
@@ -132,11 +126,19 @@ def _check(kernel: IsalKernel) -> None:
         raise OSError("it computes in another field than GF(2^8) with polynomial 0x11d")
 
 
-def _check_writable(outs: Sequence[Buffer]) -> None:
-    """The library is given addresses: it would write into `bytes`, and die of a mapping that is read-only."""
-    if any(out.readonly for out in outs):
-        raise ValueError("a result cannot be written into a read-only buffer: pass a view of writable memory")
+def _addresses(sources: Sequence[Buffer], outs: Sequence[Buffer]) -> list[int]:
+    """Where the buffers lie. They stay there for as long as the caller holds them, as every caller does."""
+    for out in outs:  # the library would write into `bytes`, and die of a mapping that is read-only
+        if out.readonly:
+            raise ValueError("a result cannot be written into a read-only buffer: pass a view of writable memory")
+    return [_address(buffer) for buffer in (*sources, *outs)]
 
 
-def _pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(addresses))(*addresses)
+def _address(buffer: Buffer) -> int:
+    if buffer.readonly:
+        return int(as_array(buffer).ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # faster, and for writable memory only
+
+
+def _pointers(addresses: Sequence[int], offset: int = 0) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(addresses))(*(address + offset for address in addresses))

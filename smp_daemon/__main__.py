@@ -12,6 +12,8 @@ import logging
 import logging.handlers
 import os
 import sys
+import threading
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -196,6 +198,15 @@ def _log_to(path: Path, arguments: argparse.Namespace) -> None:
         handlers=[handler],
         format=f"%(asctime)s %(levelname)s job={arguments.job} node={arguments.node} %(name)s: %(message)s",
     )
+    threading.excepthook = _log_bug
+
+
+def _log_bug(failed: threading.ExceptHookArgs) -> None:
+    """A thread has run into a bug: that must be found in the log, for a detached process has no standard error."""
+    name = failed.thread.name if failed.thread else "?"
+    trace = "".join(traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback))
+    logging.getLogger(__name__).critical("thread %s ended by a bug: %s", name, trace)
+    threading.__excepthook__(failed)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class Holdings:
         offset, length = record.unit(index)
         unit = view[offset : offset + length]
         if digest(unit) != record.digests[index]:
-            self._note_damage(key, index)
+            self._note_damage(key, index, record)
             raise DamagedSnapshot(f"unit {index} of {key} does not match its digest")
         return unit, record
 
@@ -132,13 +132,14 @@ class Holdings:
 
         Raises:
             DamagedSnapshot: these are not the bytes it was sealed with.
+            ProtocolError: it is not held here any more.
         """
-        view, record = self.open(key)
-        offset, length = record.unit(index)
-        if content.nbytes != length or digest(content) != record.digests[index]:
-            raise DamagedSnapshot(f"what was computed for unit {index} of {key} does not match its digest")
-        np.copyto(np.frombuffer(view[offset : offset + length], np.uint8), np.frombuffer(content, np.uint8))
-        with self._lock:
+        with self._lock:  # or the slot could be somebody else's before the copy is made
+            view, record = self.open(key)
+            offset, length = record.unit(index)
+            if content.nbytes != length or digest(content) != record.digests[index]:
+                raise DamagedSnapshot(f"what was computed for unit {index} of {key} does not match its digest")
+            np.copyto(np.frombuffer(view[offset : offset + length], np.uint8), np.frombuffer(content, np.uint8))
             self._damaged.discard((key, index))
         self.counters.add(units_mended=1)
         log.warning("unit %d of %s was mended", index, key)
@@ -280,8 +281,11 @@ class Holdings:
         self._records.pop(key, None)
         self._damaged = {(of, index) for of, index in self._damaged if of != key}
 
-    def _note_damage(self, key: Key, index: int) -> None:
+    def _note_damage(self, key: Key, index: int, record: Record) -> None:
+        """Raises `ProtocolError` if the slot was given up while the unit was read: then it is not damaged, but gone."""
         with self._lock:
+            if self._records.get(key) is not record:
+                raise ProtocolError(f"{key} is not held here any more")
             if (key, index) in self._damaged:
                 return
             self._damaged.add((key, index))

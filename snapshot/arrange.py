@@ -74,6 +74,8 @@ class RankInfo:
             rank = cls(**{**data, "domains": tuple(data.get("domains", ()))})
         except (TypeError, AttributeError) as error:
             raise ProtocolError(f"not a rank's description: {error}") from error
+        if not isinstance(data.get("domains", []), list | tuple):
+            raise ProtocolError(f"not a list of domains: {data['domains']!r}")
         texts = (rank.coord, rank.node, rank.host, *rank.domains)
         numbers = (rank.control_port, rank.bulk_port, rank.slot_bytes)
         if any(type(text) is not str for text in texts) or any(type(number) is not int for number in numbers):

@@ -173,6 +173,15 @@ def test_no_group_has_more_nodes_of_a_domain_than_it_can_lose() -> None:
     assert blind.groups[0] == (0, 1, 2, 3)
 
 
+def test_groups_that_can_lose_two_are_not_torn_apart_to_lose_one() -> None:
+    """Racks and power feeds at once: only with two of each allowed in a group is there a way for all of them."""
+    places = [(0, 2), (0, 3), (1, 3), (1, 1), (0, 3), (0, 3), (1, 0), (1, 2)]
+    ranks = [rank(i, f"node{i}", domains=(f"rack=r{r}", f"feed=f{f}")) for i, (r, f) in enumerate(places)]
+    layout = arranged(ranks, Protection(2, 2))
+    assert [len(group) for group in layout.groups] == [4, 4]
+    assert shortfalls(layout) == []
+
+
 @pytest.mark.parametrize(
     ("longest", "nodes", "unit_bytes"),
     [

@@ -73,18 +73,21 @@ def test_nothing_that_several_threads_add_is_lost(restless: None) -> None:
 
 def test_what_was_added_at_once_is_read_at_once(restless: None) -> None:
     counters = Counters()
-    over = threading.Event()
+    begun, over = threading.Event(), threading.Event()
 
     def work() -> None:
         while not over.is_set():
-            counters.add(units_damaged=1, units_mended=1)
+            counters.add(bytes_sent=1, reforms=1)  # the first and the last
+            begun.set()
 
     with ThreadPoolExecutor(1) as threads:
         working = threads.submit(work)
+        assert begun.wait(DEADLINE_S)
         try:
-            seen = [counters.read() for _ in range(ROUNDS)]
+            seen = [counters.read() for _ in range(4 * ROUNDS)]
         finally:
             over.set()
         working.result(DEADLINE_S)
-    assert all(counts["units_damaged"] == counts["units_mended"] for counts in seen)
-    assert [counts["units_damaged"] for counts in seen] == sorted(counts["units_damaged"] for counts in seen)
+    assert all(counts["bytes_sent"] == counts["reforms"] for counts in seen)
+    assert [counts["reforms"] for counts in seen] == sorted(counts["reforms"] for counts in seen)
+    assert seen[-1]["reforms"] > 0

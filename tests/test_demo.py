@@ -6,20 +6,23 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from chaos.cluster import History, VirtualCluster
 from chaos.launcher import Launcher
-from holdfast import ConfigError
+from holdfast import ConfigError, HoldfastError
+from holdfast.cli import _kills, _parser
 from holdfast.demo import TARGET, Kill, Plan, account, compare
 
-PLAN = Plan(nodes=4, ranks_per_node=1, steps=6, seed=7, protect="3+1", kills=(Kill("trainer", (1,), 3), Kill("node", (2,), 5)))
+KILLS = (Kill("trainer", (1,), 3), Kill("node", (2,), 5))
+PLAN = Plan(nodes=4, ranks_per_node=1, steps=6, seed=7, protect="3+1", kills=KILLS)
 
 
-def cluster(launcher: Launcher, *, snapshots: bool) -> VirtualCluster:
-    args = {"seed": PLAN.seed, "steps": PLAN.steps, "protect": PLAN.protect, "snapshots": snapshots}
+def cluster(launcher: Launcher, *, snapshots: bool, protect: str = PLAN.protect) -> VirtualCluster:
+    args = {"seed": PLAN.seed, "steps": PLAN.steps, "protect": protect, "snapshots": snapshots}
     return VirtualCluster(
         launcher, nodes=4, ranks_per_node=1, target=TARGET, args=args, job="demo", smps=snapshots, deadline_s=120
     )
@@ -47,6 +50,20 @@ def test_a_megatron_gpt_survives_a_trainer_and_a_node_bit_for_bit(undisturbed: H
     assert [recovery.bytes_fetched > 0 for recovery in result.recoveries] == [False, True]
     assert all(recovery.lost_steps in (0, 1) for recovery in result.recoveries)
     assert result.disk_bytes_written == 0
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("protect", ["2+2", "copies:2"])
+def test_a_megatron_gpt_survives_two_nodes_at_once_bit_for_bit(
+    launcher: Launcher, undisturbed: History, protect: str
+) -> None:
+    run = cluster(launcher, snapshots=True, protect=protect)
+    run.kill_node(1, 2, at="train.step", step=4)
+    plan = replace(PLAN, protect=protect, kills=(Kill("node", (1, 2), 4),))
+    result = account(plan, undisturbed, run.run(), seconds=1.0)
+    assert result.identical, result.difference
+    assert result.held
+    assert str(result.recoveries[0].kill) == "nodes 1+2"
 
 
 @pytest.mark.cluster
@@ -110,6 +127,9 @@ def test_the_command_prints_an_account_and_writes_json() -> None:
         ({"kills": (Kill("node", (4,), 3),)}, "nodes 0 to 3"),
         ({"kills": (Kill("node", (1,), 1),)}, "a step from 2 to 6"),
         ({"kills": (Kill("node", (1,), 3), Kill("node", (2,), 3))}, "different steps"),
+        ({"kills": (Kill("node", (1, 2), 3),)}, r"survive the loss of 1 at once; use more nodes, or more parity"),
+        ({"kills": (Kill("node", (1, 1), 3),), "protect": "2+2"}, "names one twice"),
+        ({"protect": "none"}, "survive the loss of 0"),
         ({"nodes": 1, "ranks_per_node": 4, "kills": (Kill("node", (0,), 3),)}, "survive the loss of 0"),
     ],
 )
@@ -117,3 +137,31 @@ def test_an_impossible_demo_is_refused(changes: dict[str, object], message: str)
     fields = {name: getattr(PLAN, name) for name in Plan.__slots__}
     with pytest.raises(ConfigError, match=message):
         Plan(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("options", "kills"),
+    [
+        ([], "--kill trainer:3@6 --kill node:2@12"),
+        (["--lose", "2", "--protect", "2+2"], "--kill trainer:3@6 --kill node:1+2@12"),
+        (["--lose", "3", "--protect", "1+3"], "--kill trainer:3@6 --kill node:0+1+2@12"),
+        (["--lose", "0"], "--kill trainer:3@6"),
+        (["--kill", "node:0+3@4", "--kill", "trainer:1+2+5@9"], "--kill node:0+3@4 --kill trainer:1+2+5@9"),
+        (["--no-kill"], ""),
+    ],
+)
+def test_what_is_killed_is_as_the_options_say(options: list[str], kills: str) -> None:
+    assert " ".join(kill.option for kill in _kills(_parser().parse_args(["demo", *options]))) == kills
+
+
+@pytest.mark.parametrize("lose", ["5", "-1"])
+def test_nodes_that_there_are_not_cannot_be_lost(lose: str) -> None:
+    with pytest.raises(HoldfastError, match="there are 4 nodes"):
+        _kills(_parser().parse_args(["demo", "--lose", lose]))
+
+
+@pytest.mark.parametrize("text", ["node:1+@3", "node:+1@3", "node:1", "rack:1@3", "node:1@x"])
+def test_a_kill_that_says_nothing_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["demo", "--kill", text])
+    assert "is neither trainer:RANK@STEP nor node:INDEX@STEP" in capsys.readouterr().err

@@ -236,6 +236,35 @@ def test_a_damaged_unit_is_mended_in_place(place: Place) -> None:
     assert (place.count("units_damaged"), place.count("units_mended")) == (2, 2)
 
 
+def test_what_is_given_up_while_it_is_read_is_gone_and_not_damaged(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.put_shard(SHARD)
+    view = place.view(SHARD)
+
+    def slow_digest(unit: memoryview) -> int:
+        place.holdings.drop(SHARD)
+        view[0] ^= 1  # the next snapshot is written
+        return digest(unit)
+
+    monkeypatch.setattr("smp_daemon.holdings.digest", slow_digest)
+    with pytest.raises(ProtocolError, match="not held here any more"):
+        place.holdings.checked_unit(SHARD, 0)
+    assert place.count("units_damaged") == 0
+
+
+def test_what_is_given_up_before_it_is_mended_is_not_written_to(place: Place) -> None:
+    content = place.put_shard(SHARD)
+    view = place.view(SHARD)
+    place.flip(SHARD, 0)
+    spoilt = bytes(view)
+    place.holdings.drop(SHARD)
+    with pytest.raises(ProtocolError, match="not held here"):
+        place.holdings.mend(SHARD, 0, memoryview(content)[:8])
+    assert bytes(view) == spoilt
+    assert place.count("units_mended") == 0
+
+
 def test_a_parity_unit_is_mended_and_the_rest_of_its_place_is_left(place: Place) -> None:
     content = place.put_parity()
     place.flip(PARITY, 8)

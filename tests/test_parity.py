@@ -256,8 +256,9 @@ def test_with_several_parities_each_position_folds_its_own_row(k: int, m: int) -
             offset, found = gathered[position].gathering.record().unit(rank)
             assert found == length
             assert gathered[position].slot[offset : offset + length] == bytes(parity[row])
-            assert gathered[position].slot[offset + length : offset + 8] == (
-                gathered[position].before[offset + length : offset + 8]
+            assert (
+                gathered[position].slot[offset + length : offset + 8]
+                == (gathered[position].before[offset + length : offset + 8])
             )
 
 

@@ -145,7 +145,7 @@ def test_a_chain_through_nonsense_is_refused(ground: Ground) -> None:
 
 def test_an_unknown_way_to_rebuild_is_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_REBUILD", "prayer")
-    with pytest.raises(HoldfastError, match="prayer.*chain, decode"):
+    with pytest.raises(HoldfastError, match=r"prayer.*chain, decode"):
         ground.smp()
 
 
@@ -168,3 +168,27 @@ def test_an_unknown_backend_is_refused(ground: Ground, monkeypatch: pytest.Monke
     monkeypatch.setenv("HOLDFAST_BACKEND", "abacus")
     with pytest.raises(HoldfastError, match=r"abacus.*auto, isal, numpy, pyeclib"):
         ground.smp()
+
+
+def test_ranks_of_a_lost_node_that_go_on_at_survivors_are_protected_there(ground: Ground) -> None:
+    smps = ground.smps(4)
+    run = run_on(smps, [[20_000 + i] for i in range(4)], protect="3+1")
+    run.protect(1)
+    run.protect(2)
+    smps[3].lose()
+    run.trainers["dp3"] = Trainer(smps[0], "dp3", 20_003)
+    plan = restart(run)
+    for trainer in run:
+        assert trainer.recover(plan).view == trainer.image(plan.snapshot)
+    run.start(run.epoch + 1)
+    assert [len(node.shards) for node in run.layout.nodes] == [2, 1, 1]
+    run.protect(3)
+    run.protect(4)
+    smps[0].lose()
+    smps[0].launch().wait_ready()
+    for rank in (0, 3):
+        run.trainers[f"dp{rank}"] = Trainer(smps[0], f"dp{rank}", 20_000 + rank)
+    plan = restart(run)
+    assert plan.snapshot.step == 4
+    for trainer in run:
+        assert trainer.recover(plan).view == trainer.image(plan.snapshot)
