@@ -135,6 +135,8 @@ def _addresses(sources: Sequence[Buffer], outs: Sequence[Buffer]) -> list[int]:
 
 
 def _address(buffer: Buffer) -> int:
+    if not buffer.c_contiguous:
+        raise BufferError("a unit must be contiguous: pass a view without a step")
     if buffer.readonly:
         return int(as_array(buffer).ctypes.data)
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # faster, and for writable memory only
