@@ -40,7 +40,7 @@ class IsalKernel:
         factors = matrix.tobytes()
         length, addresses = outs[0].nbytes, _addresses(sources, outs)
         is_plain_sum = rows == 1 and columns > 1 and factors == b"\1" * columns
-        if is_plain_sum and length <= PIECE_BYTES and not any(address % XOR_ALIGNMENT for address in addresses):
+        if is_plain_sum and length <= PIECE_BYTES and _aligned(addresses):
             if self._library.xor_gen(columns + 1, length, _pointers(addresses)):
                 raise RuntimeError("xor_gen refused its arguments")
             return
@@ -142,5 +142,14 @@ def _address(buffer: Buffer) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # faster, and for writable memory only
 
 
+def _aligned(addresses: Sequence[int]) -> bool:
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return bits % XOR_ALIGNMENT == 0
+
+
 def _pointers(addresses: Sequence[int], offset: int = 0) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(addresses))(*(address + offset for address in addresses))
+    if offset:
+        addresses = [address + offset for address in addresses]
+    return (ctypes.c_void_p * len(addresses))(*addresses)
