@@ -68,8 +68,7 @@ class PeerConversation:
 
     def _fold(self, message: Message, payload: int, stream: Stream) -> Message:
         """Waits for the slot first and only then takes a buffer, so that buffers are held for no longer than a copy."""
-        layout = self._store.layout
-        limit = layout.unit_bytes if layout else MAX_UNIT_BYTES
+        limit = self._store.longest_unit()
         if payload > limit:
             stream.close()
             raise ProtocolError(f"a unit of {payload} bytes; this job's have at most {limit}")

@@ -21,6 +21,7 @@ from smp_daemon.counters import Counters
 from smp_daemon.errors import ProtocolError, StaleEpoch
 from smp_daemon.holdings import Holdings, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.limits import MAX_UNIT_BYTES
 from smp_daemon.points import reach
 from smp_daemon.records import ShardRecord, digest_units, read_json, write_json
 from smp_daemon.slotfile import STAMP_BYTES, read_format, read_stamp
@@ -90,6 +91,11 @@ class Store:
         """The newest layout known: of the newest epoch, as its SMPs last re-formed it."""
         with self.changed:
             return self.arena.layouts[max(self.arena.layouts)] if self.arena.layouts else None
+
+    def longest_unit(self) -> int:
+        """How long a unit of this job may be, in bytes, as far as is known here."""
+        with self.changed:
+            return max((layout.unit_bytes for layout in self.arena.layouts.values()), default=MAX_UNIT_BYTES)
 
     def check_epoch(self, epoch: int) -> None:
         """Raises `StaleEpoch` unless `epoch` is the current one."""

@@ -276,6 +276,19 @@ class TestSurvivors:
         ground.points.wait("node0", "reform.adopt", 2).go()
         ground.points.wait("node2", "reform.adopt", 2).go()
 
+    @pytest.mark.parametrize("point", ["reform.adopt", "reform.encode"])
+    def test_give_way_to_trainers_that_start_again(self, ground: Ground, point: str) -> None:
+        smps, run = started(ground, 4, "3+1", point)
+        smps[1].lose()
+        held = [ground.points.wait(f"node{i}", point, 2) for i in (0, 2, 3)]
+        come_back(run, smps, [1])
+        for each in held:
+            each.go()
+        trainers = [Trainer(smp, f"dp{i}", 3000 + i) for i, smp in enumerate(smps)]
+        again = Run(trainers, protect="3+1").start(run.epoch + 2)
+        again.protect(3)
+        assert {trainer.client.counters()["reforms"] for trainer in again} == {0}
+
     def test_take_a_returned_node_in(self, ground: Ground) -> None:
         smps, run = started(ground, 4, "3+1", "reform.done")
         smps[3].kill()
