@@ -78,3 +78,18 @@ class Trainer:
             sock.connect(self.events)
             self.__dict__["_socket"] = sock
         return sock
+
+
+def rehearse() -> None:
+    """What every trainer does, once, alone and tiny: resolve a name, join a process group, step an optimizer."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    socket.getaddrinfo("localhost", None)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    dist.destroy_process_group()

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.accounting import disk_bytes_written
+from chaos.trainer import rehearse
 
 PR_SET_PDEATHSIG = 1
 
@@ -142,16 +143,29 @@ class Zygote:
 
 
 def _settle_access_times() -> None:
-    """Read a byte of every module's source, as a traceback would.
+    """Read what a trainer may read for the first time: sources, as a traceback would, and whatever a step loads late.
 
-    The first read of a freshly installed file updates its access time, which the kernel counts as bytes written to
-    disk. Done here, it does not blur the account of what trainers write.
+    The first read of a freshly installed file, or of any file in a day, updates its access time, which the kernel
+    counts as bytes written to disk. Done here, it does not blur the account of what trainers write.
     """
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
         if path and Path(path).is_file():
             with Path(path).open("rb") as source:
                 source.read(1)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            rehearse()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, ended = os.waitpid(pid, 0)
+    if ended != 0:
+        raise RuntimeError(f"the rehearsal of a trainer failed with status {os.waitstatus_to_exitcode(ended)}")
 
 
 def _drain(fd: int) -> None:
