@@ -34,7 +34,7 @@ def plan_groups(
 
     One group of all where there are fewer than `size`. With `domains`, at most `limit` nodes of a group share a label;
     where labels are of one kind this is reached whenever it can be, for several kinds by exchanging nodes until nothing
-    helps. What could not be reached is told by `crowded`. Without domains neighbours stay together.
+    helps. What could not be reached is told by `crowded`. Where no node has a label neighbours stay together.
 
     Args:
         domains: the labels of each node.
@@ -49,14 +49,14 @@ def plan_groups(
     if limit < 1:
         raise ValueError(f"a group survives the loss of at least one node, not {limit}")
     count = max(1, nodes // size)
-    if domains is None:
+    if domains is not None and len(domains) != nodes:
+        raise ValueError(f"{nodes} nodes and the domains of {len(domains)}")
+    if not any(domains or ()):
         short, longer = divmod(nodes, count)
         sizes = [short + (i < longer) for i in range(count)]
         starts = [sum(sizes[:i]) for i in range(count)]
         return tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True))
-    if len(domains) != nodes:
-        raise ValueError(f"{nodes} nodes and the domains of {len(domains)}")
-    labels = [frozenset(labels) for labels in domains]
+    labels = [frozenset(labels) for labels in domains or ()]
     groups = _deal(labels, count)
     _exchange(groups, labels, limit)
     return tuple(sorted(tuple(sorted(group)) for group in groups))

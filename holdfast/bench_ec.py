@@ -108,15 +108,9 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Cell):
     """What was measured. GB are 10^9 bytes; `ratio` is gb_s / memcpy_gb_s."""
 
-    op: str
-    k: int
-    m: int
-    unit_bytes: int
-    backend: str
-    threads: int
     gb_s: float
     memcpy_gb_s: float
     ratio: float
@@ -125,8 +119,8 @@ class Row:
     def of(cls, cell: Cell, op_s: Sequence[float], memcpy_s: Sequence[float]) -> Self:
         """From the seconds that calls and copies took."""
         total = cell.bytes * cell.threads / 1e9
-        gb_s, memcpy_gb_s = (_rounded(total / statistics.median(seconds)) for seconds in (op_s, memcpy_s))
-        return cls(**asdict(cell), gb_s=gb_s, memcpy_gb_s=memcpy_gb_s, ratio=_rounded(gb_s / memcpy_gb_s))
+        gb_s, memcpy_gb_s = (bench_smp.rounded(total / statistics.median(seconds)) for seconds in (op_s, memcpy_s))
+        return cls(**asdict(cell), gb_s=gb_s, memcpy_gb_s=memcpy_gb_s, ratio=bench_smp.rounded(gb_s / memcpy_gb_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,11 +306,6 @@ def _seconds(pool: ThreadPoolExecutor, works: Sequence[Callable[[], object]], ti
 def repeats(once_s: float) -> int:
     """How many calls of `once_s` seconds make a measurement."""
     return max(1, round(BATCH_S / once_s))
-
-
-def _rounded(value: float) -> float:
-    """To four significant digits."""
-    return float(f"{value:.4g}")
 
 
 def machine() -> dict[str, Any]:

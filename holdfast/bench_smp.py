@@ -154,10 +154,10 @@ class _Cluster:
             protect=protect,
             nodes=NODES,
             bytes=count,
-            seconds=_rounded(seconds),
-            gb_s=_rounded(count / seconds / 1e9),
-            memcpy_gb_s=_rounded(count / memcpy_s / 1e9),
-            ratio=_rounded(memcpy_s / seconds),
+            seconds=rounded(seconds),
+            gb_s=rounded(count / seconds / 1e9),
+            memcpy_gb_s=rounded(count / memcpy_s / 1e9),
+            ratio=rounded(memcpy_s / seconds),
             sent_bytes=sent // (len(times) + 1),
             arena_bytes=max(_arena_bytes(node.arena) for node in self._nodes),
             high_water_bytes=max(_high_water_bytes(node.pid) for node in self._nodes),
@@ -194,24 +194,16 @@ class _Cluster:
             protect=protect,
             method=method,
             bytes=len(self._content),
-            seconds=_rounded(seconds),
-            memcpy_gb_s=_rounded(len(self._content) / memcpy_s / 1e9),
-            ratio=_rounded(memcpy_s / seconds),
+            seconds=rounded(seconds),
+            memcpy_gb_s=rounded(len(self._content) / memcpy_s / 1e9),
+            ratio=rounded(memcpy_s / seconds),
             received_bytes=received.pop(LOST),
             sent_bytes=tuple(count for i, count in enumerate(sent) if i != LOST),
             helpers_received_bytes=tuple(received),
         )
 
     def _rank(self, index: int) -> RankInfo:
-        inventory = self._clients[index].inventory()
-        return RankInfo(
-            f"dp{index}",
-            inventory.node,
-            inventory.host,
-            inventory.control_port,
-            inventory.bulk_port,
-            self._formats[index].total_bytes,
-        )
+        return RankInfo.of(f"dp{index}", self._clients[index].inventory(), self._formats[index].total_bytes)
 
     def _write(self, slot: memoryview, index: int, snapshot: SnapshotId) -> None:
         form = self._formats[index]
@@ -294,6 +286,6 @@ def _high_water_bytes(pid: int) -> int:
     raise HoldfastError(f"the kernel does not say how much memory process {pid} has had")
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """To four significant digits."""
     return float(f"{value:.4g}")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ec import choose_codec
 from smp_daemon.arena import Arena, Pool
 from smp_daemon.errors import DamagedSnapshot, DeadlineExceeded, NoFreeSlot, ProtocolError, StaleEpoch
 from smp_daemon.holdings import Holdings, ParityKey
@@ -198,12 +197,9 @@ class Codings:
             if self._node not in members:
                 raise ProtocolError(f"node {self._node!r} is not in group {coding.tag}")
             position = members.index(self._node)
-            if self._holdings.holds(ParityKey(*coding, position)):
-                self._own_parity_done(coding, position, layout)
-                return None
-            stripes = layout.stripes(group)
+            key, stripes = ParityKey(*coding, position), layout.stripes(group)
             length = stripes.parity_bytes(position)
-            if not length:
+            if not length or self._holdings.holds(key):
                 self._own_parity_done(coding, position, layout)
                 return None
             pool = self._arena.parity_pool(coding.tag, position)
@@ -212,9 +208,7 @@ class Codings:
             else:
                 slot = pool.begin(coding.snapshot, length)
                 view = pool.view(slot)
-            codec = choose_codec(stripes.data, stripes.parity, self._holdings.backend)
-            parity = ParityGathering(coding.snapshot, stripes, coding.tag, position, codec, view)
-            self._gatherings[coding] = Gathering(pool, slot, parity)
+            self._gatherings[coding] = Gathering(pool, slot, self._holdings.gathering(key, stripes, view))
             return self._gatherings[coding]
 
     def _commit_parity(self, coding: Coding, gathering: Gathering) -> None:

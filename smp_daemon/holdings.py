@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ec import choose_codec
+from ec import Stripes, choose_codec
 from smp_daemon.arena import Arena, Pool
 from smp_daemon.counters import Counters
 from smp_daemon.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
@@ -213,8 +213,7 @@ class Holdings:
             pool = self.arena.parity_pool(key.tag, key.position)
             pool, slot, view = self.take(pool, key.snapshot, stripes.parity_bytes(key.position))
         try:
-            codec = choose_codec(stripes.data, stripes.parity, self.backend)
-            gathering = ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view)
+            gathering = self.gathering(key, stripes, view)
             yield gathering
             record = gathering.record()
             with self._lock:
@@ -223,6 +222,11 @@ class Holdings:
         except BaseException:
             self._give_back(pool, slot, view)
             raise
+
+    def gathering(self, key: ParityKey, stripes: Stripes, view: memoryview) -> ParityGathering:
+        """A gathering that grows in `view`."""
+        codec = choose_codec(stripes.data, stripes.parity, self.backend)
+        return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view)
 
     def take(self, pool: Pool, snapshot: SnapshotId, length: int) -> tuple[Pool, Slot, memoryview]:
         """A slot to receive into. An earlier attempt that is still at work loses its slot, and writes into nothing.

@@ -132,9 +132,8 @@ def missing_parities(sources: Sources) -> list[tuple[int, int]]:
     return [
         (group, position)
         for group in range(len(layout.groups))
-        if layout.protects(group)
         for position in range(len(layout.groups[group]))
-        if (group, position) not in sources.parities and layout.stripes(group).parity_bytes(position)
+        if (group, position) not in sources.parities and layout.has_parity(group, position)
     ]
 
 

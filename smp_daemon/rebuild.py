@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -64,10 +63,8 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain") -
             return Recovered(_file(store, key), "mended" if damaged else "held", links.bytes_received)
     store.keep_layout(sources.layout)
     with store.receiving_shard(key, sources.layout) as view:
-        if coord in sources.shards:
-            how, count = "fetched", _fetch(store, sources, coord, view)
-        else:
-            how, count = "rebuilt", _rebuild(store, sources, coord, view, method)
+        how = "fetched" if coord in sources.shards else "rebuilt"
+        count = _receive(store, sources, coord, view, by_chain=how == "rebuilt" and method == "chain")
     return Recovered(_file(store, key), how, count)
 
 
@@ -103,24 +100,20 @@ def heal(store: Store, sources: Sources, group: int, position: int) -> int:
         return links.bytes_received
 
 
-def _fetch(store: Store, sources: Sources, coord: str, view: memoryview) -> int:
-    with Links(store.counters) as links:
-        fetcher = Fetcher(store, sources, links)
-        units = _units(sources, view)
-        for index, out in units:
-            if index == len(units) // 2:
-                reach("rebuild.middle", sources.snapshot.step)
-            fetcher.shard_unit(coord, index, out)
-        return links.bytes_received
+def _receive(store: Store, sources: Sources, coord: str, view: memoryview, *, by_chain: bool) -> int:
+    """Fill a slot unit by unit; the bytes that came over the network for it."""
+    layout, units = sources.layout, _units(sources, view)
 
+    def one(fetcher: Fetcher, index: int, out: memoryview) -> None:
+        if by_chain:
+            try:
+                fetcher.compute_by_chain(*_place(layout, ShardKey(sources.snapshot, coord), index), out)
+                return
+            except HoldfastError as error:
+                log.warning("the chain for unit %d of %s broke: %s", index, coord, error)
+        fetcher.shard_unit(coord, index, out)
 
-def _rebuild(store: Store, sources: Sources, coord: str, view: memoryview, method: str) -> int:
-    layout, place = sources.layout, sources.layout.locate(coord)
-    if not layout.protects(place.group):
-        raise Unrecoverable(f"{coord} is lost and its group {place.group} has no parity")
-    units = _units(sources, view)
-
-    def work(mine: list[tuple[int, memoryview]], one: Callable[[Fetcher, int, memoryview], None]) -> int:
+    def work(mine: list[tuple[int, memoryview]]) -> int:
         with Links(store.counters) as links:
             fetcher = Fetcher(store, sources, links)
             for index, out in mine:
@@ -129,20 +122,10 @@ def _rebuild(store: Store, sources: Sources, coord: str, view: memoryview, metho
                 one(fetcher, index, out)
             return links.bytes_received
 
-    def by_decoding(fetcher: Fetcher, index: int, out: memoryview) -> None:
-        fetcher.shard_unit(coord, index, out)
-
-    def by_chain(fetcher: Fetcher, index: int, out: memoryview) -> None:
-        try:
-            fetcher.compute_by_chain(*_place(layout, ShardKey(sources.snapshot, coord), index), out)
-        except HoldfastError as error:
-            log.warning("the chain for unit %d of %s broke: %s", index, coord, error)
-            by_decoding(fetcher, index, out)
-
-    if method == "decode":
-        return work(units, by_decoding)
+    if not by_chain:
+        return work(units)
     with ThreadPoolExecutor(CHAINS, "chain") as pool:
-        parts = [pool.submit(work, units[first::CHAINS], by_chain) for first in range(min(CHAINS, len(units)))]
+        parts = [pool.submit(work, units[first::CHAINS]) for first in range(min(CHAINS, len(units)))]
         return sum(part.result() for part in parts)
 
 

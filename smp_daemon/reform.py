@@ -7,13 +7,13 @@ what was there still is, and it is planned again. Two sides of a torn network ma
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ec import plan_groups
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from smp_daemon.plan import choose_sources, newest_whole
+from smp_daemon.plan import choose_sources, missing_parities, newest_whole
 from smp_daemon.sources import Sources
 
 
@@ -51,7 +51,8 @@ def plan_reform(inventories: Sequence[Inventory]) -> Reform | None:
     held = {inv.node: {coord for s, coord in inv.shards if s == snapshot} for inv in inventories}
     known = {key: at for inv in inventories for key, at in inv.layouts.items() if key[0] == snapshot.epoch}
     nodes = {node.name: node for key in sorted(known) for node in known[key].nodes if node.name in held}
-    whole = [g for g in range(len(layout.groups)) if _is_whole(sources, g, held)]
+    lacking = {group for group, _ in missing_parities(sources)}
+    whole = [g for g in range(len(layout.groups)) if g not in lacking and _is_whole(layout, g, held)]
     settled = {node.name for g in whole for node in layout.members(g)}
     pool = sorted(nodes.keys() - settled)
     if not pool:
@@ -75,21 +76,15 @@ def plan_reform(inventories: Sequence[Inventory]) -> Reform | None:
         nodes=(*kept, *members),
         groups=(*_regroup(layout, whole, kept), *_new_groups(layout, members, len(kept))),
     )
-    if _codes(reformed) == _codes(layout) and not _missing(sources, held):
-        return None
     return Reform(sources, reformed, tuple(pool))
 
 
-def _is_whole(sources: Sources, group: int, held: dict[str, set[str]]) -> bool:
-    """Whether all nodes of a group answer, hold their shards, and all its parity is held by somebody."""
-    layout = sources.layout
-    members = layout.members(group)
-    if any(node.name not in held or any(s.coord not in held[node.name] for s in node.shards) for node in members):
-        return False
-    if not layout.protects(group):
-        return False
-    stripes = layout.stripes(group)
-    return all((group, p) in sources.parities or not stripes.parity_bytes(p) for p in range(len(members)))
+def _is_whole(layout: Layout, group: int, held: dict[str, set[str]]) -> bool:
+    """Whether the nodes of a group protect each other, and all answer and hold their shards."""
+    return layout.protects(group) and all(
+        node.name in held and all(shard.coord in held[node.name] for shard in node.shards)
+        for node in layout.members(group)
+    )
 
 
 def _settle(
@@ -117,14 +112,6 @@ def _regroup(layout: Layout, groups: Sequence[int], kept: Sequence[Node]) -> lis
 
 
 def _new_groups(layout: Layout, members: Sequence[Node], first: int) -> list[tuple[int, ...]]:
-    domains = [node.domains for node in members] if any(node.domains for node in members) else None
+    domains = [node.domains for node in members]
     planned = plan_groups(len(members), layout.data + layout.parity, layout.parity, domains)
     return [tuple(first + i for i in group) for group in planned]
-
-
-def _codes(layout: Layout) -> Collection[str]:
-    return {layout.tag(g) for g in range(len(layout.groups))}
-
-
-def _missing(sources: Sources, held: dict[str, set[str]]) -> bool:
-    return not all(_is_whole(sources, g, held) for g in range(len(sources.layout.groups)))

@@ -6,7 +6,6 @@ is in `smp_daemon.store`; this module only carries messages to it.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import threading
@@ -35,8 +34,6 @@ from smp_daemon.store import Store
 from smp_daemon.transport import Listener, bind_tcp, bind_unix
 
 START_DEADLINE_S = 10.0
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ec import choose_unit_bytes, crowded, plan_groups
 from smp_daemon.errors import ConfigError, ProtocolError
+from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, Node, Shard
 from smp_daemon.limits import MAX_NAME_BYTES
 
@@ -68,6 +69,12 @@ class RankInfo:
     domains: tuple[str, ...] = ()
 
     @classmethod
+    def of(cls, coord: str, inventory: Inventory, slot_bytes: int, domains: tuple[str, ...] = ()) -> RankInfo:
+        """Of a rank on the node whose SMP said `inventory`."""
+        ports = inventory.control_port, inventory.bulk_port
+        return cls(coord, inventory.node, inventory.host, *ports, slot_bytes, domains)
+
+    @classmethod
     def from_json(cls, data: Any) -> RankInfo:
         """Raises `ProtocolError` if `data` does not describe a rank."""
         try:
@@ -116,7 +123,7 @@ def arrange(job: str, epoch: int, ranks: Sequence[RankInfo], protection: Protect
         for name, members in by_node.items()
     )
     chosen = protection.for_nodes(len(nodes))
-    domains = [node.domains for node in nodes] if any(node.domains for node in nodes) else None
+    domains = [node.domains for node in nodes]
     return Layout(
         job=job,
         epoch=epoch,

@@ -324,19 +324,10 @@ class SnapshotHook:
         self._adapter.verify()
         record = encode_record(SnapshotId(self._epoch, self._step), self._coord, capture.values, late_values)
         form = plan_format(self._job, self._coord, capture.leaves(late), len(record))
-        inventory = self._client.inventory()
         if self._layout is not None:
             self._epoch += 1
             self._client.join(self._epoch)
-        mine = RankInfo(
-            self._coord,
-            inventory.node,
-            inventory.host,
-            inventory.control_port,
-            inventory.bulk_port,
-            form.total_bytes,
-            self._domains,
-        )
+        mine = RankInfo.of(self._coord, self._client.inventory(), form.total_bytes, self._domains)
         everyone = [
             RankInfo.from_json(json.loads(text)) for text in self._agreement.gather(json.dumps(asdict(mine)).encode())
         ]

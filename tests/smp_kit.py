@@ -402,9 +402,7 @@ class Trainer:
 
     def rank(self) -> RankInfo:
         """What it says of itself to the other ranks."""
-        inventory = self.client.inventory()
-        ports = inventory.control_port, inventory.bulk_port
-        return RankInfo(self.coord, inventory.node, inventory.host, *ports, self.form.total_bytes)
+        return RankInfo.of(self.coord, self.client.inventory(), self.form.total_bytes)
 
 
 class Run:
