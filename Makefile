@@ -1,6 +1,7 @@
 # make demo    the main job, on a fresh machine with Python 3.11: sets up by itself
 # make test    the whole test suite
 # make check   lint, format and types
+# make stall   compare with the checkpoints of others: an hour, on an idle machine
 # make proto   generate the gRPC stubs again after a change of smp_daemon/peer.proto
 
 PYTHON ?= python3.11
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check proto clean setup
+.PHONY: demo test check stall proto clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -22,12 +23,16 @@ check: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+stall: setup
+	$(BIN)/holdfast bench stall --json benchmarks/results/stall.json --markdown benchmarks/results/stall.md \
+		--plot benchmarks/results/stall.svg
+
 proto: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. smp_daemon/peer.proto
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt snapshot/stream.c
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
@@ -35,4 +40,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-peers

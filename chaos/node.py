@@ -66,7 +66,8 @@ class VirtualNode:
         self.base.mkdir(parents=True, mode=0o700, exist_ok=True)
         command = [*smp_command(self.job, self.name, self.arena, self.host), "--owner-pid", str(os.getpid())]
         environment = (
-            os.environ
+            {"HOLDFAST_PRIORITY": "normal"}  # the nodes share this machine's cores: none would ever be to spare
+            | os.environ
             | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.base)}
             | wiring.environment(self.who)
             | (settings or {})

@@ -32,6 +32,7 @@ from smp_daemon.errors import (
 
 if TYPE_CHECKING:
     from holdfast.hook import InMemorySnapshot
+    from snapshot.connect import prefetch
 
 __version__ = version("holdfast")
 
@@ -48,6 +49,7 @@ __all__ = [
     "StaleEpoch",
     "StateMismatch",
     "Unrecoverable",
+    "prefetch",
 ]
 
 
@@ -56,4 +58,8 @@ def __getattr__(name: str) -> Any:
         from holdfast.hook import InMemorySnapshot
 
         return InMemorySnapshot
+    if name == "prefetch":
+        from snapshot.connect import prefetch
+
+        return prefetch
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

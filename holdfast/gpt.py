@@ -62,7 +62,9 @@ def train() -> None:
         first = 0
         if args["snapshots"]:
             snap = stack.enter_context(
-                InMemorySnapshot([model], optim, scheduler=scheduler, protect=args["protect"], start=False)
+                InMemorySnapshot(
+                    [model], optim, scheduler=scheduler, protect=args["protect"], start=False, overhead_budget=0
+                )
             )
             first = snap.step
             trainer.report(

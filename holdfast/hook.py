@@ -23,7 +23,8 @@ class InMemorySnapshot(SnapshotHook):
 
     Args:
         model: a module, or a list of modules (Megatron's chunks).
-        optim: a `torch.optim.Optimizer`, or an optimizer of megatron-core.
+        optim: a `torch.optim.Optimizer`, a list of them, or an optimizer of megatron-core. A step ends with the step
+            of the last one, also where a `torch.amp.GradScaler` among `extra` skips it.
         scheduler: a learning rate schedule.
         extra: more objects with ``state_dict`` and ``load_state_dict``, by name; for example a data loader.
         job: id of the training run, the same on every rank and restart; default from the environment:
@@ -42,6 +43,8 @@ class InMemorySnapshot(SnapshotHook):
         strict: raise if snapshots cannot be taken any more; the default is to log it and train on.
         arena: where arenas lie; default ``HOLDFAST_ARENA``, or ``/dev/shm/holdfast-<uid>``.
         deadline_s: how long the fence waits for a copy before it gives that snapshot up.
+        overhead_budget: fraction of training time that snapshots may take. Where they measurably take more, the ranks
+            agree on a longer interval than `every`; 0: never. Default ``HOLDFAST_OVERHEAD_BUDGET``, or 0.01.
 
     Raises:
         ConfigError: an argument or the machine's set-up is wrong. Entering raises any `HoldfastError`, as does the
@@ -65,6 +68,7 @@ class InMemorySnapshot(SnapshotHook):
         strict: bool = False,
         arena: Path | None = None,
         deadline_s: float = 60.0,
+        overhead_budget: float | None = None,
     ) -> None:
         super().__init__(
             adapter_for(model, optim, scheduler, dict(extra or {})),
@@ -78,4 +82,5 @@ class InMemorySnapshot(SnapshotHook):
             strict=strict,
             arena=arena,
             deadline_s=deadline_s,
+            overhead_budget=overhead_budget,
         )

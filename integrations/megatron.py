@@ -18,11 +18,21 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
-from integrations.torch_native import buffers, check_modules, check_parts, check_stateful
+from integrations.torch_native import (
+    buffers,
+    check_count,
+    check_modules,
+    check_parts,
+    check_stateful,
+    containers,
+    load_states,
+    states,
+)
 from smp_daemon.errors import StateMismatch
 from smp_daemon.slotfile import Leaf
-from snapshot import optimizers, rng
-from snapshot.adapter import LiveTensor, Stateful, Tree
+from snapshot import rng
+from snapshot.adapter import Change, Container, LiveTensor, Stateful, Tree
+from snapshot.optimizers import OptimizerState
 
 
 class MegatronAdapter:
@@ -38,6 +48,11 @@ class MegatronAdapter:
             for part in getattr(optim, "chained_optimizers", [optim])
             if not getattr(part, "is_stub_optimizer", False)
         ]
+        self._replicated = [not hasattr(part, "shard_fp32_from_float16_groups") for part in self._parts]
+        self._states = [
+            OptimizerState(part.optimizer, f"optim{i}", replicated=self._replicated[i])
+            for i, part in enumerate(self._parts)
+        ]
         self._scheduler = check_stateful("scheduler", scheduler)
         self._extra = {name: check_stateful(f"extra[{name!r}]", part) for name, part in (extra or {}).items()}
 
@@ -48,40 +63,54 @@ class MegatronAdapter:
             f"-dp{mpu.get_data_parallel_rank()}"
         )
 
+    def replica_set(self) -> str:
+        """The ranks that differ in their data-parallel place only."""
+        return self.coordinate().rpartition("-dp")[0]
+
     def modules(self) -> Sequence[torch.nn.Module]:
         return self._chunks
 
-    def optimizer(self) -> Any:
-        return self._optimizer
+    def optimizers(self) -> Sequence[Any]:
+        return [self._optimizer]
+
+    def scalers(self) -> Sequence[Any]:
+        """None: Megatron's optimizers hold theirs, and their ``step()`` returns either way."""
+        return []
 
     def tensors(self) -> Iterator[LiveTensor]:
         for i, chunk in enumerate(self._chunks):
             for name, parameter in chunk.named_parameters():
                 if not parameter.requires_grad:
-                    yield LiveTensor(f"model{i}.{name}", parameter, stable=True)
+                    yield LiveTensor(f"model{i}.{name}", parameter, Change.NEVER, replicated=True)
             yield from buffers(chunk, f"model{i}")
-        for i, part in enumerate(self._parts):
-            for name, main in optimizers.parameters(part.optimizer):
-                yield LiveTensor(f"optim{i}.{name}.main", main, stable=True)
-            yield from optimizers.state_tensors(part.optimizer, f"optim{i}")
+        for i, state in enumerate(self._states):
+            for name, main in state.parameters():
+                yield LiveTensor(f"optim{i}.{name}.main", main, Change.STEP, self._replicated[i])
+            yield from state.tensors()
+
+    def watched(self) -> Iterator[Container]:
+        for chunk in self._chunks:
+            yield from containers(chunk)
+        for state in self._states:
+            yield from state.watched()
+
+    def fixed(self) -> Tree:
+        return {"optim": [state.fixed() for state in self._states]}
 
     def early(self) -> Tree:
         tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-        states = {
+        generators = {
             name: tensor_parallel.random.convert_cuda_rng_state(state, to_graphable=False)
             for name, state in tracker.items()
         }
-        return {
-            "rng": rng.capture(),
-            "tracker": states,
-            "extra": {name: part.state_dict() for name, part in self._extra.items() if part},
-        }
+        return {"rng": rng.capture(), "tracker": generators, "extra": states(self._extra, late=False)}
 
     def late(self) -> Tree:
         return {
-            "optim": [optimizers.plain_state(part.optimizer) for part in self._parts],
+            "optim": [state.plain() for state in self._states],
             "scaler": [scaler.state_dict() if scaler else None for scaler in map(_scaler, self._parts)],
             "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+            "extra": states(self._extra, late=True),
         }
 
     def verify(self) -> None:
@@ -91,30 +120,28 @@ class MegatronAdapter:
                     raise StateMismatch(f"{name}: the model's weight is not the cast of its main parameter")
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
-        for i, part in enumerate(self._parts):
-            without_main = {n: leaf for n, leaf in leaves.items() if not n.endswith(".main")}
-            optimizers.materialise_state(part.optimizer, f"optim{i}", without_main)
+        without_main = {name: leaf for name, leaf in leaves.items() if not name.endswith(".main")}
+        for state in self._states:
+            state.materialise(without_main)
 
-    def check(self, early: Tree, late: Tree) -> None:
+    def check(self, early: Tree, late: Tree, fixed: Tree) -> None:
         check_parts(early, late, self._extra, self._scheduler)
-        if len(late["optim"]) != len(self._parts):
-            raise StateMismatch(f"{len(late['optim'])} optimizers in the snapshot, {len(self._parts)} in this job")
-        for i, (part, options) in enumerate(zip(self._parts, late["optim"], strict=True)):
-            optimizers.check_plain_state(part.optimizer, options, f"optim{i}")
+        check_count(late, self._states)
+        for state, plain in zip(self._states, late["optim"], strict=True):
+            state.check(plain)
 
-    def load(self, early: Tree, late: Tree) -> None:
+    def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         self._derive()
         if self._scheduler:
             if hasattr(self._scheduler, "num_steps"):
                 self._scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
             self._scheduler.load_state_dict(late["scheduler"])
-        for part, options, scaler in zip(self._parts, late["optim"], late["scaler"], strict=True):
-            optimizers.load_plain_state(part.optimizer, options)
+        for state, plain, order in zip(self._states, late["optim"], fixed["optim"], strict=True):
+            state.load(plain, order)
+        for part, scaler in zip(self._parts, late["scaler"], strict=True):
             if scaler is not None:
                 part.grad_scaler.load_state_dict(scaler)
-        for name, extra in self._extra.items():
-            if extra:
-                extra.load_state_dict(early["extra"][name])
+        load_states(self._extra, early, late)
         rng.restore(early["rng"])
         tensor_parallel.get_cuda_rng_tracker().set_states(early["tracker"])
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from smp_daemon.errors import ConfigError, HoldfastError
+from smp_daemon.priority import PRIORITIES, make_idle, make_session_nice
 
 
 def main() -> None:
@@ -31,10 +32,12 @@ def main() -> None:
 
 
 def _serve(arguments: argparse.Namespace, out: int) -> int:
+    if arguments.priority != "normal" and arguments.detach:
+        make_session_nice()  # else the session is the caller's
     if arguments.priority == "idle":
-        _be_idle()  # before the first thread is made: threads inherit it, the process has no say
+        make_idle()  # before the first thread is made: threads inherit it, the process has no say
 
-    from smp_daemon.pacer import parse_rate
+    from smp_daemon.pacer import parse_rate, parse_turns
     from smp_daemon.service import Settings, Smp, watch  # NumPy makes threads when it is imported
 
     try:
@@ -42,9 +45,11 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
         settings = Settings(
             backend=arguments.backend,
             bandwidth=parse_rate(arguments.bandwidth),
+            turns=parse_turns(arguments.turns),
             scrub=parse_rate(arguments.scrub),
             reform_after_s=arguments.reform_after,
             rebuild=arguments.rebuild,
+            priority=arguments.priority,
         )
         smp = Smp(
             arguments.job,
@@ -77,9 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--owner-pid", type=int, help="finish when this process is gone")
     parser.add_argument(
         "--priority",
-        choices=["normal", "idle"],
-        default=os.environ.get("HOLDFAST_PRIORITY", "normal"),
-        help="idle: run only when nobody else wants a core; needs cores to spare (default HOLDFAST_PRIORITY or normal)",
+        choices=PRIORITIES,
+        default=os.environ.get("HOLDFAST_PRIORITY", "auto"),
+        help="auto: give way to the trainers, with encoding and the scrub first; idle: run only when nobody else wants "
+        "a core, which needs cores to spare; normal: hold nothing back (default HOLDFAST_PRIORITY or auto)",
     )
     parser.add_argument(
         "--backend",
@@ -91,6 +97,12 @@ def _parser() -> argparse.ArgumentParser:
         "--bandwidth",
         default=os.environ.get("HOLDFAST_BANDWIDTH", "0"),
         help="most bytes per second that encoding sends, such as 2GB/s; 0: no limit (default HOLDFAST_BANDWIDTH or 0)",
+    )
+    parser.add_argument(
+        "--turns",
+        default=os.environ.get("HOLDFAST_TURNS", "1"),
+        help="in how many turns the groups encode each snapshot, 1 to 64, for networks that cannot carry all at once; "
+        "1: all at once (default HOLDFAST_TURNS or 1)",
     )
     parser.add_argument(
         "--scrub",
@@ -135,14 +147,6 @@ def _check_host(host: str, insecure: bool) -> None:
             f"{host} is not a loopback address, and traffic between SMPs is neither encrypted nor authenticated: "
             "say --insecure on a network that only this job's nodes can reach"
         )
-
-
-def _be_idle() -> None:
-    """Run only when nobody else wants the processor: the training step must not notice this process."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except OSError:  # not everywhere may a process choose; the lowest nice value comes closest
-        os.nice(19)
 
 
 def _detach() -> int:

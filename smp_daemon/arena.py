@@ -29,6 +29,7 @@ from smp_daemon.records import read_json, write_json
 from smp_daemon.slots import Slot, SlotPool, SlotState
 
 MADV_POPULATE_WRITE = 23
+SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 SHARD_SUFFIX = "safetensors"
 PARITY_SUFFIX = "parity"
 
@@ -313,6 +314,7 @@ def _reserve(path: Path, length: int) -> None:
     """A new file of `length` bytes, all of them allocated now: later writes cannot fail with SIGBUS."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
+        _populate_huge(fd, length)
         os.posix_fallocate(fd, 0, length)
     except OSError as error:
         path.unlink()
@@ -321,6 +323,31 @@ def _reserve(path: Path, length: int) -> None:
         raise
     finally:
         os.close(fd)
+
+
+def _populate_huge(fd: int, length: int) -> None:
+    """Touch all of a new file in huge pages, where the kernel gives them to tmpfs on request.
+
+    Only the first touch decides: what `posix_fallocate` has made of small pages stays so. Where they are refused, or
+    there is no room, nothing is lost: the caller allocates what is missing, and sees the error.
+    """
+    if not _gives_huge_pages():
+        return
+    os.ftruncate(fd, length)
+    with mmap.mmap(fd, length) as mapped:
+        try:
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+            mapped.madvise(MADV_POPULATE_WRITE)
+        except OSError as error:
+            log.debug("no huge pages: %s", error)
+
+
+def _gives_huge_pages() -> bool:
+    """Whether tmpfs gets huge pages if it is asked to, as Linux says it."""
+    try:
+        return "[advise]" in SHMEM_HUGE.read_text()
+    except OSError:
+        return False
 
 
 def _map(path: Path, length: int) -> mmap.mmap:

@@ -1,8 +1,9 @@
-"""The board: a few shared 8-byte words in which an SMP says what became of recent snapshots.
+"""The board: a few shared 8-byte words. An SMP says what became of recent snapshots; its trainers ask it for quiet.
 
-Trainers map it and read it without a system call, so asking costs the training loop nothing, however busy or
-starved the SMP is. Word 0 is the epoch; each other word is ``step * 4 + 1 + outcome``, or 0 if it
-says nothing.
+Trainers map it, and read and write it without a system call, so it costs the training loop nothing, however busy or
+starved the SMP is. Word 0 is the epoch; each of the next is ``step * 4 + 1 + outcome``, or 0 if it says nothing. The
+last `PAUSE_WORDS`, one per trainer, say until when the SMP shall send no encoding traffic: nanoseconds of
+`time.monotonic`, which all processes of a host share; 0: it may.
 """
 
 from __future__ import annotations
@@ -15,6 +16,13 @@ from pathlib import Path
 import numpy as np
 
 WORDS = 16
+"""Of the SMP."""
+
+PAUSE_WORDS = 64
+"""Of the trainers; those of one node are numbered from 0, and modulo this."""
+
+MAX_PAUSE_S = 1.0
+"""Traffic pauses no longer at a time: a trainer that is dead or forgetful must not stop protection."""
 
 
 class Outcome(IntEnum):
@@ -26,16 +34,18 @@ class Outcome(IntEnum):
 
 
 class Board:
-    """One writer (the SMP), any number of readers. Words are read and written whole."""
+    """Each word has one writer, the SMP or a trainer, and any number of readers. Words are read and written whole."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+        length = (WORDS + PAUSE_WORDS) * 8
         try:
             if create:
-                os.ftruncate(fd, WORDS * 8)
-            self._words = np.frombuffer(mmap.mmap(fd, WORDS * 8), dtype=np.int64)
+                os.ftruncate(fd, length)
+            words = np.frombuffer(mmap.mmap(fd, length), dtype=np.int64)
         finally:
             os.close(fd)
+        self._words, self._pauses = words[:WORDS], words[WORDS:]
         self._next = 0
 
     @property
@@ -71,3 +81,15 @@ class Board:
             if word and word >> 2 == step:
                 return Outcome((word & 3) - 1)
         return Outcome.PENDING
+
+    def pause(self, index: int, until_s: float) -> None:
+        """The trainer `index` of this node wants no encoding traffic until `until_s` (`time.monotonic`) or `resume`."""
+        self._pauses[index % PAUSE_WORDS] = int(until_s * 1e9)
+
+    def resume(self, index: int) -> None:
+        """The trainer `index` does not mind traffic any more."""
+        self._pauses[index % PAUSE_WORDS] = 0
+
+    def paused_for(self, now_s: float) -> float:
+        """How long some trainer still wants quiet, in seconds from `now_s`: at most `MAX_PAUSE_S`, whatever it says."""
+        return min(max(int(self._pauses.max()) / 1e9 - now_s, 0.0), MAX_PAUSE_S)

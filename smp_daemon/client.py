@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from smp_daemon.board import Board, Outcome
-from smp_daemon.errors import DeadlineExceeded, ProtocolError, SmpUnavailable
+from smp_daemon.errors import DeadlineExceeded, ProtocolError, SmpUnavailable, StaleEpoch
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, PROTOCOL_VERSION
 from smp_daemon.paths import socket_path
+from smp_daemon.records import digest
 from smp_daemon.sources import Sources
 from smp_daemon.transport import Message, SocketStream, call, connect
 
@@ -28,11 +29,34 @@ RECOVER_DEADLINE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class RecoveredShard:
-    """A shard that this node's SMP holds again. `how` is ``held``, ``mended``, ``fetched`` or ``rebuilt``."""
+    """A shard that this node's SMP holds again.
+
+    Attributes:
+        view: its slot file, mapped.
+        how: ``held``, ``mended``, ``fetched`` or ``rebuilt``.
+        bytes_fetched: what came over the network for it.
+        unit_bytes: length of its units; the last may be shorter.
+        digests: of each unit, as it was sealed.
+    """
 
     view: memoryview
     how: str
     bytes_fetched: int
+    unit_bytes: int
+    digests: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Raises `ProtocolError` unless there is a digest for every byte."""
+        if self.unit_bytes < 1 or len(self.digests) != -(-self.view.nbytes // self.unit_bytes):
+            raise ProtocolError(
+                f"{len(self.digests)} digests of units of {self.unit_bytes} bytes are not those of a slot of "
+                f"{self.view.nbytes} bytes"
+            )
+
+    def matches(self, unit: int) -> bool:
+        """Whether a unit is what was sealed. Reads it, the GIL released."""
+        offset = unit * self.unit_bytes
+        return digest(self.view[offset : offset + self.unit_bytes]) == self.digests[unit]
 
 
 class SmpClient:
@@ -87,28 +111,55 @@ class SmpClient:
         }
         return self._map(self._call(message))
 
-    def seal(self, snapshot: SnapshotId, coord: str) -> None:
-        """All bytes are written: have them checked and committed."""
-        self._call({"op": "seal", "snapshot": snapshot, "coord": coord}, RECOVER_DEADLINE_S)
+    def seal(self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None) -> None:
+        """All bytes are written: have them checked and committed. `protected`: as for `begin`."""
+        message = {"op": "seal", "snapshot": snapshot, "coord": coord, "protected": protected}
+        self._call(message, RECOVER_DEADLINE_S)
 
-    def abandon(self, snapshot: SnapshotId, coord: str) -> None:
-        """Give back a slot that will not be sealed."""
-        self._call({"op": "abandon", "snapshot": snapshot, "coord": coord})
+    def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
+        """Give back a slot that will not be sealed. `unused`: nothing was to be written into it after all."""
+        self._call({"op": "abandon", "snapshot": snapshot, "coord": coord, "unused": unused})
 
     def outcome(self, snapshot: SnapshotId) -> Outcome:
         """What became of a snapshot, as far as this node knows. Reads shared memory; never blocks."""
         return self._board.outcome(*snapshot)
+
+    def pause(self, index: int, until_s: float) -> None:
+        """Trainer `index` of this node wants no encoding traffic until then, by `time.monotonic`; see `Board.pause`."""
+        self._board.pause(index, until_s)
+
+    def resume(self, index: int) -> None:
+        """Trainer `index` does not mind traffic any more."""
+        self._board.resume(index)
 
     def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> Outcome:
         """Block until `snapshot` is protected or has failed, at most `deadline_s`."""
         message = {"op": "await", "snapshot": snapshot, "deadline_s": deadline_s}
         return Outcome(self._call(message, deadline_s + CALL_DEADLINE_S)["outcome"])
 
-    def recover(self, sources: Sources, coord: str) -> RecoveredShard:
-        """Have the SMP hold `coord` again, from wherever it can be had; its bytes, mapped."""
-        message = {"op": "recover", "sources": sources.to_json(), "coord": coord}
+    def recover(self, sources: Sources, coord: str, *, check: bool = True) -> RecoveredShard:
+        """Have the SMP hold `coord` again, from wherever it can be had; its bytes, mapped.
+
+        Args:
+            check: have a shard that it holds already read, and mended in place. If not, it answers at once, and the
+                caller must compare each unit with its digest before it is used.
+        """
+        message = {"op": "recover", "sources": sources.to_json(), "coord": coord, "check": check}
         reply = self._call(message, RECOVER_DEADLINE_S)
-        return RecoveredShard(self._map(reply), str(reply["how"]), int(reply["bytes_fetched"]))
+        return RecoveredShard(
+            self._map(reply),
+            str(reply["how"]),
+            int(reply["bytes_fetched"]),
+            int(reply["unit_bytes"]),
+            tuple(map(int, reply["digests"])),
+        )
+
+    def verify(self) -> bool:
+        """Have the newest sealed shards that the SMP holds checked, and mended where they are bad, in the background.
+
+        Returns at once: False if such a check is under way already, and no other was started.
+        """
+        return bool(self._call({"op": "verify"})["started"])
 
     def heal(self, sources: Sources, group: int, position: int) -> None:
         """Have the SMP compute the parity of a lost node in the background."""
@@ -170,8 +221,13 @@ class SmpClient:
             return known[1]
         if Path(name).name != name:
             raise ProtocolError(f"{name!r} is not a file of the arena")
-        fd = os.open(self.arena / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
+            fd = os.open(self.arena / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError as error:
+            raise StaleEpoch(f"the slot {name} was taken away before it was opened") from error
+        try:
+            if os.fstat(fd).st_ino != inode:
+                raise StaleEpoch(f"the slot {name} was taken away before it was opened")
             mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
             os.close(fd)

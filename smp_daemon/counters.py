@@ -17,6 +17,7 @@ class Counts:
         units_mended: of those, how many were computed again in place.
         bytes_scrubbed: bytes that the scrub has read.
         reconnects: connections to other SMPs that broke and were made anew.
+        pauses: how often encoding made way for a trainer that communicates.
         reforms: how often this node took part in re-forming groups.
     """
 
@@ -27,6 +28,7 @@ class Counts:
     units_mended: int = 0
     bytes_scrubbed: int = 0
     reconnects: int = 0
+    pauses: int = 0
     reforms: int = 0
 
 

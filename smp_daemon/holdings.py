@@ -70,6 +70,8 @@ class Holdings:
         self.arena = arena
         self.counters = counters
         self.backend = backend
+        self.verifying = threading.Lock()
+        """Taken by whoever checks the newest shards in the background: one at a time is enough."""
         self._lock = lock
         self._records: dict[Key, Record] = {}
         self._damaged: set[tuple[Key, int]] = set()
@@ -78,6 +80,12 @@ class Holdings:
         """Everything held."""
         with self._lock:
             return list(self._records)
+
+    def newest_shards(self) -> list[ShardKey]:
+        """The shards held of the newest snapshot of which any are."""
+        shards = [key for key in self.held() if isinstance(key, ShardKey)]
+        newest = max((key.snapshot for key in shards), default=None)
+        return [key for key in shards if key.snapshot == newest]
 
     def holds(self, key: Key) -> bool:
         """Whether it is here, sealed."""

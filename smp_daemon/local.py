@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
 from smp_daemon.fields import number, seconds, snapshot_id, text
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import MAX_COUNT, PROTOCOL_VERSION
-from smp_daemon.rebuild import heal, recover
+from smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from smp_daemon.rebuild import heal, recover, verify
 from smp_daemon.scrub import scrub
 from smp_daemon.sources import Sources
 from smp_daemon.transport import Message, Stream
 
 if TYPE_CHECKING:
     from smp_daemon.service import Smp
+
+MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
+"""How many digests of units a message has room for, beside its other fields."""
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ class TrainerConversation:
             "heal": self._heal,
             "counters": lambda message: smp.store.counters.read(),
             "scrub": self._scrub,
+            "verify": self._verify,
             "finish": self._finish,
         }
 
@@ -98,22 +102,22 @@ class TrainerConversation:
         if not isinstance(keep, list):
             raise ProtocolError("'keep' must be a list of snapshots")
         protected = snapshot_id(message, "protected") if message.get("protected") else None
-        pool, slot = self._store.begin(
-            snapshot, coord, [snapshot_id({"keep": pair}, "keep") for pair in keep], protected
-        )
-        self._writing.add((snapshot, coord))
+        kept = [snapshot_id({"keep": pair}, "keep") for pair in keep]
+        pool, slot = self._store.begin(snapshot, coord, kept, protected)
+        self._writing = {begun for begun in self._writing if begun[0] in kept} | {(snapshot, coord)}
         path = pool.path(slot)
         return {"file": path.name, "inode": path.stat().st_ino, "bytes": slot.bytes}
 
     def _seal(self, message: Message) -> Message:
         snapshot, coord = snapshot_id(message, "snapshot"), text(message, "coord")
-        self._store.seal(snapshot, coord)
+        protected = snapshot_id(message, "protected") if message.get("protected") else None
+        self._store.seal(snapshot, coord, protected)
         self._writing.discard((snapshot, coord))
         return {}
 
     def _abandon(self, message: Message) -> Message:
         snapshot, coord = snapshot_id(message, "snapshot"), text(message, "coord")
-        self._store.abandon(snapshot, coord)
+        self._store.abandon(snapshot, coord, unused=message.get("unused") is True)
         self._writing.discard((snapshot, coord))
         return {}
 
@@ -122,12 +126,21 @@ class TrainerConversation:
         return {"outcome": int(self._store.await_outcome(snapshot, seconds(message, "deadline_s")))}
 
     def _recover(self, message: Message) -> Message:
+        check = message.get("check", True)
+        if not isinstance(check, bool):
+            raise ProtocolError(f"'check' must be true or false, not {check!r}")
         recovered = recover(
             self._store,
             Sources.from_json(message.get("sources")),
             text(message, "coord"),
             self._smp.settings.rebuild,
+            check,
         )
+        if len(recovered.digests) > MAX_DIGESTS:
+            raise ConfigError(
+                f"{message['coord']} has {len(recovered.digests)} units of {recovered.unit_bytes} bytes, and a message "
+                f"has room for {MAX_DIGESTS} digests: use longer units, or more ranks with smaller shards"
+            )
         path = self._store.arena.path / recovered.file
         return {
             "file": recovered.file,
@@ -135,6 +148,8 @@ class TrainerConversation:
             "bytes": path.stat().st_size,
             "how": recovered.how,
             "bytes_fetched": recovered.bytes_fetched,
+            "unit_bytes": recovered.unit_bytes,
+            "digests": recovered.digests,
         }
 
     def _heal(self, message: Message) -> Message:
@@ -157,6 +172,26 @@ class TrainerConversation:
 
     def _scrub(self, message: Message) -> Message:
         return asdict(scrub(self._store, lambda count: None))
+
+    def _verify(self, message: Message) -> Message:
+        claim = self._store.holdings.verifying
+        if not claim.acquire(blocking=False):
+            return {"started": False}
+
+        def work() -> None:
+            try:
+                verify(self._store)
+            except HoldfastError as error:
+                log.warning("the newest shards are not all checked: %s", error)
+            finally:
+                claim.release()
+
+        try:
+            threading.Thread(target=work, name="verify", daemon=True).start()
+        except BaseException:
+            claim.release()
+            raise
+        return {"started": True}
 
     def _finish(self, message: Message) -> Message:
         self._store.check_epoch(number(message, "epoch"))

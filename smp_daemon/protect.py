@@ -4,6 +4,9 @@ Each SMP pushes on its own as soon as its shards are sealed; nobody coordinates.
 the socket. At most `WINDOW` of them are on their way, whoever to, until they are acknowledged, which is when they are
 folded in; so a slow peer slows its senders and takes no memory. What was not acknowledged on a connection that broke is
 sent again on the next; a unit that comes twice is folded in once.
+
+Between two units it waits: for a cap on bandwidth, and while trainers of this node communicate (`Board.pause`). Groups
+may take turns (`smp_daemon.pacer.turn_delay_s`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from smp_daemon.board import MAX_PAUSE_S
 from smp_daemon.codings import Coding
 from smp_daemon.errors import (
     DamagedSnapshot,
@@ -29,9 +33,10 @@ from smp_daemon.errors import (
 from smp_daemon.holdings import ShardKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.links import Links
-from smp_daemon.pacer import Pacer
+from smp_daemon.pacer import Pacer, Patience, turn_delay_s
 from smp_daemon.peers import PeerClient
 from smp_daemon.points import reach
+from smp_daemon.priority import make_background
 from smp_daemon.sources import Address
 from smp_daemon.store import Store
 
@@ -40,6 +45,9 @@ WINDOW = 4
 
 ATTEMPTS = 3
 """How often a unit is sent that arrives damaged: then it is not the way that is bad, but what is sent."""
+
+REREAD_S = 0.002
+"""How often the board is read during a pause: nothing tells that a trainer has resumed."""
 
 RECONNECT_DEADLINE_S = 5.0
 RECONNECT_EVERY_S = 0.05
@@ -62,11 +70,16 @@ class Protector:
 
     Args:
         pacer: caps what it sends.
+        turns: in how many turns the groups encode; 1: all at once.
+        priority: see `smp_daemon.priority`.
     """
 
-    def __init__(self, peers: PeerClient, pacer: Pacer) -> None:
+    def __init__(self, peers: PeerClient, pacer: Pacer, turns: int = 1, priority: str = "normal") -> None:
         self._peers = peers
         self._pacer = pacer
+        self._turns = turns
+        self._priority = priority
+        self._sealed: deque[tuple[SnapshotId, float]] = deque(maxlen=2)
         self._queue: queue.SimpleQueue[SnapshotId | None] = queue.SimpleQueue()
         self._store: Store
         self._closed = threading.Event()
@@ -78,6 +91,9 @@ class Protector:
 
     def protect(self, snapshot: SnapshotId) -> None:
         """All shards of this node are sealed: send them to the group's parity."""
+        with self._store.changed:
+            self._sealed.append((snapshot, time.monotonic()))
+            self._store.changed.notify_all()
         self._queue.put(snapshot)
 
     def announce(self, snapshot: SnapshotId, layout: Layout) -> None:
@@ -93,9 +109,12 @@ class Protector:
     def close(self) -> None:
         """Stop after the unit at hand."""
         self._closed.set()
+        with self._store.changed:
+            self._store.changed.notify_all()
         self._queue.put(None)
 
     def _run(self) -> None:
+        make_background(self._priority)
         with Links(self._store.counters) as links:
             while (snapshot := self._queue.get()) is not None:
                 layout = self._store.layout
@@ -111,14 +130,53 @@ class Protector:
                     self._store.fail(snapshot, str(error))
 
     def _encode(self, links: Links, snapshot: SnapshotId, layout: Layout) -> None:
+        patience = Patience(MAX_PAUSE_S)
+
+        def over() -> bool:
+            return self._closed.is_set() or not self._store.is_wanted(snapshot)
+
         def check() -> None:
-            if self._closed.is_set() or not self._store.is_wanted(snapshot):
+            if over():
                 raise StaleEpoch(f"{snapshot} was given up")
 
-        send_units(self._store, links, snapshot, layout, check, self._pace)
+        def pace(count: int) -> None:
+            self._wait(self._pacer.wait_s(count, time.monotonic()), over)
+            self._make_way(patience, over)
 
-    def _pace(self, count: int) -> None:
-        self._closed.wait(self._pacer.wait_s(count, time.monotonic()))
+        group, _ = layout.place(self._store.node)
+        self._wait(self._until_turn_s(group, snapshot), lambda: over() or self._is_overtaken(snapshot))
+        send_units(self._store, links, snapshot, layout, check, pace)
+
+    def _wait(self, seconds: float, over: Callable[[], bool]) -> None:
+        """Wait so long, but not once it is `over`; that is asked again whenever the store has changed."""
+        if seconds > 0:
+            with self._store.changed:
+                self._store.changed.wait_for(over, seconds)
+
+    def _make_way(self, patience: Patience, over: Callable[[], bool]) -> None:
+        """Wait while a trainer of this node wants quiet."""
+
+        def asked_s() -> float:
+            now = time.monotonic()
+            return patience.wait_s(self._store.board.paused_for(now), now)
+
+        if asked_s() > 0:
+            self._store.counters.add(pauses=1)
+        while (wait_s := asked_s()) > 0 and not over():
+            self._wait(min(wait_s, REREAD_S), over)
+
+    def _until_turn_s(self, group: int, snapshot: SnapshotId) -> float:
+        """How long it still is until this group's turn. Without two snapshots of this epoch no turns are known."""
+        with self._store.changed:
+            times = [at for sealed, at in self._sealed if sealed.epoch == snapshot.epoch]
+        if len(times) < 2:
+            return 0.0
+        return times[1] + turn_delay_s(group, self._turns, times[1] - times[0]) - time.monotonic()
+
+    def _is_overtaken(self, snapshot: SnapshotId) -> bool:
+        """Whether a newer one was sealed meanwhile."""
+        with self._store.changed:
+            return any(sealed > snapshot for sealed, _ in self._sealed)
 
 
 def send_units(

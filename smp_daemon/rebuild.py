@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from smp_daemon.errors import ConfigError, DamagedSnapshot, HoldfastError, Unrecoverable
+from smp_daemon.census import addresses_of, take_census
+from smp_daemon.errors import ConfigError, DamagedSnapshot, HoldfastError, ProtocolError, Unrecoverable
 from smp_daemon.fetch import Fetcher
 from smp_daemon.holdings import Key, ParityKey, ShardKey
 from smp_daemon.layout import Layout
 from smp_daemon.links import Links
+from smp_daemon.plan import choose_sources
 from smp_daemon.points import reach
 from smp_daemon.records import digest
 from smp_daemon.sources import Sources
@@ -28,20 +31,25 @@ class Recovered:
     """A shard that is here again: its slot file, how it came, and the bytes that came over the network for it.
 
     Attributes:
-        how: ``held`` whole, ``mended`` (units of it were damaged), ``fetched`` from another node, or ``rebuilt``.
+        how: ``held``, ``mended`` (units of it were damaged), ``fetched`` from another node, or ``rebuilt``.
+        unit_bytes, digests: of its commit record.
     """
 
     file: str
     how: str
     bytes_fetched: int
+    unit_bytes: int
+    digests: tuple[int, ...]
 
 
-def recover(store: Store, sources: Sources, coord: str, method: str = "chain") -> Recovered:
-    """Make sure that `store` holds `coord`, checked against its digests. Blocks while bytes travel.
+def recover(store: Store, sources: Sources, coord: str, method: str = "chain", check: bool = True) -> Recovered:
+    """Make sure that `store` holds `coord`. Blocks while bytes travel.
 
     Args:
         method: how a lost shard is computed: ``decode`` fetches k units for each of its own; ``chain`` has the helpers
             add up, and fetches one.
+        check: read a shard that is held already, and mend what does not match its digest. If not, that is up to
+            whoever reads it.
 
     Raises:
         DamagedSnapshot: it is damaged here beyond mending, and no longer counted.
@@ -51,6 +59,8 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain") -
         raise ConfigError(f"{method!r} is no way to rebuild: use one of {', '.join(METHODS)}")
     key = ShardKey(sources.snapshot, coord)
     if store.holdings.holds(key):
+        if not check:
+            return _recovered(store, key, "held", 0)
         damaged = store.holdings.damaged_units(key)
         with Links(store.counters) as links:
             fetcher = Fetcher(store, sources, links)
@@ -60,12 +70,49 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain") -
                 except (Unrecoverable, DamagedSnapshot) as error:
                     store.holdings.drop(key)
                     raise DamagedSnapshot(f"{key} is damaged and cannot be mended: {error}") from error
-            return Recovered(_file(store, key), "mended" if damaged else "held", links.bytes_received)
+            return _recovered(store, key, "mended" if damaged else "held", links.bytes_received)
     store.keep_layout(sources.layout)
     with store.receiving_shard(key, sources.layout) as view:
         how = "fetched" if coord in sources.shards else "rebuilt"
         count = _receive(store, sources, coord, view, by_chain=how == "rebuilt" and method == "chain")
-    return Recovered(_file(store, key), how, count)
+    return _recovered(store, key, how, count)
+
+
+def verify(store: Store) -> None:
+    """Check the shards of the newest snapshot sealed here, and mend what can be mended. Blocks for about one read of
+    them; holds no lock while it reads or fetches.
+    """
+    for key in store.holdings.newest_shards():
+        try:
+            damaged = store.holdings.damaged_units(key)
+        except ProtocolError as error:
+            log.info("%s is checked no further: %s", key, error)  # it was released meanwhile
+            continue
+        mended = mend_units(store, key, damaged) if damaged else 0
+        log.info("%s was checked: %d units damaged, %d mended", key, len(damaged), mended)
+
+
+def mend_units(store: Store, key: Key, damaged: Collection[int]) -> int:
+    """Mend what can be mended, from wherever the rest of the stripes is now; how many units are whole again. Blocks.
+
+    The others stay noted as damaged: their stripe may not be protected yet.
+    """
+    with store.changed:
+        layouts = list(store.arena.layouts.values())
+    inventories = take_census(store.job, addresses_of(layouts), store.counters)
+    sources = choose_sources(inventories, key.snapshot)
+    if sources is None:
+        return 0
+    mended = 0
+    with Links(store.counters) as links:
+        fetcher = Fetcher(store, sources, links)
+        for index in damaged:
+            try:
+                mend_unit(store, fetcher, key, index)
+                mended += 1
+            except (Unrecoverable, DamagedSnapshot, ProtocolError) as error:
+                log.warning("unit %d of %s is not mended: %s", index, key, error)
+    return mended
 
 
 def mend_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
@@ -156,5 +203,9 @@ def _place(layout: Layout, key: Key, index: int) -> tuple[int, int, int]:
     return place.group, stripe, stripes.data_positions(stripe).index(place.position)
 
 
-def _file(store: Store, key: ShardKey) -> str:
-    return store.arena.shard_pool(key.coord).path_of(key.snapshot)
+def _recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> Recovered:
+    """Raises `ProtocolError` if it was given up meanwhile."""
+    with store.changed:
+        _, record = store.holdings.open(key)
+        file = store.arena.shard_pool(key.coord).path_of(key.snapshot)
+        return Recovered(file, how, bytes_fetched, record.unit_bytes, record.digests)

@@ -15,6 +15,7 @@ from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT, MAX_UNIT_BYTES
 from smp_daemon.links import Links
 from smp_daemon.monitor import PHASES
+from smp_daemon.priority import make_background
 from smp_daemon.records import ParityRecord, digest
 from smp_daemon.sources import Sources
 from smp_daemon.transport import Message, Stream
@@ -31,6 +32,7 @@ class PeerConversation:
         self._store = smp.store
         self._links = Links(smp.store.counters)
         self._sum = memoryview(bytearray())
+        self._folds = False
 
     def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
         op = message.get("op")
@@ -38,6 +40,9 @@ class PeerConversation:
             stream.close()
             raise ProtocolError(f"raw bytes with the operation {op!r}")
         if op == "fold":
+            if not self._folds:
+                self._folds = True  # and no more of anything else: folding has connections of its own
+                make_background(self._smp.settings.priority)
             return self._fold(message, payload, stream), None
         self._check_job(message)
         if op == "inventory":

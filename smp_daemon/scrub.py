@@ -8,14 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from smp_daemon.census import addresses_of, take_census
-from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError, Unrecoverable
-from smp_daemon.fetch import Fetcher
-from smp_daemon.holdings import Key
-from smp_daemon.links import Links
+from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
 from smp_daemon.pacer import Pacer
-from smp_daemon.plan import choose_sources
-from smp_daemon.rebuild import mend_unit
+from smp_daemon.priority import make_background
+from smp_daemon.rebuild import mend_units
 from smp_daemon.store import Store
 
 PASS_EVERY_S = 60.0
@@ -36,8 +32,10 @@ class Pass:
 class Scrubber:
     """The thread that scrubs. A rate of 0 in `pacer` means that it does not run by itself."""
 
-    def __init__(self, pacer: Pacer) -> None:
+    def __init__(self, pacer: Pacer, priority: str = "normal") -> None:
+        """`priority`: see `smp_daemon.priority`."""
         self._pacer = pacer
+        self._priority = priority
         self._closed = threading.Event()
 
     def start(self, store: Store) -> None:
@@ -50,6 +48,7 @@ class Scrubber:
         self._closed.set()
 
     def _run(self, store: Store) -> None:
+        make_background(self._priority)
         while not self._closed.wait(PASS_EVERY_S):
             try:
                 scrub(store, self._pace)
@@ -87,25 +86,5 @@ def scrub(store: Store, pace: Callable[[int], None]) -> Pass:
             continue  # it was released meanwhile
         found.damaged += len(damaged)
         if damaged:
-            found.mended += _mend(store, key, damaged)
+            found.mended += mend_units(store, key, damaged)
     return found
-
-
-def _mend(store: Store, key: Key, damaged: list[int]) -> int:
-    """How many could be mended. Those that could not stay noted: their stripe may not be protected yet."""
-    with store.changed:
-        layouts = list(store.arena.layouts.values())
-    inventories = take_census(store.job, addresses_of(layouts), store.counters)
-    sources = choose_sources(inventories, key.snapshot)
-    if sources is None:
-        return 0
-    mended = 0
-    with Links(store.counters) as links:
-        fetcher = Fetcher(store, sources, links)
-        for index in damaged:
-            try:
-                mend_unit(store, fetcher, key, index)
-                mended += 1
-            except (Unrecoverable, DamagedSnapshot, ProtocolError) as error:
-                log.warning("unit %d of %s is not mended: %s", index, key, error)
-    return mended

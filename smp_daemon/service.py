@@ -21,7 +21,7 @@ from smp_daemon.holdings import ParityKey, ShardKey
 from smp_daemon.inventory import Inventory
 from smp_daemon.local import TrainerConversation, checked_peer
 from smp_daemon.monitor import Monitor
-from smp_daemon.pacer import Pacer
+from smp_daemon.pacer import MAX_TURNS, Pacer
 from smp_daemon.paths import Owner, read_owner, socket_path
 from smp_daemon.peers import PeerClient, PeerServer
 from smp_daemon.protect import Protector
@@ -43,20 +43,26 @@ class Settings:
     Attributes:
         backend: erasure code backend, see `ec.choose_codec`.
         bandwidth: most bytes per second that encoding sends; 0: no limit.
+        turns: in how many turns the groups encode, see `smp_daemon.pacer.turn_delay_s`; 1: all at once.
         scrub: bytes per second that the scrub reads; 0: it does not run by itself.
         reform_after_s: how long a node may be missing before the survivors re-form their groups; 0: they never do.
         rebuild: how lost shards are computed, see `smp_daemon.rebuild.recover`.
+        priority: how much encoding, folding and the scrub press on the trainers, see `smp_daemon.priority`.
     """
 
     backend: str = "auto"
     bandwidth: float = 0.0
+    turns: int = 1
     scrub: float = 64e6
     reform_after_s: float = 30.0
     rebuild: str = "chain"
+    priority: str = "normal"
 
     def __post_init__(self) -> None:
         if self.rebuild not in METHODS:
             raise ConfigError(f"{self.rebuild!r} is no way to rebuild: use one of {', '.join(METHODS)}")
+        if not 1 <= self.turns <= MAX_TURNS:
+            raise ConfigError(f"{self.turns} turns: use 1 to {MAX_TURNS}, 1 for all groups at once")
         try:
             choose_codec(2, 1, self.backend)
         except ValueError as error:
@@ -93,8 +99,10 @@ class Smp:
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
         self._peer_client = PeerClient()
-        self._protector = Protector(self._peer_client, Pacer(self.settings.bandwidth))
-        self._scrubber = Scrubber(Pacer(self.settings.scrub))
+        self._protector = Protector(
+            self._peer_client, Pacer(self.settings.bandwidth), self.settings.turns, self.settings.priority
+        )
+        self._scrubber = Scrubber(Pacer(self.settings.scrub), self.settings.priority)
         self.monitor = Monitor(self._peer_client, self.settings.reform_after_s, self.settings.rebuild)
         self.store = Store(
             self._arena,

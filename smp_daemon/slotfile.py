@@ -61,9 +61,14 @@ class Leaf:
     shape: tuple[int, ...]
 
     @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+    @property
     def bytes(self) -> int:
         """Length of its data."""
-        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
+        return DTYPE_BYTES[self.dtype] * self.elements
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,12 +157,10 @@ class Store:
             layout = self._configured(snapshot.epoch)
             if protected is not None and protected not in keep:
                 raise ProtocolError(f"{protected} is protected and must be kept")
-            if protected is not None and protected != self.protected:
-                self.protected = protected
-                self._write_node()
+            self._note_protected(protected)
             self._release(keep, snapshot)
             pool = self.arena.shard_pool(coord)
-            for slot in [s for s in pool.slots if s.state is SlotState.WRITING]:
+            for slot in [s for s in pool.slots if s.state is SlotState.WRITING and s.snapshot not in keep]:
                 if slot.snapshot is not None and slot.snapshot.epoch < snapshot.epoch:
                     pool.replace(slot)  # it is being received, for a trainer that did not wait for it
                 else:
@@ -172,17 +170,24 @@ class Store:
             self.board.post(snapshot.step, Outcome.PENDING)
             return pool, slot
 
-    def abandon(self, snapshot: SnapshotId, coord: str) -> None:
-        """The writer of `coord` is gone or gave up: an unsealed slot becomes free."""
+    def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
+        """The writer of `coord` is gone or gave up: an unsealed slot becomes free.
+
+        The snapshot has failed then, unless the slot is given back `unused`.
+        """
         with self.changed:
             pool = self.arena.shard_pool(coord)
             slot = pool.find(snapshot, SlotState.WRITING)
             if slot is not None:
                 pool.abandon(slot)
-                self.fail(snapshot, f"the writer of {coord} went away")
+                if not unused:
+                    self.fail(snapshot, f"the writer of {coord} went away")
 
-    def seal(self, snapshot: SnapshotId, coord: str) -> None:
+    def seal(self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None) -> None:
         """Check what was written for `coord`, compute digests, commit. Blocks for about one read of the bytes.
+
+        Args:
+            protected: as for `begin`, which may have been called before it was known.
 
         Raises:
             StaleEpoch: a newer epoch has taken the slot away.
@@ -190,6 +195,7 @@ class Store:
         """
         with self.changed:
             layout = self._configured(snapshot.epoch)
+            self._note_protected(protected)
             pool = self.arena.shard_pool(coord)
             slot = pool.find(snapshot, SlotState.WRITING)
             if slot is None:
@@ -320,6 +326,11 @@ class Store:
         """Stop all work for snapshots that are given up."""
         self.codings.forget(gone)
         self._progress = {k: v for k, v in self._progress.items() if not gone(k)}
+
+    def _note_protected(self, snapshot: SnapshotId | None) -> None:
+        if snapshot is not None and (self.protected is None or snapshot > self.protected):
+            self.protected = snapshot
+            self._write_node()
 
     def _write_node(self) -> None:
         write_json(

@@ -267,7 +267,7 @@ class Listener:
                 except HoldfastError as error:
                     reply, payload = {"error": type(error).__name__, "message": str(error)}, None
                 stream.send(reply, payload)
-        except HoldfastError as error:
+        except (HoldfastError, OSError) as error:  # the socket may be closed under us at any moment
             if not self._closed.is_set():
                 log.warning("connection ended: %s", error)
         finally:

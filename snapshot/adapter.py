@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -27,18 +28,31 @@ class Stateful(Protocol):
         ...
 
 
+class Change(Enum):
+    """What may change a tensor of the state, and so when it is copied."""
+
+    STEP = "only optim.step(): copied while forward and backward run"
+    FORWARD = "forward or backward, too: copied at the boundary, at once"
+    NEVER = "nothing that is known of: copied once into each slot, and watched"
+
+
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
     """A tensor of the job that is captured and restored in place.
 
     Attributes:
-        stable: only ``optim.step()`` changes it, so it may be copied while forward and backward run. Others are
-            copied at the boundary, at once.
+        replicated: the data-parallel replicas are said to hold the same bits; they compare digests before they
+            believe it.
     """
 
     name: str
     tensor: torch.Tensor
-    stable: bool
+    change: Change
+    replicated: bool = False
+
+
+Container = dict[Any, Any] | list[Any]
+"""Holds tensors of the state. If what it holds becomes another object, the state must be walked anew."""
 
 
 class Adapter(Protocol):
@@ -48,16 +62,32 @@ class Adapter(Protocol):
         """The rank's logical place, the same after ranks were renumbered."""
         ...
 
+    def replica_set(self) -> str:
+        """Names the set of ranks that hold what is marked as `replicated` alike: the same on each of them."""
+        ...
+
     def modules(self) -> Sequence[torch.nn.Module]:
         """The modules whose forward begins a step."""
         ...
 
-    def optimizer(self) -> Any:
-        """The object whose ``step()`` ends a step."""
+    def optimizers(self) -> Sequence[Any]:
+        """The objects whose ``step()`` changes the state; the last one's ends a step."""
+        ...
+
+    def scalers(self) -> Sequence[Any]:
+        """Gradient scalers whose ``step(optimizer)`` may skip the optimizer's."""
         ...
 
     def tensors(self) -> Iterator[LiveTensor]:
-        """Every tensor of the state, under a name that is the same in every run of the job."""
+        """Every tensor of the state, under a name that is the same in every run of the job. Walks all of it."""
+        ...
+
+    def watched(self) -> Iterator[Container]:
+        """What `tensors` found them in."""
+        ...
+
+    def fixed(self) -> Tree:
+        """State that only changes when `watched` does, such as the order of keys."""
         ...
 
     def early(self) -> Tree:
@@ -76,10 +106,10 @@ class Adapter(Protocol):
         """Create the tensors of `leaves` that a fresh job makes later, such as Adam's moments."""
         ...
 
-    def check(self, early: Tree, late: Tree) -> None:
+    def check(self, early: Tree, late: Tree, fixed: Tree) -> None:
         """Raises `StateMismatch` unless `load` will find all it needs. Called before anything is written."""
         ...
 
-    def load(self, early: Tree, late: Tree) -> None:
-        """Take over what `early` and `late` gave, after the tensors are back; random generators last."""
+    def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
+        """Take over what `early`, `late` and `fixed` gave, after the tensors are back; random generators last."""
         ...

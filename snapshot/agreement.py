@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -22,7 +23,13 @@ class AgreementLost(HoldfastError):
 
 
 class Agreement(Protocol):
-    """Collectives that every rank calls in the same order. Not thread-safe."""
+    """Collectives that every rank calls in the same order. Not thread-safe.
+
+    Attributes:
+        rank: the caller's place in what `gather` gives.
+    """
+
+    rank: int
 
     def gather(self, data: bytes) -> list[bytes]:
         """What every rank gave, in rank order. Blocks; raises `AgreementLost`."""
@@ -30,6 +37,15 @@ class Agreement(Protocol):
 
     def minimum(self, values: Sequence[int]) -> Result:
         """Starts an element-wise minimum over all ranks; calling the result waits for it."""
+        ...
+
+    def spread(self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Fill every tensor, in place, with what the rank it is paired with has in it. Blocks.
+
+        Args:
+            sets: of ranks that share; the same on every rank.
+            pieces: (rank, flat tensor), the same on every rank of the caller's set, in the same order.
+        """
         ...
 
     def close(self) -> None:
@@ -40,11 +56,16 @@ class Agreement(Protocol):
 class Alone:
     """A job of one process."""
 
+    rank = 0
+
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
 
     def minimum(self, values: Sequence[int]) -> Result:
         return lambda: list(values)
+
+    def spread(self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """There is nobody to spread to."""
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -58,6 +79,7 @@ class Group:
         timeout = timedelta(seconds=COLLECTIVE_DEADLINE_S)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._size = dist.get_world_size()
+        self.rank = dist.get_rank()
 
     def gather(self, data: bytes) -> list[bytes]:
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
@@ -79,6 +101,22 @@ class Group:
             return tensor.tolist()
 
         return result
+
+    def spread(self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+        for members in sets:
+            if len(members) > 1:
+                self._run(partial(self._spread_among, list(members), pieces if self.rank in members else []))
+
+    def _spread_among(self, members: list[int], pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+        group = dist.new_group(members, timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S), backend="gloo")
+        if self.rank not in members:
+            return
+        for rank, tensor in pieces:
+            content = tensor.view(torch.uint8).cpu()
+            dist.broadcast(content, rank, group=group)
+            if content.data_ptr() != tensor.data_ptr():
+                tensor.view(torch.uint8).copy_(content)
+        dist.destroy_process_group(group)
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)

@@ -1,7 +1,7 @@
-"""The copy thread: writes snapshots into slots while the next step runs, and has them sealed.
+"""Two threads: one copies snapshots into slots while the next step runs, the other has them sealed.
 
 The training thread hands over a `CopyJob` at the boundary, waits for `copied` before ``optim.step()`` changes what
-is being copied, and never talks to the SMP itself.
+is being copied, and never talks to the SMP itself. A copy never waits for the sealing of the one before it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import torch
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from smp_daemon.client import SmpClient
-from smp_daemon.errors import DeadlineExceeded, HoldfastError, SmpUnavailable
+from smp_daemon.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
 from smp_daemon.layout import SnapshotId
 from smp_daemon.points import reach
 from smp_daemon.slotfile import SlotFormat, write_stamp
-from snapshot.adapter import LiveTensor
-from snapshot.tensors import copy_out
+from snapshot.frozen import check_sample
+from snapshot.movers import Mover, Piece
+from snapshot.pace import Pace
+from snapshot.state import Misfit
 
 FINAL_DEADLINE_S = 3600.0
 
@@ -32,7 +34,11 @@ class CopyJob:
     """One snapshot on its way into a slot.
 
     Attributes:
-        small: copies made at the boundary; `late` and `record` are added by `finalise`.
+        moving, moving_bytes: live tensors, copied while the step runs, and their length.
+        staged, early: copies that were made at the boundary.
+        release: called when the copies at the boundary are not needed any more.
+        once, versions: tensors that need no copy where the slot has them in these versions.
+        late: copies that `finalise` adds; `record` gives the record leaf then.
         copied: set once nothing of the live state is read any more, whatever became of the copy.
         done: set once it is sealed, or has failed with `error`.
     """
@@ -42,17 +48,23 @@ class CopyJob:
     keep: tuple[SnapshotId, ...]
     protected: SnapshotId | None
     form: SlotFormat
-    stable: tuple[LiveTensor, ...]
-    small: dict[str, torch.Tensor]
-    record: bytes = b""
+    moving: tuple[Piece, ...]
+    moving_bytes: int
+    staged: tuple[Piece, ...]
+    early: tuple[Piece, ...]
+    once: tuple[Piece, ...] = ()
+    versions: tuple[int, ...] = ()
+    release: Callable[[], None] = lambda: None
+    late: tuple[Piece, ...] = ()
+    record: Callable[[], bytes] = bytes
     error: HoldfastError | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     finalised: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
-    def finalise(self, late: dict[str, torch.Tensor], record: bytes) -> None:
+    def finalise(self, late: tuple[Piece, ...], record: Callable[[], bytes]) -> None:
         """Hand over what was still open when the copy began."""
-        self.small |= late
+        self.late = late
         self.record = record
         self.finalised.set()
 
@@ -61,73 +73,203 @@ class CopyJob:
         self.error = self.error or error
         self.finalised.set()
 
+    def check(self) -> None:
+        """Raises the error that the snapshot was given up for, if it was."""
+        if self.error is not None:
+            raise self.error
+
 
 class Copier:
-    """A thread that works off copy jobs, one after another."""
+    """The two threads. Jobs are worked off in order."""
 
-    def __init__(self, client: SmpClient, reattach: Callable[[], None]) -> None:
-        """`reattach` is called, in the copy thread, before the first job after the SMP went away."""
+    def __init__(
+        self,
+        client: SmpClient,
+        sealing: SmpClient,
+        mover: Mover,
+        pace: Pace,
+        reattach: Callable[[], None],
+        on_done: Callable[[CopyJob], None] = lambda job: None,
+    ) -> None:
+        """
+        Args:
+            client, sealing: two connections to the SMP, so that slots are handed out while it seals.
+            reattach: called, in the copy thread, before the first job after the SMP went away.
+            on_done: called with each job that is over, in one of the two threads.
+        """
         self._client = client
+        self._sealing = sealing
+        self._mover = mover
+        self._pace = pace
         self._reattach = reattach
+        self._on_done = on_done
         self._attached = True
         self._failing = False
-        self._queue: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="holdfast-copy", daemon=True)
-        self._thread.start()
+        self._ahead_lock = threading.Lock()
+        self._ahead: tuple[SnapshotId, memoryview] | None = None
+        self._newest: SnapshotId | None = None
+        self._coord = ""
+        self._stride = 0
+        self._frozen: WeakKeyDictionary[Any, _Frozen] = WeakKeyDictionary()
+        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._copies: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run_copies, name="holdfast-copy", daemon=True),
+            threading.Thread(target=self._run_seals, name="holdfast-seal", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, job: CopyJob) -> None:
-        """Begin `job` as soon as the one before it is done. Returns at once."""
-        self._queue.put(job)
+        """Begin `job` as soon as the copy before it is done. Returns at once."""
+        self._jobs.put(job)
 
     def close(self, deadline_s: float) -> None:
-        """Finish what was submitted and end the thread. Raises `DeadlineExceeded` if that takes too long."""
-        self._queue.put(None)
-        self._thread.join(deadline_s)
-        if self._thread.is_alive():
-            raise DeadlineExceeded(f"the copy thread did not end within {deadline_s:.0f} s")
-
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
+        """Finish what was submitted and end the threads. Raises `DeadlineExceeded` if that takes too long."""
+        self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(deadline_s)
+            if thread.is_alive():
+                raise DeadlineExceeded(f"the thread {thread.name} did not end within {deadline_s:.0f} s")
+        if self._ahead is not None:
             try:
-                if not self._attached:
-                    self._reattach()
-                    self._attached = True
-                self._copy(job)
-                self._failing = False
+                self._client.abandon(self._ahead[0], self._coord, unused=True)
             except HoldfastError as error:
-                self._attached = self._attached and not isinstance(error, SmpUnavailable | DeadlineExceeded)
-                if not self._failing:  # once, until it works again
-                    log.error("no snapshot of %s: %s", job.snapshot, error)
-                self._failing = True
-                job.abort(error)
-            except Exception as error:  # a bug of ours must not kill the thread that the training loop waits for
-                log.exception("snapshot of %s failed", job.snapshot)
-                job.abort(HoldfastError(f"{type(error).__name__}: {error}"))
-            finally:
-                job.copied.set()
-                job.done.set()
+                log.info("a slot was not given back: %s", error)  # it is when the connection ends
+
+    def _run_copies(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._attempt(job, self._copy):
+                self._copies.put(job)
+            else:
+                self._end(job)
+        self._copies.put(None)
+
+    def _run_seals(self) -> None:
+        while (job := self._copies.get()) is not None:
+            sealed = self._attempt(job, self._seal)
+            self._end(job)
+            if sealed:
+                self._failing = False
+                self._begin_ahead(job)
+
+    def _end(self, job: CopyJob) -> None:
+        self._on_done(job)
+        job.done.set()
+
+    def _attempt(self, job: CopyJob, work: Callable[[CopyJob], None]) -> bool:
+        """Whether `work` succeeded; if not, the job is given up and knows why."""
+        try:
+            work(job)
+            return True
+        except HoldfastError as error:
+            self._attached = self._attached and not isinstance(error, SmpUnavailable | DeadlineExceeded)
+            if not self._failing:  # once, until it works again
+                log.error("no snapshot of %s: %s", job.snapshot, error)
+            self._failing = True
+            job.abort(error)
+        except Exception as error:  # a bug of ours must not kill the thread that the training loop waits for
+            log.exception("snapshot of %s failed", job.snapshot)
+            job.abort(HoldfastError(f"{type(error).__name__}: {error}"))
+        finally:
+            job.copied.set()
+        return False
 
     def _copy(self, job: CopyJob) -> None:
-        slot = self._client.begin(job.snapshot, job.coord, job.keep, job.protected)
+        if not self._attached:
+            with self._ahead_lock:
+                self._ahead = None
+                self._reattach()
+                self._attached = True
+        slot = self._take_slot(job)
+        try:
+            self._fill(job, slot)
+        except Exception:
+            self._client.abandon(job.snapshot, job.coord)
+            raise
+
+    def _seal(self, job: CopyJob) -> None:
+        self._sealing.seal(job.snapshot, job.coord, job.protected)
+
+    def _begin_ahead(self, job: CopyJob) -> None:
+        """Have a slot for the snapshot that will probably follow: then its copy need not wait for a busy SMP."""
+        with self._ahead_lock:
+            if self._ahead is not None or self._newest != job.snapshot or self._stride < 1:
+                return
+            guess = SnapshotId(job.snapshot.epoch, job.snapshot.step + self._stride)
+            try:
+                slot = self._client.begin(guess, job.coord, (*job.keep, job.snapshot), job.protected)
+            except NoFreeSlot:
+                return  # one will be free by the time it is known that it may be
+            except HoldfastError as error:
+                log.info("no slot ahead of time: %s", error)  # and the next copy will say so, if it still matters
+                return
+            self._ahead = guess, slot
+            self._coord = job.coord
+
+    def _take_slot(self, job: CopyJob) -> memoryview:
+        with self._ahead_lock:
+            if self._newest is not None and self._newest.epoch == job.snapshot.epoch:
+                self._stride = job.snapshot.step - self._newest.step
+            self._newest = job.snapshot
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None:
+                guess, slot = ahead
+                if guess == job.snapshot:
+                    return slot
+                self._client.abandon(guess, job.coord, unused=True)
+            return self._client.begin(job.snapshot, job.coord, job.keep, job.protected)
+
+    def _fill(self, job: CopyJob, slot: memoryview) -> None:
         step = job.snapshot.step
         reach("copy.before", step)
         slot[: len(job.form.header)] = job.form.header
         write_stamp(slot, job.snapshot)
-        for done, live in enumerate(job.stable):
-            if done == len(job.stable) // 2:
-                reach("copy.middle", step)
-            copy_out(live.tensor, slot, job.form.offsets[live.name][0])
-            if job.error:
-                break
-        job.copied.set()
+
+        def pause(count: int) -> None:
+            job.check()
+            self._pace.wait(count)
+
+        self._pace.begin(job.moving_bytes)
+        self._mover.copy(job.moving, slot, pause)
+        reach("copy.middle", step)
+        if job.once and not self._holds_frozen(job, slot):
+            self._mover.copy(job.once, slot, lambda count: job.check())
+        self._mover.copy(job.staged, slot, lambda count: None)
+        self._mover.copy(job.early, slot, lambda count: None)
+        if not job.once:
+            job.copied.set()
         reach("copy.done", step)
         if not job.finalised.wait(FINAL_DEADLINE_S):
             raise DeadlineExceeded(f"no step followed {job.snapshot} within {FINAL_DEADLINE_S:.0f} s")
-        if job.error:
-            self._client.abandon(job.snapshot, job.coord)
-            raise job.error
-        for name, tensor in job.small.items():
-            copy_out(tensor, slot, job.form.offsets[name][0])
+        job.check()
+        if job.once:
+            self._check_frozen(job, slot)
+        job.copied.set()
+        self._mover.copy(job.late, slot, lambda count: None)
         offset, capacity = job.form.record
-        slot[offset : offset + capacity] = job.record.ljust(capacity)
-        self._client.seal(job.snapshot, job.coord)
+        record = job.record()
+        if len(record) > capacity:
+            raise Misfit(f"the plain values of {job.snapshot} take {len(record)} bytes, and {capacity} are kept")
+        slot[offset : offset + capacity] = record.ljust(capacity)
+        self._mover.finish()
+
+    def _check_frozen(self, job: CopyJob, slot: memoryview) -> None:
+        """Raises `FrozenChanged` if what was copied once is seen to be something else now."""
+        self._mover.finish()
+        turn = self._frozen[slot.obj].turn + 1 if self._holds_frozen(job, slot) else len(self._frozen)
+        check_sample(job.once, slot, turn)
+        self._frozen[slot.obj] = _Frozen(job.once, job.versions, turn)
+
+    def _holds_frozen(self, job: CopyJob, slot: memoryview) -> bool:
+        held = self._frozen.get(slot.obj)
+        return held is not None and held.pieces is job.once and held.versions == job.versions
+
+
+@dataclass(frozen=True, slots=True)
+class _Frozen:
+    """What a slot holds of the frozen tensors, and which page of each was compared last."""
+
+    pieces: tuple[Piece, ...]
+    versions: tuple[int, ...]
+    turn: int

@@ -15,26 +15,31 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
-from smp_daemon.board import Outcome
+from smp_daemon.board import MAX_PAUSE_S, Outcome
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.paths import arena_path, socket_path
-from smp_daemon.slotfile import SlotFormat
-from smp_daemon.spawn import start_smp
+from smp_daemon.paths import arena_path
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement, Result, default_agreement
 from snapshot.arrange import RankInfo, arrange, coordinate_key, parse_domains, parse_protect, shortfalls
 from snapshot.boundary import Boundary
+from snapshot.capture import Capture
+from snapshot.connect import connect, job_from_environment, start_here
 from snapshot.copier import Copier, CopyJob
+from snapshot.governor import Governor
 from snapshot.ledger import Ledger
+from snapshot.movers import choose_mover
+from snapshot.pace import Pace
 from snapshot.restore import Restored, restore
-from snapshot.state import Capture, capture_early, capture_late, encode_record, fits, plan_format
+from snapshot.state import Misfit
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +51,8 @@ class Statistics:
     Attributes:
         taken, protected, failed, skipped: snapshots begun, protected job-wide, failed; steps without a free slot.
         stall_s: time that the training thread spent in the hook.
+        interval: steps from one snapshot to the next, as the ranks agreed.
+        overhead: fraction of training time lost to snapshots at that interval; None while it is unknown.
     """
 
     taken: int = 0
@@ -53,6 +60,8 @@ class Statistics:
     failed: int = 0
     skipped: int = 0
     stall_s: float = 0.0
+    interval: int = 1
+    overhead: float | None = None
 
 
 class SnapshotHook:
@@ -72,6 +81,7 @@ class SnapshotHook:
         strict: bool = False,
         arena: Path | None = None,
         deadline_s: float = 60.0,
+        overhead_budget: float | None = None,
     ) -> None:
         if every < 1:
             raise ConfigError(f"every={every}: a snapshot is taken every 1 or more steps")
@@ -79,7 +89,8 @@ class SnapshotHook:
             raise ConfigError(f"slots={slots}: a shard has 2 to 16 slots")
         self._adapter = adapter
         self._job = job or job_from_environment()
-        self._every = every
+        budget = budget_from_environment() if overhead_budget is None else overhead_budget
+        self._governor = Governor(budget or None, every)
         self._protection = parse_protect(protect)
         self._domain_text = os.environ.get("HOLDFAST_DOMAINS", "") if domains is None else domains
         self._start = start
@@ -88,14 +99,18 @@ class SnapshotHook:
         self._arena = arena_path(self._job, arena)
         self._deadline_s = deadline_s
         self._ledger = Ledger(slots)
-        self._form: SlotFormat | None = None
         self._copy: CopyJob | None = None
         self._outcomes: Result | None = None
         self._copies: dict[SnapshotId, CopyJob] = {}
         self._layout: Layout | None = None
+        self._index = 0
         self._misfit = False
+        self._planned = False
         self._enabled = True
-        self.statistics = Statistics()
+        self._pace = Pace()
+        self._boundary_at: float | None = None
+        self._stalled_s = 0.0
+        self.statistics = Statistics(interval=every)
 
     # ------------------------------------------------------------------ for the user
 
@@ -112,7 +127,23 @@ class SnapshotHook:
     @property
     def protected_step(self) -> int | None:
         """The newest step whose snapshot is protected on every node, as far as the ranks have agreed."""
-        return self._ledger.protected.step if self._ledger.protected else None
+        return self._ledger.sure.step if self._ledger.sure else None
+
+    @contextmanager
+    def phase(self, kind: Literal["comm"]) -> Iterator[None]:
+        """Say that the step communicates while the block runs: our copies and traffic wait, for at most a second.
+
+        Optional; costs a few microseconds and never blocks.
+        """
+        if kind != "comm":
+            raise ConfigError(f"phase {kind!r}: the only kind there is is 'comm'")
+        self._pace.comm(True)
+        self._client.pause(self._index, time.monotonic() + MAX_PAUSE_S)
+        try:
+            yield
+        finally:
+            self._client.resume(self._index)
+            self._pace.comm(False)
 
     def drain(self, deadline_s: float) -> bool:
         """Block until this node has protected every snapshot taken so far, at most `deadline_s`.
@@ -122,9 +153,10 @@ class SnapshotHook:
         failed, are not done yet, or the SMP is gone. Never raises for that.
         """
         limit = time.monotonic() + deadline_s
+        self._pace.fence()
         outcomes = []
         for snapshot, copy in list(self._copies.items()):
-            self._finalise(copy)
+            self._capture.finalise(copy)
             if not copy.done.wait(limit - time.monotonic()) or copy.error is not None:
                 return False
             try:
@@ -142,18 +174,21 @@ class SnapshotHook:
         self._agreement: Agreement = default_agreement()
         self._coord = self._adapter.coordinate()
         self._domains = parse_domains(self._domain_text, self._coord)
-        self._client = self._connect()
+        self._client = connect(self._arena, self._job, start=self._start)
+        self._sealing = SmpClient(self._arena, self._job)
+        self._mover = choose_mover({item.tensor.device for item in self._adapter.tensors()})
         try:
-            self._restored = restore(self._client, self._agreement, self._adapter)
+            self._restored = restore(self._client, self._agreement, self._adapter, self._mover)
         except BaseException:
-            self._client.close()
-            self._agreement.close()
+            self._close()
             raise
         self._epoch = self._restored.epoch
         self._step = self._restored.snapshot.step if self._restored.snapshot else 0
-        self._ledger = Ledger(self._ledger.slots, protected=self._restored.snapshot)
-        self._copier = Copier(self._client, self._reattach)
-        self._boundary = Boundary(self._adapter.optimizer(), self._adapter.modules(), self)
+        older = self._restored.protected if self._ledger.slots > 2 else None  # else none would ever be free
+        self._ledger = Ledger(self._ledger.slots, self._restored.snapshot, older)
+        self._capture = Capture(self._adapter, self._agreement, self._mover, self._job, self._coord)
+        self._copier = Copier(self._client, self._sealing, self._mover, self._pace, self._reattach, self._capture.over)
+        self._boundary = Boundary(self._adapter.optimizers(), self._adapter.modules(), self, self._adapter.scalers())
         return self
 
     def __exit__(
@@ -164,8 +199,9 @@ class SnapshotHook:
         After an exception everything stays, for the restart.
         """
         self._boundary.remove()
+        self._pace.fence()
         if self._copy is not None:
-            self._finalise(self._copy)
+            self._capture.finalise(self._copy)
         try:
             self._copier.close(self._deadline_s)
             if kind is None and self._enabled:
@@ -175,55 +211,57 @@ class SnapshotHook:
                 raise
             log.error("the SMP of this node was left running (`holdfast gc` removes it): %s", failure)
         finally:
-            self._client.close()
-            self._agreement.close()
+            self._close()
 
     # ------------------------------------------------------------------ the boundary
 
     def before_step(self) -> None:
         """The fence: nothing that is still being copied may change."""
-        began = time.perf_counter()
+        began = time.monotonic()
+        self._pace.fenced(began)
         if self._copy is not None:
-            self._finalise(self._copy)
+            self._capture.finalise(self._copy)
             if not self._copy.copied.wait(self._deadline_s):
                 self._copy.abort(DeadlineExceeded(f"the copy of {self._copy.snapshot} took over {self._deadline_s} s"))
+            self._mover.fence()
         if self._enabled and self._ledger.pending:
             self._outcomes = self._agreement.minimum(self._report())
-        self.statistics.stall_s += time.perf_counter() - began
+        self.statistics.stall_s += time.monotonic() - began
 
     def after_step(self) -> None:
         """The boundary: settle what became of earlier snapshots, and take the next."""
-        began = time.perf_counter()
+        began = time.monotonic()
+        self._pace.boundary(began)
         self._step += 1
+        self._observe(began)
         try:
             if self._enabled:
                 self._settle()
-                if self._step % self._every == 0:
+                if self._step % self._governor.interval == 0:
                     self._take()
         except HoldfastError as error:
             if self._strict or self._layout is None:
                 raise
             self._enabled = False
             log.error("no more snapshots are taken: %s", error)
-        self.statistics.stall_s += time.perf_counter() - began
+        self.statistics.stall_s += time.monotonic() - began
 
     def on_forward(self) -> None:
         """The next step begins: schedules and options have settled."""
         if self._copy is not None and not self._copy.finalised.is_set():
-            began = time.perf_counter()
-            self._finalise(self._copy)
-            self.statistics.stall_s += time.perf_counter() - began
+            began = time.monotonic()
+            self._capture.finalise(self._copy)
+            self.statistics.stall_s += time.monotonic() - began
 
     # ------------------------------------------------------------------ inside
 
-    def _connect(self) -> SmpClient:
-        try:
-            return SmpClient(self._arena, self._job)
-        except SmpUnavailable:
-            if not self._start:
-                raise
-        self._start_smp()
-        return SmpClient(self._arena, self._job)
+    def _observe(self, now_s: float) -> None:
+        """Tell the governor what the step that just ended took, and what of it was ours."""
+        if self._boundary_at is not None:
+            stall_s = self.statistics.stall_s - self._stalled_s
+            self._governor.observe(now_s - self._boundary_at, stall_s, busy=bool(self._ledger.pending))
+        self._boundary_at = now_s
+        self._stalled_s = self.statistics.stall_s
 
     def _reattach(self) -> None:
         """The SMP went away, and with it what it had not sealed. Go on with its successor, or start one."""
@@ -232,25 +270,19 @@ class SnapshotHook:
         except SmpUnavailable:
             if not self._start:
                 raise
-            self._start_smp()
+            start_here(self._arena, self._job)
             self._client.reconnect()
+        self._sealing.reconnect()
         self._client.join(self._epoch)
         if self._layout is not None:
             self._client.configure(self._layout)
 
-    def _start_smp(self) -> None:
-        node = os.environ.get("HOLDFAST_NODE") or _host_name()
-        host = os.environ.get("HOLDFAST_HOST", "127.0.0.1")
-        try:
-            start_smp(self._job, node, self._arena, host=host, insecure=os.environ.get("HOLDFAST_INSECURE") == "1")
-        except ConfigError:
-            if not socket_path(self._arena).exists():
-                raise  # else another rank of this node was faster, and its SMP serves
-
     def _report(self) -> list[int]:
-        """What the ranks take the minimum of: the outcome of each pending snapshot, and whether the format holds."""
+        """What the ranks take the minimum of: what became of each pending snapshot, whether the layout holds, and the
+        interval that each wants, negative so that the longest wins."""
         outcomes = [self._outcome(snapshot) for snapshot in self._ledger.pending]
-        return [*outcomes, int(not self._misfit)]
+        misfit = self._misfit or any(isinstance(copy.error, Misfit) for copy in self._copies.values())
+        return [*outcomes, int(not misfit), -self._governor.wanted()]
 
     def _outcome(self, snapshot: SnapshotId) -> Outcome:
         copy = self._copies.get(snapshot)
@@ -259,8 +291,10 @@ class SnapshotHook:
     def _settle(self) -> None:
         if self._outcomes is None:
             return
-        *outcomes, fits_everywhere = self._outcomes()
+        *outcomes, fits_everywhere, interval = self._outcomes()
         self._outcomes = None
+        self._governor.agree(-interval)
+        self.statistics.interval, self.statistics.overhead = self._governor.interval, self._governor.overhead
         results = [Outcome(value) for value in outcomes]
         self.statistics.protected += results.count(Outcome.PROTECTED)
         self.statistics.failed += results.count(Outcome.FAILED)
@@ -270,60 +304,39 @@ class SnapshotHook:
             raise failed[0]
         self._copies = {s: copy for s, copy in self._copies.items() if s in self._ledger.pending}
         if not fits_everywhere:
-            self._form = None
+            self._planned = False
             self._misfit = False
 
     def _take(self) -> None:
         if not self._ledger.may_begin:
             self.statistics.skipped += 1
             return
-        capture = self._capture()
-        if self._form is None and capture is not None:
-            self._configure(capture)
+        if not self._planned:
+            self._configure()
         snapshot = SnapshotId(self._epoch, self._step)
-        keep, protected = self._ledger.keep, self._ledger.protected
+        keep, protected = self._ledger.keep, self._ledger.sure
         self._ledger = self._ledger.begin(snapshot)
         self.statistics.taken += 1
-        form = self._fitting_form(capture) if capture is not None else None
-        if capture is None or form is None:
-            self._misfit = capture is not None  # and without a copy job this snapshot counts as failed
-            self._copy = None
-            return
-        self._early_values = capture.values
-        self._copy = CopyJob(snapshot, self._coord, keep, protected, form, capture.stable, capture.early)
-        self._copies[snapshot] = self._copy
-        self._copier.submit(self._copy)
-
-    def _capture(self) -> Capture | None:
-        """The state at this boundary, or None if it cannot be captured just now: the other ranks go on taking part.
-
-        Where the ranks are about to agree on a layout there is no going on without it, and the error is raised.
-        """
+        self._copy = None  # and without a copy job this snapshot counts as failed: the other ranks go on taking part
         try:
-            return capture_early(self._adapter)
+            self._copy = self._capture.begin(snapshot, keep, protected)
+        except Misfit as error:
+            log.info("%s needs a new layout: %s", snapshot, error)
+            self._misfit = True
         except HoldfastError as error:
-            if self._strict or self._form is None:
+            if self._strict:
                 raise
-            if self._copy is not None:
-                log.error("no snapshot of step %d: %s", self._step, error)
-            return None
+            log.error("no snapshot of step %d: %s", self._step, error)
+        else:
+            self._copies[snapshot] = self._copy
+            self._copier.submit(self._copy)
 
-    def _fitting_form(self, capture: Capture) -> SlotFormat | None:
-        late, late_values = capture_late(self._adapter)
-        record = encode_record(SnapshotId(self._epoch, self._step), self._coord, capture.values, late_values)
-        if self._form is not None and fits(self._form, capture.leaves(late), len(record)):
-            return self._form
-        return None
-
-    def _configure(self, capture: Capture) -> None:
+    def _configure(self) -> None:
         """Agree on a layout for the state as it is now, and reserve it. A collective call.
 
         Every change of layout is an epoch of its own; what was snapshot before stays until the new is protected.
         """
-        late, late_values = capture_late(self._adapter)
-        self._adapter.verify()
-        record = encode_record(SnapshotId(self._epoch, self._step), self._coord, capture.values, late_values)
-        form = plan_format(self._job, self._coord, capture.leaves(late), len(record))
+        form = self._capture.plan(SnapshotId(self._epoch, self._step))
         if self._layout is not None:
             self._epoch += 1
             self._client.join(self._epoch)
@@ -343,19 +356,14 @@ class SnapshotHook:
             for shortfall in shortfalls(layout):
                 log.warning("%s", shortfall)
         self._layout = layout
-        self._form = form
+        self._index = [shard.coord for shard in layout.node(self._client.node).shards].index(self._coord)
+        self._planned = True
 
-    def _finalise(self, job: CopyJob) -> None:
-        if job.finalised.is_set():
-            return
-        try:
-            late, values = capture_late(self._adapter)
-            record = encode_record(job.snapshot, self._coord, self._early_values, values)
-            if late.keys() - job.form.offsets.keys() or len(record) > job.form.record[1]:
-                raise HoldfastError(f"the schedule's state grew while {job.snapshot} was taken")
-            job.finalise(late, record)
-        except HoldfastError as error:
-            job.abort(error)
+    def _close(self) -> None:
+        self._mover.close()
+        self._sealing.close()
+        self._client.close()
+        self._agreement.close()
 
     def _finish(self) -> None:
         if self._copy is not None:
@@ -370,22 +378,10 @@ class SnapshotHook:
             self._client.finish(self._epoch)
 
 
-def job_from_environment() -> str:
-    """The job id that the launcher gave: ``HOLDFAST_JOB``, torchrun's run id, or Slurm's job id.
-
-    Raises:
-        ConfigError: none is set.
-    """
-    torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    job = os.environ.get("HOLDFAST_JOB") or (torchrun if torchrun != "none" else os.environ.get("SLURM_JOB_ID"))
-    if not job:
-        raise ConfigError(
-            "this training run has no id: set HOLDFAST_JOB, the same for every rank and every restart of the run, "
-            "or pass job="
-        )
-    return job
-
-
-def _host_name() -> str:
-    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in os.uname().nodename)
-    return name[:64].lstrip("._-") or "node"
+def budget_from_environment() -> float:
+    """``HOLDFAST_OVERHEAD_BUDGET``, or 1 %; 0 means that there is none. Raises `ConfigError`."""
+    text = os.environ.get("HOLDFAST_OVERHEAD_BUDGET", "0.01")
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"HOLDFAST_OVERHEAD_BUDGET={text!r}: a fraction of training time, such as 0.01") from None

@@ -20,18 +20,26 @@ class Ledger:
 
     Attributes:
         slots: slots per shard.
-        protected: the newest snapshot that is protected on every node; never overwritten.
+        protected: the newest snapshot that is protected on every node, or was restored; never overwritten.
+        older: the one that was known to be protected when `protected`, which may not be, was restored. It is kept too,
+            until a younger one is protected.
         pending: younger ones whose outcome is open, oldest first.
     """
 
     slots: int
     protected: SnapshotId | None = None
+    older: SnapshotId | None = None
     pending: tuple[SnapshotId, ...] = ()
 
     @property
     def keep(self) -> tuple[SnapshotId, ...]:
         """Every snapshot whose bytes must stay."""
-        return (*([self.protected] if self.protected else []), *self.pending)
+        return (*(snapshot for snapshot in (self.older, self.protected) if snapshot), *self.pending)
+
+    @property
+    def sure(self) -> SnapshotId | None:
+        """The newest snapshot that is known to be protected on every node."""
+        return self.older or self.protected
 
     @property
     def may_begin(self) -> bool:
@@ -58,4 +66,4 @@ class Ledger:
         pending = tuple(
             snapshot for snapshot, outcome in pairs if outcome is Outcome.PENDING and (not done or snapshot > done[-1])
         )
-        return replace(self, protected=protected, pending=pending)
+        return replace(self, protected=protected, older=None if done else self.older, pending=pending)

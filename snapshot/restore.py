@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from smp_daemon.client import RecoveredShard, SmpClient
-from smp_daemon.errors import HoldfastError, ProtocolError, StateMismatch, Unrecoverable
+from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError, StateMismatch, Unrecoverable
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import SnapshotId
 from smp_daemon.plan import RestorePlan, healer, plan_restore
 from smp_daemon.points import reach
-from smp_daemon.slotfile import RECORD, read_format, read_stamp
+from smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement
-from snapshot.state import check_fit, decode_record, decode_values
-from snapshot.tensors import copy_in, read_leaf
+from snapshot.loading import check_ranges, load_checked
+from snapshot.movers import Mover
+from snapshot.replicas import is_part_of, part_of, plan_gathering
+from snapshot.shares import Part, parse_part
+from snapshot.state import check_fit, decode_record, decode_values, is_of_record, place_tensors, shared_leaves
+from snapshot.tensors import read_leaf
 
 ATTEMPTS = 3
 
@@ -34,6 +39,7 @@ class Restored:
     Attributes:
         epoch: the epoch that begins.
         snapshot: what was restored, or None on a cold start.
+        protected: the newest snapshot that every node knew to be protected, if it is an older one.
         how: ``held``, ``mended``, ``fetched`` or ``rebuilt``; empty on a cold start.
         bytes_fetched: what came over the network for this rank's shard.
         clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
@@ -41,18 +47,20 @@ class Restored:
 
     epoch: int
     snapshot: SnapshotId | None = None
+    protected: SnapshotId | None = None
     how: str = ""
     bytes_fetched: int = 0
     clock: dict[str, float] = field(default_factory=dict)
 
 
-def restore(client: SmpClient, agreement: Agreement, adapter: Adapter) -> Restored:
+def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mover) -> Restored:
     """Bring the newest snapshot back that can be had. A collective call; blocks.
 
     A copy that turns out to be damaged is no longer counted, and planning starts again.
 
     Raises:
-        Unrecoverable, StateMismatch: see `plan_restore` and `check_fit`. Nothing was written on any rank.
+        StateMismatch: see `check_fit`. Nothing was written on any rank.
+        Unrecoverable: see `plan_restore`; or every copy turned out to be damaged, and tensors may be filled in part.
     """
     coord = adapter.coordinate()
     clock = {"enter": time.monotonic()}
@@ -67,13 +75,17 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter) -> Restor
         if plan is None:
             return Restored(epoch, clock=clock | {"fetch": clock["plan"], "load": clock["plan"]})
         reach("restore.before", plan.snapshot.step)
-        shard, failure = _recover(client, plan, coord)
-        if agreement.minimum([int(failure is None)])() == [1] and shard is not None:
+        attempt = _Attempt(client, plan, coord)
+        failure = _failure_of(attempt.recover)
+        if agreement.minimum([int(failure is None)])() == [1]:
             clock["fetch"] = time.monotonic()
-            _load(shard.view, plan.snapshot, agreement, adapter)
-            clock["load"] = time.monotonic()
-            _heal(client, plan, coords, coord)
-            return Restored(epoch, plan.snapshot, shard.how, shard.bytes_fetched, clock)
+            failure = _load(attempt, agreement, adapter, mover)
+            if agreement.minimum([int(failure is None)])() == [1]:
+                clock["load"] = time.monotonic()
+                _heal(client, plan, coords, coord)
+                known = [inventory.protected for inventory in inventories if inventory.protected is not None]
+                protected = max((snapshot for snapshot in known if snapshot < plan.snapshot), default=None)
+                return Restored(epoch, plan.snapshot, protected, attempt.how, attempt.shard.bytes_fetched, clock)
         log.warning("recovery of %s is tried again: %s", plan.snapshot, failure or "another rank failed")
     raise Unrecoverable(f"recovery failed {ATTEMPTS} times; last: {failure or 'on another rank'}") from failure
 
@@ -93,40 +105,107 @@ def _exchange(client: SmpClient, agreement: Agreement, coord: str) -> tuple[list
     return list(by_node.values()), coords
 
 
-def _recover(client: SmpClient, plan: RestorePlan, coord: str) -> tuple[RecoveredShard | None, HoldfastError | None]:
+class _Attempt:
+    """One rank's part in bringing one snapshot back. What it holds is checked while it is read."""
+
+    shard: RecoveredShard
+
+    def __init__(self, client: SmpClient, plan: RestorePlan, coord: str) -> None:
+        self.snapshot = plan.snapshot
+        self.how = ""
+        self._client = client
+        self._sources = plan.sources
+        self._coord = coord
+
+    def recover(self) -> None:
+        """Have the shard here. Raises what stands against it."""
+        self.shard = self._client.recover(self._sources, self._coord, check=False)
+        self.how = self.shard.how
+
+    def mend(self, units: list[int]) -> None:
+        """Have damaged units mended in place. Raises `DamagedSnapshot` if that cannot be."""
+        self.how = self._client.recover(self._sources, self._coord).how
+
+    def read(self) -> tuple[SlotFormat, dict[str, Any]]:
+        """The slot's format and its record, and all tensors checked that belong to the record.
+
+        Raises:
+            DamagedSnapshot: they cannot be mended.
+            ProtocolError: they are not what a trainer wrote.
+        """
+        slot = self.shard.view
+        check_ranges(self.shard, [(0, min(slot.nbytes, PAGE_BYTES))], self.mend)
+        header = min(8 + int.from_bytes(slot[:8], "little"), slot.nbytes)
+        check_ranges(self.shard, [(0, header)], self.mend)
+        form, _ = read_format(slot)
+        own = [(offset, leaf.bytes) for name, (offset, leaf) in form.offsets.items() if is_of_record(name)]
+        check_ranges(self.shard, own, self.mend)
+        if read_stamp(slot) != self.snapshot:
+            raise ProtocolError(f"the slot is stamped {read_stamp(slot)}, not {self.snapshot}")
+        return form, decode_record(slot, form, self.snapshot)
+
+
+def _failure_of(work: Callable[[], None]) -> HoldfastError | None:
+    """Why `work` failed, or None."""
     try:
-        return client.recover(plan.sources, coord), None
+        work()
     except HoldfastError as error:
-        return None, error
+        return error
+    return None
 
 
-def _load(slot: memoryview, snapshot: SnapshotId, agreement: Agreement, adapter: Adapter) -> None:
-    """Load a verified slot into the live job. Nothing is written unless it fits on every rank."""
+def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Mover) -> HoldfastError | None:
+    """Load a slot into the live job, checking it on the way. Nothing is written unless it fits on every rank.
+
+    Returns why it failed on this rank: the copy is damaged, and another must be found.
+    """
     problem: HoldfastError | None = None
     try:
-        form, _ = read_format(slot)
-        if read_stamp(slot) != snapshot:
-            raise ProtocolError(f"the slot is stamped {read_stamp(slot)}, not {snapshot}")
-        record = decode_record(slot, form, snapshot)
+        form, record = attempt.read()
 
         def tensor(name: str) -> torch.Tensor:
             offset, leaf = form.offsets[name]
-            return read_leaf(slot, offset, leaf)
+            return read_leaf(attempt.shard.view, offset, leaf)
 
-        early, late = decode_values(record, tensor)
-        adapter.materialise({name: leaf for name, (_, leaf) in form.offsets.items() if name != RECORD})
+        early, late, fixed = decode_values(record, tensor)
+        shared = shared_leaves(record)
+        held = [name for name in form.offsets if is_part_of(name, shared)]
+        whole = {name: leaf for name, (_, leaf) in form.offsets.items() if name != RECORD and name not in held}
+        adapter.materialise(whole | shared)
         live = list(adapter.tensors())
-        check_fit(form, live)
-        adapter.check(early, late)
+        check_fit(form, live, shared)
+        adapter.check(early, late, fixed)
     except HoldfastError as error:
         problem = error
-    if agreement.minimum([int(problem is None)])() != [1]:
+    damaged = isinstance(problem, DamagedSnapshot)
+    fits, whole_everywhere = agreement.minimum([int(problem is None or damaged), int(not damaged)])()
+    if not fits:
         raise problem or StateMismatch("the snapshot does not fit the job on another rank; see its log")
-    for done, item in enumerate(live):
-        if done == len(live) // 2:
-            reach("restore.middle", snapshot.step)
-        copy_in(slot, form.offsets[item.name][0], item.tensor)
-    adapter.load(early, late)
+    if not whole_everywhere:
+        return problem
+    gathering = plan_gathering(agreement, adapter.replica_set(), held, shared)
+    tensors = {item.name: item.tensor for item in live}
+    pieces = place_tensors(form, _own(tensors, held, shared))
+
+    def midway() -> None:
+        reach("restore.middle", attempt.snapshot.step)
+
+    failure = _failure_of(lambda: load_checked(mover, pieces, attempt.shard, attempt.mend, midway=midway))
+    if agreement.minimum([int(failure is None)])() == [1]:
+        if gathering is not None:
+            gathering.fill(agreement, tensors)
+        adapter.load(early, late, fixed)
+    return failure
+
+
+def _own(
+    tensors: Mapping[str, torch.Tensor], held: Sequence[str], shared: Mapping[str, Leaf]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Live tensors, or parts of them, by the names under which they stand in this rank's slot."""
+    yield from ((name, tensor) for name, tensor in tensors.items() if name not in shared)
+    for name in held:
+        part = parse_part(name)
+        yield (name, tensors[name] if part is None else part_of(tensors[part[0]], Part(*part)))
 
 
 def _heal(client: SmpClient, plan: RestorePlan, coords: dict[str, str], coord: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,14 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """The state of every generator of this process. Copies: a few kilobytes."""
+    """The state of every generator of this process. Copies: a few kilobytes.
+
+    Python's 625 numbers are packed: one by one they would take a third of the time at a boundary.
+    """
+    version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "python": (version, array("I", numbers).tobytes(), gauss),
+        "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -23,7 +28,8 @@ def capture() -> dict[str, Any]:
 
 def restore(state: dict[str, Any]) -> None:
     """Put every generator back."""
-    random.setstate(state["python"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(array("I", numbers)), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state:

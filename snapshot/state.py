@@ -1,18 +1,21 @@
-"""A rank's state at one moment: live tensors, small copies, plain values, and the slot format that holds them."""
+"""A rank's state in a slot: which pieces go where, the record of plain values, and whether a slot fits a job."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from smp_daemon.errors import ProtocolError, StateMismatch
+from smp_daemon.errors import HoldfastError, ProtocolError, StateMismatch
 from smp_daemon.layout import SnapshotId
 from smp_daemon.slotfile import RECORD, Leaf, SlotFormat, plan_slot
-from snapshot.adapter import Adapter, LiveTensor, Tree
+from snapshot.adapter import Adapter, Change, LiveTensor, Tree
+from snapshot.manifest import FIXED, Manifest
+from snapshot.movers import Piece
+from snapshot.replicas import is_part_of, shared_from_json
 from snapshot.tensors import leaf_of
 from snapshot.values import decode, encode
 
@@ -21,51 +24,84 @@ LATE = "late"
 RECORD_PAGE_BYTES = 4096
 
 
+class Misfit(HoldfastError):
+    """The state has other leaves, or longer plain values, than the slots have room for: a new layout is needed."""
+
+
 @dataclass(frozen=True, slots=True)
-class Capture:
-    """What a snapshot consists of.
+class Values:
+    """Plain values, encoded, and copies of the tensors among them."""
+
+    encoded: Any
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """How the tensors are stored."""
+        return [leaf_of(name, tensor) for name, tensor in self.tensors.items()]
+
+
+def capture_early(adapter: Adapter) -> Values:
+    """What the next step's data loading may change, as it is now."""
+    return _capture(adapter.early(), EARLY)
+
+
+def capture_late(adapter: Adapter) -> Values:
+    """What only settles before the next forward, as it is now."""
+    return _capture(adapter.late(), LATE)
+
+
+def _capture(tree: Tree, path: str) -> Values:
+    tensors: dict[str, torch.Tensor] = {}
+    encoded = encode(tree, path, tensors)
+    return Values(encoded, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The state of one manifest in one slot format.
 
     Attributes:
-        stable: tensors to be copied while the next step runs.
-        early: copies of what that step may change, by leaf name.
-        values: the plain part of it, encoded.
+        moving: what is copied while the next step runs.
+        at_once: what is copied at the boundary.
+        once: what nothing is known to change.
+        moving_bytes: length of `moving`.
     """
 
-    stable: tuple[LiveTensor, ...]
-    early: dict[str, torch.Tensor]
-    values: Any
-
-    def leaves(self, late: dict[str, torch.Tensor]) -> list[Leaf]:
-        """The leaves of the whole snapshot."""
-        return [
-            *(leaf_of(live.name, live.tensor) for live in self.stable),
-            *(leaf_of(name, tensor) for part in (self.early, late) for name, tensor in part.items()),
-        ]
+    form: SlotFormat
+    manifest: Manifest
+    moving: tuple[Piece, ...]
+    at_once: tuple[Piece, ...]
+    once: tuple[Piece, ...]
+    moving_bytes: int
 
 
-def capture_early(adapter: Adapter) -> Capture:
-    """Everything at the boundary: references to what is stable, copies of the rest. Blocks for the copies."""
-    live = list(adapter.tensors())
-    early = {item.name: item.tensor for item in live if not item.stable}
-    values = encode(adapter.early(), EARLY, early)
-    return Capture(
-        tuple(item for item in live if item.stable),
-        {name: tensor.detach().clone() for name, tensor in early.items()},
-        values,
-    )
+def place(manifest: Manifest, form: SlotFormat) -> Placed:
+    """Where the tensors of `manifest` stand in a slot of format `form`, which must be of the same leaves."""
+
+    def pieces(change: Change) -> tuple[Piece, ...]:
+        return place_tensors(form, ((item.name, item.tensor) for item in manifest.live[change]))
+
+    moving = pieces(Change.STEP)
+    length = sum(piece.bytes for piece in moving)
+    return Placed(form, manifest, moving, pieces(Change.FORWARD), pieces(Change.NEVER), length)
 
 
-def capture_late(adapter: Adapter) -> tuple[dict[str, torch.Tensor], Any]:
-    """What only settles before the next forward: tensors (copied) and encoded values."""
-    tensors: dict[str, torch.Tensor] = {}
-    values = encode(adapter.late(), LATE, tensors)
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}, values
+def place_tensors(form: SlotFormat, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Piece, ...]:
+    """Where named tensors stand in a slot."""
+    return tuple(Piece(tensor, form.offsets[name][0], form.offsets[name][1].bytes) for name, tensor in tensors)
 
 
-def encode_record(snapshot: SnapshotId, coord: str, early: Any, late: Any) -> bytes:
-    """The record leaf's JSON, not yet padded."""
-    record = {"epoch": snapshot.epoch, "step": snapshot.step, "coord": coord, EARLY: early, LATE: late}
-    return json.dumps(record, separators=(",", ":")).encode()
+def encode_record(snapshot: SnapshotId, coord: str, early: Values, late: Values, fixed: str) -> bytes:
+    """The record leaf's JSON, not yet padded. `fixed` is JSON already."""
+    record = {
+        "epoch": snapshot.epoch,
+        "step": snapshot.step,
+        "coord": coord,
+        EARLY: early.encoded,
+        LATE: late.encoded,
+    }
+    return f'{json.dumps(record, separators=(",", ":"))[:-1]},"{FIXED}":{fixed}}}'.encode()
 
 
 def decode_record(slot: memoryview, form: SlotFormat, snapshot: SnapshotId) -> dict[str, Any]:
@@ -83,27 +119,40 @@ def decode_record(slot: memoryview, form: SlotFormat, snapshot: SnapshotId) -> d
     return record
 
 
-def decode_values(record: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> tuple[Tree, Tree]:
-    """The early and the late values of a record. Raises `ProtocolError` if there are none."""
-    if not {EARLY, LATE} <= record.keys():
-        raise ProtocolError(f"the record holds {sorted(record)}, not both {EARLY!r} and {LATE!r}")
-    return decode(record[EARLY], tensor), decode(record[LATE], tensor)
+def decode_values(record: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> tuple[Tree, Tree, Tree]:
+    """The early, late and fixed values of a record. Raises `ProtocolError` if one is missing."""
+    if missing := {EARLY, LATE, FIXED} - record.keys():
+        raise ProtocolError(f"the record holds {sorted(record)}, and not {sorted(missing)}")
+    fixed = record[FIXED]
+    if not isinstance(fixed, dict) or fixed.keys() != {"state", "shared"}:
+        raise ProtocolError("the record does not say what is fixed and what is shared")
+    return decode(record[EARLY], tensor), decode(record[LATE], tensor), decode(fixed["state"], tensor)
 
 
-def plan_format(job: str, coord: str, leaves: list[Leaf], record_bytes: int) -> SlotFormat:
+def shared_leaves(record: dict[str, Any]) -> dict[str, Leaf]:
+    """What the snapshot shares with replicas, whole, from a record that `decode_values` has accepted."""
+    return shared_from_json(record[FIXED]["shared"])
+
+
+def plan_format(job: str, coord: str, leaves: Iterable[Leaf], record_bytes: int) -> SlotFormat:
     """The slot format for `leaves`, with room for the record to grow to twice its size."""
     pages = -(-2 * record_bytes // RECORD_PAGE_BYTES) + 1
     return plan_slot(job, coord, leaves, pages * RECORD_PAGE_BYTES)
 
 
-def fits(form: SlotFormat, leaves: list[Leaf], record_bytes: int) -> bool:
+def fits(form: SlotFormat, leaves: Iterable[Leaf], record_bytes: int) -> bool:
     """Whether a snapshot of `leaves` and a record of that length can be written in format `form`."""
     known = {leaf for name, (_, leaf) in form.offsets.items() if name != RECORD}
     return known == set(leaves) and record_bytes <= form.record[1]
 
 
-def check_fit(form: SlotFormat, live: list[LiveTensor]) -> None:
-    """Compare a slot with the live job, before anything is written.
+def is_of_record(name: str) -> bool:
+    """Whether a leaf is the record, or a tensor among its plain values."""
+    return name == RECORD or name.startswith((f"{EARLY}.", f"{LATE}."))
+
+
+def check_fit(form: SlotFormat, live: list[LiveTensor], shared: Mapping[str, Leaf]) -> None:
+    """Compare a slot, and what replicas `shared` with it, with the live job, before anything is written.
 
     Raises:
         StateMismatch: lists what is missing, what is extra and what has another shape or dtype.
@@ -112,8 +161,8 @@ def check_fit(form: SlotFormat, live: list[LiveTensor]) -> None:
     held = {
         name: leaf
         for name, (_, leaf) in form.offsets.items()
-        if name != RECORD and not name.startswith((f"{EARLY}.", f"{LATE}."))
-    }
+        if not is_of_record(name) and not is_part_of(name, shared)
+    } | dict(shared)
     problems = [f"{name} is not in the snapshot" for name in sorted(have.keys() - held.keys())]
     problems += [f"{name} is not in this job" for name in sorted(held.keys() - have.keys())]
     problems += [

@@ -1,12 +1,9 @@
-"""Tensors as leaves of a slot: dtypes, and copies between live tensors and slot memory."""
+"""Tensors as leaves of a slot: dtypes, and tensors over slot memory."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from smp_daemon.errors import ConfigError
 from smp_daemon.slotfile import Leaf
@@ -30,6 +27,7 @@ DTYPES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DEVICES = ("cpu", "cuda")
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -37,46 +35,21 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
     """The leaf that stores `tensor`.
 
     Raises:
-        ConfigError: it is sparse, quantised, on the meta device or not on the CPU; the message names it.
+        ConfigError: it is sparse, quantised, or on another device than a CPU or a GPU; the message names it.
     """
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPES or type(tensor.data) is not torch.Tensor:
         raise ConfigError(
             f"{name} is a {tensor.layout} {tensor.dtype} {type(tensor.data).__name__}: only dense "
             "plain tensors are captured so far"
         )
-    if tensor.device.type != "cpu":
-        raise ConfigError(f"{name} lives on {tensor.device}: only state on the CPU is captured so far")
+    if tensor.device.type not in DEVICES:
+        raise ConfigError(f"{name} lives on {tensor.device}: only state on {' and '.join(DEVICES)} is captured")
     return Leaf(name, DTYPES[tensor.dtype], tuple(tensor.shape))
 
 
-def copy_out(tensor: torch.Tensor, slot: memoryview, offset: int) -> None:
-    """Copy a live tensor into slot memory. Releases the GIL for the length of the copy."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.numel() == 0:
-        return
-    if tensor.is_contiguous():
-        source = raw_bytes(tensor)
-        np.copyto(np.frombuffer(slot, np.uint8, source.size, offset), source)
-    else:
-        slot_tensor(slot, offset, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
-
-
-def copy_in(slot: memoryview, offset: int, tensor: torch.Tensor) -> None:
-    """Copy slot memory into a live tensor, in place."""
-    tensor = tensor.detach()
-    if tensor.numel() == 0:
-        return
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        target = raw_bytes(tensor)
-        np.copyto(target, np.frombuffer(slot, np.uint8, target.size, offset))
-    else:
-        tensor.copy_(slot_tensor(slot, offset, tensor.dtype, tuple(tensor.shape)))
-
-
-def raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    flat: NDArray[Any] = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-    return flat
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a contiguous tensor, as a view with stride 1, which ``view(-1)`` is not for a single element."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def slot_tensor(slot: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

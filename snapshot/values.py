@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,10 +51,9 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         case bytes() | bytearray() if type(value) in (bytes, bytearray):
             return {"$": type(value).__name__, "data": _text(bytes(value))}
         case list() if type(value) is list:
-            return [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
+            return _encode_items(value, path, tensors)
         case tuple() | set() | frozenset() if type(value) in (tuple, set, frozenset):
-            items = [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
-            return {"$": type(value).__name__, "items": items}
+            return {"$": type(value).__name__, "items": _encode_items(value, path, tensors)}
         case dict() if type(value) in _MAPPINGS.values():
             return _encode_mapping(value, path, tensors)
         case torch.dtype() | torch.device():
@@ -81,6 +80,12 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return _decode_tagged(value, tensor)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, SyntaxError) as error:
         raise ProtocolError(f"the record holds a malformed {value.get('$')!r}: {error!r}") from error
+
+
+def _encode_items(values: Collection[Any], path: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
+    if values and set(map(type, values)) == {int} and max(map(int.bit_length, values)) <= LONGEST_JSON_INT:
+        return list(values)  # the states of random generators: hundreds of numbers at every boundary
+    return [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(values)]
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:

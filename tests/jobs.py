@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -78,6 +80,41 @@ def stamped() -> None:
             trainer.report("step", step=step + 1, protected=snap.protected_step)
         trainer.report("end", stamps=stamps(model, optim), statistics=_counts(snap.statistics))
     dist.destroy_process_group()
+
+
+def replicated() -> None:
+    """Trains a small model under DDP, whose replicas are alike; reports a digest of the state at the start and end."""
+    trainer = Trainer.from_environment()
+    torch.set_num_threads(1)
+    trainer.init_process_group()
+    torch.manual_seed(7)
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 300), torch.nn.Dropout(0.3), torch.nn.Linear(300, 8))
+    model = torch.nn.parallel.DistributedDataParallel(layers)
+    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+    torch.manual_seed(trainer.rank)
+    snap = InMemorySnapshot(model, optim, start=False) if trainer.args["snapshots"] else None
+    with snap or nullcontext():
+        if snap is not None:
+            trainer.report("started", step=snap.step, digest=_digest(model, optim))
+        for step in range(snap.step if snap else 0, trainer.args["steps"]):
+            loss = model(torch.randn(4, 32)).square().mean()
+            optim.zero_grad()
+            loss.backward()
+            reach("train.step", step + 1)
+            if snap is not None:
+                snap.drain(DRAIN_DEADLINE_S)
+            optim.step()
+        names = sorted(name for name in snap._capture.leaf_names if "@" in name) if snap is not None else []
+        trainer.report("end", digest=_digest(model, optim), random=torch.rand(1).item(), parts=names)
+    dist.destroy_process_group()
+
+
+def _digest(model: torch.nn.Module, optim: torch.optim.Optimizer) -> str:
+    tensors = [*model.parameters(), *(value for state in optim.state.values() for value in state.values())]
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().numpy().tobytes())
+    return sha.hexdigest()
 
 
 def _counts(statistics: Any) -> dict[str, Any]:

@@ -637,3 +637,32 @@ def test_memory_that_room_was_made_of_serves_another_pool(small_tmpfs: Path) -> 
         pool.create(8 * PAGE)
     assert arena.make_room(8 * PAGE, pool) == 10 * PAGE
     assert pool.create(8 * PAGE).index == 0
+
+
+@pytest.mark.parametrize("setting", ["always within_size [advise] never deny force", "always [never] advise"])
+def test_a_slot_is_whole_whatever_pages_the_kernel_gives(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    (tmp_path / "setting").write_text(setting)
+    monkeypatch.setattr(arena_module, "SHMEM_HUGE", tmp_path / "setting")
+    arena = Arena(shm / "job")
+    pool = arena.shard_pool("dp0")
+    arena.reserve({pool: (5 * PAGE + 3, 2)})
+    for slot in pool.slots:
+        status = pool.path(slot).stat()
+        assert status.st_size == 5 * PAGE + 3
+        assert status.st_blocks * 512 >= 6 * PAGE
+        pool.view(slot)[-1] = 7
+
+
+def test_a_full_file_system_is_refused_though_huge_pages_were_asked_for(
+    small_tmpfs: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = tmp_path_factory.mktemp("sys") / "setting"
+    setting.write_text("[advise]")
+    monkeypatch.setattr(arena_module, "SHMEM_HUGE", setting)
+    monkeypatch.setattr(arena_module, "_room", lambda path: 1 << 40)
+    arena = Arena(small_tmpfs / "job")
+    with pytest.raises(ArenaTooSmall):
+        arena.reserve({arena.shard_pool("dp0"): (2 * SMALL_TMPFS, 1)})
+    assert not list((small_tmpfs / "job").glob("*.safetensors"))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_daemon.board import WORDS, Board, Outcome
+from smp_daemon.board import MAX_PAUSE_S, PAUSE_WORDS, WORDS, Board, Outcome
 
 quick = settings(deadline=None, derandomize=True, max_examples=80)
 
@@ -129,6 +129,57 @@ def test_a_successor_fails_what_its_predecessor_left_pending_and_nothing_else(bo
 def test_a_board_that_is_opened_again_keeps_what_was_posted(boards: Pair, tmp_path: Path) -> None:
     boards.smp.post(4, Outcome.PROTECTED)
     assert Board(tmp_path / "board", create=True).outcome(1, 4) is Outcome.PROTECTED
+
+
+NOW_S = 12345.5
+
+
+def test_nobody_wants_quiet_as_long_as_nobody_said_so(boards: Pair) -> None:
+    assert boards.smp.paused_for(NOW_S) == boards.smp.paused_for(0.0) == 0
+
+
+def test_a_trainer_pauses_the_traffic_until_then_or_until_it_resumes(boards: Pair) -> None:
+    boards.trainer.pause(3, NOW_S + 0.5)
+    assert boards.smp.paused_for(NOW_S) == pytest.approx(0.5)
+    assert boards.smp.paused_for(NOW_S + 0.25) == pytest.approx(0.25)
+    assert boards.smp.paused_for(NOW_S + 0.5) == boards.smp.paused_for(NOW_S + 1e6) == 0
+    boards.trainer.resume(3)
+    assert boards.smp.paused_for(NOW_S) == 0
+
+
+def test_the_trainer_that_wants_quiet_longest_counts(boards: Pair) -> None:
+    for index in range(PAUSE_WORDS):
+        boards.trainer.pause(index, NOW_S + (index * 37 % PAUSE_WORDS) / 100)
+    assert boards.smp.paused_for(NOW_S) == pytest.approx((PAUSE_WORDS - 1) / 100)
+    for index in range(1, PAUSE_WORDS):
+        boards.trainer.resume(index)
+    assert boards.smp.paused_for(NOW_S - 0.25) == pytest.approx(0.25)
+
+
+def test_trainers_are_numbered_modulo_the_words_there_are(boards: Pair) -> None:
+    boards.trainer.pause(PAUSE_WORDS + 5, NOW_S + 0.5)
+    boards.trainer.resume(4)
+    assert boards.smp.paused_for(NOW_S) == pytest.approx(0.5)
+    boards.trainer.resume(5)
+    assert boards.smp.paused_for(NOW_S) == 0
+
+
+@pytest.mark.parametrize("until_s", [NOW_S + 1.5, NOW_S + 1e6, 9e9, -9e9])
+def test_a_pause_is_never_longer_than_the_longest_whatever_stands_there(boards: Pair, until_s: float) -> None:
+    boards.trainer.pause(0, until_s)
+    assert boards.smp.paused_for(NOW_S) == (MAX_PAUSE_S if until_s > 0 else 0)
+
+
+def test_pauses_and_outcomes_do_not_touch_each_other(boards: Pair) -> None:
+    for step in range(1, 1 + REMEMBERED):
+        boards.smp.post(step, Outcome.PENDING)
+    for index in range(PAUSE_WORDS):
+        boards.trainer.pause(index, NOW_S + 0.5)
+    assert boards.trainer.epoch == 1
+    assert {boards.trainer.outcome(1, step) for step in range(1, 2 * WORDS)} == {Outcome.PENDING}
+    boards.smp.fail_pending()
+    boards.smp.reset(2)
+    assert boards.smp.paused_for(NOW_S) == pytest.approx(0.5)
 
 
 def open_files() -> int:

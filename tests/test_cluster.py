@@ -258,3 +258,33 @@ def test_a_fault_that_never_happens_is_an_error(launcher: Launcher) -> None:
 def test_a_cluster_leaves_no_files(launcher: Launcher) -> None:
     make(launcher, nodes=2, steps=2).run()
     assert list(Path("/dev/shm").glob("holdfast-*/virtual-*")) == []
+
+
+def replicas(launcher: Launcher, *, snapshots: bool) -> VirtualCluster:
+    """Two: with more, DDP adds gradients in another order in the first step after a start than in later ones."""
+    return VirtualCluster(
+        launcher,
+        nodes=2,
+        ranks_per_node=1,
+        target="tests.jobs:replicated",
+        args={"steps": STEPS, "snapshots": snapshots},
+        smps=snapshots,
+    )
+
+
+def test_replicas_keep_one_copy_among_them_and_each_gets_all_of_it_back(launcher: Launcher) -> None:
+    undisturbed = replicas(launcher, snapshots=False).run().of("end")
+    cluster = replicas(launcher, snapshots=True)
+    cluster.kill_trainer(1, at="train.step", step=4)
+    cluster.kill_node(1, at="train.step", step=7)
+    history = cluster.run()
+    for generation in (1, 2):
+        started = history.of("started", generation=generation)
+        assert len({(event["step"], event["digest"]) for event in started}) == 1
+        assert started[0]["step"] >= 2
+    ends = history.of("end")
+    assert len(ends) == len(undisturbed) == 2
+    assert {event["digest"] for event in [*ends, *undisturbed]} == {ends[0]["digest"]}
+    assert {event["rank"]: event["random"] for event in ends} == {e["rank"]: e["random"] for e in undisturbed}
+    assert all(event["parts"] for event in ends)
+    assert history.leaks == []

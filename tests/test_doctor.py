@@ -34,6 +34,7 @@ GOOD = Facts(
     kernel="6.1",
     populate=True,
     idle=True,
+    streaming=True,
 )
 DISK = Mount(Path("/"), "ext4", frozenset({"rw"}))
 
@@ -134,6 +135,7 @@ def test_a_good_machine_has_nothing_to_fix() -> None:
         ({"files": 256}, "open files", "note", "ulimit -n 1024"),
         ({"populate": False}, "kernel", "note", "Linux 5.14"),
         ({"idle": False}, "SCHED_IDLE", "note", "HOLDFAST_PRIORITY=idle"),
+        ({"streaming": False}, "copies", "note", "install a C compiler"),
     ],
 )
 def test_each_bad_fact_is_found_alone_and_comes_with_its_fix(

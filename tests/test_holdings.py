@@ -148,6 +148,18 @@ def test_what_is_being_written_is_not_held(place: Place) -> None:
         place.holdings.open(SHARD)
 
 
+def test_the_newest_shards_are_those_of_the_newest_snapshot_that_has_any(place: Place) -> None:
+    assert place.holdings.newest_shards() == []
+    place.put_parity(ParityKey(THIRD, TAG, 0))
+    assert place.holdings.newest_shards() == []
+    place.put_shard(ShardKey(SECOND, "dp0"))
+    place.put_shard(SHARD)
+    place.put_shard(ShardKey(SECOND, "dp2"))
+    assert place.holdings.newest_shards() == [ShardKey(SECOND, "dp0"), ShardKey(SECOND, "dp2")]
+    place.put_shard(ShardKey(SnapshotId(2, 1), "dp1"))
+    assert place.holdings.newest_shards() == [ShardKey(SnapshotId(2, 1), "dp1")], "a younger epoch is newer"
+
+
 def test_units_are_cut_from_where_they_stand(place: Place) -> None:
     content, parity = place.put_shard(SHARD), place.put_parity()
     for index, unit in enumerate((content[:8], content[8:16], content[16:])):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import psutil
 import pytest
 import torch
 
-from holdfast import ConfigError, HoldfastError, InMemorySnapshot, SmpUnavailable, StateMismatch
+from holdfast import ConfigError, HoldfastError, InMemorySnapshot, SmpUnavailable, StateMismatch, prefetch
+from smp_daemon.board import Board
 from smp_daemon.client import SmpClient
 from smp_daemon.inventory import Inventory
 from smp_daemon.paths import ARENA_ENV, read_owner
@@ -39,8 +41,9 @@ with InMemorySnapshot(model, optim, scheduler=schedule) as snap:
     for step in range(snap.step, steps):
         x = torch.randn(8, 16) * random.random() + numpy.random.random()
         loss = model(x).square().mean()
+        if stop - 2 <= step <= stop:
+            snap.drain(10)  # such short steps are skipped while snapshots are being sealed
         if step == stop:
-            snap.drain(10)
             os.kill(os.getpid(), signal.SIGKILL)
         optim.zero_grad(); loss.backward(); optim.step(); schedule.step()
         print(step, loss.item().hex(), schedule.get_last_lr()[0].hex())
@@ -419,3 +422,114 @@ with InMemorySnapshot(model, optim) as snap:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split() == ["6", "5", "False"], done.stderr
+
+
+def test_the_interval_grows_where_snapshots_cost_more_than_their_budget(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim, protect="none", overhead_budget=1e-6) as snap:
+        for _ in range(400):
+            train(snap, model, optim, 1)
+            if snap.statistics.interval > 2:
+                break
+        assert snap.statistics.interval > 2
+        taken = snap.statistics.taken
+        train(snap, model, optim, snap.statistics.interval)
+        assert snap.statistics.taken <= taken + 1
+
+
+def test_without_a_budget_every_step_is_taken(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim, protect="none", overhead_budget=0) as snap:
+        train(snap, model, optim, 40)
+        assert (snap.statistics.taken, snap.statistics.interval) == (40, 1)
+
+
+def test_a_budget_that_is_no_number_is_refused(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_OVERHEAD_BUDGET", "much")
+    with pytest.raises(ConfigError, match="HOLDFAST_OVERHEAD_BUDGET='much'"):
+        InMemorySnapshot(*small())
+
+
+def test_traffic_pauses_while_the_step_communicates(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim, protect="none") as snap:
+        train(snap, model, optim, 2)
+        board = Board(arena / "test" / "board")
+        with snap.phase("comm"):
+            assert board.paused_for(time.monotonic()) > 0
+        assert board.paused_for(time.monotonic()) == 0
+        with pytest.raises(ConfigError, match="'comm'"), snap.phase("forward"):  # type: ignore[arg-type]
+            pass
+
+
+def test_an_smp_that_was_made_ready_ahead_is_the_one_that_serves(arena: Path) -> None:
+    prefetch().join(30)
+    pid = smp_pid(arena)
+    model, optim = small()
+    with InMemorySnapshot(model, optim, start=False, keep=True, protect="none") as snap:
+        train(snap, model, optim, 2)
+        assert snap.drain(10)
+    prefetch().join(30)
+    assert smp_pid(arena) == pid
+    with InMemorySnapshot(*small(), start=False) as again:
+        assert again.step == 2
+
+
+def test_a_frozen_base_is_restored_though_it_is_copied_once(arena: Path) -> None:
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 3))
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(False)
+        return model, torch.optim.Adam(model[1].parameters(), lr=0.1)
+
+    model, optim = make()
+    with InMemorySnapshot(model, optim, keep=True, protect="none") as snap:
+        train(snap, model, optim, 6)
+        assert snap.drain(10)
+    fresh, fresh_optim = make()
+    with InMemorySnapshot(fresh, fresh_optim, protect="none") as snap:
+        assert snap.step == 6
+        assert all(map(torch.equal, values(fresh, fresh_optim), values(model, optim)))
+
+
+def test_several_optimizers_and_a_scaler_that_skips_come_back(arena: Path) -> None:
+    def make() -> tuple[torch.nn.Module, list[torch.optim.Optimizer], torch.amp.GradScaler]:
+        torch.manual_seed(3)
+        model = torch.nn.Linear(4, 3)
+        return (
+            model,
+            [torch.optim.Adam([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1, momentum=0.9)],
+            torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2),
+        )
+
+    def step(job: tuple[Any, list[Any], Any], i: int, snap: InMemorySnapshot | None) -> None:
+        model, optims, scaler = job
+        for optim in optims:
+            optim.zero_grad()
+        scaler.scale(model(torch.full((2, 4), float("inf") if i == 3 else 1.0 + i)).sum()).backward()
+        if snap is not None:
+            snap.drain(10)
+        for optim in optims:
+            scaler.step(optim)
+        scaler.update()
+
+    def state(job: tuple[Any, list[Any], Any]) -> list[Any]:
+        model, optims, scaler = job
+        held = [v for optim in optims for s in optim.state.values() for v in s.values()]
+        return [*(t.tolist() for t in [*model.parameters(), *held]), scaler.state_dict()]
+
+    undisturbed = make()
+    for i in range(8):
+        step(undisturbed, i, None)
+    job = make()
+    with InMemorySnapshot(job[0], job[1], extra={"scaler": job[2]}, keep=True, protect="none") as snap:
+        for i in range(5):
+            step(job, i, snap)
+        job[0](torch.zeros(1, 4))
+        assert snap.drain(10)
+    job = make()
+    with InMemorySnapshot(job[0], job[1], extra={"scaler": job[2]}, protect="none") as snap:
+        assert snap.step == 5
+        for i in range(5, 8):
+            step(job, i, snap)
+    assert state(job) == state(undisturbed)

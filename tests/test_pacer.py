@@ -1,4 +1,4 @@
-"""A cap on bytes per second, by a clock that the tests turn themselves."""
+"""A cap on bytes per second, patience and turns, by a clock that the tests turn themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_daemon.errors import ConfigError
-from smp_daemon.pacer import BURST_S, Pacer, parse_rate
+from smp_daemon.pacer import BURST_S, MAX_TURNS, Pacer, Patience, parse_rate, parse_turns, turn_delay_s
 
 quick = settings(deadline=None, derandomize=True, max_examples=100)
 
@@ -142,3 +142,53 @@ def test_a_rate_is_bytes_per_second(text: str, rate: float) -> None:
 def test_what_is_no_rate_is_refused_and_told_how_to_say_it(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a rate: say bytes per second, such as 500M or 2GB/s, or 0"):
         parse_rate(text)
+
+
+def test_who_has_patience_waits_as_long_as_it_is_asked_to() -> None:
+    patience = Patience(1.0)
+    assert patience.wait_s(0.25, 100.0) == 0.25
+    assert patience.wait_s(0.125, 100.125) == 0.125
+    assert patience.wait_s(0, 100.25) == 0
+
+
+def test_patience_ends_and_comes_back_once_nobody_asks() -> None:
+    patience = Patience(1.0)
+    assert [patience.wait_s(0.75, 100 + at) for at in (0.0, 0.5, 1.0, 1.5, 99.0)] == [0.75, 0.5, 0.0, 0.0, 0.0]
+    assert patience.wait_s(0.0, 200.0) == 0
+    assert patience.wait_s(0.75, 200.5) == 0.75
+
+
+@quick
+@given(st.lists(st.tuples(st.floats(0.001, 3), st.floats(0.001, 3)), min_size=1, max_size=30))
+def test_one_who_never_stops_asking_is_waited_for_once(asked: list[tuple[float, float]]) -> None:
+    """Between waits, time passes."""
+    patience, now, waited = Patience(1.0), 100.0, 0.0
+    for asked_s, busy_s in asked:
+        wait_s = patience.wait_s(asked_s, now)
+        assert wait_s <= asked_s
+        waited += wait_s
+        now += wait_s + busy_s
+    assert waited <= 1.0 + 1e-9
+
+
+def test_turns_share_out_the_first_half_of_an_interval() -> None:
+    assert [turn_delay_s(group, 4, 8.0) for group in range(6)] == [0, 1, 2, 3, 0, 1]
+
+
+def test_a_single_turn_is_everybodys_and_at_once() -> None:
+    assert {turn_delay_s(group, 1, 8.0) for group in range(10)} == {0}
+
+
+@quick
+@given(st.integers(0, 1000), st.integers(1, MAX_TURNS), st.floats(0, 1e6))
+def test_every_turn_comes_in_the_first_half_of_the_interval(group: int, turns: int, interval_s: float) -> None:
+    delay_s = turn_delay_s(group, turns, interval_s)
+    assert 0 <= delay_s <= interval_s / 2
+    assert delay_s == turn_delay_s(group + turns, turns, interval_s)
+
+
+@pytest.mark.parametrize("text", ["", "many", "1.5", "2x"])
+def test_what_is_no_number_of_turns_is_refused(text: str) -> None:
+    assert parse_turns("7") == 7
+    with pytest.raises(ConfigError, match=f"'{text}' is no number of turns: use 1 to 64, 1 for all groups at once"):
+        parse_turns(text)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
 
-from smp_daemon.board import Outcome
+from smp_daemon import protect
+from smp_daemon.board import MAX_PAUSE_S, Board, Outcome
+from smp_daemon.errors import ConfigError
+from smp_daemon.layout import SnapshotId
 from smp_daemon.protect import ATTEMPTS, WINDOW
+from smp_daemon.service import Settings, Smp
 from tests.relay import Relay, relaying
-from tests.smp_kit import DEADLINE_S, PROTECTED, Ground, Run, SmpProcess, playground, run_on
+from tests.smp_kit import DEADLINE_S, JOB, PROTECTED, Ground, Run, SmpProcess, playground, run_on
 
 UNIT_BYTES = 4096
 
@@ -145,3 +151,193 @@ def test_a_bandwidth_that_is_no_rate_is_refused(ground: Ground, monkeypatch: pyt
     monkeypatch.setenv("HOLDFAST_BANDWIDTH", "fast")
     with pytest.raises(Exception, match="'fast' is not a rate"):
         ground.smp()
+
+
+# ---------------------------------------------------------------- making way
+
+HOURS_S = 7200.0
+
+
+class SmpHere(SmpProcess):
+    """``node0``, whose SMP is threads of this process."""
+
+    def __init__(self, ground: Ground, settings: Settings) -> None:
+        super().__init__(ground, "node0", ground.host(), JOB)
+        before = set(threading.enumerate())
+        self.smp = Smp(JOB, self.name, self.arena, self.host, settings=replace(settings, scrub=0, reform_after_s=0))
+        (self._thread,) = (t for t in threading.enumerate() if t.name == "protect" and t not in before)
+
+    def end(self) -> bool:
+        """Close it; whether its encoding ended then, whatever it was waiting for."""
+        self.smp.close()
+        self._thread.join(DEADLINE_S)
+        return not self._thread.is_alive()
+
+
+@contextmanager
+def job_with(ground: Ground, settings: Settings) -> Iterator[tuple[SmpHere, Run]]:
+    """A job on ``node0`` and a process, ``node1``; each has one shard, of many units."""
+    here = SmpHere(ground, settings)
+    try:
+        yield here, anew(run_on([here, ground.smp("node1")], [[20_000]] * 2))
+    finally:
+        here.smp.close()
+
+
+def await_count(run: Run, name: str, count: int) -> None:
+    """Block until ``dp0``'s SMP has counted so many."""
+    limit = time.monotonic() + DEADLINE_S
+    while counted(run, "dp0", name) < count:
+        assert time.monotonic() < limit, f"{name} did not come to {count}"
+
+
+def test_while_a_trainer_communicates_nothing_is_sent(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protect, "MAX_PAUSE_S", HOURS_S)
+    with job_with(ground, Settings()) as (here, run):
+        board = Board(here.arena / "board")
+        board.pause(3, time.monotonic() + HOURS_S)
+        snapshot = run.take(1)
+        await_count(run, "pauses", 1)
+        assert run["dp0"].outcome(snapshot, 0.2) is Outcome.PENDING
+        assert counted(run, "dp0", "bytes_sent") == 0
+        board.resume(3)
+        assert run.outcomes(snapshot) == {PROTECTED}
+        assert counted(run, "dp0", "pauses") == 1
+        run.protect(2)
+        assert counted(run, "dp0", "pauses") == 1
+
+
+def test_a_pause_begins_between_two_units(ground: Ground) -> None:
+    smps = ground.smps(2, rules={0: [("encode.middle", 1)]})
+    run = anew(run_on(smps, [[20_000]] * 2))
+    snapshot = run.take(1)
+    held = ground.points.wait("node0", "encode.middle", 1)
+    sent = counted(run, "dp0", "bytes_sent")
+    assert 0 < sent < run.layout.shard_bytes("dp0")
+    began = time.monotonic()
+    Board(smps[0].arena / "board").pause(0, began + HOURS_S)
+    held.go()
+    assert run.outcomes(snapshot) == {PROTECTED}
+    assert time.monotonic() - began >= MAX_PAUSE_S
+    assert counted(run, "dp0", "pauses") == 1
+
+
+def test_a_trainer_that_forgot_to_resume_delays_each_snapshot_by_the_longest_pause_and_no_more(ground: Ground) -> None:
+    smps = ground.smps(2)
+    run = anew(run_on(smps, [[20_000]] * 2))
+    for smp in smps:
+        Board(smp.arena / "board").pause(0, time.monotonic() + HOURS_S)
+    for step in (1, 2):
+        began = time.monotonic()
+        run.protect(step)
+        assert time.monotonic() - began >= MAX_PAUSE_S
+        assert [counted(run, coord, "pauses") for coord in run.trainers] == [step, step]
+
+
+def test_a_snapshot_that_is_given_up_is_not_waited_for(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protect, "MAX_PAUSE_S", HOURS_S)
+    with job_with(ground, Settings()) as (here, run):
+        Board(here.arena / "board").pause(0, time.monotonic() + HOURS_S)
+        run["dp0"].take(run.snapshot(1))
+        await_count(run, "pauses", 1)
+        run["dp0"].take(run.snapshot(2))  # keeps nothing: step 1 is given up
+        await_count(run, "pauses", 2)
+        assert counted(run, "dp0", "bytes_sent") == 0
+        assert here.end()
+
+
+def test_an_smp_that_ends_does_not_wait_for_its_bandwidth(ground: Ground) -> None:
+    with job_with(ground, Settings(bandwidth=1.0)) as (here, run):
+        run.take(1)
+        await_count(run, "bytes_sent", UNIT_BYTES)
+        assert here.end()
+
+
+# ---------------------------------------------------------------- turns
+
+
+class Turns:
+    """In the place of `turn_delay_s`: every turn is hours away. Knows what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, float]] = []
+        self.first = threading.Event()
+
+    def delay_s(self, group: int, turns: int, interval_s: float) -> float:
+        self.asked.append((group, turns, interval_s))
+        self.first.set()
+        return HOURS_S
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    turns = Turns()
+    monkeypatch.setattr(protect, "turn_delay_s", turns.delay_s)
+    return turns
+
+
+def test_a_group_waits_for_its_turn_until_a_newer_snapshot_is_sealed(ground: Ground, turns: Turns) -> None:
+    with job_with(ground, Settings(turns=8)) as (here, run):
+        began = time.monotonic()
+        first = run.protect(1)
+        sent = counted(run, "dp0", "bytes_sent")
+        second = run.take(2)
+        assert turns.first.wait(DEADLINE_S)
+        assert run["dp0"].outcome(second, 0.2) is Outcome.PENDING
+        assert counted(run, "dp0", "bytes_sent") == sent
+        ((group, count, interval_s),) = turns.asked
+        assert (group, count) == (0, 8)
+        assert 0 < interval_s < time.monotonic() - began
+        third = run.snapshot(3)
+        run["dp0"].take(third, (first, second), first)
+        assert run.outcomes(second) == {PROTECTED}
+        assert run["dp0"].outcome(third, 0.2) is Outcome.PENDING
+        assert here.end()
+
+
+def test_without_two_snapshots_of_an_epoch_nobody_waits_for_a_turn(ground: Ground, turns: Turns) -> None:
+    with job_with(ground, Settings(turns=8)) as (_, run):
+        run.protect(1)
+        anew(run)
+        run.protect(2)
+        assert turns.asked == []
+
+
+@pytest.mark.parametrize("reason", ["given up", "overtaken by a new epoch"])
+def test_who_waits_for_a_turn_stops_once_the_snapshot_is_not_wanted(
+    ground: Ground, turns: Turns, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    ended: list[SnapshotId] = []
+    over = threading.Event()
+
+    def note(text: str, snapshot: SnapshotId, error: Exception) -> None:
+        ended.append(snapshot)
+        over.set()
+
+    monkeypatch.setattr(protect.log, "info", note)
+    with job_with(ground, Settings(turns=8)) as (here, run):
+        run.protect(1)
+        second = run.take(2)
+        assert turns.first.wait(DEADLINE_S)
+        if reason == "given up":
+            here.smp.store.fail(second, reason)
+        else:
+            run["dp0"].client.join(run.epoch + 1)
+        assert over.wait(DEADLINE_S)
+        assert ended == [second]
+
+
+@pytest.mark.parametrize("turns", [0, -1, 65])
+def test_a_number_of_turns_out_of_range_is_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    with pytest.raises(ConfigError, match=f"{turns} turns: use 1 to 64"):
+        Settings(turns=turns)
+    monkeypatch.setenv("HOLDFAST_TURNS", str(turns))
+    with pytest.raises(ConfigError, match=f"{turns} turns: use 1 to 64"):
+        ground.smp()
+
+
+def test_turns_that_are_no_number_are_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_TURNS", "64")
+    ground.smp()
+    with pytest.raises(ConfigError, match="'some' is no number of turns"):
+        ground.prepare("node1").launch("--turns", "some").wait_ready()

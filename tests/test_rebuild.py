@@ -10,6 +10,7 @@ import pytest
 
 from smp_daemon.errors import HoldfastError, Unrecoverable
 from smp_daemon.plan import RestorePlan, plan_restore
+from smp_daemon.records import digest_units
 from smp_daemon.transport import call, connect
 from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, Trainer, playground, run_on
 
@@ -55,6 +56,7 @@ def assert_whole(run: Run, plan: RestorePlan, rebuilt: Collection[int]) -> int:
         shard = trainer.recover(plan)
         assert shard.view == trainer.image(plan.snapshot), coord
         assert shard.how == ("rebuilt" if int(coord[2:]) // 2 in rebuilt else "held")
+        assert all(shard.matches(unit) for unit in range(len(shard.digests))), coord
         count += shard.bytes_fetched
     return count
 
@@ -141,6 +143,22 @@ def test_a_chain_through_nonsense_is_refused(ground: Ground) -> None:
         with pytest.raises(HoldfastError):
             call(stream, message | spoilt)
         stream.close()
+
+
+@pytest.mark.parametrize("how", ["held", "fetched", "rebuilt"])
+@pytest.mark.parametrize("check", [True, False])
+def test_a_shard_comes_with_the_digests_it_was_sealed_with(ground: Ground, how: str, check: bool) -> None:
+    smps, run = protected(ground, "2+1", 3)
+    at = smps[1] if how == "fetched" else smps[0]
+    if how == "rebuilt":
+        replace_nodes(run, smps, [0])
+    plan = restart(run)
+    shard = Trainer(at, "dp0", SIZES[0]).client.recover(plan.sources, "dp0", check=check)
+    image = memoryview(run["dp0"].image(plan.snapshot))
+    assert (shard.how, shard.view) == (how, image)
+    assert shard.bytes_fetched == (0 if how == "held" else image.nbytes)
+    assert shard.unit_bytes == run.layout.unit_bytes < image.nbytes
+    assert shard.digests == digest_units(image, shard.unit_bytes)
 
 
 def test_an_unknown_way_to_rebuild_is_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import queue
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,12 +30,15 @@ from smp_daemon.errors import (
     StaleEpoch,
     Unrecoverable,
 )
+from smp_daemon.holdings import Holdings, Key
 from smp_daemon.layout import SnapshotId
 from smp_daemon.limits import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION
+from smp_daemon.local import MAX_DIGESTS
 from smp_daemon.paths import socket_path
 from smp_daemon.peers import PeerClient
 from smp_daemon.plan import RestorePlan, plan_restore
-from smp_daemon.records import digest
+from smp_daemon.records import digest, digest_units
+from smp_daemon.service import Settings, Smp
 from smp_daemon.slotfile import RECORD, plan_slot, write_stamp
 from smp_daemon.sources import Sources
 from smp_daemon.spawn import smp_command
@@ -1027,6 +1031,123 @@ class TestADamagedCopy:
         plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp2")), spare.client.inventory())
         recovered = spare.recover(plan)
         assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, "dp1", snapshot))
+
+
+def in_units_of_a_byte(smp: SmpProcess, elements: int) -> Run:
+    """A job of one shard in its second epoch, with as many units as bytes."""
+    run = run_on([smp], [[elements]])
+    run.epoch += 1
+    run.layout = replace(run.layout, epoch=run.epoch, unit_bytes=1)
+    run["dp0"].client.join(run.epoch)
+    run["dp0"].client.configure(run.layout)
+    return run
+
+
+class TestAShardThatIsNotCheckedBeforeItIsGiven:
+    """Whoever asks for it so compares each unit with its digest before it is used."""
+
+    def test_is_held_as_it_lies_and_mended_in_place_when_it_is_asked_for_again(self, ground: Ground) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[9000]] * 3)
+        snapshot = run.protect(1)
+        flip_a_byte(shard_file(smps[1], snapshot, "dp1"))
+        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        client = run["dp1"].client
+        given = client.recover(plan.sources, "dp1", check=False)
+        assert (given.how, given.bytes_fetched, damage_of(run["dp1"])) == ("held", 0, (0, 0))
+        units = range(len(given.digests))
+        assert [unit for unit in units if not given.matches(unit)] == [units[-1]]
+        mended = client.recover(plan.sources, "dp1")
+        assert (mended.how, mended.digests) == ("mended", given.digests)
+        assert all(given.matches(unit) for unit in units), "it is the same memory"
+        assert given.view == bytes_of(run, "dp1", snapshot)
+
+    @pytest.mark.parametrize("check", [None, 1, "no", []])
+    def test_is_asked_for_by_true_or_false(self, lone: SmpProcess, check: object) -> None:
+        run = next_run_on(lone)
+        run.protect(1)
+        plan = run.plan(run["dp0"].client.inventory())
+        with pytest.raises(ProtocolError, match="'check' must be true or false"):
+            run["dp0"].client.recover(plan.sources, "dp0", check=check)  # type: ignore[arg-type]
+
+    def test_with_more_digests_than_a_message_has_room_for_is_refused_and_the_connection_goes_on(
+        self, ground: Ground
+    ) -> None:
+        run = in_units_of_a_byte(ground.smp(), MAX_DIGESTS // 4)
+        run.protect(1)
+        client, count = run["dp0"].client, run["dp0"].form.total_bytes
+        inventory = client.inventory()
+        with pytest.raises(ConfigError, match=rf"dp0 has {count} units of 1 bytes.*has room for {MAX_DIGESTS} digests"):
+            client.recover(run.plan(inventory).sources, "dp0", check=False)
+        assert client.inventory() == inventory
+
+    def test_with_as_many_digests_as_a_message_has_room_for_is_given(self, ground: Ground) -> None:
+        run = in_units_of_a_byte(ground.smp(), MAX_DIGESTS // 5)
+        image = bytes_of(run, "dp0", run.protect(1))
+        client = run["dp0"].client
+        shard = client.recover(run.plan(client.inventory()).sources, "dp0", check=False)
+        assert 0.95 * MAX_DIGESTS < len(shard.digests) <= MAX_DIGESTS
+        assert shard.digests == digest_units(memoryview(image), 1)
+
+
+class TestTheNewestShards:
+    def test_are_checked_and_mended_in_the_background_and_no_others(self, ground: Ground) -> None:
+        smps = ground.smps(3)
+        run = run_on(smps, [[9000, 500], [9000], [9000]])
+        older, newest = run.protect(1), run.protect(2)
+        client = run["dp0"].client
+        paths = [shard_file(smps[0], newest, coord) for coord in ("dp0", "dp1")]
+        for path in (*paths, shard_file(smps[0], older, "dp0")):
+            flip_a_byte(path)
+        assert client.verify()
+        assert wait_until(lambda: client.counters()["units_mended"] == 2)
+        assert [path.read_bytes() for path in paths] == [bytes_of(run, coord, newest) for coord in ("dp0", "dp1")]
+        assert wait_until(client.verify), "the first check is over"
+        assert damage_of(run["dp0"]) == (2, 2)
+
+    def test_that_cannot_be_mended_are_noted_and_stay(self, ground: Ground) -> None:
+        smp = ground.smp()
+        run = run_on([smp], [[9000]])
+        newest = run.protect(1)
+        flip_a_byte(shard_file(smp, newest, "dp0"))
+        client = run["dp0"].client
+        assert client.verify()
+        assert wait_until(lambda: client.counters()["units_damaged"] == 1)
+        assert wait_until(client.verify), "the first check is over"
+        assert damage_of(run["dp0"]) == (1, 0)
+        assert client.inventory().shards == {(newest, "dp0")}
+
+    def test_are_checked_once_at_a_time_and_may_be_given_meanwhile(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        reading, go_on = threading.Event(), threading.Event()
+        reads: list[bool] = []
+        damaged_units = Holdings.damaged_units
+
+        def held_up(holdings: Holdings, key: Key) -> list[int]:
+            reading.set()
+            reads.append(go_on.wait(DEADLINE_S))
+            return damaged_units(holdings, key)
+
+        monkeypatch.setattr(Holdings, "damaged_units", held_up)
+        with playground() as ground:
+            prepared = ground.prepare()
+            smp = Smp(prepared.job, "node0", prepared.arena, prepared.host, settings=Settings(scrub=0))
+            ground.on_end.callback(smp.close)
+            ground.on_end.callback(smp.finish)
+            ground.on_end.callback(go_on.set)
+            run = Run([Trainer(prepared, "dp0")]).start()
+            snapshot, client = run.protect(1), run["dp0"].client
+            sources = run.plan(client.inventory()).sources
+            assert client.verify()
+            assert reading.wait(DEADLINE_S)
+            assert not client.verify() and not client.verify()
+            assert client.recover(sources, "dp0", check=False).view == bytes_of(run, "dp0", snapshot)
+            run.protect(2)
+            assert reads == [], "nothing waited for the check to end"
+            go_on.set()
+            assert wait_until(client.verify)
+            assert wait_until(lambda: reads == [True, True])
 
 
 # ---------------------------------------------------------------------- memory

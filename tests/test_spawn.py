@@ -196,6 +196,25 @@ class TestPriority:
         run_on([smp], [[3000]]).protect(1)
         assert policies_of(smp.process.pid) == {os.SCHED_IDLE}
 
+    def test_auto_means_the_threads_that_nobody_waits_for(self, ground: Ground) -> None:
+        smps = [ground.prepare(f"node{i}").launch("--priority", "auto").wait_ready() for i in range(2)]
+        run_on(smps, [[3000], [3000]]).protect(1)
+        for smp in smps:
+            assert policies_of(smp.process.pid) == {os.SCHED_OTHER, os.SCHED_IDLE}
+
+    def test_one_of_its_own_session_makes_that_give_way(self, ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+        setting = Path("/proc/self/autogroup")
+        if not setting.exists():
+            pytest.skip("this kernel does not schedule sessions as groups")
+        monkeypatch.delenv("HOLDFAST_PRIORITY", raising=False)
+        before = setting.read_text()
+        owner = start_smp("testrun", "node0", ground.base / "own" / "testrun")
+        try:
+            assert Path(f"/proc/{owner.pid}/autogroup").read_text().endswith("nice 19\n")
+            assert setting.read_text() == before
+        finally:
+            psutil.Process(owner.pid).kill()
+
     def test_normal_means_none(self, ground: Ground) -> None:
         smp = ground.smp()
         run_on([smp], [[3000]]).protect(1)

@@ -1,4 +1,4 @@
-"""A rank's state at one moment, and whether a slot fits it."""
+"""The record of a rank's plain values, where its tensors stand in a slot, and whether a slot fits a job."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from smp_daemon.errors import ConfigError, ProtocolError, StateMismatch
+from smp_daemon.errors import ProtocolError, StateMismatch
 from smp_daemon.layout import SnapshotId
 from smp_daemon.slotfile import RECORD, Leaf, SlotFormat
-from snapshot.adapter import LiveTensor, Tree
+from snapshot.adapter import Change, Container, LiveTensor, Tree
+from snapshot.manifest import Manifest
+from snapshot.movers import CpuMover
 from snapshot.state import (
     RECORD_PAGE_BYTES,
-    Capture,
+    Placed,
+    Values,
     capture_early,
     capture_late,
     check_fit,
@@ -24,32 +27,51 @@ from snapshot.state import (
     decode_values,
     encode_record,
     fits,
+    place,
+    place_tensors,
     plan_format,
+    shared_leaves,
 )
-from snapshot.tensors import copy_out, read_leaf
+from snapshot.tensors import read_leaf
 
 SNAPSHOT = SnapshotId(2, 17)
+NOTHING = Values({}, {})
+NOTHING_FIXED = '{"state":{},"shared":{}}'
 
 
 @dataclass
 class Toy:
-    """An adapter whose state is what a test puts into it."""
+    """An adapter whose state is what a test puts into it. Exchanging an item of `live` is noticed."""
 
     live: list[LiveTensor] = field(default_factory=list)
     early_tree: Tree = field(default_factory=dict)
     late_tree: Tree = field(default_factory=dict)
+    fixed_tree: Tree = field(default_factory=dict)
+    problem: StateMismatch | None = None
 
     def coordinate(self) -> str:
+        return "dp0"
+
+    def replica_set(self) -> str:
         return "dp0"
 
     def modules(self) -> Sequence[torch.nn.Module]:
         return []
 
-    def optimizer(self) -> Any:
-        return None
+    def optimizers(self) -> Sequence[Any]:
+        return []
+
+    def scalers(self) -> Sequence[Any]:
+        return []
 
     def tensors(self) -> Iterator[LiveTensor]:
         yield from self.live
+
+    def watched(self) -> Iterator[Container]:
+        yield self.live
+
+    def fixed(self) -> Tree:
+        return self.fixed_tree
 
     def early(self) -> Tree:
         return self.early_tree
@@ -58,15 +80,16 @@ class Toy:
         return self.late_tree
 
     def verify(self) -> None:
-        pass
+        if self.problem is not None:
+            raise self.problem
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         pass
 
-    def check(self, early: Tree, late: Tree) -> None:
+    def check(self, early: Tree, late: Tree, fixed: Tree) -> None:
         pass
 
-    def load(self, early: Tree, late: Tree) -> None:
+    def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         pass
 
 
@@ -77,83 +100,72 @@ def no_tensor(name: str) -> torch.Tensor:
 def toy() -> Toy:
     return Toy(
         [
-            LiveTensor("model.weight", torch.arange(6.0).view(2, 3), stable=True),
-            LiveTensor("model.mean", torch.ones(3), stable=False),
+            LiveTensor("model.weight", torch.arange(6.0).view(2, 3), Change.STEP),
+            LiveTensor("model.mean", torch.ones(3), Change.FORWARD),
+            LiveTensor("model.base", torch.full((2,), 4.0), Change.NEVER),
         ],
         {"rng": torch.tensor([1, 2, 3], dtype=torch.uint8), "seen": 5},
         {"lr": 0.1, "warm": torch.tensor(2.0)},
+        {"order": ["b", "a"]},
     )
 
 
-def shapes(capture: Capture) -> dict[str, tuple[int, ...]]:
-    return {leaf.name: leaf.shape for leaf in capture.leaves({})}
-
-
-def test_a_capture_keeps_stable_tensors_by_reference_and_copies_the_rest() -> None:
+def test_early_and_late_values_are_copied_when_they_are_captured() -> None:
     adapter = toy()
-    capture = capture_early(adapter)
-    assert [item.name for item in capture.stable] == ["model.weight"]
-    assert capture.stable[0].tensor is adapter.live[0].tensor
-    assert capture.early.keys() == {"model.mean", "early.rng"}
-    assert capture.values == {"rng": {"$": "tensor", "name": "early.rng"}, "seen": 5}
-
-
-def test_what_changes_after_the_capture_does_not_change_the_copies() -> None:
-    adapter = toy()
-    capture = capture_early(adapter)
-    adapter.live[1].tensor.fill_(9)
+    early, late = capture_early(adapter), capture_late(adapter)
     adapter.early_tree["rng"].fill_(9)
     adapter.early_tree["seen"] = 9
-    assert torch.equal(capture.early["model.mean"], torch.ones(3))
-    assert capture.early["early.rng"].tolist() == [1, 2, 3]
-    assert capture.values["seen"] == 5
+    adapter.late_tree["warm"].fill_(9)
+    assert early.tensors["early.rng"].tolist() == [1, 2, 3]
+    assert early.encoded == {"rng": {"$": "tensor", "name": "early.rng"}, "seen": 5}
+    assert late.tensors["late.warm"].item() == 2.0
+    assert late.encoded == {"lr": 0.1, "warm": {"$": "tensor", "name": "late.warm"}}
 
 
 def test_copies_carry_no_gradient() -> None:
-    adapter = Toy([LiveTensor("mean", torch.ones(3, requires_grad=True), stable=False)])
-    assert not capture_early(adapter).early["mean"].requires_grad
+    adapter = Toy(early_tree={"mean": torch.ones(3, requires_grad=True)})
+    assert not capture_early(adapter).tensors["early.mean"].requires_grad
 
 
-def test_late_tensors_are_copied_too() -> None:
+def test_the_leaves_of_values_are_their_tensors() -> None:
     adapter = toy()
-    tensors, values = capture_late(adapter)
-    adapter.late_tree["warm"].fill_(9)
-    assert tensors["late.warm"].item() == 2.0
-    assert values == {"lr": 0.1, "warm": {"$": "tensor", "name": "late.warm"}}
+    assert capture_early(adapter).leaves == [Leaf("early.rng", "U8", (3,))]
+    assert capture_late(adapter).leaves == [Leaf("late.warm", "F32", ())]
 
 
-def test_the_leaves_of_a_snapshot_are_all_its_tensors() -> None:
+def placed_toy(adapter: Toy) -> Placed:
+    manifest = Manifest(adapter)
+    return place(manifest, plan_format("run", "dp0", manifest.leaves, 10))
+
+
+def test_every_tensor_is_placed_where_the_format_says() -> None:
     adapter = toy()
-    late, _ = capture_late(adapter)
-    assert set(capture_early(adapter).leaves(late)) == {
-        Leaf("model.weight", "F32", (2, 3)),
-        Leaf("model.mean", "F32", (3,)),
-        Leaf("early.rng", "U8", (3,)),
-        Leaf("late.warm", "F32", ()),
-    }
+    placed = placed_toy(adapter)
+    weight, mean, base = (item.tensor for item in adapter.live)
+    for name, tensor, (piece,) in (
+        ("model.weight", weight, placed.moving),
+        ("model.mean", mean, placed.at_once),
+        ("model.base", base, placed.once),
+    ):
+        assert piece.tensor is tensor
+        assert (piece.offset, piece.bytes) == (placed.form.offsets[name][0], tensor.nbytes)
 
 
-def test_an_unstable_tensor_and_an_early_one_of_the_same_name_are_both_kept() -> None:
-    adapter = Toy([LiveTensor("early.x", torch.zeros(2), stable=False)], {"x": torch.ones(3)})
-    assert sorted(shapes(capture_early(adapter)).values()) == [(2,), (3,)]
-
-
-def test_a_live_tensor_that_cannot_be_captured_is_named() -> None:
-    adapter = Toy([LiveTensor("model.weight", torch.zeros(2, device="meta"), stable=True)])
-    with pytest.raises(ConfigError, match=r"model\.weight lives on meta"):
-        capture_early(adapter).leaves({})
+def test_a_tensor_without_a_place_is_an_error() -> None:
+    with pytest.raises(KeyError, match="other"):
+        place_tensors(placed_toy(toy()).form, [("other", torch.zeros(1))])
 
 
 def whole_slot(adapter: Toy, snapshot: SnapshotId = SNAPSHOT) -> tuple[SlotFormat, memoryview]:
     """A slot as the copy thread writes it, less its stamp."""
-    capture = capture_early(adapter)
-    late, values = capture_late(adapter)
-    record = encode_record(snapshot, "dp0", capture.values, values)
-    form = plan_format("run", "dp0", capture.leaves(late), len(record))
+    manifest = Manifest(adapter)
+    early, late = capture_early(adapter), capture_late(adapter)
+    record = encode_record(snapshot, "dp0", early, late, manifest.fixed)
+    form = plan_format("run", "dp0", [*manifest.leaves, *early.leaves, *late.leaves], len(record))
     slot = memoryview(bytearray(form.total_bytes))
-    live = {item.name: item.tensor for item in capture.stable}
-    for name, tensor in {**live, **capture.early, **late}.items():
-        copy_out(tensor, slot, form.offsets[name][0])
+    live = {item.name: item.tensor for items in manifest.live.values() for item in items}
+    pieces = place_tensors(form, {**live, **early.tensors, **late.tensors}.items())
+    CpuMover().copy(pieces, slot, lambda count: None)
     write_record(form, slot, record)
     return form, slot
 
@@ -163,13 +175,14 @@ def write_record(form: SlotFormat, slot: memoryview, record: bytes) -> None:
     slot[offset : offset + capacity] = record.ljust(capacity)
 
 
-def test_early_and_late_values_come_back_from_a_slot() -> None:
+def test_early_late_and_fixed_values_come_back_from_a_slot() -> None:
     form, slot = whole_slot(toy())
     record = decode_record(slot, form, SNAPSHOT)
     assert record["coord"] == "dp0"
-    early, late = decode_values(record, lambda name: read_leaf(slot, *form.offsets[name]))
+    early, late, fixed = decode_values(record, lambda name: read_leaf(slot, *form.offsets[name]))
     assert (early["seen"], early["rng"].tolist()) == (5, [1, 2, 3])
     assert (late["lr"], late["warm"].item()) == (0.1, 2.0)
+    assert fixed == {"order": ["b", "a"]}
 
 
 def test_a_value_whose_tensor_is_not_in_the_slot_is_refused() -> None:
@@ -197,14 +210,22 @@ def test_a_malformed_record_is_refused(record: bytes) -> None:
 
 
 def test_a_record_of_nothing_but_values_is_enough_to_decode_them() -> None:
-    assert decode_values({"early": {"a": 1}, "late": {}}, no_tensor) == ({"a": 1}, {})
+    record = {"early": {"a": 1}, "late": {}, "fixed": {"state": {"b": [2]}, "shared": {}}}
+    assert decode_values(record, no_tensor) == ({"a": 1}, {}, {"b": [2]})
+    assert shared_leaves(record) == {}
 
 
-@pytest.mark.parametrize("lacking", ["early", "late"])
+@pytest.mark.parametrize("fixed", [{}, None, [], {"state": {}}, {"shared": {}}, {"state": {}, "shared": {}, "more": 1}])
+def test_a_record_that_does_not_say_what_is_fixed_is_refused(fixed: Any) -> None:
+    with pytest.raises(ProtocolError, match="does not say what is fixed and what is shared"):
+        decode_values({"early": {}, "late": {}, "fixed": fixed}, no_tensor)
+
+
+@pytest.mark.parametrize("lacking", ["early", "late", "fixed"])
 def test_a_record_without_its_values_is_refused(lacking: str) -> None:
-    record = json.loads(encode_record(SNAPSHOT, "dp0", {}, {}))
+    record = json.loads(encode_record(SNAPSHOT, "dp0", NOTHING, NOTHING, NOTHING_FIXED))
     del record[lacking]
-    with pytest.raises(ProtocolError, match="not both 'early' and 'late'"):
+    with pytest.raises(ProtocolError, match=rf"and not \['{lacking}'\]"):
         decode_values(record, no_tensor)
 
 
@@ -240,21 +261,32 @@ def test_a_slot_fits_the_leaves_that_it_was_planned_for(leaves: list[Leaf], fitt
 
 
 def live(**tensors: torch.Tensor) -> list[LiveTensor]:
-    return [LiveTensor(name, tensor, stable=True) for name, tensor in tensors.items()]
+    return [LiveTensor(name, tensor, Change.STEP) for name, tensor in tensors.items()]
 
 
 def test_a_slot_that_fits_the_job_passes() -> None:
     leaves = [WEIGHT, BIAS, Leaf("early.rng", "U8", (3,)), Leaf("late.warm", "F32", ())]
     form = plan_format("run", "dp0", leaves, 10)
     assert RECORD in form.offsets
-    check_fit(form, live(w=torch.zeros(2, 3), b=torch.zeros(3)))
+    check_fit(form, live(w=torch.zeros(2, 3), b=torch.zeros(3)), {})
+
+
+def test_parts_of_what_replicas_share_stand_for_the_whole() -> None:
+    leaves = [Leaf("w@0:4", "F32", (4,)), BIAS, Leaf("early.rng", "U8", (3,))]
+    form = plan_format("run", "dp0", leaves, 10)
+    job = live(w=torch.zeros(2, 3), b=torch.zeros(3))
+    check_fit(form, job, {"w": WEIGHT, "b": BIAS})
+    with pytest.raises(StateMismatch, match="w is not in the snapshot; w@0:4 is not in this job"):
+        check_fit(form, job, {})
+    with pytest.raises(StateMismatch, match=r"w is F32\[6\] in the snapshot, F32\[2, 3\] in this job"):
+        check_fit(form, job, {"w": Leaf("w", "F32", (6,))})
 
 
 def test_what_is_missing_extra_or_changed_is_listed() -> None:
     form = plan_format("run", "dp0", [WEIGHT, BIAS, Leaf("old", "F32", ())], 10)
     job = live(w=torch.zeros(3, 2), b=torch.zeros(3, dtype=torch.float64), new=torch.zeros(()))
     with pytest.raises(StateMismatch) as raised:
-        check_fit(form, job)
+        check_fit(form, job, {})
     for part in (
         "new is not in the snapshot",
         "old is not in this job",
@@ -269,4 +301,4 @@ def test_what_is_missing_extra_or_changed_is_listed() -> None:
 def test_a_long_list_of_problems_is_cut_and_counted(count: int, end: str) -> None:
     form = plan_format("run", "dp0", [Leaf(f"w{i}", "F32", ()) for i in range(count)], 10)
     with pytest.raises(StateMismatch, match=f"w7 is not in this job{end}$"):
-        check_fit(form, [])
+        check_fit(form, [], {})

@@ -587,13 +587,14 @@ class connect_later:
 
 OPERATIONS = [
     *("hello", "inventory", "join", "configure", "begin", "seal", "abandon", "recover", "heal", "counters", "scrub"),
+    "verify",
     *("fold", "shard_unit", "parity_unit", "partial", "reform", "adopt", "encode", "release"),
 ]
 """All but ``finish``, which would be obeyed, and ``await``, which may take an hour."""
 
 FIELDS = [
     *("version", "epoch", "layout", "snapshot", "coord", "keep", "protected", "sources", "group", "position"),
-    *("stripe", "digest", "unit", "tag", "terms", "length"),
+    *("stripe", "digest", "unit", "tag", "terms", "length", "check"),
 ]
 
 numbers = st.sampled_from([-1, 0, 1, 2, 3, 1000, 1 << 31, 1 << 52, 1 << 62, 1 << 63, 1 << 64, 10**30])

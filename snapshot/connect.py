@@ -1,0 +1,96 @@
+"""Finding the SMP of this node, or starting it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+from smp_daemon.client import SmpClient
+from smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
+from smp_daemon.paths import arena_path, socket_path
+from smp_daemon.spawn import start_smp
+
+log = logging.getLogger(__name__)
+
+
+def connect(arena: Path, job: str, *, start: bool) -> SmpClient:
+    """The SMP that serves `arena`; if there is none it is started, if `start` allows. Blocks.
+
+    Raises:
+        SmpUnavailable: there is none.
+        ConfigError: it cannot be started, or serves another job.
+    """
+    try:
+        return SmpClient(arena, job)
+    except SmpUnavailable:
+        if not start:
+            raise
+    start_here(arena, job)
+    return SmpClient(arena, job)
+
+
+def start_here(arena: Path, job: str) -> None:
+    """Start an SMP for this node, unless another rank is faster. Blocks until one serves. Raises `ConfigError`."""
+    node = os.environ.get("HOLDFAST_NODE") or _host_name()
+    host = os.environ.get("HOLDFAST_HOST", "127.0.0.1")
+    try:
+        start_smp(job, node, arena, host=host, insecure=os.environ.get("HOLDFAST_INSECURE") == "1")
+    except ConfigError:
+        if not socket_path(arena).exists():
+            raise  # else another rank of this node was faster, and its SMP serves
+
+
+def prefetch(*, job: str | None = None, arena: Path | None = None) -> threading.Thread:
+    """Get this node's SMP ready while the job still imports and builds its model. Optional; returns at once.
+
+    An SMP is started if none serves; one that does checks, and mends, what it holds. What goes wrong is logged here,
+    and raised when `InMemorySnapshot` is entered.
+
+    Args:
+        job, arena: as for `InMemorySnapshot`.
+
+    Returns:
+        The thread that does it; there is no need to wait for it.
+
+    Raises:
+        ConfigError: the job has no id.
+    """
+    name = job or job_from_environment()
+    path = arena_path(name, arena)
+
+    def work() -> None:
+        try:
+            client = connect(path, name, start=True)
+            try:
+                client.verify()
+            finally:
+                client.close()
+        except HoldfastError as error:
+            log.warning("nothing was made ready: %s", error)
+
+    thread = threading.Thread(target=work, name="holdfast-prefetch", daemon=True)
+    thread.start()
+    return thread
+
+
+def job_from_environment() -> str:
+    """The job id that the launcher gave: ``HOLDFAST_JOB``, torchrun's run id, or Slurm's job id.
+
+    Raises:
+        ConfigError: none is set.
+    """
+    torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    job = os.environ.get("HOLDFAST_JOB") or (torchrun if torchrun != "none" else os.environ.get("SLURM_JOB_ID"))
+    if not job:
+        raise ConfigError(
+            "this training run has no id: set HOLDFAST_JOB, the same for every rank and every restart of the run, "
+            "or pass job="
+        )
+    return job
+
+
+def _host_name() -> str:
+    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in os.uname().nodename)
+    return name[:64].lstrip("._-") or "node"

@@ -1,0 +1,151 @@
+"""State that data-parallel replicas hold alike is kept once among them: each copies its share, a restore gathers.
+
+That two replicas hold the same is never taken on trust. Leaves of which an adapter says so are digested on every
+replica when memory is laid out, and shared only if all digests agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+from smp_daemon.errors import ProtocolError, StateMismatch
+from smp_daemon.slotfile import Leaf
+from snapshot.adapter import LiveTensor
+from snapshot.agreement import Agreement
+from snapshot.shares import Part, believed, missing, parse_part, part_name, share
+from snapshot.tensors import flat, leaf_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What the caller keeps of the leaves that its replicas share.
+
+    Attributes:
+        leaves: all that is shared, whole, by name.
+        parts: the caller's parts of each.
+    """
+
+    leaves: Mapping[str, Leaf] = field(default_factory=dict)
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+
+    def divide(self, tensors: Iterator[LiveTensor]) -> Iterator[LiveTensor]:
+        """`tensors`, with only the caller's parts of those that are shared and still what they were then."""
+        for item in tensors:
+            leaf = self.leaves.get(item.name)
+            if leaf is None or leaf_of(item.name, item.tensor) != leaf:
+                yield item
+                continue
+            for part in self.parts.get(item.name, ()):
+                name = part_name(part, leaf)
+                whole = name == item.name
+                yield LiveTensor(name, item.tensor if whole else part_of(item.tensor, part), item.change)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the record: what is shared."""
+        return {name: [leaf.dtype, list(leaf.shape)] for name, leaf in self.leaves.items()}
+
+
+ALONE = Sharing()
+
+
+def agree_on_shares(agreement: Agreement, replica_set: str, tensors: Iterator[LiveTensor]) -> Sharing:
+    """Compare what the caller's replicas hold, and divide it. A collective call; reads all that might be shared.
+
+    Args:
+        replica_set: the same on the ranks that are said to be replicas of each other.
+    """
+    sets = [bytes(text).decode() for text in agreement.gather(replica_set.encode())]
+    if len(set(sets)) == len(sets):
+        return ALONE
+    members = [rank for rank, other in enumerate(sets) if other == replica_set]
+    candidates = {i.name: i.tensor for i in tensors if i.replicated and i.tensor.numel() and i.tensor.is_contiguous()}
+    mine = {name: _digest(tensor) for name, tensor in candidates.items()} if len(members) > 1 else {}
+    everyone = [json.loads(text) for text in agreement.gather(json.dumps(mine).encode())]
+    names = believed([everyone[rank] for rank in members])
+    if not names:
+        return ALONE
+    leaves = {name: leaf_of(name, candidates[name]) for name in sorted(names)}
+    parts: dict[str, tuple[Part, ...]] = {}
+    for part in share(list(leaves.values()), len(members), members.index(agreement.rank)):
+        parts[part.name] = (*parts.get(part.name, ()), part)
+    return Sharing(leaves, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """How the caller's replicas give each other what each kept.
+
+    Attributes:
+        sets: ranks of every set of replicas, the same on all ranks.
+        parts: of each member of the caller's set, in the order of its ranks.
+    """
+
+    sets: tuple[tuple[int, ...], ...]
+    members: tuple[int, ...]
+    parts: tuple[tuple[Part, ...], ...]
+
+    def fill(self, agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Bring every part to every replica, in place. A collective call; each rank has loaded its own parts."""
+        pieces = [
+            (rank, part_of(tensors[part.name], part))
+            for rank, parts in zip(self.members, self.parts, strict=True)
+            for part in parts
+        ]
+        agreement.spread(self.sets, pieces)
+
+
+def plan_gathering(
+    agreement: Agreement, replica_set: str, held: Sequence[str], shared: Mapping[str, Leaf]
+) -> Gathering | None:
+    """Who has which parts; None if nobody shares anything. A collective call.
+
+    Args:
+        held: names of the leaves in the caller's slot.
+        shared: what its snapshot shares, whole.
+
+    Raises:
+        StateMismatch: together the replicas do not have everything exactly once.
+    """
+    mine = [parse_part(name) or (name, 0, shared[name].elements) for name in held if is_part_of(name, shared)]
+    payload = {"set": replica_set, "parts": mine}
+    everyone = [json.loads(text) for text in agreement.gather(json.dumps(payload).encode())]
+    if not any(other["parts"] for other in everyone):
+        return None
+    names = sorted({other["set"] for other in everyone})
+    sets = tuple(tuple(r for r, other in enumerate(everyone) if other["set"] == name) for name in names)
+    members = sets[names.index(replica_set)]
+    parts = tuple(tuple(Part(*part) for part in everyone[rank]["parts"]) for rank in members)
+    problems = missing(list(shared.values()), parts)
+    if agreement.minimum([int(not problems)])() != [1]:
+        found = "; ".join(problems[:4]) or "on another rank"
+        raise StateMismatch(f"the replicas' snapshots do not make up the whole: {found}")
+    return Gathering(sets, members, parts)
+
+
+def shared_from_json(data: Any) -> dict[str, Leaf]:
+    """Raises `ProtocolError` if `data` is not what `Sharing.to_json` makes."""
+    try:
+        return {str(name): Leaf(str(name), str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in data.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ProtocolError(f"not a list of shared leaves: {error!r}") from error
+
+
+def part_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """The elements of a part, as a view."""
+    return flat(tensor)[part.start : part.stop]
+
+
+def is_part_of(name: str, shared: Mapping[str, Leaf]) -> bool:
+    """Whether the leaf `name` of a slot is one of those that are shared, or a part of one."""
+    part = parse_part(name)
+    return name in shared or (part is not None and part[0] in shared)
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(flat(tensor).view(torch.uint8).cpu().numpy().data)

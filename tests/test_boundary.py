@@ -1,0 +1,487 @@
+"""Where one step ends and the next begins, however the training loop is written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from holdfast import InMemorySnapshot
+from snapshot.boundary import Boundary
+from tests.test_hook import arena as arena
+
+STEP = ["before", "after"]
+
+
+class Recorder:
+    """Writes down what it is told, and the sum of the weights at that moment."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.sums: list[float] = []
+        self.weights: list[torch.Tensor] = []
+
+    def before_step(self) -> None:
+        self._note("before")
+
+    def after_step(self) -> None:
+        self._note("after")
+
+    def on_forward(self) -> None:
+        self._note("forward")
+
+    def _note(self, event: str) -> None:
+        self.events.append(event)
+        self.sums.append(sum(float(weight.detach().sum()) for weight in self.weights))
+
+    def take(self) -> list[str]:
+        """The events since it was last asked."""
+        taken, self.events, self.sums = self.events, [], []
+        return taken
+
+
+class Own(torch.optim.Optimizer):
+    """A user's own optimizer."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ZeroDivisionError
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= parameter.grad
+        return "stepped"
+
+
+class Loop:
+    """Models with an optimizer each, and their boundary."""
+
+    def __init__(
+        self,
+        make: Callable[[Any], Any] = torch.optim.Adam,
+        *,
+        models: int = 1,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        torch.manual_seed(0)
+        self.models = [torch.nn.Linear(3, 2) for _ in range(models)]
+        self.optims = [make(model.parameters()) for model in self.models]
+        self.listener = Recorder()
+        self.listener.weights = [parameter for model in self.models for parameter in model.parameters()]
+        self.boundary = Boundary(self.optims, self.models, self.listener, [scaler] if scaler else [])
+
+    def backward(self, which: int = 0, by: float = 1.0) -> None:
+        (self.models[which](torch.ones(4, 3)).sum() * by).backward()
+
+    def take(self) -> list[str]:
+        return self.listener.take()
+
+
+@pytest.fixture
+def scaler() -> GradScaler:
+    return GradScaler("cpu", init_scale=4.0)
+
+
+def test_a_step_is_told_of_before_and_after_it_changes_the_weights() -> None:
+    loop = Loop()
+    for _ in range(3):
+        loop.backward()
+        began = loop.listener.sums[-1]
+        loop.optims[0].step()
+        (_, before, after) = loop.listener.sums
+        assert (before == began) and (after != before)
+        assert loop.take() == ["forward", *STEP]
+
+
+def test_gradients_of_two_backwards_make_one_step() -> None:
+    loop = Loop()
+    for _ in range(2):
+        loop.backward()
+        loop.backward()
+        loop.optims[0].step()
+        assert loop.take() == ["forward", "forward", *STEP]
+
+
+def test_every_model_tells_of_its_forward() -> None:
+    loop = Loop(models=2)
+    loop.backward(1)
+    loop.backward(0)
+    assert loop.take() == ["forward", "forward"]
+
+
+def test_a_model_that_is_part_of_another_tells_of_no_forward_of_its_own() -> None:
+    inner = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(inner)
+    listener = Recorder()
+    Boundary([torch.optim.SGD(model.parameters())], [model], listener)
+    model(torch.ones(1, 2))
+    assert listener.take() == ["forward"]
+
+
+# ------------------------------------------------------------------ gradient scalers
+
+
+def step_scaled(loop: Loop, scaler: GradScaler, losses: list[float]) -> list[str]:
+    """A step of every optimizer, whose gradients are made of its loss; what was told of it."""
+    for which, loss in enumerate(losses):
+        loop.optims[which].zero_grad()
+        scaler.scale(loop.models[which](torch.ones(4, 3)).sum() * loss).backward()
+    loop.take()
+    for optim in loop.optims:
+        scaler.step(optim)
+    told = loop.take()
+    scaler.update()
+    assert loop.take() == []
+    return told
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters)
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    """It takes the scaler's findings itself, and its ``step`` is called either way."""
+    return torch.optim.Adam(parameters, fused=True)
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize("make", [adam, fused])
+def test_a_scaled_step_is_one_boundary_whether_it_is_skipped_or_not(
+    scaler: GradScaler, make: Callable[[Any], Any]
+) -> None:
+    loop = Loop(make, scaler=scaler)
+    for loss in (1.0, INF, INF, 1.0, INF):
+        weights = [parameter.detach().clone() for parameter in loop.models[0].parameters()]
+        assert step_scaled(loop, scaler, [loss]) == STEP
+        same = all(map(torch.equal, weights, loop.models[0].parameters()))
+        assert same == (loss == INF)
+
+
+def test_gradients_may_be_unscaled_before_the_step(scaler: GradScaler) -> None:
+    loop = Loop(scaler=scaler)
+    for loss in (1.0, INF):
+        scaler.scale(loop.models[0](torch.ones(4, 3)).sum() * loss).backward()
+        scaler.unscale_(loop.optims[0])
+        loop.take()
+        scaler.step(loop.optims[0])
+        assert loop.take() == STEP
+        scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ([1.0, 1.0], ["before", *STEP]),
+        ([INF, 1.0], STEP),
+        ([1.0, INF], ["before", *STEP]),
+        ([INF, INF], STEP),
+    ],
+    ids=["none", "first", "last", "both"],
+)
+def test_a_step_of_two_optimizers_ends_once_whichever_is_skipped(
+    scaler: GradScaler, losses: list[float], told: list[str]
+) -> None:
+    loop = Loop(models=2, scaler=scaler)
+    for _ in range(2):
+        assert step_scaled(loop, scaler, losses) == told
+        assert step_scaled(loop, scaler, [1.0, 1.0]) == ["before", *STEP]
+
+
+def test_a_scaler_returns_what_the_optimizer_returns(scaler: GradScaler) -> None:
+    loop = Loop(Own, scaler=scaler)
+    scaler.scale(loop.models[0](torch.ones(4, 3)).sum()).backward()
+    result: Any = scaler.step(loop.optims[0])
+    assert result == "stepped"
+
+
+def test_a_disabled_scaler_changes_nothing() -> None:
+    scaler = GradScaler("cpu", enabled=False)
+    loop = Loop(scaler=scaler)
+    for _ in range(2):
+        assert step_scaled(loop, scaler, [1.0]) == STEP
+
+
+# ------------------------------------------------------------------ several optimizers, closures, schedules
+
+
+def test_the_last_of_several_optimizers_ends_the_step() -> None:
+    loop = Loop(models=3)
+    for which in range(3):
+        loop.backward(which)
+    loop.take()
+    told = []
+    for optim in loop.optims:
+        optim.step()
+        told.append(loop.take())
+    assert told == [["before"], ["before"], STEP]
+
+
+def test_an_optimizer_that_is_not_watched_is_none_of_ours() -> None:
+    loop = Loop()
+    other = torch.nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.Adam(other.parameters()).step()
+    assert loop.take() == []
+
+
+def test_a_closure_that_runs_the_model_many_times_is_one_step() -> None:
+    loop = Loop(lambda parameters: torch.optim.LBFGS(parameters, 0.01, max_iter=4))
+    target = torch.randn(4, 2)
+
+    def closure() -> Any:
+        loop.optims[0].zero_grad()
+        loss: Any = (loop.models[0](torch.ones(4, 3)) - target).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        loop.optims[0].step(closure)
+        told = loop.take()
+        assert (told[0], told[-1]) == ("before", "after")
+        assert len(told) > 3
+        assert set(told[1:-1]) == {"forward"}
+
+
+def test_a_schedule_may_be_made_before_or_after() -> None:
+    model = torch.nn.Linear(3, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    early = torch.optim.lr_scheduler.StepLR(optim, 1)
+    listener = Recorder()
+    boundary = Boundary([optim], [model], listener)
+    late = torch.optim.lr_scheduler.StepLR(optim, 1)
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optim.step()
+        early.step()
+        late.step()
+        assert listener.take() == ["forward", *STEP]
+    boundary.remove()
+    optim.step()
+    assert listener.take() == []
+
+
+def test_an_optimizer_that_builds_on_the_step_of_another_makes_one_step() -> None:
+    """Torch puts its hooks around the ``step`` of every class that has had an instance: here around both."""
+
+    class Clamping(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.clamp_(-0.125, 0.125)
+
+    torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
+    loop = Loop(Clamping)
+    loop.backward()
+    loop.optims[0].step()
+    assert loop.listener.sums[-1] == sum(float(weight.detach().sum()) for weight in loop.listener.weights)
+    assert loop.take() == ["forward", *STEP]
+
+
+def test_a_step_that_fails_ends_no_step_and_the_next_does() -> None:
+    loop = Loop(Own)
+    loop.backward()
+    loop.optims[0].fails = True
+    with pytest.raises(ZeroDivisionError):
+        loop.optims[0].step()
+    assert loop.take() == ["forward", "before"]
+    loop.optims[0].fails = False
+    loop.optims[0].step()
+    assert loop.take() == STEP
+
+
+# ------------------------------------------------------------------ compiled
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    """Leaves nothing compiled behind."""
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize("what", ["train step", "optim.step", "model"])
+def test_what_is_compiled_has_the_same_boundaries(what: str) -> None:
+    loop = Loop()
+    model, optim = loop.models[0], loop.optims[0]
+    calls: dict[str, Callable[..., Any]] = {"model": model, "optim.step": optim.step}
+
+    def train() -> None:
+        optim.zero_grad()
+        calls["model"](torch.ones(4, 3)).sum().backward()
+        calls["optim.step"]()
+
+    calls["train step"] = train
+    calls[what] = torch.compile(calls[what], backend="eager")
+    began = sum(float(weight.detach().sum()) for weight in loop.listener.weights)
+    for _ in range(3):
+        calls["train step"]()
+        before, after = loop.listener.sums[-2:]
+        assert began == before != after
+        began = after
+        assert [event for event in loop.take() if event != "forward"] == STEP
+
+
+class Locking(Recorder):
+    """Does what no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def on_forward(self) -> None:
+        time.perf_counter()
+        with self._lock:
+            super().on_forward()
+
+
+@pytest.mark.usefixtures("compiling")
+def test_a_model_can_be_compiled_to_one_graph() -> None:
+    model = torch.nn.Linear(3, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    listener = Locking()
+    Boundary([optim], [model], listener)
+    torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 3)).sum().backward()
+    optim.step()
+    assert [event for event in listener.take() if event != "forward"] == STEP
+
+
+@pytest.mark.usefixtures("compiling", "arena")
+def test_snapshots_of_a_compiled_train_step_are_whole() -> None:
+    def job() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def state(model: torch.nn.Module, optim: torch.optim.Optimizer) -> list[torch.Tensor]:
+        tensors = [*model.state_dict().values(), *(v for held in optim.state.values() for v in held.values())]
+        return [tensor.detach().clone() for tensor in tensors]
+
+    model, optim = job()
+
+    @torch.compile(backend="eager")
+    def train(batch: torch.Tensor) -> None:
+        optim.zero_grad()
+        model(batch).square().sum().backward()
+        optim.step()
+
+    with InMemorySnapshot(model, optim, keep=True) as snap:
+        for _ in range(5):
+            train(torch.randn(4, 3))
+            snap.drain(10)
+        assert snap.step == 5
+        assert (snap.statistics.failed, snap.statistics.skipped) == (0, 0)
+        kept = state(model, optim)
+    again, other = job()
+    with InMemorySnapshot(again, other) as snap:
+        assert snap.step == 5
+        assert all(map(torch.equal, state(again, other), kept))
+
+
+# ------------------------------------------------------------------ optimizers without hooks
+
+
+class Hookless:
+    """As Megatron's: has a torch optimizer inside, and returns what it found."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.optimizer = torch.optim.SGD(parameters)
+        self.fails = False
+
+    def step(self, scale: float = 1.0) -> tuple[bool, float]:
+        if self.fails:
+            raise ZeroDivisionError
+        self.optimizer.step()
+        return True, scale
+
+
+def test_an_optimizer_without_hooks_has_its_boundaries_too() -> None:
+    loop = Loop(Hookless)
+    for _ in range(2):
+        loop.backward()
+        assert loop.optims[0].step(scale=3.0) == (True, 3.0)
+        assert loop.optims[0].step(4.0) == (True, 4.0)
+        assert loop.take() == ["forward", *STEP, *STEP]
+
+
+def test_several_optimizers_without_hooks_end_one_step() -> None:
+    loop = Loop(Hookless, models=2)
+    for optim in loop.optims:
+        optim.step()
+    assert loop.take() == ["before", *STEP]
+
+
+def test_a_failing_step_without_hooks_ends_no_step() -> None:
+    loop = Loop(Hookless)
+    loop.optims[0].fails = True
+    with pytest.raises(ZeroDivisionError):
+        loop.optims[0].step()
+    assert loop.take() == ["before"]
+
+
+# ------------------------------------------------------------------ taken off again
+
+
+@pytest.mark.parametrize("make", [adam, Hookless])
+def test_nothing_is_left_after_it_is_removed(scaler: GradScaler, make: Callable[[Any], Any]) -> None:
+    model = torch.nn.Linear(3, 2)
+    optim = make(model.parameters())
+    watched: list[Any] = [model, optim, scaler]
+    before = [attributes(owner) for owner in watched]
+    listener = Recorder()
+    boundary = Boundary([optim], [model], listener, [scaler])
+    assert [attributes(owner) for owner in watched] != before
+    for _ in range(2):
+        boundary.remove()
+        assert [attributes(owner) for owner in watched] == before
+    model(torch.ones(1, 3)).sum().backward()
+    optim.step()
+    assert listener.take() == []
+
+
+def attributes(owner: Any) -> dict[str, Any]:
+    """What hangs on an object now."""
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(owner).items()}
+
+
+@pytest.mark.parametrize("what", ["optimizer", "scaler"])
+def test_a_step_that_others_had_replaced_is_theirs_again(scaler: GradScaler, what: str) -> None:
+    """Such as a timer: it stands on the object, where ours does."""
+    optim = Hookless(torch.nn.Linear(3, 2).parameters())
+    owner: Any = optim if what == "optimizer" else scaler
+    inner, calls = owner.step, []
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        calls.append("timed")
+        return inner(*args, **kwargs)
+
+    owner.step = timed
+    boundary = Boundary([optim], [], Recorder(), [scaler])
+    boundary.remove()
+    assert owner.step is timed
+
+
+def test_two_boundaries_on_the_same_objects_come_off_in_turn(scaler: GradScaler) -> None:
+    optim = Hookless(torch.nn.Linear(3, 2).parameters())
+    first, second = Recorder(), Recorder()
+    outer, inner = (Boundary([optim], [], each, [scaler]) for each in (first, second))
+    optim.step()
+    assert (first.take(), second.take()) == (STEP, STEP)
+    inner.remove()
+    optim.step()
+    assert (first.take(), second.take()) == (STEP, [])
+    outer.remove()
+    optim.step()
+    assert (first.take(), second.take()) == ([], [])
+    assert "step" not in vars(optim) and "step" not in vars(scaler)

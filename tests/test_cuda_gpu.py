@@ -1,0 +1,134 @@
+"""On a real CUDA device: what is copied and loaded is the same to the last bit, while the device goes on computing."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from snapshot.cuda import CudaMover
+from snapshot.cuda_runtime import TorchRuntime
+from snapshot.movers import Piece
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is false: no CUDA device here"),
+]
+
+STEPS = 4
+
+
+class Refusing(TorchRuntime):
+    """CUDA that registers no memory."""
+
+    def register(self, address: int, count: int) -> int:
+        return 2
+
+
+@pytest.fixture(params=[TorchRuntime, Refusing], ids=["registered", "ring"])
+def mover(request: pytest.FixtureRequest) -> Iterator[CudaMover]:
+    made = CudaMover(request.param(torch.device("cuda", 0)))
+    yield made
+    made.close()
+
+
+def state() -> list[torch.Tensor]:
+    """About 330 MB: longer than a chunk, of an odd length, scattered, conjugated, tiny, empty."""
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+    return [
+        noise(50_000_003),
+        noise(4001, 5003).t(),
+        noise(1000, 1001, dtype=torch.complex64).conj(),
+        noise(4_000_001).bfloat16(),
+        noise(0, 3),
+        noise(),
+    ]
+
+
+def placed(tensors: list[torch.Tensor]) -> list[Piece]:
+    pieces = []
+    at = 4096
+    for tensor in tensors:
+        pieces.append(Piece(tensor, at, tensor.nbytes))
+        at += -(-tensor.nbytes // 64) * 64
+    return pieces
+
+
+def new_slot(pieces: list[Piece]) -> memoryview:
+    return memoryview(mmap.mmap(-1, pieces[-1].offset + pieces[-1].bytes))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8).cpu()
+
+
+def in_slot(slot: memoryview, piece: Piece) -> torch.Tensor:
+    return torch.frombuffer(slot, dtype=torch.uint8)[piece.offset : piece.offset + piece.bytes]
+
+
+def no_pause(count: int) -> None:
+    pass
+
+
+def test_each_snapshot_is_the_state_of_its_boundary(mover: CudaMover) -> None:
+    live = state()
+    pieces = placed(live)
+    slot = new_slot(pieces)
+    busy = torch.randn(4096, 4096, device="cuda")
+    for step in range(STEPS):
+        busy = busy @ busy / 64  # what the state depends on is still being computed at the boundary
+        for tensor in live:
+            tensor.mul_(0.75).add_(busy[0, 0].nan_to_num() * 0 + step)
+        mover.mark()
+        wanted = [tensor.clone() for tensor in live]
+        mover.copy(pieces, slot, no_pause)
+        mover.fence()
+        for tensor in live:
+            tensor.zero_()
+        mover.finish()
+        for piece, value in zip(pieces, wanted, strict=True):
+            assert torch.equal(in_slot(slot, piece), flat_bytes(value))
+        for tensor, value in zip(live, wanted, strict=True):
+            tensor.copy_(value)
+
+
+def test_a_load_gives_back_every_bit_behind_what_is_queued(mover: CudaMover) -> None:
+    live = state()
+    pieces = placed(live)
+    slot = new_slot(pieces)
+    mover.mark()
+    mover.copy(pieces, slot, no_pause)
+    mover.finish()
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy / 64
+    for tensor in live:
+        tensor.fill_(7)  # still queued when the load begins
+    mover.load(pieces, slot)
+    for piece in pieces:
+        assert torch.equal(in_slot(slot, piece), flat_bytes(piece.tensor))
+
+
+def test_memory_of_a_source_is_not_handed_out_while_it_is_copied(mover: CudaMover) -> None:
+    live = torch.full((64 << 20,), 3, dtype=torch.uint8, device="cuda")
+    pieces = placed([live])
+    slot = new_slot(pieces)
+    mover.mark()
+    mover.copy(pieces, slot, no_pause)
+    pieces.clear()
+    del live
+    torch.full((64 << 20,), 4, dtype=torch.uint8, device="cuda")
+    mover.finish()
+    assert bytes(slot[4096:]) == b"\x03" * (64 << 20)
+
+
+def test_a_refused_registration_leaves_no_error_behind() -> None:
+    runtime = TorchRuntime(torch.device("cuda", 0))
+    assert runtime.register(0, mmap.PAGESIZE) != 0
+    assert torch.ones(3, device="cuda").sum().item() == 3

@@ -1,0 +1,788 @@
+"""Correctness under speed: thousands of interleavings of a trainer's threads, its SMP's threads and kills.
+
+Every step writes one number, its *ticket*, into every tensor and plain value of the state, each where its class of
+change says so. Whatever was in the way, what a restart finds must be of one ticket, not older than what was reported
+protected, and must go on.
+
+A failure names its seed. `HOLDFAST_SEED` and `HOLDFAST_INTERLEAVINGS` have each test run so many interleavings from
+that seed on. It decides who is held where and who dies; how the machine schedules the rest it cannot.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from holdfast import HoldfastError, InMemorySnapshot
+from smp_daemon.arena import Pool
+from smp_daemon.local import checked_peer
+from smp_daemon.paths import ARENA_ENV
+from smp_daemon.service import Settings, Smp
+from smp_daemon.spawn import find_leftovers, remove
+from smp_daemon.store import Store
+from smp_daemon.transport import Conversation, Listener, bind_unix, connect
+from snapshot.adapter import Adapter
+from snapshot.frozen import FrozenChanged
+from snapshot.hook import SnapshotHook
+from snapshot.movers import CpuMover
+from snapshot.state import Values
+from snapshot.values import encode
+from tests.interleaving_kit import (
+    DEADLINE_S,
+    SMP,
+    Circle,
+    Killed,
+    Life,
+    begin_life,
+    current_life,
+    gates,
+    join_circle,
+    kill_smp,
+    lose_smp,
+)
+
+SEED = int(os.environ.get("HOLDFAST_SEED") or random.SystemRandom().randrange(1 << 32))
+REPEATED = int(os.environ.get("HOLDFAST_INTERLEAVINGS") or 0)
+BLOCKS, COUNT, FEW = (1, REPEATED, REPEATED) if REPEATED else (6, 300, 100)
+"""2,000 interleavings: blocks of so many, and so many more of each rarer kind."""
+JOB = "interleavings"
+NOTHING = -1.0
+FROZEN = 7.0
+NEVER = -1
+GRPC_THREADS = "peer_"
+"""How the names of a gRPC server's threads begin: they end when Python frees it."""
+
+GO_ON_STEPS = 8
+"""After an SMP came back, a snapshot must be protected within so many steps."""
+
+
+# ---------------------------------------------------------------------- a state that says which step it is of
+
+
+class Stamped(torch.nn.Module):
+    """Tensors of every class of change."""
+
+    tokens: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [torch.empty(1), torch.empty(63), torch.empty(4097), torch.empty(24, 8).t(), torch.empty(())]
+        self.moving = torch.nn.ParameterList([torch.nn.Parameter(shape.fill_(NOTHING)) for shape in shapes])
+        self.frozen = torch.nn.Parameter(torch.full((3000,), NOTHING), requires_grad=False)
+        self.teacher = torch.nn.Parameter(torch.full((70,), NOTHING), requires_grad=False)
+        self.register_buffer("tokens", torch.full((500,), NOTHING))
+        self.register_buffer("seen", torch.tensor(int(NOTHING)))
+
+    def forward(self, ticket: int) -> None:
+        self.tokens.fill_(ticket)
+        current_life().gate()
+        self.seen.fill_(ticket)
+
+
+class Stamp(torch.optim.Optimizer):
+    """Writes its ticket into every parameter, and three values of state of each."""
+
+    ticket = 0
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": NOTHING})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["moment"] = torch.zeros(parameter.shape, dtype=torch.float64)
+                    state["count"] = torch.zeros((), dtype=torch.int64)
+                parameter.data.fill_(self.ticket)
+                current_life().gate()
+                state["moment"].fill_(self.ticket)
+                state["count"].fill_(self.ticket)
+                state["plain"] = self.ticket
+
+
+class Cursor:
+    """A plain value and a tensor: a schedule, or the place of a data loader."""
+
+    def __init__(self) -> None:
+        self.ticket = int(NOTHING)
+        self.tensor = torch.full((9,), NOTHING)
+
+    def set(self, ticket: int) -> None:
+        self.ticket = ticket
+        self.tensor.fill_(ticket)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ticket": self.ticket, "tensor": self.tensor}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.ticket = state_dict["ticket"]
+        self.tensor.copy_(state_dict["tensor"])
+
+
+class Job:
+    """What one rank trains."""
+
+    def __init__(self) -> None:
+        self.model = Stamped()
+        self.optim = Stamp(self.model.moving.parameters())
+        self.schedule = Cursor()
+        self.data = Cursor()
+
+    def initialise(self) -> None:
+        """A cold start."""
+        with torch.no_grad():
+            self.model.frozen.fill_(FROZEN)
+
+    def step(self, ticket: int, moves_teacher: bool, before: Callable[[], object], gate: Callable[[], None]) -> None:
+        """One step. `before` is called just before ``optim.step()``, `gate` here and there."""
+        gate()
+        self.model(ticket)
+        gate()
+        before()
+        self.data.set(ticket)
+        self.optim.ticket = ticket
+        self.optim.step()
+        gate()
+        self.schedule.set(ticket)
+        self.optim.param_groups[0]["lr"] = float(ticket)
+        if moves_teacher:
+            with torch.no_grad():
+                self.model.teacher.fill_(ticket)
+        gate()
+        self.data.set(-ticket)  # the next batch is read
+
+    def stamps(self) -> dict[str, list[float]]:
+        """Every distinct value in each part of the state."""
+        model, group = self.model, self.optim.param_groups[0]
+        parts: dict[str, Any] = {f"moving.{i}": parameter for i, parameter in enumerate(model.moving)}
+        parts |= {name: getattr(model, name) for name in ("frozen", "teacher", "tokens", "seen")}
+        parts |= {"lr": group["lr"], "schedule": self.schedule.ticket, "schedule.tensor": self.schedule.tensor}
+        parts |= {"data": self.data.ticket, "data.tensor": self.data.tensor}
+        for i, parameter in enumerate(group["params"]):
+            parts |= {f"{key}.{i}": value for key, value in self.optim.state.get(parameter, {}).items()}
+        return {
+            name: torch.unique(value.detach()).tolist() if isinstance(value, torch.Tensor) else [value]
+            for name, value in parts.items()
+        }
+
+
+# ---------------------------------------------------------------------- what happens to it
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one life is to be; see `draw`.
+
+    Attributes:
+        drains: before which steps it waits until all is protected.
+        teacher_from: the first step in which the frozen teacher moves.
+        fate: whose n-th gate is the end; None: after the last step.
+        zombie: its copies go on when the next life is at its `thaw`-th gate.
+        smp: at which gate of the loop the SMP dies, and at which it is back.
+        loses: the node whose memory is lost with it.
+        waits_for: what has become of the last snapshot when the life ends, if it is not killed earlier.
+    """
+
+    seed: str
+    steps: int = 3
+    drains: frozenset[int] = frozenset()
+    teacher_from: int = 1 << 30
+    fate: tuple[str, int] | None = None
+    zombie: bool = False
+    thaw: int = 0
+    smp: tuple[int, int] | None = None
+    loses: int | None = None
+    waits_for: Literal["protected", "sealed", "nothing"] = "protected"
+
+
+GATES = {"dp0": 22, "holdfast-copy": 32, "holdfast-seal": 2, SMP: 5}
+"""About how many gates each role passes per step."""
+
+
+def draw(seed: str, *, smp_dies: bool = False, nodes: int = 1) -> Plan:
+    """A plan. Zombies are for trainers that are alone with an SMP which lives."""
+    source = random.Random(f"plan {seed}")
+    steps = source.choice([1, 1, 2, 2, 3, 4])
+    role = source.choice(["dp0", "dp0", "dp0", "holdfast-copy", "holdfast-copy", "holdfast-copy", "holdfast-seal", SMP])
+    fate = (role, source.randint(1, GATES[role] * steps)) if source.random() < (0.5 if smp_dies else 0.85) else None
+    dies = source.randint(1, 4 * steps)
+    zombie = nodes == 1 and not smp_dies and fate is not None and role != SMP and source.random() < 0.3
+    drains = frozenset(i for i in range(steps) if source.random() < 0.4)
+    return Plan(
+        seed,
+        steps=steps,
+        drains=frozenset() if zombie else drains,
+        waits_for="nothing" if zombie else "protected",
+        # a snapshot that one rank gives up holds up what the others wait for, so there it moves from the start
+        teacher_from=source.choice([0, 1, 2, 1 << 30, 1 << 30, 1 << 30] if nodes == 1 else [0, 1 << 30]),
+        fate=fate,
+        zombie=zombie,
+        thaw=source.randint(1, 3 * steps + 3),
+        smp=(dies, dies + source.randint(0, 6)) if smp_dies else None,
+        loses=source.randrange(nodes) if nodes > 1 and source.random() < 0.5 else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the journal says of a ticket: its step, and what the teacher held then."""
+
+    step: int
+    teacher: float
+
+
+@dataclass
+class World:
+    """SMPs in threads of this process, one for each rank, and what they promised so far.
+
+    Attributes:
+        least: the newest step that was reported protected.
+        encoded: the newest step that is known to have parity, since a node was lost.
+        journal: what each ticket was given for.
+        seen: how often what happened.
+        gone: arena and address of the SMP that is dead.
+    """
+
+    base: Path
+    nodes: int = 1
+    least: int | None = None
+    journal: dict[int, Entry] = field(default_factory=dict)
+    seen: Counter[str] = field(default_factory=Counter)
+    smps: list[Smp | None] = field(default_factory=list)
+    zombie: tuple[Life, InMemorySnapshot] | None = None
+    encoded: int = NEVER
+    tickets: int = 1
+    hosts: int = 0
+    gone: tuple[Path, str] = Path(), ""
+
+    def __post_init__(self) -> None:
+        self.network = "127." + ".".join(str(random.SystemRandom().randint(16, 250)) for _ in range(2))
+        self.smps = [self.launch(node) for node in range(self.nodes)]
+
+    def launch(self, node: int) -> Smp:
+        """On a fresh machine."""
+        self.hosts += 1
+        return self.start(f"node{node}", self.base / f"{self.hosts}" / JOB, f"{self.network}.{self.hosts % 255}")
+
+    def start(self, node: str, arena: Path, host: str) -> Smp:
+        return Smp(JOB, node, arena, host, settings=Settings(scrub=0, reform_after_s=0))
+
+    def arena(self, node: int) -> Path:
+        """Where the hook on that node looks for the SMP of its job."""
+        smp = self.smps[node]
+        assert smp is not None
+        return smp.store.arena.path.parent
+
+    def close(self) -> None:
+        for smp in self.smps:
+            if smp is not None:
+                smp.finish()
+                smp.close()
+        self.smps.clear()
+
+    def live(self, plan: Plan) -> None:
+        """One life: restore, check, train, die."""
+        life = Life(plan.seed, plan.fate, zombie=plan.zombie)
+        begin_life(life)
+        first, self.tickets = self.tickets, self.tickets + plan.steps + GO_ON_STEPS
+        circle = Circle(life, self.nodes)
+        ranks = [Rank(self, life, plan, circle, first, rank) for rank in range(self.nodes)]
+        for rank in ranks:
+            rank.thread.start()
+        for rank in ranks:
+            rank.thread.join(2 * DEADLINE_S)
+            assert not rank.thread.is_alive(), f"{rank.thread.name} hangs"
+        self.thaw_zombie()
+        if life.frozen and ranks[0].entered:
+            self.zombie = life, ranks[0].snap
+        else:
+            life.bury()
+        for rank in ranks:
+            self.promise(rank, rank.snap.protected_step)
+        for role, count in life.arrivals.items():
+            self.seen[f"gates of {role}"] += count
+        self.seen["ended at " + (plan.fate[0] if plan.fate and ranks[0].killed else "the last step")] += 1
+        if plan.smp is not None and self.smps[0] is None:
+            self.revive_smp()
+        for rank in ranks:
+            if rank.error is not None:
+                raise rank.error
+        for rank in ranks:
+            if rank.protected > rank.start:
+                self.encoded = rank.protected
+            elif rank.start > self.encoded:
+                self.encoded = NEVER  # what came back took its place, and may have no parity yet
+        if plan.loses is not None and self.encoded != NEVER:
+            self.lose(plan.loses)
+
+    def lose(self, node: int) -> None:
+        """A node goes, and a fresh one takes its place."""
+        smp = self.smps[node]
+        assert smp is not None
+        lose_smp(smp)
+        self.smps[node] = self.launch(node)
+        self.encoded = NEVER
+        self.seen["nodes lost"] += 1
+
+    def kill_smp(self) -> None:
+        smp = self.smps[0]
+        assert smp is not None
+        self.gone, self.smps[0] = (smp.store.arena.path, smp.owner.host), None
+        kill_smp(smp)
+        self.seen["SMPs killed"] += 1
+
+    def revive_smp(self) -> None:
+        self.smps[0] = self.start("node0", *self.gone)
+
+    def thaw_zombie(self) -> None:
+        """What the life before this one has begun goes on, and comes to nothing."""
+        if self.zombie is not None:
+            (life, snap), self.zombie = self.zombie, None
+            life.thaw()
+            with suppress(Killed):  # it has a slot that it would give back
+                snap._copier.close(DEADLINE_S)
+            life.bury()
+            self.seen["zombies"] += 1
+
+    def await_sealed(self, node: int, snap: InMemorySnapshot) -> None:
+        """Block until the SMP has the newest snapshot of its trainer."""
+        smp = self.smps[node]
+        assert smp is not None
+        holdings = smp.store.holdings
+        with smp.store.changed:
+            wanted = snap.step
+            snap._capture.finalise(snap._copies[max(snap._copies)])
+            assert smp.store.changed.wait_for(
+                lambda: any(key.snapshot.step == wanted for key in holdings.held()), DEADLINE_S
+            )
+
+    def promise(self, rank: Rank, step: int | None) -> None:
+        """That step was reported protected."""
+        if step is not None:
+            rank.protected = max(step, rank.protected)
+            self.least = step if self.least is None else max(step, self.least)
+
+
+class Rank:
+    """One rank in one life, in a thread of its own that is called as its coordinate."""
+
+    def __init__(self, world: World, life: Life, plan: Plan, circle: Circle, first: int, rank: int) -> None:
+        self.world = world
+        self.life = life
+        self.plan = plan
+        self.first = first
+        self.circle = circle
+        self.rank = rank
+        self.error: BaseException | None = None
+        self.killed = False
+        self.entered = False
+        self.start = self.protected = NEVER
+        self.job = Job()
+        self.snap = InMemorySnapshot(
+            self.job.model,
+            self.job.optim,
+            scheduler=self.job.schedule,
+            extra={"data": self.job.data},
+            job=JOB,
+            start=False,
+            arena=world.arena(rank),
+            overhead_budget=0,
+            deadline_s=DEADLINE_S,
+        )
+        self.gates = 0
+        self.least = world.least
+        self.thread = threading.Thread(target=self.run, name=f"dp{rank}", daemon=True)
+
+    def run(self) -> None:
+        """Restore, check, train, until it is over."""
+        try:
+            if self.world.nodes > 1:
+                join_circle(self.circle)
+            self.snap.__enter__()
+            self.entered = True
+            self.start = self.snap.step
+            self.train(self.check())
+        except Killed:
+            self.killed = True
+        except HoldfastError as error:
+            self.killed = self.life.over  # its sockets broke, as those of the dead do
+            self.error = None if self.killed else error
+        except BaseException as error:
+            self.error = error
+        finally:
+            if not self.life.over:
+                self.life.die()
+
+    def check(self) -> float:
+        """All of the state is of one ticket, and that of the right step; returns what the teacher holds."""
+        stamps = self.job.stamps()
+        step, snapshot = self.snap.step, self.snap.restored.snapshot
+        if snapshot is None:
+            assert self.least is None, f"nothing came back; step {self.least} was protected"
+            self.world.seen["cold starts"] += 1
+            self.job.initialise()
+            return NOTHING
+        assert self.least is None or step >= self.least, f"step {step} came back; step {self.least} was protected"
+        ticket = int(stamps["seen"][0])
+        entry = self.world.journal.get(ticket)
+        assert entry is not None, f"step {step} came back with ticket {ticket}, which nobody gave: {stamps}"
+        assert entry.step == step, f"step {step} came back with the ticket of step {entry.step}: {stamps}"
+        expected = {name: [float(ticket)] for name in stamps} | {"frozen": [FROZEN], "teacher": [entry.teacher]}
+        wrong = {name: found for name, found in stamps.items() if found != expected[name]}
+        assert not wrong, f"step {step} has ticket {ticket}, and came back with {wrong}"
+        self.world.seen["restored " + ("newer" if step > (self.least or 0) else "protected")] += 1
+        return entry.teacher
+
+    def train(self, teacher: float) -> None:
+        for i in range(self.plan.steps):
+            teacher = self.step(i, teacher, drain=i in self.plan.drains)
+        if self.plan.waits_for == "sealed":
+            self.world.await_sealed(self.rank, self.snap)
+            self.circle.post(0, self.rank, "sealed")
+            self.circle.collect(0)
+        if self.plan.waits_for != "protected":
+            return
+        if self.plan.smp is None:
+            self.drain()
+        else:
+            self.go_on(teacher)
+
+    def go_on(self, teacher: float) -> None:
+        """Train until a snapshot is protected by the next SMP."""
+        for i in range(self.plan.steps, self.plan.steps + GO_ON_STEPS):
+            if self.world.smps[0] is not None and self.snap._copies and self.drain():
+                self.world.seen["went on with the next SMP"] += 1
+                return
+            teacher = self.step(i, teacher, drain=False)
+        raise AssertionError("nothing was protected any more after the SMP came back")
+
+    def step(self, i: int, teacher: float, *, drain: bool) -> float:
+        """Train the i-th step of this life; returns what the teacher holds now."""
+        ticket = self.first + i
+        moves = i >= self.plan.teacher_from
+        teacher = float(ticket) if moves else teacher
+        self.world.journal[ticket] = Entry(self.snap.step + 1, teacher)
+        self.job.step(ticket, moves, self.drain if drain else lambda: None, self.gate)
+        self.world.promise(self, self.snap.protected_step)
+        return teacher
+
+    def drain(self) -> bool:
+        """Wait until all snapshots so far are protected, and see that they are, unless the SMP may die; whether so."""
+        done = self.snap.drain(DEADLINE_S)
+        if self.life.over:
+            raise Killed
+        if done:
+            self.world.promise(self, max((snapshot.step for snapshot in self.snap._copies), default=None))
+        elif self.plan.smp is None:
+            errors = [copy.error for copy in self.snap._copies.values()]
+            assert any(isinstance(error, FrozenChanged) for error in errors), f"not everything was protected: {errors}"
+        return done
+
+    def gate(self) -> None:
+        """A gate of the training loop, at which other things may happen, too."""
+        self.gates += 1
+        self.life.gate()
+        if self.rank == 0 and self.gates == self.plan.thaw:
+            self.world.thaw_zombie()
+        if self.plan.smp is not None and self.snap.step > 0 and self.rank == 0:
+            dies, back = self.plan.smp
+            if self.gates == dies and self.snap.statistics.taken:
+                self.world.kill_smp()
+            if self.gates >= back and self.world.smps[0] is None:
+                self.world.revive_smp()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Shown with every failure."""
+    print(f"HOLDFAST_SEED={SEED}")
+
+
+@contextmanager
+def world(nodes: int = 1) -> Iterator[World]:
+    """SMPs of their own; nothing of them may be left behind."""
+    before = set(threading.enumerate())
+    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
+    torch.set_num_threads(1)
+    logging.disable()  # thousands of deaths are reported
+    sys.setswitchinterval(0.0005)
+    base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+    try:
+        with gates() as bugs:
+            made = World(base, nodes)
+            try:
+                yield made
+            except BaseException as error:
+                for bug in bugs:
+                    error.add_note("".join(traceback.format_exception(bug)))
+                raise
+            finally:
+                made.close()
+            if bugs:
+                raise AssertionError("a thread ended by a bug") from bugs[0]
+        for thread in set(threading.enumerate()) - before:
+            if not thread.name.startswith(GRPC_THREADS):
+                thread.join(DEADLINE_S)
+                assert not thread.is_alive(), f"{thread.name} was left behind"
+        assert not list(base.glob("*/*")), "an arena was left behind"
+    finally:
+        logging.disable(logging.NOTSET)
+        torch.set_num_threads(threads)
+        sys.setswitchinterval(interval)
+        shutil.rmtree(base)
+
+
+def drawn(first: int, count: int, *, cold: bool = False, **options: Any) -> list[Plan]:
+    """Plans of the seeds from `first` on. A quiet life comes before them, unless `cold`, and one after them."""
+    before = [] if cold else [Plan("before", drains=frozenset(range(3)))]
+    return [*before, *(draw(str(seed), **options) for seed in range(first, first + count)), Plan("after")]
+
+
+def run(made: World, plans: Sequence[Plan]) -> None:
+    """One life after the other. What one breaks, the next finds."""
+    previous = plans[0]
+    for plan in plans:
+        try:
+            made.live(plan)
+        except BaseException as error:
+            error.add_note(f"{previous}, {plan}: repeat with HOLDFAST_SEED={previous.seed} HOLDFAST_INTERLEAVINGS=2")
+            raise
+        previous = plan
+
+
+def zombies(count: int) -> Iterator[Plan]:
+    """Writers that wake up when their heirs have taken snapshots, and are gone."""
+    for i in range(count):
+        yield Plan(f"zombie {i}", fate=("holdfast-copy", 5 + 7 * i % 60), zombie=True, waits_for="nothing")
+        yield Plan(f"heir {i}", steps=1 + i % 3)
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_what_comes_back_is_one_whole_step_and_no_protected_one_is_lost(block: int) -> None:
+    with world() as made:
+        run(made, drawn(SEED + block * COUNT, COUNT, cold=block % 2 == 1))
+    assert COUNT < 100 or made.seen.keys() >= {"zombies", *(f"ended at {role}" for role in (*GATES, "the last step"))}
+
+
+def test_a_trainer_that_hangs_and_wakes_up_late_writes_into_nothing() -> None:
+    with world() as made:
+        run(made, [*zombies(40), Plan("after")])
+    assert made.seen["zombies"] > 20  # of 40: the others were at their end before
+
+
+def test_an_smp_that_dies_anywhere_is_replaced_and_the_loop_goes_on() -> None:
+    with world() as made:
+        run(made, drawn(SEED, FEW, smp_dies=True))
+    assert FEW < 100 or min(made.seen["SMPs killed"], made.seen["went on with the next SMP"]) > FEW / 20
+
+
+def test_what_is_protected_survives_a_node() -> None:
+    with world(nodes=2) as made:
+        run(made, drawn(SEED, FEW, nodes=2))
+    assert FEW < 100 or made.seen["nodes lost"] > FEW / 20
+
+
+# ---------------------------------------------------------------------- single interleavings
+
+
+def test_a_restored_snapshot_takes_the_place_of_the_protected_one_only_when_it_is_protected_too() -> None:
+    with world(nodes=2) as made:
+        made.live(Plan("step 1 is protected", steps=1))
+        with patch("smp_daemon.protect.Protector._encode"), patch("smp_daemon.local.heal"):
+            made.live(Plan("step 2 is sealed, and not encoded", steps=1, waits_for="sealed"))
+            made.live(Plan("step 2 comes back, and is not healed yet when step 3 begins", steps=1, waits_for="sealed"))
+        made.least = 1
+        made.lose(1)
+        made.live(Plan("step 1, or a younger one, comes back"))
+
+
+def test_a_trainer_that_hangs_before_it_opens_its_slot_writes_into_nothing() -> None:
+    answered = ("holdfast-copy", 3)  # it has its job, has asked for a slot, and has the answer
+    with world() as made:
+        run(
+            made,
+            [
+                Plan("before"),
+                Plan("hangs", fate=answered, zombie=True, waits_for="nothing"),
+                *(Plan(f"heir {i}", steps=1) for i in range(2)),
+            ],
+        )
+    assert made.seen["zombies"] == 1
+
+
+def test_a_frozen_tensor_may_begin_to_move_after_the_fence() -> None:
+    moved = threading.Event()
+    finishes = itertools.count(1)
+
+    def finish(mover: CpuMover) -> None:
+        if next(finishes) == 2:  # of step 1; the first is before its frozen tensors are compared
+            assert moved.wait(DEADLINE_S)
+
+    with world() as made, patch.object(CpuMover, "finish", finish):
+        life = Life("a teacher moves", None)
+        rank = Rank(made, life, Plan(""), Circle(life, 1), 1, 0)
+        begin_life(life)
+        with rank.snap as snap:
+            try:
+                for ticket, moves in ((1, False), (2, True)):
+                    rank.job.step(ticket, moves, lambda: None, life.gate)
+                moved.set()
+                assert snap.drain(DEADLINE_S)
+            finally:
+                snap._enabled = False  # the SMP is of this process, and must not end
+        life.bury()
+
+
+def test_a_connection_that_is_accepted_while_the_smp_closes_ends_without_a_bug() -> None:
+    begun, closed = threading.Event(), threading.Event()
+    bugs: list[BaseException | None] = []
+    threads: list[threading.Thread] = []
+
+    def converse(sock: socket.socket) -> Conversation:
+        threads.append(threading.current_thread())
+        begun.set()
+        assert closed.wait(DEADLINE_S)
+        checked_peer(sock)
+        raise AssertionError("it was not closed")
+
+    def note(failed: threading.ExceptHookArgs) -> None:
+        bugs.append(failed.exc_value)
+
+    with tempfile.TemporaryDirectory() as base, patch("threading.excepthook", note):
+        path = Path(base) / "smp.sock"
+        listener = Listener(bind_unix(path), converse)
+        stream = connect(path)
+        assert begun.wait(DEADLINE_S)
+        listener.close()
+        closed.set()
+        threads[0].join(DEADLINE_S)
+        stream.close()
+    assert not bugs
+
+
+# ---------------------------------------------------------------------- that all this can fail
+
+
+def take_and_finalise(take: Callable[[SnapshotHook], None]) -> Callable[[SnapshotHook], None]:
+    def mutant(hook: SnapshotHook) -> None:
+        take(hook)
+        if hook._copy is not None:
+            hook._capture.finalise(hook._copy)
+
+    return mutant
+
+
+def capture_live(adapter: Adapter) -> Values:
+    tensors: dict[str, torch.Tensor] = {}
+    return Values(encode(adapter.early(), "early", tensors), tensors)
+
+
+def begin_and_keep_nothing(begin: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda store, snapshot, coord, keep, protected: begin(store, snapshot, coord, (), None)
+
+
+MUTANTS: dict[str, dict[str, Any]] = {
+    "no fence": {"snapshot.hook.SnapshotHook.before_step": lambda hook: None},
+    "late values are read at the boundary": {"snapshot.hook.SnapshotHook._take": take_and_finalise(SnapshotHook._take)},
+    "buffers are copied while forward runs": {"snapshot.capture.Staging.take": lambda staging, pieces: tuple(pieces)},
+    "early tensors are not copied at the boundary": {"snapshot.capture.capture_early": capture_live},
+    "frozen tensors are not watched": {
+        "snapshot.capture.versions": lambda pieces: [0 for _ in pieces],
+        "snapshot.copier.check_sample": lambda pieces, slot, turn: None,
+    },
+    "what is protected is not kept": {"smp_daemon.store.Store.begin": begin_and_keep_nothing(Store.begin)},
+    "older writers are not fenced": {
+        "smp_daemon.arena.Arena.fence": lambda arena: None,
+        "smp_daemon.arena.Pool.replace": Pool.discard,
+    },
+}
+
+
+CAUGHT = "came back|was protected|recovery failed|the record"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_it_is_noticed_when(mutant: str) -> None:
+    with ExitStack() as stack:
+        for target, new in MUTANTS[mutant].items():
+            stack.enter_context(patch(target, new))
+        with world() as made, pytest.raises((AssertionError, HoldfastError), match=CAUGHT):
+            run(made, [*zombies(40), *drawn(SEED, 1000)])
+
+
+# ---------------------------------------------------------------------- memory
+
+STEADY = """
+import json, sys
+import psutil, torch
+from holdfast import InMemorySnapshot
+from smp_daemon.paths import arena_path, read_owner
+
+torch.set_num_threads(1)
+model = torch.nn.Linear(512, 680, bias=False)
+optim = torch.optim.Adam(model.parameters(), lr=1e-6)
+schedule = torch.optim.lr_scheduler.ConstantLR(optim)
+seen = []
+with InMemorySnapshot(model, optim, scheduler=schedule, job="steady", overhead_budget=0) as snap:
+    smp = psutil.Process(read_owner(arena_path("steady")).pid)
+    for step in range(int(sys.argv[1])):
+        optim.zero_grad()
+        model(torch.ones(1, 512)).sum().backward()
+        assert snap.drain(30), step  # both are at rest now
+        seen.append([(p.memory_info().rss, p.num_fds(), p.num_threads()) for p in (psutil.Process(), smp)])
+        optim.step()
+        schedule.step()
+    assert snap.drain(30)
+    counts = {name: getattr(snap.statistics, name) for name in ("taken", "failed", "skipped", "protected")}
+print(json.dumps({"seen": seen, "counts": counts}))
+"""
+
+
+def test_memory_is_flat_over_2000_snapshots() -> None:
+    """A trainer and its SMP as users run them, with 4 MB of state. Resident memory includes the slots."""
+    steps = 2000
+    base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", STEADY, str(steps)],
+            env=os.environ | {ARENA_ENV: str(base)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert not list(base.iterdir()), "the job ended well and left its arena behind"
+    finally:
+        for leftover in find_leftovers(base):
+            remove(leftover)
+        shutil.rmtree(base)
+    said = json.loads(done.stdout)
+    assert said["counts"] == {"taken": steps, "failed": 0, "skipped": 0, "protected": steps - 1}  # the last is not told
+    for who, seen in zip(("trainer", "SMP"), zip(*said["seen"], strict=True), strict=True):
+        early, late = ([sample[0] for sample in part] for part in (seen[200:400], seen[-200:]))
+        assert fmean(late) == pytest.approx(fmean(early), rel=0.01), who
+        assert len({tuple(sample[1:]) for sample in seen[200:]}) == 1, f"files and threads of the {who}"

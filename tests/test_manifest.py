@@ -1,0 +1,389 @@
+"""A manifest notices when the state consists of other tensors, and nothing else makes it walk again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from integrations.torch_native import TorchAdapter
+from smp_daemon.errors import ConfigError, StateMismatch
+from smp_daemon.slotfile import Leaf
+from snapshot.adapter import Change, LiveTensor
+from snapshot.manifest import Manifest
+from snapshot.replicas import Sharing
+from snapshot.shares import Part
+from tests.test_state import Toy
+
+
+class Plain(torch.optim.Optimizer):
+    """Keeps a tensor and plain values for each parameter; the plain ones stand first and last."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.5})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(step=0, sum=torch.zeros_like(parameter), last=0.0)
+                state["step"] += 1
+                state["sum"] += parameter.grad
+                state["last"] = float(parameter.grad.sum())
+                parameter.data -= group["lr"] * state["sum"]
+
+
+class Job:
+    """A small model that has been trained for a step, and the manifest of its state."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        torch.manual_seed(0)
+        self.model: Any = torch.nn.Sequential(
+            torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2), torch.nn.Linear(2, 2)
+        )
+        self.model[3].requires_grad_(False)
+        self.model[3].register_buffer("cache", None)
+        self.optim = make([p for p in self.model.parameters() if p.requires_grad])
+        self.adapter = TorchAdapter(self.model, self.optim)
+        self.train()
+        self.manifest = Manifest(self.adapter)
+
+    def train(self) -> None:
+        self.optim.zero_grad()
+        self.model(torch.randn(5, 4)).square().sum().backward()
+        self.optim.step()
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        parameter: torch.nn.Parameter = self.model[2].weight
+        return parameter
+
+    @property
+    def last_state(self) -> dict[str, Any]:
+        """What the optimizer keeps for the last parameter."""
+        state: dict[str, Any] = self.optim.state[self.model[2].bias]
+        return state
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+@pytest.fixture(params=[adam, sgd, Plain])
+def job(request: pytest.FixtureRequest) -> Job:
+    return Job(request.param)
+
+
+@pytest.fixture
+def plain() -> Job:
+    return Job(Plain)
+
+
+# ------------------------------------------------------------------ what is noticed
+
+
+def replace_parameter(job: Job) -> None:
+    job.model[2].weight = torch.nn.Parameter(job.parameter.detach().clone())
+
+
+def repoint_parameter(job: Job) -> None:
+    job.parameter.data = job.parameter.data.clone()
+
+
+def repoint_frozen(job: Job) -> None:
+    job.model[3].bias.data = job.model[3].bias.data.clone()
+
+
+def replace_buffer(job: Job) -> None:
+    job.model[1].running_mean = torch.zeros(6)
+
+
+def repoint_buffer(job: Job) -> None:
+    job.model[1].running_mean.data = torch.zeros(6)
+
+
+def add_buffer(job: Job) -> None:
+    job.model[0].register_buffer("extra", torch.zeros(1))
+
+
+def fill_buffer_that_was_none(job: Job) -> None:
+    job.model[3].cache = torch.zeros(1)
+
+
+def remove_buffer(job: Job) -> None:
+    del job.model[1].num_batches_tracked
+
+
+def add_parameter(job: Job) -> None:
+    job.model[0].scale = torch.nn.Parameter(torch.zeros(1))
+
+
+def remove_parameter(job: Job) -> None:
+    job.model[3].bias = None
+
+
+def add_module(job: Job) -> None:
+    job.model.append(torch.nn.Linear(2, 2))
+
+
+def add_module_far_below(job: Job) -> None:
+    job.model[2].below = torch.nn.Sequential(torch.nn.Linear(1, 1))
+
+
+def replace_module(job: Job) -> None:
+    job.model[3] = torch.nn.Linear(2, 2)
+
+
+def add_group(job: Job) -> None:
+    job.optim.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+
+def replace_parameter_of_optimizer(job: Job) -> None:
+    job.optim.param_groups[0]["params"][-1] = torch.nn.Parameter(torch.zeros(2))
+
+
+def replace_parameters_of_optimizer(job: Job) -> None:
+    job.optim.param_groups[0]["params"] = [torch.nn.Parameter(torch.zeros(2))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_parameter,
+        repoint_parameter,
+        repoint_frozen,
+        replace_buffer,
+        repoint_buffer,
+        add_buffer,
+        fill_buffer_that_was_none,
+        remove_buffer,
+        add_parameter,
+        remove_parameter,
+        add_module,
+        add_module_far_below,
+        replace_module,
+        add_group,
+        replace_parameter_of_optimizer,
+        replace_parameters_of_optimizer,
+    ],
+)
+def test_other_tensors_are_noticed(job: Job, change: Callable[[Job], None]) -> None:
+    assert job.manifest.is_current()
+    change(job)
+    assert not job.manifest.is_current()
+    assert Manifest(job.adapter).is_current()
+
+
+@pytest.mark.parametrize("make", [adam, Plain])
+def test_optimizer_state_that_was_loaded_is_noticed(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    job = Job(make)
+    job.optim.load_state_dict(Job(make).optim.state_dict())
+    assert not job.manifest.is_current()
+    assert Manifest(job.adapter).is_current()
+
+
+def replace_state(state: dict[str, Any]) -> None:
+    state["sum"] = state["sum"].clone()
+
+
+def repoint_state(state: dict[str, Any]) -> None:
+    state["sum"].data = state["sum"].data.clone()
+
+
+def add_tensor(state: dict[str, Any]) -> None:
+    state["more"] = torch.zeros(2)
+
+
+def add_plain(state: dict[str, Any]) -> None:
+    state["more"] = 1
+
+
+def tensor_for_first_plain(state: dict[str, Any]) -> None:
+    state["step"] = torch.tensor(1.0)
+
+
+def tensor_for_last_plain(state: dict[str, Any]) -> None:
+    state["last"] = torch.tensor(1.0)
+
+
+def plain_for_tensor(state: dict[str, Any]) -> None:
+    state["sum"] = 0.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_state,
+        repoint_state,
+        add_tensor,
+        add_plain,
+        tensor_for_first_plain,
+        tensor_for_last_plain,
+        plain_for_tensor,
+        dict.clear,
+        dict.popitem,
+    ],
+)
+@pytest.mark.parametrize("whose", ["first", "last"])
+def test_other_optimizer_state_is_noticed(plain: Job, change: Callable[[dict[str, Any]], None], whose: str) -> None:
+    state = plain.last_state if whose == "last" else plain.optim.state[plain.model[0].weight]
+    change(state)
+    assert not plain.manifest.is_current()
+    assert Manifest(plain.adapter).is_current()
+
+
+def test_state_that_appears_or_goes_is_noticed(job: Job) -> None:
+    job.optim.state[torch.nn.Parameter(torch.zeros(1))] = {}
+    assert not job.manifest.is_current()
+    manifest = Manifest(job.adapter)
+    job.optim.state.clear()
+    assert not manifest.is_current()
+
+
+def test_the_first_step_of_an_optimizer_is_noticed() -> None:
+    model = torch.nn.Linear(2, 2)
+    optim = torch.optim.Adam(model.parameters())
+    manifest = Manifest(TorchAdapter(model, optim))
+    model(torch.ones(1, 2)).sum().backward()
+    assert manifest.is_current()
+    optim.step()
+    assert not manifest.is_current()
+
+
+def test_what_was_replaced_is_noticed_though_its_memory_is_used_again(job: Job) -> None:
+    for _ in range(20):
+        manifest = Manifest(job.adapter)
+        job.model[1].running_mean = torch.zeros(6)
+        assert not manifest.is_current()
+
+
+# ------------------------------------------------------------------ what is not
+
+
+def zero_grad(job: Job) -> None:
+    job.optim.zero_grad(set_to_none=True)
+
+
+def backward(job: Job) -> None:
+    job.model(torch.randn(5, 4)).sum().backward()
+
+
+def change_in_place(job: Job) -> None:
+    with torch.no_grad():
+        for tensor in [*job.model.parameters(), *job.model.buffers()]:
+            tensor.copy_(torch.ones_like(tensor))
+        for tensor in job.model.parameters():
+            tensor.data.mul_(2)
+
+
+def change_options(job: Job) -> None:
+    job.optim.param_groups[0]["lr"] = 0.25
+
+
+def change_mode(job: Job) -> None:
+    job.model.eval()
+
+
+@pytest.mark.parametrize("change", [Job.train, zero_grad, backward, change_in_place, change_options, change_mode])
+def test_other_values_of_the_same_tensors_are_not_noticed(job: Job, change: Callable[[Job], None]) -> None:
+    for _ in range(3):
+        change(job)
+        assert job.manifest.is_current()
+
+
+def test_plain_values_of_an_optimizer_may_change(plain: Job) -> None:
+    plain.last_state["step"] = 10**20
+    plain.last_state["last"] = "text"
+    assert plain.manifest.is_current()
+
+
+# ------------------------------------------------------------------ what it holds
+
+
+def test_every_tensor_is_held_by_what_changes_it() -> None:
+    job = Job(Plain)
+    names = {change: [item.name for item in items] for change, items in job.manifest.live.items()}
+    assert names == {
+        Change.STEP: [
+            *("model0.0.weight", "model0.0.bias", "model0.1.weight", "model0.1.bias", "model0.2.weight"),
+            "model0.2.bias",
+            *(f"optim.0.{i}.sum" for i in range(6)),
+        ],
+        Change.FORWARD: ["model0.1.running_mean", "model0.1.running_var", "model0.1.num_batches_tracked"],
+        Change.NEVER: ["model0.3.weight", "model0.3.bias"],
+    }
+    tensors = {item.name: item.tensor for items in job.manifest.live.values() for item in items}
+    assert tensors["model0.2.weight"] is job.parameter
+    assert tensors["optim.0.5.sum"] is job.last_state["sum"]
+
+
+def test_a_frozen_parameter_that_an_optimizer_has_is_no_frozen_one(job: Job) -> None:
+    job.parameter.requires_grad_(False)
+    live = Manifest(job.adapter).live
+    assert "model0.2.weight" in {item.name for item in live[Change.STEP]}
+    assert [item.name for item in live[Change.NEVER]] == ["model0.3.weight", "model0.3.bias"]
+
+
+def test_the_leaves_are_those_of_the_tensors() -> None:
+    job = Job(Plain)
+    leaves = {leaf.name: leaf for leaf in job.manifest.leaves}
+    assert len(leaves) == len(job.manifest.leaves) == 17
+    assert leaves["model0.2.weight"] == Leaf("model0.2.weight", "F32", (2, 6))
+    assert leaves["model0.1.num_batches_tracked"] == Leaf("model0.1.num_batches_tracked", "I64", ())
+    assert leaves["optim.0.5.sum"] == Leaf("optim.0.5.sum", "F32", (2,))
+
+
+def test_what_only_changes_with_the_manifest_is_kept_as_json() -> None:
+    job = Job(Plain)
+    keys = ["step", "sum", "last"]
+    assert json.loads(job.manifest.fixed) == {
+        "state": {"optim": [{f"0.{i}": keys for i in range(6)}]},
+        "shared": {},
+    }
+
+
+SHARED = Leaf("w", "F32", (2, 3))
+SHARING = Sharing({"w": SHARED}, {"w": (Part("w", 1, 5),)})
+
+
+def test_of_what_replicas_share_it_holds_its_part() -> None:
+    whole = torch.arange(6.0).view(2, 3)
+    manifest = Manifest(Toy([LiveTensor("w", whole, Change.STEP, True)]), SHARING)
+    ((part,), *_) = manifest.live.values()
+    assert manifest.leaves == (Leaf("w@1:5", "F32", (4,)),)
+    assert part.tensor.tolist() == [1, 2, 3, 4]
+    assert json.loads(manifest.fixed)["shared"] == {"w": ["F32", [2, 3]]}
+    whole += 1
+    assert part.tensor.tolist() == [2, 3, 4, 5]
+    assert manifest.is_current()
+    whole.data = whole.clone()
+    assert not manifest.is_current()
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (3, 2), (5,)], ids=str)
+def test_what_is_shared_and_has_become_another_leaf_is_no_longer_stored_as_that_part(shape: tuple[int, ...]) -> None:
+    """Else the state would seem to fit the slots, and what has grown would be kept by nobody."""
+    adapter = Toy([LiveTensor("w", torch.zeros(2, 3), Change.STEP, True)])
+    before = Manifest(adapter, SHARING)
+    adapter.live[0] = LiveTensor("w", torch.zeros(shape), Change.STEP, True)
+    assert not before.is_current()
+    assert set(Manifest(adapter, SHARING).leaves) != set(before.leaves)
+
+
+def test_a_tensor_that_cannot_be_captured_is_named() -> None:
+    adapter = Toy([LiveTensor("model.weight", torch.zeros(2, device="meta"), Change.STEP)])
+    with pytest.raises(ConfigError, match=r"model\.weight lives on meta"):
+        Manifest(adapter)
+
+
+def test_a_fixed_value_that_cannot_be_kept_is_named() -> None:
+    with pytest.raises(StateMismatch, match=r"fixed\.order\.1 is a builtins\.object"):
+        Manifest(Toy(fixed_tree={"order": ["a", object()]}))

@@ -1,0 +1,392 @@
+"""Pieces go into slot memory and come back, bit for bit, and nothing else is touched."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smp_daemon.errors import ConfigError
+from snapshot import runs
+from snapshot.movers import TABLES, CpuMover, DeviceMovers, Piece, choose_mover
+from snapshot.tensors import DTYPES, leaf_of, read_leaf
+from tests.test_tensors import bits, random_bits
+
+quick = settings(deadline=None, derandomize=True, max_examples=120)
+
+BEFORE = 32
+AFTER = 16
+FILL = b"\xa5"
+
+Shape = tuple[int, ...]
+View = Callable[[torch.Tensor], torch.Tensor]
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(0, -1) if tensor.dim() else tensor
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """As `tensor`, but every other element of something larger."""
+    if not tensor.dim():
+        return tensor
+    wide = torch.empty((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
+    view = wide[..., ::2]
+    view.copy_(tensor)
+    return view
+
+
+shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+dtypes = st.sampled_from(sorted(DTYPES, key=str))
+views = st.sampled_from([plain, transposed, strided])
+
+
+def unpaced(count: int) -> None:
+    """Goes on at once."""
+
+
+def piece(tensor: torch.Tensor, offset: int = 0) -> Piece:
+    return Piece(tensor, offset, tensor.nbytes)
+
+
+def row(tensors: list[torch.Tensor]) -> tuple[Piece, ...]:
+    """Pieces for `tensors`, one after another, with a gap before and after each."""
+    pieces, at = [], BEFORE
+    for tensor in tensors:
+        pieces.append(piece(tensor, at))
+        at += tensor.nbytes + BEFORE
+    return tuple(pieces)
+
+
+def slot_for(pieces: tuple[Piece, ...]) -> bytearray:
+    return bytearray(FILL * (max(p.offset + p.bytes for p in pieces) + AFTER))
+
+
+def copied(pieces: tuple[Piece, ...]) -> bytearray:
+    slot = slot_for(pieces)
+    CpuMover().copy(pieces, memoryview(slot), unpaced)
+    return slot
+
+
+def expected(pieces: tuple[Piece, ...]) -> bytes:
+    """A slot with each piece's elements in order at its place, and nothing else."""
+    slot = slot_for(pieces)
+    for p in pieces:
+        slot[p.offset : p.offset + p.bytes] = bits(p.tensor)
+    return bytes(slot)
+
+
+def alike(tensor: torch.Tensor, view: View) -> torch.Tensor:
+    """Zeros in the shape of `tensor`, seen through `view` if that leaves the shape as it is."""
+    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return view(zeros) if view(zeros).shape == tensor.shape else zeros
+
+
+def load(slot: bytearray | bytes, *pieces: Piece) -> None:
+    CpuMover().load(pieces, memoryview(bytearray(slot)))
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("view", [plain, transposed, strided])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (2, 3, 4), (0,), (2, 0, 3)], ids=str)
+def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: torch.dtype, view: View, shape: Shape) -> None:
+    tensor = view(random_bits(dtype, shape))
+    target = view(random_bits(dtype, shape, seed=2))
+    load(copied((piece(tensor, BEFORE),)), piece(target, BEFORE))
+    assert bits(target) == bits(tensor)
+
+
+@quick
+@given(st.lists(st.tuples(dtypes, shapes, views, views), min_size=1, max_size=6))
+def test_the_slot_holds_the_elements_in_order_and_nothing_else_is_touched(
+    drawn: list[tuple[torch.dtype, Shape, View, View]],
+) -> None:
+    tensors = [view(random_bits(dtype, shape, seed)) for seed, (dtype, shape, view, _) in enumerate(drawn)]
+    pieces = row(tensors)
+    slot = copied(pieces)
+    assert bytes(slot) == expected(pieces)
+    targets = [alike(tensor, other) for tensor, (*_, other) in zip(tensors, drawn, strict=True)]
+    load(slot, *row(targets))
+    assert [bits(target) for target in targets] == [bits(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_lazily_conjugated_or_negated_tensor_is_kept_as_it_reads(count: int) -> None:
+    base = torch.complex(torch.arange(count) + 1.0, torch.arange(count) + 2.0)
+    for tensor in (base.conj(), base.conj().imag):
+        slot = copied((piece(tensor, BEFORE),))
+        assert torch.equal(read_leaf(memoryview(slot), BEFORE, leaf_of("w", tensor)), tensor)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_lazily_conjugated_or_negated_tensor_is_filled_in_place(count: int) -> None:
+    def target(part: str) -> torch.Tensor:
+        lazy = torch.zeros(count, dtype=torch.complex64).conj()
+        return lazy if part == "whole" else lazy.imag
+
+    for part, dtype in (("whole", torch.complex64), ("imaginary", torch.float32)):
+        wanted = torch.arange(1, count + 1).to(dtype) * (1 + 2j if dtype.is_complex else 1)
+        tensor = target(part)
+        load(bits(wanted), piece(tensor))
+        assert torch.equal(tensor, wanted)
+
+
+def test_a_copy_goes_into_the_tensor_that_is_there() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(6))
+    whole = parameter.data
+    wanted = bits(random_bits(torch.float32, (6,)))
+    load(wanted, piece(parameter))
+    assert whole.data_ptr() == parameter.data_ptr()
+    assert bits(whole) == wanted
+    assert parameter.requires_grad
+
+
+def test_a_parameter_that_is_not_contiguous_is_filled_too() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 3).t())
+    wanted = random_bits(torch.float32, (3, 2))
+    load(bits(wanted), piece(parameter))
+    assert bits(parameter) == bits(wanted)
+
+
+@pytest.mark.parametrize("part", ["row", "column"])
+def test_a_copy_into_a_view_leaves_its_neighbours_alone(part: str) -> None:
+    whole = torch.zeros(4, 4)
+    load(b"\xff" * 16, piece(whole[1] if part == "row" else whole.t()[1]))
+    filled = whole if part == "row" else whole.t()
+    assert filled.isnan().tolist() == [[False] * 4, [True] * 4, [False] * 4, [False] * 4]
+
+
+@pytest.mark.parametrize("limit", [64, 1000, 4096])
+def test_long_pieces_come_back_whatever_the_limit(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(runs, "PIECE_BYTES", limit)
+    tensors = [random_bits(torch.float32, (n,), n) for n in (1, 16, 17, 255, 5000)]
+    pieces = row(tensors)
+    slot = copied(pieces)
+    assert bytes(slot) == expected(pieces)
+    targets = [torch.zeros_like(tensor) for tensor in tensors]
+    load(slot, *row(targets))
+    assert list(map(bits, targets)) == list(map(bits, tensors))
+
+
+def mixed(second: View) -> tuple[Piece, ...]:
+    return row([random_bits(torch.float32, (40, 25)), second(random_bits(torch.float64, (30, 20)))])
+
+
+@pytest.mark.parametrize("second", [plain, transposed])
+def test_the_copy_pauses_before_every_batch_with_its_length(monkeypatch: pytest.MonkeyPatch, second: View) -> None:
+    monkeypatch.setattr(runs, "PIECE_BYTES", 512)
+    pieces = mixed(second)
+    slot = slot_for(pieces)
+    counts: list[int] = []
+
+    def pause(count: int) -> None:
+        written = sum(a != b for a, b in zip(slot, slot_for(pieces), strict=True))
+        assert written <= sum(counts), "a batch was copied before its pause"
+        counts.append(count)
+
+    CpuMover().copy(pieces, memoryview(slot), pause)
+    assert bytes(slot) == expected(pieces)
+    assert sum(counts) == sum(p.bytes for p in pieces)
+
+
+def test_a_batch_is_no_longer_than_two_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "PIECE_BYTES", 512)
+    counts: list[int] = []
+    pieces = mixed(plain)
+    CpuMover().copy(pieces, memoryview(slot_for(pieces)), counts.append)
+    assert max(counts) < 2 * 512
+    assert len(counts) > 8
+
+
+class Stop(Exception):
+    """Raised by a pause."""
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_an_error_of_the_pause_ends_the_copy(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    monkeypatch.setattr(runs, "PIECE_BYTES", 512)
+    pieces = (piece(random_bits(torch.float32, (2048,))),)
+    slot = slot_for(pieces)
+    counts: list[int] = []
+
+    def pause(count: int) -> None:
+        if len(counts) == after:
+            raise Stop
+        counts.append(count)
+
+    with pytest.raises(Stop):
+        CpuMover().copy(pieces, memoryview(slot), pause)
+    done = sum(counts)
+    assert slot == bits(pieces[0].tensor)[:done] + FILL * (len(slot) - done)
+
+
+class Counting:
+    """Counts how often runs are made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self._make_runs = runs.make_runs
+        monkeypatch.setattr(runs, "make_runs", self._counted)
+
+    def _counted(self, rows: list[tuple[int, int, int]]) -> runs.Runs:
+        self.count += 1
+        return self._make_runs(rows)
+
+
+def test_the_table_of_the_same_pieces_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Counting(monkeypatch)
+    mover = CpuMover()
+    pieces = row([torch.zeros(5), torch.zeros(3, 4).t()])
+    for value in range(4):
+        for p in pieces:
+            p.tensor.fill_(value)
+        slot = slot_for(pieces)
+        mover.copy(pieces, memoryview(slot), unpaced)
+        assert bytes(slot) == expected(pieces)
+    assert made.count == 1
+
+
+def test_one_table_serves_many_slots() -> None:
+    mover = CpuMover()
+    pieces = row([torch.arange(50.0)])
+    for _ in range(3):
+        slot = slot_for(pieces)
+        mover.copy(pieces, memoryview(slot), unpaced)
+        assert bytes(slot) == expected(pieces)
+
+
+def test_other_pieces_are_followed_though_the_first_are_gone() -> None:
+    """A sequence that was freed would leave its id, and the memory of its tensors, to another."""
+    mover = CpuMover()
+    for seed in range(5 * TABLES):
+        pieces = row([random_bits(torch.uint8, (40 + seed % 3,), seed), random_bits(torch.uint8, (7,), seed + 1)])
+        slot = slot_for(pieces)
+        mover.copy(pieces, memoryview(slot), unpaced)
+        assert bytes(slot) == expected(pieces)
+        del pieces
+
+
+def remember(mover: CpuMover) -> weakref.ref[torch.Tensor]:
+    """Copy a tensor that only `mover` keeps."""
+    pieces = row([torch.ones(9)])
+    mover.copy(pieces, memoryview(slot_for(pieces)), unpaced)
+    return weakref.ref(pieces[0].tensor)
+
+
+def test_layouts_that_are_over_are_let_go() -> None:
+    mover = CpuMover()
+    kept = [remember(mover) for _ in range(4 * TABLES)]
+    gc.collect()
+    assert sum(tensor() is not None for tensor in kept) <= TABLES
+    mover.close()
+    gc.collect()
+    assert all(tensor() is None for tensor in kept)
+
+
+def test_a_closed_mover_may_be_closed_again() -> None:
+    mover = CpuMover()
+    remember(mover)
+    mover.close()
+    mover.close()
+
+
+def test_nothing_and_empty_tensors_are_copied_without_a_pause() -> None:
+    pieces = (piece(torch.zeros(0), 8), piece(torch.zeros(3, 0).t(), 8))
+    slot = slot_for(pieces)
+    pauses: list[int] = []
+    for some in ((), pieces):
+        CpuMover().copy(some, memoryview(slot), pauses.append)
+        CpuMover().load(some, memoryview(slot))
+    assert slot == FILL * len(slot)
+    assert pauses == []
+
+
+# ------------------------------------------------------------------ several devices
+
+
+class Named(CpuMover):
+    """Writes down what it is asked to do."""
+
+    def __init__(self, name: str, notes: list[tuple[object, ...]]) -> None:
+        super().__init__()
+        self._name = name
+        self._notes = notes
+        self.parts: list[Sequence[Piece]] = []
+
+    def mark(self) -> None:
+        self._notes.append((self._name, "mark"))
+
+    def settle(self) -> None:
+        self._notes.append((self._name, "settle"))
+
+    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+        self.parts.append(pieces)
+        self._notes.append((self._name, "copy", *(p.offset for p in pieces)))
+
+    def fence(self) -> None:
+        self._notes.append((self._name, "fence"))
+
+    def finish(self) -> None:
+        self._notes.append((self._name, "finish"))
+
+    def load(self, pieces: Sequence[Piece], slot: memoryview) -> None:
+        self._notes.append((self._name, "load", *(p.offset for p in pieces)))
+
+    def close(self) -> None:
+        self._notes.append((self._name, "close"))
+
+
+def test_each_device_moves_its_own_pieces_and_all_take_part_in_everything_else() -> None:
+    notes: list[tuple[object, ...]] = []
+    host, meta = (Named(name, notes) for name in ("host", "meta"))
+    movers = DeviceMovers({torch.device("cpu"): host, torch.device("meta"): meta})
+    pieces = tuple(piece(torch.zeros(1, device=device), i) for i, device in enumerate(["cpu", "meta", "meta", "cpu"]))
+    slot = memoryview(bytearray(8))
+    movers.mark()
+    movers.settle()
+    movers.copy(pieces, slot, unpaced)
+    movers.fence()
+    movers.finish()
+    movers.load(pieces, slot)
+    movers.close()
+    assert notes == [
+        *[(name, "mark") for name in ("host", "meta")],
+        *[(name, "settle") for name in ("host", "meta")],
+        *[("host", "copy", 0, 3), ("meta", "copy", 1, 2)],
+        *[(name, "fence") for name in ("host", "meta")],
+        *[(name, "finish") for name in ("host", "meta")],
+        *[("host", "load", 0, 3), ("meta", "load", 1, 2)],
+        *[(name, "close") for name in ("host", "meta")],
+    ]
+
+
+def test_a_device_is_given_the_same_sequence_for_the_same_pieces() -> None:
+    """By which it knows them, and others from them."""
+    host = Named("host", [])
+    movers = DeviceMovers({torch.device("cpu"): host})
+    slot = memoryview(bytearray(8))
+    pieces = row([torch.zeros(1)])
+    for _ in range(2):
+        movers.copy(pieces, slot, unpaced)
+    assert host.parts[0] is host.parts[1]
+    for _ in range(5 * TABLES):
+        others = row([torch.zeros(1)])
+        movers.copy(others, slot, unpaced)
+        assert host.parts[-1][0].tensor is others[0].tensor
+        del others
+
+
+def test_state_in_host_memory_has_one_mover_and_unknown_devices_none() -> None:
+    assert isinstance(choose_mover({torch.device("cpu")}), CpuMover)
+    assert isinstance(choose_mover(set()), CpuMover)
+    with pytest.raises(ConfigError, match="there is state on meta"):
+        choose_mover({torch.device("cpu"), torch.device("meta")})

@@ -1,0 +1,184 @@
+"""What replicas share: only what they really hold alike, each a part of it, and all of it back."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from smp_daemon.errors import ProtocolError, StateMismatch
+from smp_daemon.slotfile import Leaf
+from snapshot.adapter import Change, LiveTensor
+from snapshot.agreement import Result
+from snapshot.replicas import (
+    ALONE,
+    Gathering,
+    Sharing,
+    agree_on_shares,
+    is_part_of,
+    part_of,
+    plan_gathering,
+    shared_from_json,
+)
+from snapshot.shares import Part, parse_part
+
+DEADLINE_S = 10.0
+
+
+class Table:
+    """Ranks as threads of one process, meeting at a table."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=DEADLINE_S)
+        self.places: list[Any] = [None] * ranks
+
+    def put(self, rank: int, what: Any) -> list[Any]:
+        self.places[rank] = what
+        self.barrier.wait()
+        everything = list(self.places)
+        self.barrier.wait()
+        return everything
+
+
+class Rank:
+    """`snapshot.agreement.Agreement` at a table."""
+
+    def __init__(self, table: Table, rank: int) -> None:
+        self.rank = rank
+        self._table = table
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return self._table.put(self.rank, data)
+
+    def minimum(self, values: Sequence[int]) -> Result:
+        columns = zip(*self._table.put(self.rank, list(values)), strict=True)
+        result = [min(column) for column in columns]
+        return lambda: result
+
+    def spread(self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+        everyone = self._table.put(self.rank, pieces)
+        for i, (owner, tensor) in enumerate(pieces):
+            tensor.copy_(everyone[owner][i][1].clone())
+        self._table.put(self.rank, None)
+
+    def close(self) -> None:
+        pass
+
+
+def together(work: Callable[[Rank], Any], ranks: int) -> list[Any]:
+    table = Table(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(work, [Rank(table, rank) for rank in range(ranks)]))
+
+
+def state(rank: int) -> list[LiveTensor]:
+    generator = torch.Generator().manual_seed(1)
+    alike = [torch.randn(n, generator=generator) for n in (1000, 1, 37)]
+    return [
+        *(LiveTensor(f"w{i}", tensor, Change.STEP, replicated=True) for i, tensor in enumerate(alike)),
+        LiveTensor("said", torch.full((9,), float(rank)), Change.STEP, replicated=True),
+        LiveTensor("own", alike[0].clone(), Change.STEP),
+        LiveTensor("odd", torch.arange(12.0).view(3, 4).t(), Change.STEP, replicated=True),
+    ]
+
+
+def shared(rank: Rank) -> Sharing:
+    return agree_on_shares(rank, "all", iter(state(rank.rank)))
+
+
+def test_only_what_all_hold_alike_is_shared() -> None:
+    for sharing in together(shared, 3):
+        assert sharing.leaves.keys() == {"w0", "w1", "w2"}
+
+
+def test_who_is_alone_shares_nothing() -> None:
+    assert together(shared, 1) == [ALONE]
+    assert together(lambda rank: agree_on_shares(rank, f"{rank.rank}", iter(state(0))), 3) == [ALONE] * 3
+
+
+def test_sets_of_replicas_do_not_mix() -> None:
+    def work(rank: Rank) -> Sharing:
+        items = [LiveTensor("w", torch.full((64,), float(rank.rank // 2)), Change.STEP, replicated=True)]
+        return agree_on_shares(rank, f"set{rank.rank // 2}", iter(items))
+
+    sharings = together(work, 4)
+    assert [sharing.parts["w"][0].start for sharing in sharings] == [0, 32, 0, 32]
+
+
+def test_each_keeps_a_part_and_together_they_keep_everything_once() -> None:
+    kept: dict[str, list[tuple[int, int]]] = {}
+    for sharing in together(shared, 3):
+        for name, parts in sharing.parts.items():
+            kept.setdefault(name, []).extend((part.start, part.stop) for part in parts)
+    assert {name: sum(stop - start for start, stop in ranges) for name, ranges in kept.items()} == {
+        "w0": 1000,
+        "w1": 1,
+        "w2": 37,
+    }
+
+
+def test_divided_tensors_are_views_of_the_live_ones() -> None:
+    def work(rank: Rank) -> list[LiveTensor]:
+        items = state(rank.rank)
+        return list(agree_on_shares(rank, "all", iter(items)).divide(iter(items)))
+
+    for rank, items in enumerate(together(work, 2)):
+        names = [item.name for item in items]
+        assert {"said", "own", "odd"} <= set(names)
+        assert sum(item.tensor.numel() for item in items if is_part_of(item.name, {"w0": Leaf("w0", "F32", (1000,))}))
+        assert all(item.tensor.data_ptr() != 0 for item in items), rank
+
+
+def test_a_tensor_that_has_another_shape_by_now_is_not_divided() -> None:
+    sharing = together(shared, 2)[0]
+    items = [LiveTensor("w0", torch.zeros(999), Change.STEP, replicated=True)]
+    assert list(sharing.divide(iter(items))) == items
+
+
+def test_every_replica_gets_all_parts_back() -> None:
+    def work(rank: Rank) -> bool:
+        items = state(0)
+        sharing = agree_on_shares(rank, "all", iter(items))
+        names = [item.name for item in sharing.divide(iter(items))]
+        leaves = shared_from_json(json.loads(json.dumps(sharing.to_json())))
+        held = [name for name in names if is_part_of(name, leaves)]
+        gathering = plan_gathering(rank, "all", held, leaves)
+        assert isinstance(gathering, Gathering)
+        fresh = {name: torch.zeros(leaf.shape) for name, leaf in leaves.items()}
+        live = {item.name: item.tensor for item in items}
+        for name in held:
+            part = parse_part(name)
+            whole = Part(name, 0, leaves[name].elements) if part is None else Part(*part)
+            part_of(fresh[whole.name], whole).copy_(part_of(live[whole.name], whole))
+        gathering.fill(rank, fresh)
+        return all(torch.equal(fresh[name], live[name]) for name in fresh)
+
+    assert together(work, 3) == [True] * 3
+
+
+def test_a_part_that_nobody_has_is_named_on_every_rank() -> None:
+    leaves = {"w": Leaf("w", "F32", (64,))}
+
+    def work(rank: Rank) -> str:
+        with pytest.raises(StateMismatch) as raised:
+            plan_gathering(rank, "all", ["w@0:32"] if rank.rank == 0 else [], leaves)
+        return str(raised.value)
+
+    assert all("w[32:64] is kept by no replica" in text for text in together(work, 2))
+
+
+def test_where_nothing_is_shared_nothing_is_gathered() -> None:
+    assert together(lambda rank: plan_gathering(rank, "all", [], {}), 2) == [None, None]
+
+
+@pytest.mark.parametrize("data", [None, [], {"w": None}, {"w": ["F32"]}, {"w": ["F32", ["x"]]}])
+def test_what_is_no_list_of_leaves_is_refused(data: Any) -> None:
+    if data == []:
+        data = ["w"]
+    with pytest.raises(ProtocolError):
+        shared_from_json(data)
