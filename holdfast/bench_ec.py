@@ -318,6 +318,14 @@ def machine() -> dict[str, Any]:
     }
 
 
+def describe(computer: dict[str, Any]) -> str:
+    """What `machine` found, in words."""
+    return (
+        f"{computer['cpu_model']}, {computer['cores']} cores, {computer['memory_bytes']:,} bytes of memory, "
+        f"Linux {computer['kernel']}"
+    )
+
+
 def cpu_model(cpuinfo: str) -> str:
     """The processor's name in the text of ``/proc/cpuinfo``; empty if it has none, as on ARM."""
     for line in cpuinfo.splitlines():
@@ -413,11 +421,7 @@ def markdown(report: Report) -> str:
 
 
 def _head(report: Report) -> str:
-    computer = report.machine
-    return (
-        f"{report.date}: {computer['cpu_model']}, {computer['cores']} cores, {computer['memory_bytes']:,} bytes of "
-        f'memory, Linux {computer["kernel"]}; seed {report.seed}; "auto" is {report.backend_auto}.'
-    )
+    return f'{report.date}: {describe(report.machine)}; seed {report.seed}; "auto" is {report.backend_auto}.'
 
 
 def _title(cell: Cell) -> str:

@@ -1,0 +1,13 @@
+"""``python benchmarks/stall.py`` is ``holdfast bench stall``, from a checkout."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # or files here would stand before the rooms of their names
+
+from holdfast.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", "stall", *sys.argv[1:]]))

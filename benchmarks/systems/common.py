@@ -1,0 +1,183 @@
+"""What the systems under comparison share: the state to save, waiting, memory, and folders of saves on tmpfs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import nn
+
+DEADLINE_S = 120.0
+"""No wait of a measurement is longer."""
+
+State = dict[str, dict[str, torch.Tensor]]
+
+
+def live_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """All tensors of the training state, not copies: ``{"model": {name: tensor}, "optim": {name: tensor}}``."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    moments = {
+        f"{name}.{kind}": tensor
+        for name, parameter in model.named_parameters()
+        for kind, tensor in optimizer.state[parameter].items()
+    }
+    return {"model": parameters, "optim": moments}
+
+
+def copy_into(live: State, saved: State) -> None:
+    """Write a loaded state into the live tensors of the same names."""
+    with torch.no_grad():
+        for part, tensors in live.items():
+            for name, tensor in tensors.items():
+                tensor.copy_(saved[part][name])
+
+
+def until(condition: Callable[[], bool], what: str, *, pause_s: float = 0.001) -> None:
+    """Poll a condition until it holds.
+
+    Raises:
+        TimeoutError: it did not within `DEADLINE_S`.
+    """
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} took more than {DEADLINE_S:.0f} s")
+        time.sleep(pause_s)
+
+
+def release_heap() -> None:
+    """Give the memory that was freed back to the kernel, so that none of it counts as in use."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+class Memory:
+    """Memory in use beyond what this process had when the object was made.
+
+    Counted are the proportional set sizes of this process, of `roots` and of all their descendants, and the blocks of
+    `files`, which lie on tmpfs. A mapping of one of `files` is not counted a second time.
+    """
+
+    def __init__(self, files: Callable[[], Iterable[Path]], roots: Callable[[], Iterable[int]] = tuple) -> None:
+        self._files = files
+        self._roots = roots
+        self._before = 0
+        release_heap()
+        self._before = self.extra_bytes()
+
+    def extra_bytes(self) -> int:
+        blocks = {}
+        for path in self._files():
+            try:
+                blocks[str(path)] = path.stat().st_blocks * 512
+            except FileNotFoundError:
+                continue  # deleted since it was listed
+        processes = _descendants({os.getpid(), *self._roots()})
+        return sum(_pss(pid, blocks.keys()) for pid in processes) + sum(blocks.values()) - self._before
+
+
+def files_below(root: Path) -> list[Path]:
+    """All files of a tree that may change meanwhile."""
+    return [Path(folder) / name for folder, _, names in os.walk(root) for name in names]
+
+
+def _descendants(roots: set[int]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # ended since it was listed
+            children.setdefault(parent, []).append(int(entry.name))
+    found: set[int] = set()
+    todo = list(roots)
+    while todo:
+        pid = todo.pop()
+        if pid not in found:
+            found.add(pid)
+            todo += children.get(pid, [])
+    return found
+
+
+def _pss(pid: int, without: Iterable[str]) -> int:
+    """Bytes of a process, shared pages divided by their users, less its mappings of the files `without`."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # ended since it was listed
+    total = 0
+    path = ""
+    for line in lines:
+        key, *rest = line.split(maxsplit=5)
+        if not key.endswith(":"):
+            path = rest[4] if len(rest) > 4 else ""
+        elif key == "Pss:" and path not in without:
+            total += int(rest[0]) * 1024
+    return total
+
+
+class Folders:
+    """One folder a save, below one on tmpfs, as users of file-based checkpoints keep them.
+
+    The newest finished save and the one in progress are kept. Rank 0 deletes the older in a thread, so that deleting
+    takes no more of the training than it must.
+    """
+
+    def __init__(self, root: Path, rank: int) -> None:
+        self._root = root
+        self._rank = rank
+        self._deleter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delete")
+        self._deletions: list[Future[None]] = []
+        self._current: Path | None = None
+        self._newest: Path | None = None
+
+    @property
+    def newest(self) -> Path:
+        """The newest finished save."""
+        if self._newest is None:
+            raise RuntimeError("nothing was saved yet")
+        return self._newest
+
+    def path(self, step: int) -> Path:
+        """Where the save of this step goes."""
+        return self._root / f"step-{step}"
+
+    def begin(self, step: int) -> Path:
+        """The save of this step is now in progress."""
+        self._current = self.path(step)
+        return self._current
+
+    def finish(self) -> None:
+        """The save that was begun is complete on all ranks."""
+        old, self._newest, self._current = self._newest, self._current, None
+        if old is not None and self._rank == 0:
+            self._deletions.append(self._deleter.submit(shutil.rmtree, old))
+
+    def idle(self) -> bool:
+        """Nothing is being saved or deleted.
+
+        Raises:
+            OSError: a save could not be deleted.
+        """
+        while self._deletions and self._deletions[0].done():
+            self._deletions.pop(0).result()
+        return self._current is None and not self._deletions
+
+    @property
+    def saving(self) -> bool:
+        return self._current is not None
+
+    def files(self) -> list[Path]:
+        """The files of all saves, for rank 0 to count; none on other ranks."""
+        return files_below(self._root) if self._rank == 0 else []
+
+    def close(self) -> None:
+        self._deleter.shutdown()
+        for deletion in self._deletions:
+            deletion.result()

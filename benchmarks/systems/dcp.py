@@ -1,0 +1,142 @@
+"""torch.distributed.checkpoint (DCP) into tmpfs: `Sync`, `AsyncThread` and `AsyncProcess`.
+
+The version is torch's. Each rank's tensors are the local parts of DTensors, sharded over all ranks as with FSDP2, so
+that DCP writes all of them; Adam's step counters, equal on all ranks, are plain tensors. The asynchronous classes use
+`async_save` with the best stager there is without a GPU: staging in a thread, into buffers that are kept. Into such
+buffers the next save must not be staged before the last is written, or it overwrites it, so `save` waits for that;
+`before_step` waits for staging. `AsyncProcess` stages into shared memory, which DCP's daemon process writes from.
+
+Pinned memory and non-blocking copies, which need a GPU, are off. All else is left as it is: the planner (a plan is made
+for each save; caching it would halve that), one file and one writing thread a rank, and fsync, which tmpfs ignores.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from systems.common import DEADLINE_S, Folders, Memory, live_state, until
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+
+class Sync:
+    """`dcp.save`: the training waits until all is written."""
+
+    name = "DCP save"
+    version = torch.__version__
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, folder: Path) -> None:
+        self._folders = Folders(folder, rank)
+        self._memory = Memory(self._folders.files)
+        mesh = init_device_mesh("cpu", (world,))
+        self._state: dict[str, dict[str, Any]] = {
+            part: {
+                name: DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False) if tensor.ndim else tensor
+                for name, tensor in tensors.items()
+            }
+            for part, tensors in live_state(model, optimizer).items()
+        }
+
+    def save(self, step: int) -> None:
+        save(self._state, checkpoint_id=self._folders.begin(step))
+        self._folders.finish()
+
+    def accepted(self) -> bool:
+        return True
+
+    def before_step(self) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def survives_kill(self) -> bool:
+        return not self._folders.saving
+
+    def done(self) -> bool:
+        return self._folders.idle()
+
+    def wait(self) -> None:
+        until(self.done, "a save")
+
+    def restore(self) -> None:
+        load(self._state, checkpoint_id=self._folders.newest)
+
+    def extra_bytes(self) -> int:
+        return self._memory.extra_bytes()
+
+    def close(self) -> None:
+        self.wait()
+        self._folders.close()
+
+
+class _Async(Sync):
+    _kind: AsyncCheckpointerType
+    _staging: StagingOptions
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, folder: Path) -> None:
+        super().__init__(model, optimizer, rank, world, folder)
+        self._stager = DefaultStager(self._staging)
+        self._staged: Future[None] | None = None
+        self._written: Future[Any] | None = None
+
+    def save(self, step: int) -> None:
+        if self._written is not None:
+            self._written.result(DEADLINE_S)
+            self.poll()
+        response = async_save(
+            self._state,
+            checkpoint_id=self._folders.begin(step),
+            async_checkpointer_type=self._kind,
+            async_stager=self._stager,
+        )
+        assert isinstance(response, AsyncSaveResponse)
+        self._staged, self._written = response.staging_completion, response.upload_completion
+
+    def before_step(self) -> None:
+        if self._staged is not None:
+            self._staged.result(DEADLINE_S)
+            self._staged = None
+
+    def poll(self) -> None:
+        if self._written is not None and self._written.done():
+            self._written.result()
+            self._written = None
+            self._folders.finish()
+
+    def survives_kill(self) -> bool:
+        self.poll()
+        return super().survives_kill()
+
+    def done(self) -> bool:
+        self.poll()
+        return super().done()
+
+    def close(self) -> None:
+        super().close()
+        self._stager.close()
+
+
+class AsyncThread(_Async):
+    """`dcp.async_save`, written by a thread of the trainer."""
+
+    name = "DCP async_save, thread"
+    _kind = AsyncCheckpointerType.THREAD
+    _staging = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
+    )
+
+
+class AsyncProcess(_Async):
+    """`dcp.async_save`, written by a process of its own."""
+
+    name = "DCP async_save, process"
+    _kind = AsyncCheckpointerType.PROCESS
+    _staging = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
+    )

@@ -1,0 +1,30 @@
+"""The part of DLRover's agent that Flash Checkpoint needs, in a process of its own: started by `systems.flash`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from dlrover.python.common.multi_process import SOCKET_TMP_DIR
+from dlrover.python.elastic_agent.torch.ckpt_saver import AsyncCheckpointSaver
+
+OUTLIVE_S = 30.0
+"""An agent whose trainer died stays for so long: that is what it is for, but nothing may be left behind for ever."""
+
+
+def main() -> None:
+    """Serve until the trainer that started this process says ``end``, or for a while after its death."""
+    AsyncCheckpointSaver.start_async_saving_ckpt()
+    if sys.stdin.read() != "end":
+        time.sleep(OUTLIVE_S)
+    saver = AsyncCheckpointSaver.get_ckpt_saver()
+    if saver is not None:
+        saver.close()
+    shutil.rmtree(Path(SOCKET_TMP_DIR) / os.environ["TORCHELASTIC_RUN_ID"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""holdfast: `Alone` survives the death of processes; with `Protected` each rank is a node, and any one may be lost.
+
+The hook is the one that users enter, with its options at their defaults but for the overhead budget, which is off: the
+loop says when a snapshot is due. An SMP of its own process serves each node, on loopback.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from systems.common import DEADLINE_S, Memory, files_below, until
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from holdfast import InMemorySnapshot, __version__
+from smp_daemon.board import Outcome
+from smp_daemon.layout import SnapshotId
+from snapshot.governor import Governor
+
+
+class OnDemand(Governor):
+    """Lets the loop decide which steps are followed by a snapshot."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 1)
+        self.due = False
+
+    @property
+    def interval(self) -> int:
+        return 1 if self.due else 1 << 62
+
+
+class Alone:
+    """Snapshots in the memory of the node. All ranks are on one."""
+
+    name = "holdfast"
+    version = __version__
+    _options = "none"
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, folder: Path) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._node = self._node_of(rank)
+        self._base = folder / self._node
+        self._counts = self._node_of(rank - 1) != self._node or rank == 0
+        os.environ |= {
+            "HOLDFAST_JOB": "stall",
+            "HOLDFAST_NODE": self._node,
+            "HOLDFAST_ARENA": str(self._base),
+            "HOLDFAST_OVERHEAD_BUDGET": "0",
+        }
+        self._newest: SnapshotId | None = None
+        self._accepted = False
+        self._forward: RemovableHandle | None = None
+        self._memory = Memory(self._files, lambda: [self._snap._client.pid] if self._entered() else [])
+        self._enter()
+
+    def save(self, step: int) -> None:
+        self._governor.due = True
+        self._accepted = False
+
+    def poll(self) -> None:
+        """The boundary, which the hook otherwise finds by itself, and a snapshot if one is due."""
+        taken = self._snap.statistics.taken
+        self._snap.after_step()
+        if self._snap.statistics.taken > taken:
+            self._newest = SnapshotId(self._snap._epoch, self._snap.step)
+            self._accepted = True
+        self._governor.due = False
+
+    def accepted(self) -> bool:
+        """Not while no slot is free: the hook skips a step then, and never waits."""
+        return self._accepted
+
+    def before_step(self) -> None:
+        self._snap.before_step()
+
+    def survives_kill(self) -> bool:
+        """Schedules count as they are when the next forward begins: a loop that only watches begins none."""
+        self._snap.on_forward()
+        copy = self._snap._copy
+        return copy is not None and copy.done.is_set() and copy.error is None
+
+    def done(self) -> bool:
+        outcome = self._snap._client.outcome(self._newest) if self._newest else Outcome.PENDING
+        if outcome is Outcome.FAILED:
+            raise RuntimeError(f"{self._newest} failed")
+        return self.survives_kill() and outcome is Outcome.PROTECTED
+
+    def wait(self) -> None:
+        until(self.done, "a snapshot")
+
+    def restore(self) -> None:
+        """What a restarted trainer does when it enters the hook."""
+        self._snap._keep = True
+        self._snap.__exit__(None, None, None)
+        self._enter()
+
+    def extra_bytes(self) -> int:
+        return self._memory.extra_bytes()
+
+    def close(self) -> None:
+        self._snap.__exit__(None, None, None)
+        shutil.rmtree(self._base, ignore_errors=True)
+
+    def _node_of(self, rank: int) -> str:
+        return "node0"
+
+    def _entered(self) -> bool:
+        return self._counts and hasattr(self, "_snap")
+
+    def _files(self) -> list[Path]:
+        return files_below(self._base) if self._counts else []
+
+    def _enter(self) -> None:
+        self._snap = InMemorySnapshot(
+            self._model, self._optimizer, protect=self._options, deadline_s=DEADLINE_S, strict=True
+        )
+        self._governor = OnDemand()
+        self._snap._governor = self._governor
+        self._snap.__enter__()
+        self._snap._boundary.remove()
+        if self._forward is not None:
+            self._forward.remove()
+        self._forward = self._model.register_forward_pre_hook(lambda *_: self._snap.on_forward())
+
+
+class Protected(Alone):
+    """Snapshots in the memory of several nodes, a rank on each; one parity."""
+
+    name = "holdfast, protected"
+    _options = "auto"
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, folder: Path) -> None:
+        self.protect: str | None = f"{world - 1}+1"
+        os.environ["HOLDFAST_HOST"] = f"127.0.0.{11 + rank}"
+        super().__init__(model, optimizer, rank, world, folder)
+
+    def _node_of(self, rank: int) -> str:
+        return f"node{rank}"

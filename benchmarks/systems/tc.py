@@ -1,0 +1,78 @@
+"""torch_checkpointing 0.1.1 into tmpfs, asynchronously: `CheckpointManager` with a checkpoint process a rank.
+
+`CheckpointManager.save` stages in a thread into shared memory, from which a process of its own writes; it waits by
+itself until the last save is written. `before_step` is the wait that the manager's `lock` around the optimizer's step
+is. Each rank writes a file for the model and one for the optimizer; the ranks' processes meet in the store of the job,
+and rank 0 renames the folder.
+
+Direct I/O, the default for writes, is off: it is made for disks and fails on some file systems. All else is left as it
+is, and so off without a GPU: pinned memory and non-blocking copies. No resharder is used, since ranks do not change.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from systems.common import Folders, Memory, live_state, until
+from torch import nn
+from torch_checkpointing import CheckpointManager, __version__
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+
+class Manager:
+    """`CheckpointManager`, saving asynchronously as it does by default."""
+
+    name = "torch_checkpointing"
+    version = str(__version__)
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, folder: Path) -> None:
+        self._folders = Folders(folder, rank)
+        self._memory = Memory(self._folders.files)
+        self._state = live_state(model, optimizer)
+        storage = LocalFileSystemStorageConfig(use_direct_io=False)
+        self._manager = CheckpointManager(CheckpointManager.Config(storage_config=storage))
+        self._written: Future[Any] | None = None
+
+    def save(self, step: int) -> None:
+        written = self._manager.save(str(self._folders.path(step)), self._state)
+        self.poll()  # the last save is written, or this one would not have begun
+        self._folders.begin(step)
+        self._written = written
+
+    def accepted(self) -> bool:
+        return True
+
+    def before_step(self) -> None:
+        with self._manager.lock():
+            pass
+
+    def poll(self) -> None:
+        if self._written is not None and self._written.done():
+            self._written.result()
+            self._written = None
+            self._folders.finish()
+
+    def survives_kill(self) -> bool:
+        self.poll()
+        return not self._folders.saving
+
+    def done(self) -> bool:
+        self.poll()
+        return self._folders.idle()
+
+    def wait(self) -> None:
+        until(self.done, "a save")
+
+    def restore(self) -> None:
+        self._manager.load(str(self._folders.newest), into=self._state, strict=True)
+
+    def extra_bytes(self) -> int:
+        return self._memory.extra_bytes()
+
+    def close(self) -> None:
+        self.wait()
+        self._manager.close()
+        self._folders.close()

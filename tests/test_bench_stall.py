@@ -1,0 +1,114 @@
+"""`holdfast bench stall`: a small real run, and what is made of rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import ConfigError
+from holdfast.bench_copy import measure_copies
+from holdfast.bench_plot import draw
+from holdfast.bench_stall import SYSTEMS, Plan, Report, choose, grid, markdown
+from holdfast.cli import main
+
+ROW: dict[str, Any] = {
+    "system": "holdfast",
+    "protect": None,
+    "ranks": 1,
+    "every": 10,
+    "stall_p50_ms": 0.5,
+    "stall_p99_ms": 0.9,
+    "lost_s": 0.02,
+    "memcpy_floor_s": 0.1,
+    "lost_ratio": 0.2,
+    "inflation": 1.01,
+    "survives_kill_s": 0.1,
+    "survives_node_s": None,
+    "extra_bytes": 300,
+    "restore_s": 0.05,
+    "restored": True,
+    "taken": 1.0,
+    "state_bytes": 100,
+}
+OTHER = ROW | {"system": "other <async>", "lost_s": 0.7, "lost_ratio": 7.0}
+
+
+def report(*rows: dict[str, Any]) -> Report:
+    machine = {"cpu_model": "a processor", "cores": 2, "memory_bytes": 1, "kernel": "6.1"}
+    return Report("2026-01-01", machine, list(rows), failed={"x, 2 ranks": "why"})
+
+
+def test_a_small_run_measures_this_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, page, plot = tmp_path / "out.json", tmp_path / "page.md", tmp_path / "plot.svg"
+    arguments = ["bench", "stall", "--quick", "--json", str(out), "--markdown", str(page), "--plot", str(plot)]
+    assert main(arguments) == 0, capsys.readouterr()
+    result = json.loads(out.read_text())
+    rows = {row["system"]: row for row in result["rows"]}
+    ours = rows["holdfast"]
+    assert ours["restored"]
+    assert ours["taken"] > 0
+    assert ours["state_bytes"] > 60_000_000
+    assert 0 < ours["stall_p50_ms"] < 1000
+    assert 0 < ours["survives_kill_s"] < 30
+    assert not rows["nothing"]["restored"]
+    assert len(result["copies"]) == 3
+    assert "holdfast" in page.read_text()
+    ET.fromstring(plot.read_text())
+
+
+def test_the_cheapest_comes_first() -> None:
+    head, first, second = grid([OTHER, ROW], 1, 10)
+    assert (first[0], second[0]) == ("holdfast", "other <async>")
+    assert first[head.index("lost / memcpy")] == "0.200"
+    assert first[head.index("memory / state")] == "3.000"
+    assert first[head.index("survives node, s")] == "–"
+
+
+def test_a_page_has_a_table_for_each_cell_and_says_what_failed() -> None:
+    text = markdown(report(ROW, OTHER, ROW | {"ranks": 2, "every": 1}))
+    assert re.findall(r"^## (.*)$", text, re.M) == [
+        "1 rank, a snapshot every 10 steps",
+        "2 ranks, a snapshot every step",
+        "Copies into a slot, one thread",
+        "Failed",
+    ]
+    assert "* x, 2 ranks: why" in text
+
+
+def test_a_plot_has_a_bar_for_each_system_and_longer_ones_for_more() -> None:
+    drawn = ET.fromstring(draw(report(ROW, OTHER)))
+    space = "{http://www.w3.org/2000/svg}"
+    bars = [float(each.attrib["width"]) for each in drawn.iter(f"{space}rect")][1:]
+    assert len(bars) == 2
+    assert bars[0] < bars[1]
+    assert "other <async>" in [each.text for each in drawn.iter(f"{space}text")]
+
+
+def test_a_plot_of_nothing_is_a_plot() -> None:
+    ET.fromstring(draw(report()))
+
+
+def test_systems_are_chosen_by_name() -> None:
+    assert choose("all") == SYSTEMS
+    assert [system.key for system in choose("holdfast,nvrx")] == ["holdfast", "nvrx"]
+    with pytest.raises(ConfigError, match="'nobody'"):
+        choose("nobody")
+
+
+def test_every_peer_has_its_requirements() -> None:
+    folder = Path(__file__).parent.parent / "benchmarks" / "systems"
+    for system in SYSTEMS:
+        assert (folder / f"{system.spec.split('.')[1].split(':')[0]}.py").exists()
+        assert system.peer is None or (folder / "requirements" / f"{system.peer}.txt").exists()
+    assert Plan().rounds > 0
+
+
+def test_copies_are_compared_with_memcpy() -> None:
+    rows = measure_copies(48)
+    assert [row.tensors for row in rows] == [1, 208, 208]
+    assert all(row.ratio > 0 for row in rows)
