@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from chaos.accounting import beyond_access_times
 from chaos.launcher import Launcher
 from chaos.node import VirtualNode, Wiring
 from chaos.trainer import ENV as TRAINER_ENV
@@ -73,7 +74,7 @@ class Restart:
 
 @dataclass(slots=True)
 class History:
-    """What happened: every event, restarts, what was left over at the end, what went to disk."""
+    """What happened: every event, restarts, what was left over at the end, what went to disk but for access times."""
 
     events: list[Event] = field(default_factory=list)
     restarts: list[Restart] = field(default_factory=list)
@@ -179,7 +180,8 @@ class VirtualCluster:
             while self._running:
                 self._turn()
             self._settle()
-            self.history.disk_bytes_written += self._launcher.disk_bytes_written() - before
+            written = self.history.disk_bytes_written + self._launcher.disk_bytes_written() - before
+            self.history.disk_bytes_written = beyond_access_times(written)
             return self.history
         finally:
             self._clean_up(listening)

@@ -42,7 +42,7 @@ def draw(report: Report) -> str:
 
 
 def _bars(rows: Sequence[dict[str, Any]], ranks: int, every: int) -> list[dict[str, Any]]:
-    chosen = [r for r in rows if (r["ranks"], r["every"]) == (ranks, every) and r["system"] != "none"]
+    chosen = [r for r in rows if (r["ranks"], r["every"]) == (ranks, every) and r["system"] != "nothing"]
     return sorted(chosen, key=lambda row: float(row["lost_ratio"]))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +109,15 @@ def replicated() -> None:
         names = sorted(name for name in snap._capture.leaf_names if "@" in name) if snap is not None else []
         trainer.report("end", digest=_digest(model, optim), random=torch.rand(1).item(), parts=names)
     dist.destroy_process_group()
+
+
+def writes() -> None:
+    """Writes a megabyte to disk."""
+    path = Path(Trainer.from_environment().args["path"])
+    with path.open("wb") as file:
+        file.write(b"x" * (1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _digest(model: torch.nn.Module, optim: torch.optim.Optimizer) -> str:

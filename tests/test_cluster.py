@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from chaos.accounting import beyond_access_times
 from chaos.cluster import Event, History, JobFailed, VirtualCluster
 from chaos.launcher import Launcher
 from smp_daemon.paths import arena_base
@@ -253,6 +254,22 @@ def test_a_fault_that_never_happens_is_an_error(launcher: Launcher) -> None:
     cluster.kill_trainer(0, at="train.step", step=99)
     with pytest.raises(Exception, match="the job ended before"):
         cluster.run()
+
+
+def test_access_times_are_no_writes_and_snapshots_would_be() -> None:
+    assert [beyond_access_times(count) for count in (0, 4096, 16 * 4096, 17 * 4096)] == [0, 0, 0, 17 * 4096]
+
+
+def test_a_job_that_writes_to_disk_is_noticed(launcher: Launcher, tmp_path: Path) -> None:
+    cluster = VirtualCluster(
+        launcher,
+        nodes=1,
+        ranks_per_node=1,
+        target="tests.jobs:writes",
+        args={"path": str(tmp_path / "file")},
+        smps=False,
+    )
+    assert cluster.run().disk_bytes_written >= 1 << 20
 
 
 def test_a_cluster_leaves_no_files(launcher: Launcher) -> None:
