@@ -181,3 +181,36 @@ class Folders:
         self._deleter.shutdown()
         for deletion in self._deletions:
             deletion.result()
+
+
+class FolderSystem:
+    """What systems that save into a folder each time have in common; `poll` notes that a save is complete."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self._folders = Folders(folder, rank)
+        self._memory = Memory(self._folders.files)
+
+    def accepted(self) -> bool:
+        return True
+
+    def before_step(self) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def survives_kill(self) -> bool:
+        self.poll()
+        return not self._folders.saving
+
+    def done(self) -> bool:
+        self.poll()
+        return self._folders.idle()
+
+    def wait(self) -> None:
+        until(self.done, "a save")
+
+    def extra_bytes(self) -> int:
+        return self._memory.extra_bytes()
+
+    def close(self) -> None:
+        self.wait()
+        self._folders.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from systems.common import DEADLINE_S, Folders, Memory, live_state, until
+from systems.common import DEADLINE_S, FolderSystem, live_state
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -26,15 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 
-class Sync:
+class Sync(FolderSystem):
     """`dcp.save`: the training waits until all is written."""
 
     name = "DCP save"
     version = torch.__version__
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, folder: Path) -> None:
-        self._folders = Folders(folder, rank)
-        self._memory = Memory(self._folders.files)
+        super().__init__(rank, folder)
         mesh = init_device_mesh("cpu", (world,))
         self._state: dict[str, dict[str, Any]] = {
             part: {
@@ -48,31 +47,8 @@ class Sync:
         save(self._state, checkpoint_id=self._folders.begin(step))
         self._folders.finish()
 
-    def accepted(self) -> bool:
-        return True
-
-    def before_step(self) -> None: ...
-
-    def poll(self) -> None: ...
-
-    def survives_kill(self) -> bool:
-        return not self._folders.saving
-
-    def done(self) -> bool:
-        return self._folders.idle()
-
-    def wait(self) -> None:
-        until(self.done, "a save")
-
     def restore(self) -> None:
         load(self._state, checkpoint_id=self._folders.newest)
-
-    def extra_bytes(self) -> int:
-        return self._memory.extra_bytes()
-
-    def close(self) -> None:
-        self.wait()
-        self._folders.close()
 
 
 class _Async(Sync):
@@ -108,14 +84,6 @@ class _Async(Sync):
             self._written.result()
             self._written = None
             self._folders.finish()
-
-    def survives_kill(self) -> bool:
-        self.poll()
-        return super().survives_kill()
-
-    def done(self) -> bool:
-        self.poll()
-        return super().done()
 
     def close(self) -> None:
         super().close()

@@ -16,21 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from systems.common import Folders, Memory, live_state, until
+from systems.common import FolderSystem, live_state
 from torch import nn
 from torch_checkpointing import CheckpointManager, __version__
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 
-class Manager:
+class Manager(FolderSystem):
     """`CheckpointManager`, saving asynchronously as it does by default."""
 
     name = "torch_checkpointing"
     version = str(__version__)
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, folder: Path) -> None:
-        self._folders = Folders(folder, rank)
-        self._memory = Memory(self._folders.files)
+        super().__init__(rank, folder)
         self._state = live_state(model, optimizer)
         storage = LocalFileSystemStorageConfig(use_direct_io=False)
         self._manager = CheckpointManager(CheckpointManager.Config(storage_config=storage))
@@ -42,9 +41,6 @@ class Manager:
         self._folders.begin(step)
         self._written = written
 
-    def accepted(self) -> bool:
-        return True
-
     def before_step(self) -> None:
         with self._manager.lock():
             pass
@@ -55,24 +51,9 @@ class Manager:
             self._written = None
             self._folders.finish()
 
-    def survives_kill(self) -> bool:
-        self.poll()
-        return not self._folders.saving
-
-    def done(self) -> bool:
-        self.poll()
-        return self._folders.idle()
-
-    def wait(self) -> None:
-        until(self.done, "a save")
-
     def restore(self) -> None:
         self._manager.load(str(self._folders.newest), into=self._state, strict=True)
 
-    def extra_bytes(self) -> int:
-        return self._memory.extra_bytes()
-
     def close(self) -> None:
-        self.wait()
+        super().close()
         self._manager.close()
-        self._folders.close()

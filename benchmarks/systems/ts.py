@@ -14,21 +14,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from systems.common import Folders, Memory, live_state, until
+from systems.common import FolderSystem, live_state, until
 from torch import nn
 from torchsnapshot import Snapshot, StateDict, __version__
 from torchsnapshot.snapshot import PendingSnapshot
 
 
-class AsyncTake:
+class AsyncTake(FolderSystem):
     """`Snapshot.async_take` and `Snapshot.restore`."""
 
     name = "torchsnapshot async_take"
     version = __version__
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, folder: Path) -> None:
-        self._folders = Folders(folder, rank)
-        self._memory = Memory(self._folders.files)
+        super().__init__(rank, folder)
         self._state = {part: StateDict(**tensors) for part, tensors in live_state(model, optimizer).items()}
         self._pending: PendingSnapshot | None = None
 
@@ -37,34 +36,11 @@ class AsyncTake:
             until(self.survives_kill, "the save before")
         self._pending = Snapshot.async_take(str(self._folders.begin(step)), self._state)
 
-    def accepted(self) -> bool:
-        return True
-
-    def before_step(self) -> None: ...
-
     def poll(self) -> None:
         if self._pending is not None and self._pending.done():
             self._pending.wait()  # raises if it failed
             self._pending = None
             self._folders.finish()
 
-    def survives_kill(self) -> bool:
-        self.poll()
-        return not self._folders.saving
-
-    def done(self) -> bool:
-        self.poll()
-        return self._folders.idle()
-
-    def wait(self) -> None:
-        until(self.done, "a save")
-
     def restore(self) -> None:
         Snapshot(str(self._folders.newest)).restore(self._state)
-
-    def extra_bytes(self) -> int:
-        return self._memory.extra_bytes()
-
-    def close(self) -> None:
-        self.wait()
-        self._folders.close()
