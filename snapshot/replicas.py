@@ -60,7 +60,7 @@ def agree_on_shares(agreement: Agreement, replica_set: str, tensors: Iterator[Li
     Args:
         replica_set: the same on the ranks that are said to be replicas of each other.
     """
-    sets = [bytes(text).decode() for text in agreement.gather(replica_set.encode())]
+    sets = [text.decode() for text in agreement.gather(replica_set.encode())]
     if len(set(sets)) == len(sets):
         return ALONE
     members = [rank for rank, other in enumerate(sets) if other == replica_set]
