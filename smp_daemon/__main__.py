@@ -32,9 +32,9 @@ def main() -> None:
 
 
 def _serve(arguments: argparse.Namespace, out: int) -> int:
-    if arguments.priority != "normal" and arguments.detach:
-        make_session_nice()  # else the session is the caller's
     if arguments.priority == "idle":
+        if arguments.detach:
+            make_session_nice()  # else the session is the caller's
         make_idle()  # before the first thread is made: threads inherit it, the process has no say
 
     from smp_daemon.pacer import parse_rate, parse_turns
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "--priority",
         choices=PRIORITIES,
         default=os.environ.get("HOLDFAST_PRIORITY", "auto"),
-        help="auto: give way to the trainers, with encoding and the scrub first; idle: run only when nobody else wants "
+        help="auto: encoding and the scrub give way to the trainers; idle: run only when nobody else wants "
         "a core, which needs cores to spare; normal: hold nothing back (default HOLDFAST_PRIORITY or auto)",
     )
     parser.add_argument(

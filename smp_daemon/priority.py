@@ -9,8 +9,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 PRIORITIES = ("auto", "normal", "idle")
-"""auto: the session gives way to others, and within it what nobody waits for (encoding, folding, the scrub) to the
-rest. normal: all as usual. idle: everything runs only on cores that nobody else wants."""
+"""auto: what nobody waits for (encoding, folding, the scrub) gives way to others. normal: all as usual. idle:
+everything runs only on cores that nobody else wants."""
 
 SESSION_NICE = 19
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Protocol, TypeVar
@@ -79,6 +80,7 @@ class Group:
         timeout = timedelta(seconds=COLLECTIVE_DEADLINE_S)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._size = dist.get_world_size()
+        self._starter = ThreadPoolExecutor(1, "holdfast-agree")  # starting a collective takes longer than all the rest
         self.rank = dist.get_rank()
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -94,10 +96,10 @@ class Group:
 
     def minimum(self, values: Sequence[int]) -> Result:
         tensor = torch.tensor(values, dtype=torch.int64)
-        work = self._run(lambda: dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True))
+        started = self._starter.submit(dist.all_reduce, tensor, dist.ReduceOp.MIN, self._group, async_op=True)
 
         def result() -> list[int]:
-            self._run(lambda: work.wait() if work else None)
+            self._run(lambda: started.result().wait())
             return tensor.tolist()
 
         return result
@@ -119,6 +121,7 @@ class Group:
         dist.destroy_process_group(group)
 
     def close(self) -> None:
+        self._starter.shutdown()
         dist.destroy_process_group(self._group)
 
     def _run(self, collective: Callable[[], T]) -> T:
@@ -129,5 +132,5 @@ class Group:
 
 
 def default_agreement() -> Agreement:
-    """Over the job's process group if there is one, else alone."""
-    return Group() if dist.is_available() and dist.is_initialized() else Alone()
+    """Over the job's process group if there are others in it, else alone."""
+    return Group() if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else Alone()

@@ -105,7 +105,6 @@ class Copier:
         self._on_done = on_done
         self._attached = True
         self._failing = False
-        self._ahead_lock = threading.Lock()
         self._ahead: tuple[SnapshotId, memoryview] | None = None
         self._newest: SnapshotId | None = None
         self._coord = ""
@@ -140,6 +139,7 @@ class Copier:
     def _run_copies(self) -> None:
         while (job := self._jobs.get()) is not None:
             if self._attempt(job, self._copy):
+                self._begin_ahead(job)
                 self._copies.put(job)
             else:
                 self._end(job)
@@ -147,11 +147,9 @@ class Copier:
 
     def _run_seals(self) -> None:
         while (job := self._copies.get()) is not None:
-            sealed = self._attempt(job, self._seal)
-            self._end(job)
-            if sealed:
+            if self._attempt(job, self._seal):
                 self._failing = False
-                self._begin_ahead(job)
+            self._end(job)
 
     def _end(self, job: CopyJob) -> None:
         self._on_done(job)
@@ -177,10 +175,9 @@ class Copier:
 
     def _copy(self, job: CopyJob) -> None:
         if not self._attached:
-            with self._ahead_lock:
-                self._ahead = None
-                self._reattach()
-                self._attached = True
+            self._ahead = None
+            self._reattach()
+            self._attached = True
         slot = self._take_slot(job)
         try:
             self._fill(job, slot)
@@ -192,33 +189,31 @@ class Copier:
         self._sealing.seal(job.snapshot, job.coord, job.protected)
 
     def _begin_ahead(self, job: CopyJob) -> None:
-        """Have a slot for the snapshot that will probably follow: then its copy need not wait for a busy SMP."""
-        with self._ahead_lock:
-            if self._ahead is not None or self._newest != job.snapshot or self._stride < 1:
-                return
-            guess = SnapshotId(job.snapshot.epoch, job.snapshot.step + self._stride)
-            try:
-                slot = self._client.begin(guess, job.coord, (*job.keep, job.snapshot), job.protected)
-            except NoFreeSlot:
-                return  # one will be free by the time it is known that it may be
-            except HoldfastError as error:
-                log.info("no slot ahead of time: %s", error)  # and the next copy will say so, if it still matters
-                return
-            self._ahead = guess, slot
-            self._coord = job.coord
+        """Have a slot for the snapshot that will probably follow, before the SMP is busy sealing this one."""
+        if self._stride < 1:
+            return
+        guess = SnapshotId(job.snapshot.epoch, job.snapshot.step + self._stride)
+        try:
+            slot = self._client.begin(guess, job.coord, (*job.keep, job.snapshot), job.protected)
+        except NoFreeSlot:
+            return  # one will be free by the time it is known that it may be
+        except HoldfastError as error:
+            log.info("no slot ahead of time: %s", error)  # and the next copy will say so, if it still matters
+            return
+        self._ahead = guess, slot
+        self._coord = job.coord
 
     def _take_slot(self, job: CopyJob) -> memoryview:
-        with self._ahead_lock:
-            if self._newest is not None and self._newest.epoch == job.snapshot.epoch:
-                self._stride = job.snapshot.step - self._newest.step
-            self._newest = job.snapshot
-            ahead, self._ahead = self._ahead, None
-            if ahead is not None:
-                guess, slot = ahead
-                if guess == job.snapshot:
-                    return slot
-                self._client.abandon(guess, job.coord, unused=True)
-            return self._client.begin(job.snapshot, job.coord, job.keep, job.protected)
+        if self._newest is not None and self._newest.epoch == job.snapshot.epoch:
+            self._stride = job.snapshot.step - self._newest.step
+        self._newest = job.snapshot
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            guess, slot = ahead
+            if guess == job.snapshot:
+                return slot
+            self._client.abandon(guess, job.coord, unused=True)
+        return self._client.begin(job.snapshot, job.coord, job.keep, job.protected)
 
     def _fill(self, job: CopyJob, slot: memoryview) -> None:
         step = job.snapshot.step

@@ -202,11 +202,13 @@ class TestPriority:
         for smp in smps:
             assert policies_of(smp.process.pid) == {os.SCHED_OTHER, os.SCHED_IDLE}
 
-    def test_one_of_its_own_session_makes_that_give_way(self, ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_idle_in_a_session_of_its_own_makes_that_give_way(
+        self, ground: Ground, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         setting = Path("/proc/self/autogroup")
         if not setting.exists():
             pytest.skip("this kernel does not schedule sessions as groups")
-        monkeypatch.delenv("HOLDFAST_PRIORITY", raising=False)
+        monkeypatch.setenv("HOLDFAST_PRIORITY", "idle")
         before = setting.read_text()
         owner = start_smp("testrun", "node0", ground.base / "own" / "testrun")
         try:

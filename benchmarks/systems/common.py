@@ -61,11 +61,20 @@ class Memory:
 
     Counted are the proportional set sizes of this process, of `roots` and of all their descendants, and the blocks of
     `files`, which lie on tmpfs. A mapping of one of `files` is not counted a second time.
+
+    Args:
+        others: files that another rank counts.
     """
 
-    def __init__(self, files: Callable[[], Iterable[Path]], roots: Callable[[], Iterable[int]] = tuple) -> None:
+    def __init__(
+        self,
+        files: Callable[[], Iterable[Path]],
+        roots: Callable[[], Iterable[int]] = tuple,
+        others: Callable[[], Iterable[Path]] = tuple,
+    ) -> None:
         self._files = files
         self._roots = roots
+        self._others = others
         self._before = 0
         release_heap()
         self._before = self.extra_bytes()
@@ -78,7 +87,8 @@ class Memory:
             except FileNotFoundError:
                 continue  # deleted since it was listed
         processes = _descendants({os.getpid(), *self._roots()})
-        return sum(_pss(pid, blocks.keys()) for pid in processes) + sum(blocks.values()) - self._before
+        mapped = {*blocks, *map(str, self._others())}
+        return sum(_pss(pid, mapped) for pid in processes) + sum(blocks.values()) - self._before
 
 
 def files_below(root: Path) -> list[Path]:

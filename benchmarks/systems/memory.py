@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,7 +55,12 @@ class Alone:
         self._newest: SnapshotId | None = None
         self._accepted = False
         self._forward: RemovableHandle | None = None
-        self._memory = Memory(self._files, lambda: [self._snap._client.pid] if self._entered() else [])
+        files = partial(files_below, self._base)
+        self._memory = Memory(
+            files if self._counts else tuple,
+            lambda: [self._snap._client.pid] if self._entered() else [],
+            tuple if self._counts else files,
+        )
         self._enter()
 
     def save(self, step: int) -> None:
@@ -110,9 +116,6 @@ class Alone:
 
     def _entered(self) -> bool:
         return self._counts and hasattr(self, "_snap")
-
-    def _files(self) -> list[Path]:
-        return files_below(self._base) if self._counts else []
 
     def _enter(self) -> None:
         self._snap = InMemorySnapshot(
