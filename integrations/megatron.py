@@ -18,30 +18,20 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
-from integrations.torch_native import (
-    buffers,
-    check_count,
-    check_modules,
-    check_parts,
-    check_stateful,
-    containers,
-    load_states,
-    states,
-)
+from integrations.base import BaseAdapter, buffers
 from smp_daemon.errors import StateMismatch
 from smp_daemon.slotfile import Leaf
-from snapshot import rng
-from snapshot.adapter import Change, Container, LiveTensor, Stateful, Tree
+from snapshot.adapter import Change, LiveTensor, Stateful, Tree
 from snapshot.optimizers import OptimizerState
+from snapshot.tensors import set_dtype
 
 
-class MegatronAdapter:
+class MegatronAdapter(BaseAdapter):
     """`snapshot.adapter.Adapter` for megatron-core 0.15 and 0.16."""
 
     def __init__(
         self, model: Any, optim: Any, scheduler: Stateful | None = None, extra: Mapping[str, Stateful] | None = None
     ) -> None:
-        self._chunks = check_modules(model)
         self._optimizer = optim
         self._parts: list[Any] = [
             part
@@ -49,12 +39,11 @@ class MegatronAdapter:
             if not getattr(part, "is_stub_optimizer", False)
         ]
         self._replicated = [not hasattr(part, "shard_fp32_from_float16_groups") for part in self._parts]
-        self._states = [
+        states = [
             OptimizerState(part.optimizer, f"optim{i}", replicated=self._replicated[i])
             for i, part in enumerate(self._parts)
         ]
-        self._scheduler = check_stateful("scheduler", scheduler)
-        self._extra = {name: check_stateful(f"extra[{name!r}]", part) for name, part in (extra or {}).items()}
+        super().__init__(model, states, scheduler, extra)
 
     def coordinate(self) -> str:
         return (
@@ -67,18 +56,11 @@ class MegatronAdapter:
         """The ranks that differ in their data-parallel place only."""
         return self.coordinate().rpartition("-dp")[0]
 
-    def modules(self) -> Sequence[torch.nn.Module]:
-        return self._chunks
-
     def optimizers(self) -> Sequence[Any]:
         return [self._optimizer]
 
-    def scalers(self) -> Sequence[Any]:
-        """None: Megatron's optimizers hold theirs, and their ``step()`` returns either way."""
-        return []
-
     def tensors(self) -> Iterator[LiveTensor]:
-        for i, chunk in enumerate(self._chunks):
+        for i, chunk in enumerate(self._modules):
             for name, parameter in chunk.named_parameters():
                 if not parameter.requires_grad:
                     yield LiveTensor(f"model{i}.{name}", parameter, Change.NEVER, replicated=True)
@@ -87,15 +69,7 @@ class MegatronAdapter:
             for name, main in state.parameters():
                 yield LiveTensor(f"optim{i}.{name}.main", main, Change.STEP, self._replicated[i])
             yield from state.tensors()
-
-    def watched(self) -> Iterator[Container]:
-        for chunk in self._chunks:
-            yield from containers(chunk)
-        for state in self._states:
-            yield from state.watched()
-
-    def fixed(self) -> Tree:
-        return {"optim": [state.fixed() for state in self._states]}
+        yield from self._tracked_tensors()
 
     def early(self) -> Tree:
         tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
@@ -103,15 +77,11 @@ class MegatronAdapter:
             name: tensor_parallel.random.convert_cuda_rng_state(state, to_graphable=False)
             for name, state in tracker.items()
         }
-        return {"rng": rng.capture(), "tracker": generators, "extra": states(self._extra, late=False)}
+        return super().early() | {"tracker": generators}
 
     def late(self) -> Tree:
-        return {
-            "optim": [state.plain() for state in self._states],
-            "scaler": [scaler.state_dict() if scaler else None for scaler in map(_scaler, self._parts)],
-            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
-            "extra": states(self._extra, late=True),
-        }
+        scalers = [scaler.state_dict() if scaler else None for scaler in map(_scaler, self._parts)]
+        return super().late() | {"scaler": scalers}
 
     def verify(self) -> None:
         for part in self._parts:
@@ -120,29 +90,22 @@ class MegatronAdapter:
                     raise StateMismatch(f"{name}: the model's weight is not the cast of its main parameter")
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
-        without_main = {name: leaf for name, leaf in leaves.items() if not name.endswith(".main")}
-        for state in self._states:
-            state.materialise(without_main)
-
-    def check(self, early: Tree, late: Tree, fixed: Tree) -> None:
-        check_parts(early, late, self._extra, self._scheduler)
-        check_count(late, self._states)
-        for state, plain in zip(self._states, late["optim"], strict=True):
-            state.check(plain)
+        super().materialise({name: leaf for name, leaf in leaves.items() if not name.endswith(".main")})
+        for i, chunk in enumerate(self._modules):
+            for name, buffer in chunk.named_buffers():
+                leaf = leaves.get(f"model{i}.{name}")
+                if leaf is not None and name.endswith(".expert_bias"):
+                    set_dtype(buffer, leaf)  # 16 bits wide when it is built, 32 from the first forward on
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         self._derive()
-        if self._scheduler:
-            if hasattr(self._scheduler, "num_steps"):
-                self._scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
-            self._scheduler.load_state_dict(late["scheduler"])
-        for state, plain, order in zip(self._states, late["optim"], fixed["optim"], strict=True):
-            state.load(plain, order)
+        scheduler: Any = self._scheduler
+        if hasattr(scheduler, "num_steps"):
+            scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
         for part, scaler in zip(self._parts, late["scaler"], strict=True):
             if scaler is not None:
                 part.grad_scaler.load_state_dict(scaler)
-        load_states(self._extra, early, late)
-        rng.restore(early["rng"])
+        super().load(early, late, fixed)
         tensor_parallel.get_cuda_rng_tracker().set_states(early["tracker"])
 
     def _derive(self) -> None:
@@ -150,7 +113,7 @@ class MegatronAdapter:
         for part in self._parts:
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
-        chunks: list[Any] = self._chunks
+        chunks: list[Any] = list(self._modules)
         for chunk in chunks:
             if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
                 chunk.start_param_sync(force_sync=True)

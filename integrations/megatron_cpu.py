@@ -44,7 +44,21 @@ def install() -> bool:
     tensor.cuda = lambda self, *args, **kwargs: self
     tensor.type = _cuda_spelling(tensor.type)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_NotAboutGenerators())
+    _install_experts()
     return True
+
+
+def _install_experts() -> None:
+    """Megatron hands split sizes on as NumPy's only if they come from a GPU; and without TransformerEngine its router
+    asks for a name that 0.16 forgets to define."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = on_cpu
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 class _CpuGenerators(tuple[()]):

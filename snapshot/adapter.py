@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from smp_daemon.slotfile import Leaf
+
+if TYPE_CHECKING:
+    from snapshot.tracked import Tracked
 
 Tree = dict[str, Any]
 """Nested dicts, lists and tuples of plain values and small tensors; see `snapshot.values`."""
@@ -34,6 +37,8 @@ class Change(Enum):
     STEP = "only optim.step(): copied while forward and backward run"
     FORWARD = "forward or backward, too: copied at the boundary, at once"
     NEVER = "nothing that is known of: copied once into each slot, and watched"
+    AFTER = "optim.step(), and code between it and the next forward: copied from then on"
+    ANY = "anything at all: copied when the next forward begins, at once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,10 @@ class Adapter(Protocol):
 
     def replica_set(self) -> str:
         """Names the set of ranks that hold what is marked as `replicated` alike: the same on each of them."""
+        ...
+
+    def track(self, piece: Tracked) -> None:
+        """Take more state into account. Raises `ConfigError` if there is one of that name."""
         ...
 
     def modules(self) -> Sequence[torch.nn.Module]:

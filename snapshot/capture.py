@@ -49,7 +49,7 @@ class Capture:
         self._early: Values
         self._versions: list[int] = []
         self._thawed = False
-        self._staging = Staging()
+        self._staging, self._late_staging = Staging(), Staging()
 
     def plan(self, snapshot: SnapshotId) -> SlotFormat:
         """The slot format for the state as it is now; used from now on. Walks the state. A collective call.
@@ -83,8 +83,7 @@ class Capture:
         placed = self._current()
         self._early = capture_early(self._adapter)
         self._check_leaves(self._early)
-        staging = self._staging
-        staged = staging.take(placed.at_once)
+        staged = self._staging.take(placed.at_once)
         self._mover.mark()
         once = () if self._thawed else placed.once
         self._versions = versions(once)
@@ -101,34 +100,41 @@ class Capture:
             early,
             once,
             tuple(self._versions),
-            release=partial(staging.give_back, staged),
+            settling=placed.settling,
+            release=[partial(self._staging.give_back, staged)],
         )
 
     def finalise(self, job: CopyJob) -> None:
         """The next forward begins, or the next ``optim.step()``: hand over what has only settled now."""
         if job.finalised.is_set() or self._placed is None:
             return
+        placed = self._placed
         try:
             late = capture_late(self._adapter)
             self._check_leaves(late)
+            if placed.settling or placed.settled:
+                placed = self._current()  # they may have become others since the boundary
         except HoldfastError as error:
             job.abort(error)
             return
         tensors = list(late.tensors.items())
-        placed = self._placed
+        job.settling = placed.settling
         if self._thawed or versions(placed.once) != self._versions:
             self._thawed = True
             job.once = ()
             pieces = [Piece(piece.tensor.detach().clone(), piece.offset, piece.bytes) for piece in placed.once]
         else:
             pieces = []
+        settled = self._late_staging.take(placed.settled)
+        job.release.append(partial(self._late_staging.give_back, settled))
         self._mover.settle()
         record = partial(encode_record, job.snapshot, self._coord, self._early, late, placed.manifest.fixed)
-        job.finalise((*place_tensors(job.form, tensors), *pieces), record)
+        job.finalise((*place_tensors(job.form, tensors), *pieces, *settled), record)
 
     def over(self, job: CopyJob) -> None:
         """The job has been sealed, or given up. Called from any thread."""
-        job.release()
+        for release in job.release:
+            release()
         if isinstance(job.error, FrozenChanged):
             self._thawed = True
 
@@ -144,7 +150,7 @@ class Capture:
 
     def _place(self, manifest: Manifest, form: SlotFormat) -> None:
         self._placed = place(manifest, form)
-        self._staging = Staging()
+        self._staging, self._late_staging = Staging(), Staging()
 
     def _check_leaves(self, values: Values) -> None:
         if new := [leaf.name for leaf in values.leaves if leaf not in self._leaves]:

@@ -36,8 +36,9 @@ class CopyJob:
     Attributes:
         moving, moving_bytes: live tensors, copied while the step runs, and their length.
         staged, early: copies that were made at the boundary.
-        release: called when the copies at the boundary are not needed any more.
         once, versions: tensors that need no copy where the slot has them in these versions.
+        settling: live tensors, copied once the snapshot is finalised.
+        release: called when the copies that were made at once are not needed any more.
         late: copies that `finalise` adds; `record` gives the record leaf then.
         copied: set once nothing of the live state is read any more, whatever became of the copy.
         done: set once it is sealed, or has failed with `error`.
@@ -54,7 +55,8 @@ class CopyJob:
     early: tuple[Piece, ...]
     once: tuple[Piece, ...] = ()
     versions: tuple[int, ...] = ()
-    release: Callable[[], None] = lambda: None
+    settling: tuple[Piece, ...] = ()
+    release: list[Callable[[], None]] = field(default_factory=list)
     late: tuple[Piece, ...] = ()
     record: Callable[[], bytes] = bytes
     error: HoldfastError | None = None
@@ -162,9 +164,12 @@ class Copier:
             return True
         except HoldfastError as error:
             self._attached = self._attached and not isinstance(error, SmpUnavailable | DeadlineExceeded)
-            if not self._failing:  # once, until it works again
-                log.error("no snapshot of %s: %s", job.snapshot, error)
-            self._failing = True
+            if isinstance(error, Misfit):
+                log.info("%s needs a new layout: %s", job.snapshot, error)
+            else:
+                if not self._failing:  # once, until it works again
+                    log.error("no snapshot of %s: %s", job.snapshot, error)
+                self._failing = True
             job.abort(error)
         except Exception as error:  # a bug of ours must not kill the thread that the training loop waits for
             log.exception("snapshot of %s failed", job.snapshot)
@@ -232,12 +237,14 @@ class Copier:
             self._mover.copy(job.once, slot, lambda count: job.check())
         self._mover.copy(job.staged, slot, lambda count: None)
         self._mover.copy(job.early, slot, lambda count: None)
-        if not job.once:
+        if not (job.once or job.settling):
             job.copied.set()
         reach("copy.done", step)
         if not job.finalised.wait(FINAL_DEADLINE_S):
             raise DeadlineExceeded(f"no step followed {job.snapshot} within {FINAL_DEADLINE_S:.0f} s")
         job.check()
+        if job.settling:
+            self._mover.copy(job.settling, slot, lambda count: job.check())
         if job.once:
             self._check_frozen(job, slot)
         job.copied.set()

@@ -15,12 +15,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
+
+import torch
 
 from smp_daemon.board import MAX_PAUSE_S, Outcome
 from smp_daemon.client import SmpClient
@@ -29,7 +31,7 @@ from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.paths import arena_path
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement, Result, default_agreement
-from snapshot.arrange import RankInfo, arrange, coordinate_key, parse_domains, parse_protect, shortfalls
+from snapshot.arrange import coordinate_key, parse_domains, parse_protect
 from snapshot.boundary import Boundary
 from snapshot.capture import Capture
 from snapshot.connect import connect, job_from_environment, start_here
@@ -38,8 +40,10 @@ from snapshot.governor import Governor
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
 from snapshot.pace import Pace
+from snapshot.reserve import reserve
 from snapshot.restore import Restored, restore
 from snapshot.state import Misfit
+from snapshot.tracked import make
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +108,7 @@ class SnapshotHook:
         self._copies: dict[SnapshotId, CopyJob] = {}
         self._layout: Layout | None = None
         self._index = 0
+        self._entered = False
         self._misfit = False
         self._planned = False
         self._enabled = True
@@ -128,6 +133,37 @@ class SnapshotHook:
     def protected_step(self) -> int | None:
         """The newest step whose snapshot is protected on every node, as far as the ranks have agreed."""
         return self._ledger.sure.step if self._ledger.sure else None
+
+    def track(
+        self,
+        name: str,
+        get: Callable[[], Any] | None = None,
+        set: Callable[[Any], Any] | None = None,
+        *,
+        tensors: torch.nn.Module | dict[str, torch.Tensor] | None = None,
+        changes: Literal["any", "after step", "step", "never"] = "any",
+        when: Literal["forward", "step"] = "forward",
+    ) -> None:
+        """Keep state that is in no ``state_dict``: attributes, buffers of a compressor, an EMA copy. Before entering.
+
+        Args:
+            name: the same in every run of the job.
+            get, set: ``get()`` gives plain values (numbers, texts, bytes, arrays, small tensors, and lists, tuples,
+                sets and dicts of them), and ``set(values)`` takes them over when the job is restored.
+            tensors: a module, or a dict of tensors by name; copied and restored in place, of any size.
+            changes: what changes `tensors`. ``"any"``: anything, backward hooks for example; they are copied at once
+                when the next forward begins. ``"after step"``: only ``optim.step()`` and code between it and the next
+                forward, as an EMA's; they are copied while that step runs. ``"step"``: only ``optim.step()``.
+                ``"never"``: nothing; they are copied once.
+            when: when `get` is asked: as the next forward begins, or at the return of ``optim.step()``, for what
+                reading data changes.
+
+        Raises:
+            ConfigError: the arguments do not fit, the name is taken, or the hook was entered.
+        """
+        if self._entered:
+            raise ConfigError(f"track({name!r}): the state is restored on entering; say what there is before that")
+        self._adapter.track(make(name, get, set, tensors, changes, when))
 
     @contextmanager
     def phase(self, kind: Literal["comm"]) -> Iterator[None]:
@@ -171,6 +207,7 @@ class SnapshotHook:
         Raises:
             HoldfastError: set-up errors always raise, whatever `strict` says.
         """
+        self._entered = True
         self._agreement: Agreement = default_agreement()
         self._coord = self._adapter.coordinate()
         self._domains = parse_domains(self._domain_text, self._coord)
@@ -190,6 +227,10 @@ class SnapshotHook:
         self._copier = Copier(self._client, self._sealing, self._mover, self._pace, self._reattach, self._capture.over)
         self._boundary = Boundary(self._adapter.optimizers(), self._adapter.modules(), self, self._adapter.scalers())
         return self
+
+    def close(self) -> None:
+        """Leave without a ``with`` block, when training has ended well."""
+        self.__exit__(None, None, None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -247,7 +288,8 @@ class SnapshotHook:
         self.statistics.stall_s += time.monotonic() - began
 
     def on_forward(self) -> None:
-        """The next step begins: schedules and options have settled."""
+        """The next step begins: schedules and options have settled. The model's forward calls it by itself; call it
+        at the top of a step in which the model does not run."""
         if self._copy is not None and not self._copy.finalised.is_set():
             began = time.monotonic()
             self._capture.finalise(self._copy)
@@ -299,7 +341,7 @@ class SnapshotHook:
         self.statistics.protected += results.count(Outcome.PROTECTED)
         self.statistics.failed += results.count(Outcome.FAILED)
         self._ledger = self._ledger.settle(results)
-        failed = [copy.error for copy in self._copies.values() if copy.error is not None]
+        failed = [copy.error for copy in self._copies.values() if copy.error and not isinstance(copy.error, Misfit)]
         if failed and self._strict:
             raise failed[0]
         self._copies = {s: copy for s, copy in self._copies.items() if s in self._ledger.pending}
@@ -340,21 +382,17 @@ class SnapshotHook:
         if self._layout is not None:
             self._epoch += 1
             self._client.join(self._epoch)
-        mine = RankInfo.of(self._coord, self._client.inventory(), form.total_bytes, self._domains)
-        everyone = [
-            RankInfo.from_json(json.loads(text)) for text in self._agreement.gather(json.dumps(asdict(mine)).encode())
-        ]
-        layout = arrange(self._job, self._epoch, everyone, self._protection, self._ledger.slots)
-        problem: HoldfastError | None = None
-        try:
-            self._client.configure(layout)
-        except HoldfastError as error:
-            problem = error
-        if self._agreement.minimum([int(problem is None)])() != [1]:
-            raise problem or ConfigError("another rank's SMP could not reserve its memory; see that rank's error")
-        if layout.coords[0] == self._coord:
-            for shortfall in shortfalls(layout):
-                log.warning("%s", shortfall)
+        layout = reserve(
+            self._client,
+            self._agreement,
+            self._job,
+            self._epoch,
+            self._coord,
+            form.total_bytes,
+            self._protection,
+            self._ledger.slots,
+            self._domains,
+        )
         self._layout = layout
         self._index = [shard.coord for shard in layout.node(self._client.node).shards].index(self._coord)
         self._planned = True

@@ -1,6 +1,7 @@
 """The state of a `torch.optim.Optimizer`, in place. Megatron's optimizers wrap one, so both adapters use this.
 
-A parameter is named by its group and its place in it, ``<group>.<index>``.
+A parameter is named by its group and its place in it, ``<group>.<index>``; state that an optimizer keeps under a text
+of its own choice, as that of LoRA-FA does, by ``named.<text>``.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from typing import Any
 
 import torch
 
-from smp_daemon.errors import StateMismatch
+from smp_daemon.errors import ConfigError, StateMismatch
 from smp_daemon.slotfile import Leaf
 from snapshot.adapter import Change, Container, LiveTensor, Tree
-from snapshot.tensors import empty_like_leaf
+from snapshot.tensors import empty_like_leaf, local
 
 SHAREABLE = ("torch.optim.",)
 """Where optimizers come from that keep nothing but functions of the reduced gradients, alike on all replicas. Others
 may keep what is a rank's own, such as a compressor's error feedback, which may be zero for the first thousand steps."""
+
+
+NAMED = "named."
 
 
 class OptimizerState:
@@ -39,17 +43,29 @@ class OptimizerState:
             for i, parameter in enumerate(group["params"]):
                 yield f"{g}.{i}", parameter
 
+    def _entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The state of every parameter, and what else there is. Raises `ConfigError` for what cannot be named."""
+        for name, parameter in self.parameters():
+            yield name, self.optimizer.state.get(parameter, {})
+        for key, state in self.optimizer.state.items():
+            if isinstance(key, str):
+                yield f"{NAMED}{key}", state
+            elif not isinstance(key, torch.Tensor):
+                raise ConfigError(
+                    f"{self._prefix} keeps state under a {type(key).__qualname__}, which has no name that would be the "
+                    "same in every run: keep it elsewhere, and track it"
+                )
+
     def tensors(self) -> Iterator[LiveTensor]:
         """Adam's moments and the like, as they are now: many appear only with the first step."""
         self._plain = []
-        for name, parameter in self.parameters():
-            state = self.optimizer.state.get(parameter, {})
+        for name, state in self._entries():
             plain = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
             if plain:
                 self._plain.append((name, state, plain))
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    yield LiveTensor(f"{self._prefix}.{name}.{key}", value, Change.STEP, self._replicated)
+                    yield LiveTensor(f"{self._prefix}.{name}.{key}", local(value), Change.STEP, self._replicated)
 
     def watched(self) -> Iterator[Container]:
         """Groups, and the state of each parameter; and what holds these, as ``load_state_dict`` replaces them."""
@@ -63,7 +79,7 @@ class OptimizerState:
 
     def fixed(self) -> Tree:
         """The order of the keys of each parameter's state."""
-        return {name: list(self.optimizer.state.get(parameter, {})) for name, parameter in self.parameters()}
+        return {name: list(state) for name, state in self._entries()}
 
     def plain(self) -> Tree:
         """Group options such as lr, and what of the per-parameter state `tensors` found to be no tensor."""
@@ -86,22 +102,39 @@ class OptimizerState:
                     group[key].copy_(value)
                 else:
                     group[key] = value
-        for name, parameter in self.parameters():
-            state = {**self.optimizer.state.get(parameter, {}), **plain["state"].get(name, {})}
+        keys: dict[str, Any] = dict(self.parameters())
+        keys |= {name: name.removeprefix(NAMED) for name in order if name.startswith(NAMED)}
+        for name, key in keys.items():
+            state = {**self.optimizer.state.get(key, {}), **plain["state"].get(name, {})}
             if state:
-                self.optimizer.state[parameter] = {key: state[key] for key in order[name]}
+                self.optimizer.state[key] = {entry: state[entry] for entry in order[name]}
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         """Create the state tensors of `leaves` that are not there yet, uninitialised."""
-        by_parameter: dict[str, list[tuple[str, Leaf]]] = {}
+        parameters = dict(self.parameters())
+        first = next(iter(parameters.values()))
         for leaf in leaves.values():
-            if leaf.name.startswith(f"{self._prefix}."):
-                group, index, key = leaf.name.removeprefix(f"{self._prefix}.").split(".", 2)
-                by_parameter.setdefault(f"{group}.{index}", []).append((key, leaf))
-        for name, parameter in self.parameters():
-            for key, leaf in by_parameter.get(name, []):
-                if key not in self.optimizer.state[parameter]:
-                    self.optimizer.state[parameter][key] = empty_like_leaf(leaf, parameter.device)
+            if not leaf.name.startswith(f"{self._prefix}."):
+                continue
+            place = leaf.name.removeprefix(f"{self._prefix}.")
+            if place.startswith(NAMED):
+                name, _, entry = place.removeprefix(NAMED).rpartition(".")
+                states: dict[Any, Any] = self.optimizer.state  # torch says that keys are tensors
+                states.setdefault(name, {}).setdefault(entry, _empty_for(first, leaf))
+                continue
+            group, index, entry = place.split(".", 2)
+            parameter = parameters.get(f"{group}.{index}")
+            if parameter is not None and entry not in self.optimizer.state[parameter]:
+                self.optimizer.state[parameter][entry] = _empty_for(parameter, leaf)
+
+
+def _empty_for(parameter: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+    """What an optimizer would make for `parameter`, distributed as that is, of which this rank's part is `leaf`."""
+    empty = empty_like_leaf(leaf, parameter.device)
+    part = local(parameter)
+    if part is parameter or part.shape != empty.shape:
+        return empty
+    return torch.empty_like(parameter, dtype=empty.dtype, requires_grad=False)
 
 
 def check_names(what: str, held: Iterable[str], have: Iterable[str]) -> None:

@@ -66,7 +66,7 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
     clock = {"enter": time.monotonic()}
     failure: HoldfastError | None = None
     for _ in range(ATTEMPTS):
-        inventories, coords = _exchange(client, agreement, coord)
+        inventories, coords = exchange(client, agreement, coord)
         plan = plan_restore(inventories, coords)
         epoch = max(inv.epoch for inv in inventories) + 1
         client.join(epoch)
@@ -90,7 +90,7 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
     raise Unrecoverable(f"recovery failed {ATTEMPTS} times; last: {failure or 'on another rank'}") from failure
 
 
-def _exchange(client: SmpClient, agreement: Agreement, coord: str) -> tuple[list[Inventory], dict[str, str]]:
+def exchange(client: SmpClient, agreement: Agreement, coord: str) -> tuple[list[Inventory], dict[str, str]]:
     """Every SMP's inventory, and the node of every coordinate."""
     mine = {"coord": coord, "inventory": client.inventory().to_json()}
     by_node: dict[str, Inventory] = {}

@@ -65,6 +65,7 @@ class Placed:
         moving: what is copied while the next step runs.
         at_once: what is copied at the boundary.
         once: what nothing is known to change.
+        settling, settled: what is copied from the next forward on, and what is copied right then.
         moving_bytes: length of `moving`.
     """
 
@@ -73,6 +74,8 @@ class Placed:
     moving: tuple[Piece, ...]
     at_once: tuple[Piece, ...]
     once: tuple[Piece, ...]
+    settling: tuple[Piece, ...]
+    settled: tuple[Piece, ...]
     moving_bytes: int
 
 
@@ -84,7 +87,16 @@ def place(manifest: Manifest, form: SlotFormat) -> Placed:
 
     moving = pieces(Change.STEP)
     length = sum(piece.bytes for piece in moving)
-    return Placed(form, manifest, moving, pieces(Change.FORWARD), pieces(Change.NEVER), length)
+    return Placed(
+        form,
+        manifest,
+        moving,
+        at_once=pieces(Change.FORWARD),
+        once=pieces(Change.NEVER),
+        settling=pieces(Change.AFTER),
+        settled=pieces(Change.ANY),
+        moving_bytes=length,
+    )
 
 
 def place_tensors(form: SlotFormat, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Piece, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -47,6 +49,15 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
     return Leaf(name, DTYPES[tensor.dtype], tuple(tensor.shape))
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a `DTensor`, in place; any other tensor as it is."""
+    to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    with torch.no_grad():  # with gradients it would be a view that autograd knows of
+        return to_local()
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a contiguous tensor, as a view with stride 1, which ``view(-1)`` is not for a single element."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -65,6 +76,16 @@ def empty_like_leaf(leaf: Leaf, device: torch.device) -> torch.Tensor:
     return torch.empty(leaf.shape, dtype=_BY_NAME[leaf.dtype], device=device)
 
 
+def set_dtype(tensor: torch.Tensor, leaf: Leaf) -> None:
+    """Give a tensor, in place, the leaf's dtype."""
+    tensor.data = tensor.data.to(_BY_NAME[leaf.dtype])
+
+
+def leaf_tensor(slot: memoryview, offset: int, leaf: Leaf) -> torch.Tensor:
+    """A leaf that stands at `offset` of a slot, over slot memory; see `slot_tensor`."""
+    return slot_tensor(slot, offset, _BY_NAME[leaf.dtype], leaf.shape)
+
+
 def read_leaf(slot: memoryview, offset: int, leaf: Leaf) -> torch.Tensor:
     """A copy of a leaf that stands at `offset` of a slot."""
-    return slot_tensor(slot, offset, _BY_NAME[leaf.dtype], leaf.shape).clone()
+    return leaf_tensor(slot, offset, leaf).clone()

@@ -33,6 +33,7 @@ from snapshot.state import (
     shared_leaves,
 )
 from snapshot.tensors import read_leaf
+from snapshot.tracked import Tracked
 
 SNAPSHOT = SnapshotId(2, 17)
 NOTHING = Values({}, {})
@@ -54,6 +55,9 @@ class Toy:
 
     def replica_set(self) -> str:
         return "dp0"
+
+    def track(self, piece: Tracked) -> None:
+        raise AssertionError("nothing is tracked here")
 
     def modules(self) -> Sequence[torch.nn.Module]:
         return []
