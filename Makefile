@@ -1,6 +1,7 @@
 # make demo    the main job, on a fresh machine with Python 3.11: sets up by itself
 # make test    the whole test suite
 # make check   lint, format and types
+# make matrix  every kind of job, killed, restored and compared: two minutes
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
 # make proto   generate the gRPC stubs again after a change of smp_daemon/peer.proto
 
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check stall proto clean setup
+.PHONY: demo test check matrix stall proto clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -22,6 +23,9 @@ check: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+matrix: setup
+	$(BIN)/holdfast matrix --markdown benchmarks/results/matrix-$$(date +%F).md
 
 stall: setup
 	$(BIN)/holdfast bench stall --json benchmarks/results/stall.json --markdown benchmarks/results/stall.md \

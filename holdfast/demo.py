@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from chaos.cluster import Event, History, Restart, VirtualCluster
+from chaos.drill import TARGET, compare
 from chaos.launcher import Launcher
 from smp_daemon.errors import ConfigError
 from snapshot.arrange import parse_protect
 
-TARGET = "holdfast.gpt:train"
-PRELOAD = ("holdfast.gpt", "integrations.megatron", "torch.profiler")
+JOB = "holdfast.gpt:Gpt"
+PRELOAD = ("chaos.drill", "holdfast.gpt", "integrations.megatron", "torch.profiler")
 """What trainers would import one by one while they start."""
 
 JOB_DEADLINE_S = 240.0
@@ -147,7 +148,7 @@ def run(plan: Plan, progress: Callable[[str, Event], None]) -> Account:
         HoldfastError: a run did not come to its end; everything it started is gone.
     """
     began = time.monotonic()
-    args = {"seed": plan.seed, "steps": plan.steps, "protect": plan.protect}
+    args = {"job": JOB, "seed": plan.seed, "steps": plan.steps, "hook": {"protect": plan.protect}}
     with Launcher(PRELOAD) as launcher:
         progress("import", {"kind": "begin"})
         launcher.wait_ready()
@@ -191,27 +192,6 @@ def account(plan: Plan, undisturbed: History, disturbed: History, seconds: float
         leaks=disturbed.leaks,
         seconds=seconds,
     )
-
-
-def compare(undisturbed: History, disturbed: History) -> str:
-    """The first difference between two runs, or an empty text: every loss of every rank, every final state.
-
-    A step that was done twice must have come out the same both times.
-    """
-    expected = {(e["rank"], e["step"]): e["loss"] for e in undisturbed.of("step")}
-    seen = set()
-    for event in disturbed.of("step"):
-        key = (event["rank"], event["step"])
-        seen.add(key)
-        if event["loss"] != expected.get(key):
-            return f"loss of rank {key[0]} at step {key[1]}: {event['loss']}, undisturbed {expected.get(key)}"
-    if seen != expected.keys():
-        return f"{len(expected.keys() - seen)} losses are missing"
-    digests = {e["rank"]: e["digest"] for e in undisturbed.of("end")}
-    for event in disturbed.of("end"):
-        if digests.pop(event["rank"], None) != event["digest"]:
-            return f"the final state of rank {event['rank']} differs"
-    return f"no final state of ranks {sorted(digests)}" if digests else ""
 
 
 def _recovery(history: History, generation: int, restart: Restart) -> Recovery:

@@ -1,18 +1,15 @@
-"""The demo's job: a small real megatron-core GPT, trained on CPU over gloo as Megatron's own loop would train it.
+"""A small real megatron-core GPT, trained on CPU over gloo as Megatron's own loop would train it.
 
-Tensor parallel 2, the rest data parallel, distributed optimizer, bf16, dropout, two microbatches a step. Each trainer
-reports the loss of every step and, at the end, a digest of all of its state.
+The demo trains it, and so does each Megatron cell of the matrix, with other `Options`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,98 +32,158 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from chaos.trainer import Trainer
+from chaos import drill
 from holdfast.hook import InMemorySnapshot
-from smp_daemon.points import reach
 
-TENSOR_PARALLEL = 2
-LAYERS, HIDDEN, HEADS, VOCABULARY, SEQUENCE = 2, 64, 4, 128, 32
+HIDDEN, HEADS, VOCABULARY, SEQUENCE = 64, 4, 128, 32
 MICRO_BATCH, MICRO_BATCHES = 2, 2
-DROPOUT = 0.1
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def train() -> None:
-    """One rank, from process group to the last step. Arguments: ``seed``, ``steps``, ``snapshots``, ``protect``."""
-    trainer = Trainer.from_environment()
-    args = trainer.args
-    torch.set_num_threads(1)
-    trainer.init_process_group()
-    mpu.initialize_model_parallel(tensor_model_parallel_size=TENSOR_PARALLEL, distributed_timeout_minutes=2)
-    _seed_everything(args["seed"])
-    model, optim, scheduler = build()
-    with contextlib.ExitStack() as stack:
-        first = 0
-        if args["snapshots"]:
-            snap = stack.enter_context(
-                InMemorySnapshot(
-                    [model], optim, scheduler=scheduler, protect=args["protect"], start=False, overhead_budget=0
-                )
-            )
-            first = snap.step
-            trainer.report(
-                "started",
-                step=first,
-                how=snap.restored.how,
-                bytes_fetched=snap.restored.bytes_fetched,
-                clock=snap.restored.clock,
-            )
-        for step in range(first, args["steps"]):
-            loss = train_step(model, optim, scheduler, args["seed"], step)
-            trainer.report("step", step=step + 1, loss=loss.hex())
-        trainer.report("end", digest=digest(model, optim, scheduler))
-    dist.destroy_process_group()
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What of Megatron is in use.
+
+    Attributes:
+        tensor, pipeline, virtual, sequence: parallel sizes; chunks of the pipeline on each rank; sequence parallel.
+        experts, expert_parallel, expert_tensor: experts of a layer, 0: dense; parallel sizes of the experts.
+        expert_bias: balance experts by a bias that is updated every step, not by a loss.
+        expert_capacity: so many times its even share of tokens goes to each expert, filled up or cut off; 0: all.
+        dtype: ``bf16``, ``fp16`` (with a loss scale that overflows now and then) or ``fp32``.
+        distributed: the distributed optimizer; `instances` of it in the data-parallel group.
+        overlap: gradients are reduced, and parameters gathered, while others compute.
+        llama: rotary positions, SwiGLU, RMSNorm, grouped queries, Megatron's own causal mask.
+    """
+
+    tensor: int = 2
+    pipeline: int = 1
+    virtual: int | None = None
+    sequence: bool = False
+    experts: int = 0
+    expert_parallel: int = 1
+    expert_tensor: int | None = None
+    expert_bias: bool = False
+    expert_capacity: float = 0.0
+    dtype: str = "bf16"
+    distributed: bool = True
+    instances: int = 1
+    overlap: bool = False
+    recompute: bool = False
+    tied: bool = False
+    llama: bool = False
+    layers: int = 2
+    dropout: float = 0.1
 
 
-def build() -> tuple[DistributedDataParallel, Any, OptimizerParamScheduler]:
-    """The model, its optimizer and its schedule, as Megatron-LM's ``setup_model_and_optimizer`` makes them."""
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        ffn_hidden_size=4 * HIDDEN,
-        attention_dropout=DROPOUT,
-        hidden_dropout=DROPOUT,
-        tensor_model_parallel_size=TENSOR_PARALLEL,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
+class Gpt:
+    """`chaos.drill.Job`: one rank of the GPT."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        self._seed = seed
+        self._options = Options(**options)
+        initialise(self._options, seed)
+        self.chunks, self.optim, self.scheduler = build(self._options)
+
+    def protect(self, **options: Any) -> InMemorySnapshot:
+        return InMemorySnapshot(self.chunks, self.optim, scheduler=self.scheduler, **options)
+
+    def step(self, step: int, middle: Callable[[], None]) -> float | None:
+        """The loss, averaged over microbatches and data-parallel ranks, on the last stage of the pipeline."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optim.zero_grad()
+        data = [batches(self._seed, step) for _ in self.chunks]
+        one = len(self.chunks) == 1
+        losses = get_forward_backward_func()(
+            forward_step_func=partial(forward_step, mask=not self._options.llama, middle=middle),
+            data_iterator=data[0] if one else data,
+            model=self.chunks[0] if one else self.chunks,
+            num_microbatches=MICRO_BATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            decoder_seq_length=SEQUENCE,
+            forward_only=False,
+        )
+        updated, _, _ = self.optim.step()
+        if updated:
+            self.scheduler.step(increment=1)
+        return float(torch.stack([part["lm loss"] for part in losses]).mean()) if losses else None
+
+    def state(self) -> drill.State:
+        yield from drill.modules(*self.chunks)
+        for i, part in enumerate(self.optim.chained_optimizers):
+            yield from drill.optimizer(part.optimizer, f"optim{i}")
+            for g, group in enumerate(part.optimizer.param_groups):
+                yield from ((f"optim{i}.group{g}.main{p}", main) for p, main in enumerate(group["params"]))
+            if getattr(part, "grad_scaler", None) is not None:
+                yield f"optim{i}.scaler", sorted((k, str(v)) for k, v in part.grad_scaler.state_dict().items())
+        yield "scheduler", sorted(self.scheduler.state_dict().items())
+        yield from drill.generators()
+        for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+            yield f"tracker.{name}", state
+
+
+def initialise(options: Options, seed: int) -> None:
+    """Make Megatron's process groups, and seed all generators as its own ``initialize_megatron`` does."""
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=options.tensor,
+        pipeline_model_parallel_size=options.pipeline,
+        virtual_pipeline_model_parallel_size=options.virtual,
+        expert_model_parallel_size=options.expert_parallel,
+        expert_tensor_parallel_size=options.expert_tensor,
+        num_distributed_optimizer_instances=options.instances,
+        distributed_timeout_minutes=2,
     )
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
+    seed += 100 * mpu.get_pipeline_model_parallel_rank()
+    os.environ["PYTHONHASHSEED"] = str(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def build(options: Options) -> tuple[list[DistributedDataParallel], Any, OptimizerParamScheduler]:
+    """Model chunks, their optimizer and its schedule, as Megatron-LM's ``setup_model_and_optimizer`` makes them."""
+    config = _config(options)
+    chunks: list[Any] = [_chunk(config, options, stage) for stage in range(options.virtual or 1)]
+    if options.dtype != "fp32":
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    gather = options.overlap and options.distributed
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=options.distributed,
+        num_distributed_optimizer_instances=options.instances,
+        overlap_grad_reduce=options.overlap,
+        overlap_param_gather=gather,
+        bucket_size=20_000 if options.overlap else None,
     )
-    for parameter in gpt.parameters():
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    model = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-        Float16Module(config, gpt),
-    )
-    model.broadcast_params()
+    chunks = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    for chunk in chunks:
+        chunk.broadcast_params()
     config.finalize_model_grads_func = finalize_model_grads
+    if options.overlap:
+        config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
     optim = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=1e-3,
             min_lr=1e-5,
             weight_decay=0.1,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            use_distributed_optimizer=True,
+            bf16=options.dtype == "bf16",
+            fp16=options.dtype == "fp16",
+            params_dtype=DTYPES[options.dtype],
+            use_distributed_optimizer=options.distributed,
+            overlap_param_gather=gather,
             clip_grad=1.0,
+            initial_loss_scale=2.0**18,
+            loss_scale_window=3.0,
         ),
-        [model],
+        chunks,
     )
     config.grad_scale_func = optim.scale_loss
     scheduler = OptimizerParamScheduler(
@@ -142,26 +199,96 @@ def build() -> tuple[DistributedDataParallel, Any, OptimizerParamScheduler]:
         wd_incr_steps=100,
         wd_incr_style="constant",
     )
-    return model, optim, scheduler
+    return chunks, optim, scheduler
 
 
-def train_step(model: Any, optim: Any, scheduler: Any, seed: int, step: int) -> float:
-    """One step; the loss, averaged over microbatches and data-parallel ranks."""
-    model.zero_grad_buffer()
-    optim.zero_grad()
-    losses = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, step=step + 1),
-        data_iterator=batches(seed, step),
-        model=model,
-        num_microbatches=MICRO_BATCHES,
-        seq_length=SEQUENCE,
-        micro_batch_size=MICRO_BATCH,
-        forward_only=False,
+def _config(options: Options) -> TransformerConfig:
+    more: dict[str, Any] = {}
+    if options.experts:
+        more |= {
+            "num_moe_experts": options.experts,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none" if options.expert_bias else "aux_loss",
+            "moe_aux_loss_coeff": 0.0 if options.expert_bias else 1e-2,
+            "moe_router_enable_expert_bias": options.expert_bias,
+            "moe_router_score_function": "sigmoid" if options.expert_bias else "softmax",
+            "moe_ffn_hidden_size": 2 * HIDDEN,
+            "expert_model_parallel_size": options.expert_parallel,
+            "expert_tensor_parallel_size": options.expert_tensor,
+        }
+    if options.expert_capacity:
+        more |= {
+            "moe_expert_capacity_factor": options.expert_capacity,
+            "moe_pad_expert_input_to_capacity": True,
+        }
+    if options.llama:
+        more |= {
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "normalization": "RMSNorm",
+            "num_query_groups": HEADS // 2,
+        }
+    if options.recompute:
+        more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=options.layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=4 * HIDDEN,
+        attention_dropout=options.dropout,
+        hidden_dropout=options.dropout,
+        tensor_model_parallel_size=options.tensor,
+        pipeline_model_parallel_size=options.pipeline,
+        virtual_pipeline_model_parallel_size=options.virtual,
+        sequence_parallel=options.sequence,
+        bf16=options.dtype == "bf16",
+        fp16=options.dtype == "fp16",
+        params_dtype=DTYPES[options.dtype],
+        pipeline_dtype=DTYPES[options.dtype],
+        add_bias_linear=not (options.experts or options.llama),
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **more,
     )
-    updated, _, _ = optim.step()
-    if updated:
-        scheduler.step(increment=1)
-    return float(torch.stack([part["lm loss"] for part in losses]).mean())
+
+
+def _chunk(config: TransformerConfig, options: Options, stage: int) -> GPTModel:
+    """The layers of one virtual stage, with embedding and head where they belong."""
+    virtual: dict[str, Any] = {"vp_stage": stage} if options.virtual else {}
+    norm = "RMSNorm" if options.llama else None
+    spec = get_gpt_layer_local_spec(num_experts=options.experts or None, moe_grouped_gemm=False, normalization=norm)
+    if options.sequence:
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
+        count = options.layers // options.pipeline // (options.virtual or 1)
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=_Norm)
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=not options.virtual, **virtual),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=not options.virtual, **virtual),
+        share_embeddings_and_output_weights=options.tied,
+        position_embedding_type="rope" if options.llama else "learned_absolute",
+        **virtual,
+    )
+    for parameter in gpt.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return gpt
+
+
+class _Norm(torch.nn.LayerNorm):
+    """LayerNorm whose gradients are summed over the tensor-parallel ranks; Megatron's own needs Apex for that."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def batches(seed: int, step: int) -> Iterator[Batch]:
@@ -174,39 +301,15 @@ def batches(seed: int, step: int) -> Iterator[Batch]:
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def digest(model: Any, optim: Any, scheduler: Any) -> str:
-    """SHA-256 of everything that decides how training goes on, taken without holdfast's own code."""
-    sha = hashlib.sha256()
-
-    def add(name: str, tensor: torch.Tensor) -> None:
-        sha.update(name.encode())
-        sha.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-    for name, parameter in model.named_parameters():
-        add(name, parameter)
-    for name, buffer in model.named_buffers():
-        add(name, buffer)
-    for part in optim.chained_optimizers:
-        for index, group in enumerate(part.optimizer.param_groups):
-            sha.update(repr(sorted((k, v) for k, v in group.items() if k != "params")).encode())
-            for place, main in enumerate(group["params"]):
-                add(f"main {index} {place}", main)
-                for key, value in sorted(part.optimizer.state[main].items()):
-                    add(f"{key} {index} {place}", value)
-    sha.update(json.dumps(scheduler.state_dict(), sort_keys=True).encode())
-    sha.update(repr((random.getstate(), np.random.get_state()[1].tobytes())).encode())  # type: ignore[index]
-    add("torch", torch.get_rng_state())
-    for name, state in sorted(tensor_parallel.get_cuda_rng_tracker().get_states().items()):
-        add(name, state)
-    return sha.hexdigest()
-
-
-def _forward_step(data: Iterator[Batch], model: Any, *, step: int) -> tuple[torch.Tensor, Any]:
+def forward_step(
+    data: Iterator[Batch], model: Any, *, mask: bool, middle: Callable[[], None] = lambda: None
+) -> tuple[torch.Tensor, Any]:
+    """One microbatch, as Megatron's schedules call it. `mask`: give the causal mask, or leave it to Megatron."""
     tokens, labels = next(data)
     positions = torch.arange(SEQUENCE).unsqueeze(0).expand_as(tokens)
-    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), diagonal=1).bool()
-    output = model(tokens, positions, mask, labels=labels)
-    reach("train.step", step)
+    above = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), diagonal=1).bool() if mask else None
+    output = model(tokens, positions, above, labels=labels)
+    middle()
     return output, _loss
 
 
@@ -222,11 +325,3 @@ def _sample(seed: int, index: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     generator = np.random.default_rng([seed, index])
     start, stride = generator.integers(0, VOCABULARY), generator.integers(1, 7)
     return np.asarray((start + stride * np.arange(SEQUENCE + 1)) % VOCABULARY, dtype=np.int64)
-
-
-def _seed_everything(seed: int) -> None:
-    os.environ["PYTHONHASHSEED"] = str(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,173 @@
+"""One job twice on virtual nodes, undisturbed and with faults: whether both came out the same, to the last bit.
+
+A job is a class whose instances are one rank's training. `train` is what every trainer runs; `compare` is the verdict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from chaos.cluster import Event, History
+from chaos.trainer import Trainer
+from smp_daemon.points import reach
+from snapshot.hook import SnapshotHook
+
+TARGET = "chaos.drill:train"
+DRAIN_DEADLINE_S = 2.0
+
+State = Iterable[tuple[str, Any]]
+
+
+class Job(Protocol):
+    """One rank of a training job, made from a seed and the job's own options once the process group is there."""
+
+    def __init__(self, seed: int, **options: Any) -> None: ...
+
+    def protect(self, **options: Any) -> SnapshotHook:
+        """The hook around the training loop, not entered yet; `options` are `holdfast.InMemorySnapshot`'s."""
+        ...
+
+    def step(self, step: int, middle: Callable[[], None]) -> float | None:
+        """Take a step, counted from 0; calls `middle` once or more before the optimizer's.
+
+        Returns its loss, or None where this rank has none.
+        """
+        ...
+
+    def state(self) -> State:
+        """Everything that decides how training goes on, by name, found without holdfast's own code."""
+        ...
+
+
+def train() -> None:
+    """One rank of a job, from process group to the last step.
+
+    Arguments: ``job`` (``module:Class``), ``seed``, ``steps``, ``snapshots``; and, if wanted, ``options`` of the job,
+    ``hook`` options, and ``drain``: wait for each snapshot in the middle of the step after it, as steps that take no
+    time would leave most of them out.
+    """
+    trainer = Trainer.from_environment()
+    args = trainer.args
+    torch.set_num_threads(1)
+    trainer.init_process_group()
+    job = find(args["job"])(args["seed"], **args.get("options", {}))
+    with ExitStack() as stack:
+        snap: SnapshotHook | None = None
+        if args["snapshots"]:
+            snap = stack.enter_context(job.protect(start=False, overhead_budget=0, **args.get("hook", {})))
+            restored = snap.restored
+            trainer.report(
+                "started", step=snap.step, how=restored.how, bytes_fetched=restored.bytes_fetched, clock=restored.clock
+            )
+        for step in range(snap.step if snap else 0, args["steps"]):
+
+            def middle(number: int = step + 1) -> None:
+                reach("train.step", number)
+                if snap is not None and args.get("drain"):
+                    snap.drain(DRAIN_DEADLINE_S)
+
+            loss = job.step(step, middle)
+            trainer.report("step", step=step + 1, loss="none" if loss is None else loss.hex())
+        trainer.report("end", digests=digests(job.state()))
+    dist.destroy_process_group()
+
+
+def find(name: str) -> type[Job]:
+    """The class that ``module:Class`` names."""
+    module, _, attribute = name.partition(":")
+    found: type[Job] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+# ---------------------------------------------------------------------- state, and what of it differs
+
+
+def digests(state: State) -> dict[str, str]:
+    """A digest of each value, by name. Raises `ValueError` if a name comes twice."""
+    found: dict[str, str] = {}
+    for name, value in state:
+        if name in found:
+            raise ValueError(f"two values are named {name!r}")
+        found[name] = digest(value)
+    return found
+
+
+def digest(value: Any) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a tensor, an array, or a plain value's ``repr``."""
+    sha = hashlib.sha256()
+    if isinstance(value, torch.Tensor):
+        sha.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        sha.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        sha.update(f"{value.dtype}{value.shape}".encode())
+        sha.update(value.tobytes())
+    else:
+        sha.update(repr(value).encode())
+    return sha.hexdigest()[:16]
+
+
+def modules(*parts: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parameters and buffers."""
+    for i, module in enumerate(parts):
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            yield f"module{i}.{name}", local(tensor)
+
+
+def optimizer(optim: torch.optim.Optimizer, prefix: str = "optim") -> Iterator[tuple[str, Any]]:
+    """Options of the groups, and the state of every parameter."""
+    for g, group in enumerate(optim.param_groups):
+        yield f"{prefix}.group{g}", sorted((k, str(v)) for k, v in group.items() if k != "params")
+        for p, parameter in enumerate(group["params"]):
+            for key, value in optim.state.get(parameter, {}).items():
+                yield f"{prefix}.group{g}.parameter{p}.{key}", local(value)
+
+
+def generators() -> Iterator[tuple[str, Any]]:
+    """Python's, NumPy's and torch's."""
+    yield "random.python", random.getstate()
+    yield "random.numpy", repr(np.random.get_state(legacy=False))
+    yield "random.torch", torch.get_rng_state()
+
+
+def local(value: Any) -> Any:
+    """This rank's part of a distributed tensor; anything else as it is."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def compare(undisturbed: History, disturbed: History) -> str:
+    """The first difference between two runs, or an empty text: every loss of every rank, every final state.
+
+    A step that was done twice must have come out the same both times.
+    """
+    expected = {(e["rank"], e["step"]): e["loss"] for e in undisturbed.of("step")}
+    seen = set()
+    for event in disturbed.of("step"):
+        key = (event["rank"], event["step"])
+        seen.add(key)
+        if event["loss"] != expected.get(key):
+            return f"loss of rank {key[0]} at step {key[1]}: {event['loss']}, undisturbed {expected.get(key)}"
+    if seen != expected.keys():
+        return f"{len(expected.keys() - seen)} losses are missing"
+    ends = {e["rank"]: e["digests"] for e in undisturbed.of("end")}
+    for event in disturbed.of("end"):
+        if difference := _difference(ends.pop(event["rank"], {}), event):
+            return difference
+    return f"no final state of ranks {sorted(ends)}" if ends else ""
+
+
+def _difference(expected: dict[str, str], end: Event) -> str:
+    found: dict[str, str] = end["digests"]
+    names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if not names:
+        return ""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"the final state of rank {end['rank']} differs: {', '.join(names[:4])}{more}"

@@ -1,0 +1,54 @@
+"""A Megatron GPT under torchrun. Kill a trainer, start the same command again, and it goes on bit for bit:
+
+HOLDFAST_JOB=gpt torchrun --nproc-per-node 4 examples/megatron_gpt.py --steps 50
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from holdfast import InMemorySnapshot
+from holdfast.gpt import MICRO_BATCH, MICRO_BATCHES, SEQUENCE, Options, batches, build, forward_step, initialise
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1234)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    options = Options(tensor=2)
+    initialise(options, args.seed)
+    model, optimizer, scheduler = build(options)
+
+    with InMemorySnapshot(model, optimizer, scheduler=scheduler) as snap:
+        for step in range(snap.step, args.steps):
+            for chunk in model:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            losses = get_forward_backward_func()(
+                forward_step_func=partial(forward_step, mask=True),
+                data_iterator=batches(args.seed, step),
+                model=model[0],
+                num_microbatches=MICRO_BATCHES,
+                seq_length=SEQUENCE,
+                micro_batch_size=MICRO_BATCH,
+                forward_only=False,
+            )
+            updated, _, _ = optimizer.step()
+            if updated:
+                scheduler.step(increment=1)
+            if dist.get_rank() == 0:
+                loss = torch.stack([part["lm loss"] for part in losses]).mean()
+                print(f"step {step + 1} loss {loss:.4f} protected {snap.protected_step}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Jobs whose state is in no ``state_dict``: left out of a snapshot, each piece of it is missed."""
+
+from __future__ import annotations
+
+import pytest
+
+from chaos.launcher import Launcher
+from holdfast.matrix import Cell, drill
+
+LEFT_OUT = [
+    ("acp_sgd:AcpSgd", "residual"),
+    ("acp_sgd:AcpSgd", "p"),
+    ("acp_sgd:AcpSgd", "q"),
+    ("acp_sgd:AcpSgd", "turn"),
+    ("eva:EvaJob", "vectors"),
+    ("eva:EvaJob", "steps"),
+    ("fed_impro:FedImpro", "statistics"),
+    ("fed_impro:FedImpro", "round"),
+    ("fed_impro:FedImpro", "clients"),
+]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("job", "piece"), LEFT_OUT)
+def test_a_piece_that_is_left_out_is_missed(launcher: Launcher, job: str, piece: str) -> None:
+    cell = Cell("left out", f"examples.{job}", 2, {"without": piece}, drain=True)
+    difference = drill(launcher, cell, seed=1234).difference
+    assert difference.startswith(("loss of rank", "the final state of rank"))

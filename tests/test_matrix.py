@@ -1,0 +1,68 @@
+"""The short cut of the matrix on real processes, and its judgement."""
+
+from __future__ import annotations
+
+import pytest
+
+from chaos.cluster import History
+from chaos.launcher import Launcher
+from holdfast import ConfigError
+from holdfast.matrix import CELLS, Cell, choose, drill, judge
+
+CELL = Cell("toy", "examples.plain:Plain", 2)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("cell", choose("quick"), ids=lambda cell: cell.name)
+def test_a_job_that_is_killed_goes_on_to_the_last_bit(launcher: Launcher, cell: Cell) -> None:
+    verdict = drill(launcher, cell, seed=1234)
+    assert verdict.difference == ""
+    assert len(verdict.restored) == cell.ranks * (1 + (cell.nodes > 1))
+
+
+def history(*, loss: str = "1", digest: str = "a", how: str = "held", restarts: int = 2) -> History:
+    told = History()
+    for generation in range(restarts + 1):
+        for rank in range(2):
+            if generation:
+                told.events.append({"kind": "started", "rank": rank, "generation": generation, "step": 1, "how": how})
+            told.events.append({"kind": "step", "rank": rank, "generation": generation, "step": 1, "loss": loss})
+    told.events += [
+        {"kind": "end", "rank": rank, "generation": restarts, "digests": {"w": digest}} for rank in range(2)
+    ]
+    told.restarts = [None] * restarts  # type: ignore[list-item]
+    return told
+
+
+UNDISTURBED = history(restarts=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({}, ""),
+        ({"loss": "2"}, "loss of rank 0 at step 1: 2, undisturbed 1"),
+        ({"digest": "b"}, "the final state of rank 0 differs: w"),
+        ({"how": ""}, "a rank started from nothing"),
+        ({"restarts": 1}, "1 restarts after 2 kills"),
+    ],
+)
+def test_only_what_is_identical_passes(changes: dict[str, object], difference: str) -> None:
+    assert judge(CELL, UNDISTURBED, history(**changes), 1.0).difference == difference  # type: ignore[arg-type]
+
+
+def test_what_is_left_behind_fails_a_cell() -> None:
+    told = history()
+    told.leaks.append("a slot")
+    assert judge(CELL, UNDISTURBED, told, 1.0).difference == "left behind: a slot"
+
+
+def test_cells_are_chosen_by_name() -> None:
+    assert choose("all") == CELLS
+    assert [cell.name for cell in choose("TP2;FSDP2")] == ["TP2", "FSDP2"]
+    with pytest.raises(ConfigError, match="no cell 'TP3': choose of TP2; PP2"):
+        choose("TP3")
+
+
+def test_names_of_cells_are_unique() -> None:
+    assert len({cell.name for cell in CELLS}) == len(CELLS)
