@@ -31,12 +31,12 @@ class RestorePlan:
         return self.sources.snapshot
 
 
-def plan_restore(inventories: Sequence[Inventory], coords: Collection[str]) -> RestorePlan | None:
+def plan_restore(inventories: Sequence[Inventory], coords: Collection[str] | None) -> RestorePlan | None:
     """The newest snapshot of which every byte is held or can be decoded; None if none was ever protected.
 
     Args:
         inventories: one per SMP that answers.
-        coords: the coordinates of the ranks that are to be restored.
+        coords: the coordinates of the ranks that are to be restored; None: any.
 
     Raises:
         Unrecoverable: a snapshot was protected, and neither it nor a younger one can be had any more. Never an
@@ -54,7 +54,8 @@ def plan_restore(inventories: Sequence[Inventory], coords: Collection[str]) -> R
         if missing:
             reasons.extend(f"{snapshot}: {reason}" for reason in missing)
             continue
-        _check_world(sources.layout, coords)
+        if coords is not None:
+            _check_world(sources.layout, coords)
         return RestorePlan(
             sources,
             tuple(c for c in sources.layout.coords if c not in sources.shards),

@@ -10,9 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from chaos import drill
 from chaos.trainer import Trainer
 from holdfast import InMemorySnapshot
+from integrations.dcp import MemoryReader, MemoryWriter
 from smp_daemon.points import reach
 
 DRAIN_DEADLINE_S = 1.0
@@ -130,3 +138,45 @@ def _digest(model: torch.nn.Module, optim: torch.optim.Optimizer) -> str:
 
 def _counts(statistics: Any) -> dict[str, Any]:
     return {name: getattr(statistics, name) for name in ("taken", "protected", "failed", "skipped")}
+
+
+def checkpoint() -> None:
+    """Saves an FSDP2 model and its optimizer through DCP into memory, or loads them from there, as `mode` says; reports
+    digests of all tensors, whole."""
+    trainer = Trainer.from_environment()
+    args = trainer.args
+    torch.set_num_threads(1)
+    trainer.init_process_group()
+    torch.manual_seed(3 if args["mode"] == "save" else 4)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(24, 37), torch.nn.Tanh(), torch.nn.Linear(37, 10))
+    fully_shard(model, mesh=init_device_mesh("cpu", (trainer.world,)))
+    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+    arena = Path(args["arena"]) / os.environ["HOLDFAST_NODE"]
+    notes: dict[str, Any] = {"step": 0, "text": "", "nested": {"numbers": [0]}}
+    if args["mode"] == "save":
+        writer = MemoryWriter(job="dcp", arena=arena)
+        for step in range(args["saves"]):
+            model(torch.randn(4, 24)).square().sum().backward()
+            optim.step()
+            optim.zero_grad()
+            notes = {"step": step + 1, "text": "x" * (step + 1), "nested": {"numbers": [1, 2, step]}}
+            save({**_checkpoint_state(model, optim), "notes": notes}, storage_writer=writer, checkpoint_id="mine")
+        writer.close()
+    else:
+        reader = MemoryReader(job="dcp", arena=arena)
+        state = {**_checkpoint_state(model, optim), "notes": notes}
+        load(state, storage_reader=reader, checkpoint_id=args.get("id", "mine"))
+        set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        notes = state["notes"]
+        reader.close()
+    whole = {name: drill.digest(tensor.full_tensor()) for name, tensor in model.named_parameters()}
+    for i, moments in enumerate(optim.state.values()):
+        for key, value in moments.items():
+            whole[f"{i}.{key}"] = drill.digest(value.full_tensor() if isinstance(value, DTensor) else value)
+    trainer.report("end", digests=whole, notes=notes)
+    dist.destroy_process_group()
+
+
+def _checkpoint_state(model: Any, optim: Any) -> dict[str, Any]:
+    model_state, optim_state = get_state_dict(model, optim)
+    return {"model": model_state, "optim": optim_state}

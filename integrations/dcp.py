@@ -1,0 +1,421 @@
+"""PyTorch's distributed checkpoints (DCP), to and from memory: ``dcp.save(state, storage_writer=MemoryWriter())``.
+
+Each rank's part of a checkpoint is a slot of its node's SMP, protected as any snapshot is. `MemoryReader` hands DCP the
+pieces that its planner asks for, so a checkpoint may be loaded by another number of ranks, and into another sharding.
+
+The checkpoint's metadata is not stored as a file of its own: every slot's record says what is in it, and the reader
+puts these together. Nothing is pickled here; objects that are no tensors DCP's planner pickles by itself.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from smp_daemon.board import Outcome
+from smp_daemon.client import RecoveredShard
+from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
+from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.paths import arena_path
+from smp_daemon.plan import RestorePlan, newest_whole, plan_restore
+from smp_daemon.slotfile import SlotFormat, read_format, write_stamp
+from snapshot.agreement import default_agreement
+from snapshot.arrange import coordinate_key, parse_protect
+from snapshot.connect import connect, job_from_environment
+from snapshot.movers import choose_mover
+from snapshot.reserve import reserve
+from snapshot.restore import exchange
+from snapshot.state import place_tensors, plan_format
+from snapshot.tensors import leaf_of, leaf_tensor, local
+from snapshot.values import decode, encode
+
+SLOTS = 2
+"""The checkpoint that is kept, and the one that is being written."""
+
+CheckpointId = str | os.PathLike[str] | None
+
+
+class _Memory:
+    """What writer and reader have in common: this rank, its SMP, and the others. To make one is a collective call."""
+
+    def __init__(self, job: str | None, arena: Path | None, *, start: bool) -> None:
+        self.job = job or f"{job_from_environment()}.dcp"
+        self.agreement = default_agreement()
+        self.coord = f"rank{self.agreement.rank}"
+        self.client = connect(arena_path(self.job, arena), self.job, start=start)
+
+    def close(self) -> None:
+        self.client.close()
+        self.agreement.close()
+
+
+class MemoryWriter(StorageWriter):
+    """A `StorageWriter` whose storage is the memory of the nodes. The newest checkpoint replaces the one before.
+
+    Make it once, on all ranks, after the process group; `dcp.save` and `dcp.async_save` (with a thread, not with a
+    process) then use it as often as they like, one save at a time.
+
+    Args:
+        job: whose memory it is; default that of the training run with ``.dcp`` added, so that an `InMemorySnapshot`
+            of the same run is not disturbed.
+        protect, arena, start: as for `holdfast.InMemorySnapshot`.
+        deadline_s: how long a save waits for the protection of what it wrote.
+
+    Raises:
+        ConfigError: an argument, or the set-up of the machine, is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str | None = None,
+        protect: str = "auto",
+        arena: Path | None = None,
+        start: bool = True,
+        deadline_s: float = 120.0,
+    ) -> None:
+        super().__init__()
+        self._protection = parse_protect(protect)
+        self._deadline_s = deadline_s
+        self._memory = _Memory(job, arena, start=start)
+        inventories, _ = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
+        self._epoch = max(inventory.epoch for inventory in inventories) + 1
+        self._kept = newest_whole(inventories)
+        self._step = self._kept.step if self._kept else 0
+        self._memory.client.join(self._epoch)
+        self._memory.agreement.minimum([1])()  # older writers are fenced everywhere before anyone writes
+        self._layout: Layout | None = None
+        self._capacity = 0
+        self._name = ""
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        self._name = str(checkpoint_id or "")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: every rank does the same."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Copy this rank's part, and wait until every node has protected its own. A collective call; blocks.
+
+        Raises:
+            HoldfastError: a rank could not; then the checkpoint before this one is still there.
+        """
+        tensors = {f"{i}:{item.index.fqn}": _resolve(item, planner) for i, item in enumerate(plan.items)}
+        record = _Record.of(self._name, self._memory.coord, plan, list(tensors)).to_json()
+        leaves = [leaf_of(name, tensor) for name, tensor in tensors.items()]
+        form = plan_format(self._memory.job, self._memory.coord, leaves, len(record))
+        self._reserve(form)
+        self._step += 1
+        snapshot = SnapshotId(self._epoch, self._step)
+        problem: HoldfastError | None = None
+        try:
+            self._write(snapshot, form, tensors, record)
+        except HoldfastError as error:
+            problem = error
+        if self._memory.agreement.minimum([int(problem is None)])() != [1]:
+            raise problem or HoldfastError("another rank could not save its part of the checkpoint; see its error")
+        self._kept = snapshot
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [
+                WriteResult(item.index, tensor.nbytes, storage_data=None)
+                for item, tensor in zip(plan.items, tensors.values(), strict=True)
+            ]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing to do: the metadata follows from the records."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Any text will do; it is kept with the checkpoint."""
+        return True
+
+    def close(self, *, keep: bool = True) -> None:
+        """Let go of the SMP. With ``keep=False`` the checkpoint is given up, and the SMPs end: a collective call."""
+        if not keep:
+            node = self._memory.client.node
+            nodes = [text.decode() for text in self._memory.agreement.gather(node.encode())]
+            if nodes.index(node) == self._memory.agreement.rank:
+                self._memory.client.finish(self._epoch)
+        self._memory.close()
+
+    def _reserve(self, form: SlotFormat) -> None:
+        """Have a layout into which `form` fits on every rank."""
+        fits = self._layout is not None and form.total_bytes == self._capacity
+        if self._memory.agreement.minimum([int(fits)])() == [1]:
+            return
+        if self._layout is not None:
+            self._epoch += 1
+            self._memory.client.join(self._epoch)
+        memory = self._memory
+        self._layout = reserve(
+            memory.client,
+            memory.agreement,
+            memory.job,
+            self._epoch,
+            memory.coord,
+            form.total_bytes,
+            self._protection,
+            SLOTS,
+        )
+        self._capacity = form.total_bytes
+
+    def _write(self, snapshot: SnapshotId, form: SlotFormat, tensors: dict[str, torch.Tensor], record: bytes) -> None:
+        client, coord = self._memory.client, self._memory.coord
+        keep = (self._kept,) if self._kept else ()
+        slot = client.begin(snapshot, coord, keep, self._kept)
+        mover = choose_mover({tensor.device for tensor in tensors.values()})
+        try:
+            slot[: len(form.header)] = form.header
+            write_stamp(slot, snapshot)
+            mover.mark()
+            mover.copy(place_tensors(form, tensors.items()), slot, lambda count: None)
+            mover.finish()
+            offset, capacity = form.record
+            slot[offset : offset + capacity] = record.ljust(capacity)
+        except BaseException:
+            client.abandon(snapshot, coord)
+            raise
+        finally:
+            mover.close()
+        client.seal(snapshot, coord, self._kept)
+        outcome = client.await_outcome(snapshot, self._deadline_s)
+        if outcome is not Outcome.PROTECTED:
+            raise HoldfastError(f"checkpoint {self._name or snapshot} is not protected: {outcome.name.lower()}")
+
+
+class MemoryReader(StorageReader):
+    """A `StorageReader` for what `MemoryWriter` saved: the newest checkpoint of which every byte can be had.
+
+    Make it on all ranks. Every node that holds part of the checkpoint has to run one of them at least; parity makes up
+    for what others held.
+
+    Args:
+        job, arena: as for `MemoryWriter`.
+        start: start an SMP on a node that has none yet, such as one that takes a lost one's place.
+    """
+
+    def __init__(self, *, job: str | None = None, arena: Path | None = None, start: bool = True) -> None:
+        super().__init__()
+        self._memory = _Memory(job, arena, start=start)
+        self._name = ""
+        self._plan: RestorePlan
+        self._places: dict[MetadataIndex, tuple[str, str]] = {}
+        self._shards: dict[str, tuple[RecoveredShard, SlotFormat]] = {}
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        self._name = str(checkpoint_id or "")
+        self._shards.clear()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Find the newest checkpoint, and what is in it. A collective call.
+
+        Raises:
+            ConfigError: there is none, or it has another id than was asked for.
+            Unrecoverable: too much of it is lost.
+        """
+        inventories, coords = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
+        plan = plan_restore(inventories, None)
+        if plan is None:
+            raise ConfigError(f"job {self._memory.job!r} has no checkpoint in memory")
+        self._plan = plan
+        node_of = {inventory.bulk: inventory.node for inventory in inventories}
+        first_on = {node: rank for rank, node in reversed(list(coords.items()))}
+        mine = [
+            coord
+            for coord in plan.sources.layout.coords
+            if first_on.get(node_of.get(plan.sources.shards.get(coord, ("", 0)), ""), "rank0") == self._memory.coord
+        ]
+        texts = json.dumps([self._record(coord).decode() for coord in mine]).encode()
+        records = [_Record.from_json(t) for part in self._memory.agreement.gather(texts) for t in json.loads(part)]
+        if self._name and (others := {record.name for record in records} - {self._name}):
+            raise ConfigError(f"the checkpoint in memory is {others.pop()!r}, not {self._name!r}")
+        planner: dict[str, Any] = {}
+        metadata = Metadata({}, planner)
+        for record in sorted(records, key=lambda record: coordinate_key(record.coord)):
+            planner |= record.planner
+            for item in record.items:
+                self._places[item.index] = (record.coord, item.leaf)
+                item.add_to(metadata)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: every rank does the same."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the planner asks for; shards of other nodes are fetched, or computed, first. Blocks."""
+        for item in plan.items:
+            coord, name = self._places[item.storage_index]
+            shard, form = self._shard(coord)
+            offset, leaf = form.offsets[name]
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(bytes(shard.view[offset : offset + leaf.bytes])))
+                continue
+            held = leaf_tensor(shard.view, offset, leaf)
+            for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                held = held.narrow(dimension, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(held)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Any text will do; it must be the one that the checkpoint was saved under, if one is given."""
+        return True
+
+    def close(self) -> None:
+        """Let go of the SMP."""
+        self._shards.clear()
+        self._memory.close()
+
+    def _shard(self, coord: str) -> tuple[RecoveredShard, SlotFormat]:
+        if coord not in self._shards:
+            shard = self._memory.client.recover(self._plan.sources, coord)
+            self._shards[coord] = shard, read_format(shard.view)[0]
+        return self._shards[coord]
+
+    def _record(self, coord: str) -> bytes:
+        shard, form = self._shard(coord)
+        offset, capacity = form.record
+        return bytes(shard.view[offset : offset + capacity])
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One write of DCP's plan, and the leaf that holds it.
+
+    Attributes:
+        size: of the whole tensor; None for an object that is no tensor. `dtype`: as torch spells it.
+    """
+
+    leaf: str
+    index: MetadataIndex
+    size: torch.Size | None = None
+    chunk: ChunkStorageMetadata | None = None
+    dtype: str = ""
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, leaf: str, item: WriteItem) -> _Item:
+        data = item.tensor_data
+        if data is None:
+            return cls(leaf, item.index)
+        properties = data.properties
+        dtype = str(properties.dtype).removeprefix("torch.")
+        return cls(leaf, item.index, data.size, data.chunk, dtype, properties.requires_grad)
+
+    def to_json(self) -> list[Any]:
+        chunk = None if self.chunk is None else [list(self.chunk.offsets), list(self.chunk.sizes)]
+        offset = None if self.index.offset is None else list(self.index.offset)
+        size = None if self.size is None else list(self.size)
+        return [self.leaf, self.index.fqn, offset, self.index.index, size, chunk, self.dtype, self.requires_grad]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> _Item:
+        leaf, fqn, offset, place, size, chunk, dtype, requires_grad = data
+        index = MetadataIndex(fqn, None if offset is None else torch.Size(offset), place)
+        if size is None:
+            return cls(leaf, index)
+        offsets, sizes = map(torch.Size, chunk)
+        return cls(leaf, index, torch.Size(size), ChunkStorageMetadata(offsets, sizes), dtype, requires_grad)
+
+    def add_to(self, metadata: Metadata) -> None:
+        """Say in `metadata` what this is a part of."""
+        known = metadata.state_dict_metadata
+        if self.chunk is None or self.size is None:
+            known[self.index.fqn] = BytesStorageMetadata()
+            return
+        properties = TensorProperties(dtype=getattr(torch, self.dtype), requires_grad=self.requires_grad)
+        whole = known.setdefault(self.index.fqn, TensorStorageMetadata(properties, self.size, []))
+        if isinstance(whole, TensorStorageMetadata):
+            whole.chunks.append(self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What one slot says of itself: the checkpoint's id, whose part of it this is, what is in it, and how DCP's planner
+    has flattened it."""
+
+    name: str
+    coord: str
+    items: tuple[_Item, ...]
+    planner: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, coord: str, plan: SavePlan, leaves: list[str]) -> _Record:
+        items = tuple(_Item.of(leaf, item) for leaf, item in zip(leaves, plan.items, strict=True))
+        return cls(name, coord, items, plan.planner_data or {})
+
+    def to_json(self) -> bytes:
+        """Raises `StateMismatch` if the planner's data is nothing plain."""
+        data = {
+            "name": self.name,
+            "coord": self.coord,
+            "items": [item.to_json() for item in self.items],
+            "planner": encode(self.planner, "planner", {}),
+        }
+        return json.dumps(data, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, text: str) -> _Record:
+        """Raises `ProtocolError` if it is not what `to_json` makes."""
+        try:
+            data = json.loads(text)
+            items = tuple(map(_Item.from_json, data["items"]))
+            return cls(str(data["name"]), str(data["coord"]), items, decode(data["planner"], _no_tensor))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ProtocolError(f"this is not the record of a checkpoint: {error!r}") from error
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise ProtocolError(f"the planner's data refers to a tensor {name!r}")
+
+
+def _resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    """What the planner has for an item, as a plain dense tensor; of an object that is none, its bytes."""
+    data = planner.resolve_data(item)
+    if isinstance(data, io.BytesIO):
+        content = bytearray(data.getvalue())
+        return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return local(data).detach().contiguous()

@@ -1,0 +1,77 @@
+"""Distributed checkpoints to and from memory, by DCP's own planners: other numbers of ranks, a lost node, bad ids."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.cluster import JobFailed, VirtualCluster
+from chaos.launcher import Launcher
+from smp_daemon.spawn import find_leftovers, remove
+
+pytestmark = pytest.mark.cluster
+NODES = 2
+
+
+@pytest.fixture
+def arena() -> Iterator[Path]:
+    base = Path(f"/dev/shm/holdfast-dcp-{os.getpid()}")
+    base.mkdir()
+    yield base
+    for leftover in find_leftovers(base):
+        remove(leftover)
+    shutil.rmtree(base, ignore_errors=True)
+
+
+def run(launcher: Launcher, arena: Path, mode: str, world: int, **args: Any) -> list[dict[str, Any]]:
+    cluster = VirtualCluster(
+        launcher,
+        nodes=NODES,
+        ranks_per_node=world // NODES,
+        target="tests.jobs:checkpoint",
+        args={"mode": mode, "arena": str(arena), **args},
+        job="dcp",
+        smps=False,
+        deadline_s=90,
+    )
+    return cluster.run().of("end")
+
+
+def test_what_four_ranks_saved_two_and_eight_load(launcher: Launcher, arena: Path) -> None:
+    saved = run(launcher, arena, "save", 4, saves=3)
+    for world in (2, 8, 4):
+        loaded = run(launcher, arena, "load", world)
+        assert len(loaded) == world
+        for end in loaded:
+            assert end["digests"] == saved[0]["digests"]
+            assert end["notes"] == {"step": 3, "text": "xxx", "nested": {"numbers": [1, 2, 2]}}
+
+
+def test_a_lost_node_is_computed_from_parity(launcher: Launcher, arena: Path) -> None:
+    saved = run(launcher, arena, "save", 4, saves=2)
+    (lost,) = [leftover for leftover in find_leftovers(arena) if leftover.arena.parent.name == "node1"]
+    remove(lost)
+    loaded = run(launcher, arena, "load", 2)
+    assert [end["digests"] for end in loaded] == [saved[0]["digests"]] * 2
+
+
+def test_a_restarted_job_saves_on(launcher: Launcher, arena: Path) -> None:
+    run(launcher, arena, "save", 4, saves=2)
+    saved = run(launcher, arena, "save", 2, saves=1)
+    assert run(launcher, arena, "load", 4)[0]["digests"] == saved[0]["digests"]
+
+
+def test_a_checkpoint_of_another_id_is_not_loaded(launcher: Launcher, arena: Path) -> None:
+    run(launcher, arena, "save", 2, saves=1)
+    with pytest.raises(JobFailed, match="ConfigError: the checkpoint in memory is 'mine', not 'other'"):
+        run(launcher, arena, "load", 2, id="other")
+
+
+def test_where_nothing_was_saved_there_is_nothing(launcher: Launcher, arena: Path) -> None:
+    with pytest.raises(JobFailed, match="ConfigError: job 'dcp' has no checkpoint in memory"):
+        run(launcher, arena, "load", 2)
