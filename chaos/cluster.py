@@ -23,6 +23,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from chaos.accounting import beyond_access_times
@@ -102,6 +103,7 @@ class VirtualCluster:
         deadline_s: float = 120.0,
         place: Callable[[int, int], int] | None = None,
         on_event: Callable[[Event], None] | None = None,
+        memory: Path | None = None,
     ) -> None:
         """
         Args:
@@ -110,6 +112,9 @@ class VirtualCluster:
             smps: whether nodes have an SMP at all.
             place: node index of (generation, rank); default: ranks in order, `ranks_per_node` on each.
             on_event: called for every event, in the thread that runs.
+            memory: where the nodes' memory lies, by default in a directory of this cluster. Clusters of several jobs
+                that are given the same one, each in a process of its own, run on the same nodes; what they leave of it
+                is the caller's.
         """
         if not 1 <= nodes <= 64 or not 1 <= ranks_per_node <= 16:
             raise ConfigError(f"{nodes} nodes with {ranks_per_node} ranks: choose 1-64 nodes with 1-16 ranks each")
@@ -123,6 +128,7 @@ class VirtualCluster:
         self._place = place or (lambda generation, rank: rank // ranks_per_node)
         self._on_event = on_event or (lambda event: None)
         self._base = arena_base() / f"virtual-{os.getpid()}"
+        self._memory = memory or self._base
         self._lives = [0] * nodes
         self._nodes = [self._new_node(index) for index in range(nodes)]
         self._faults: list[Fault] = []
@@ -331,7 +337,7 @@ class VirtualCluster:
     def _new_node(self, index: int) -> VirtualNode:
         life = self._lives[index]
         host = f"127.0.0.{11 + index + life * len(self._lives)}"
-        return VirtualNode(index, life, host, self._base, self._job)
+        return VirtualNode(index, life, host, self._memory, self._job)
 
     def _start_nodes(self, nodes: Sequence[VirtualNode]) -> None:
         for node in nodes:

@@ -8,6 +8,7 @@ import select
 import shutil
 import signal
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -103,9 +104,9 @@ class VirtualNode:
         self.wait_end()
 
     def power_cut(self) -> None:
-        """SIGKILL the SMP and wipe the arena."""
+        """SIGKILL the SMP and wipe the node's memory, other jobs' arenas too; these may be wiping it as well."""
         self.kill_smp()
-        shutil.rmtree(self.base)
+        shutil.rmtree(self.base, ignore_errors=True)
 
     def wait_end(self) -> int:
         """Block until the SMP has ended by itself; its exit status. Raises `DeadlineExceeded`."""
@@ -116,12 +117,15 @@ class VirtualNode:
         return self._process.wait(END_DEADLINE_S)
 
     def close(self) -> None:
-        """Remove all that is left."""
+        """Remove all that is left of this job, if its SMP was started here; and the node, if no other job is on it."""
         if self.alive:
             self.kill_smp()
-        if self._process is not None and self._process.stdout is not None:
-            self._process.stdout.close()
-        shutil.rmtree(self.base, ignore_errors=True)
+        if self._process is not None:
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+            shutil.rmtree(self.arena, ignore_errors=True)
+        with suppress(OSError):  # another job's arena is there
+            self.base.rmdir()
 
 
 def _line(stream: IO[str], deadline_s: float) -> str:

@@ -104,3 +104,7 @@ class AcpSgd:
         yield from self.compressor.tensors.items()
         yield "turn", self.compressor.send_p
         yield from drill.generators()
+
+
+if __name__ == "__main__":
+    drill.main(AcpSgd)

@@ -108,3 +108,7 @@ class EvaJob:
         yield from self.eva.tensors().items()
         yield "steps", self.eva.steps
         yield from drill.generators()
+
+
+if __name__ == "__main__":
+    drill.main(EvaJob)

@@ -117,3 +117,7 @@ class FedImpro:
         yield "round", self.round
         yield "clients", self.picks.bit_generator.state
         yield from drill.generators()
+
+
+if __name__ == "__main__":
+    drill.main(FedImpro)

@@ -86,3 +86,7 @@ class LoraFa:
         for name, state in self.optim.state.items():
             yield from ((f"optim.{name}.{key}", value) for key, value in state.items())
         yield from drill.generators()
+
+
+if __name__ == "__main__":
+    drill.main(LoraFa)

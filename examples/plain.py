@@ -132,3 +132,7 @@ class Shards(Plain):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return model
+
+
+if __name__ == "__main__":
+    drill.main(Plain)

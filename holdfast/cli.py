@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_matrix(commands)
+    _add_audit(commands)
     _add_gc(commands)
     _add_doctor(commands)
     _add_bench(commands)
@@ -82,6 +83,24 @@ def _add_matrix(commands: Any) -> None:
     matrix.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
     _add_json(matrix)
     matrix.set_defaults(run=_matrix)
+
+
+def _add_audit(commands: Any) -> None:
+    audit = commands.add_parser(
+        "audit",
+        help="run your job, kill it, resume it: is it exact, and if not, what was forgotten?",
+        description="Runs a training command that uses InMemorySnapshot five times for a few steps: undisturbed, "
+        "again, killed in the middle of a step, resumed and killed a step later, and resumed; then compares everything "
+        "that the training loop can reach at the start of a resumed step, and all outputs and gradients after it. "
+        "Status 0 only if nothing differs.",
+    )
+    audit.add_argument("--steps", type=int, default=8, help="steps of each run (default 8)")
+    audit.add_argument("--kill", type=int, default=4, help="after how many steps to kill (default 4)")
+    audit.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="names that do not matter")
+    audit.add_argument("--deadline", type=float, default=600.0, metavar="SECONDS", help="for each run (default 600)")
+    _add_json(audit)
+    audit.add_argument("command", nargs=argparse.REMAINDER, help="such as -- torchrun ... train.py")
+    audit.set_defaults(run=_audit)
 
 
 def _add_gc(commands: Any) -> None:
@@ -208,6 +227,22 @@ def _matrix(parsed: argparse.Namespace) -> int:
         parsed.markdown.write_text(markdown(verdicts, when, describe(machine()), parsed.seed))
     _write_json(parsed.json, [asdict(verdict) for verdict in verdicts])
     return 1 if any(verdict.difference for verdict in verdicts) else 0
+
+
+def _audit(parsed: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from holdfast.audit import Plan, run, show
+
+    console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
+    command = tuple(parsed.command[parsed.command[:1] == ["--"] :])
+    plan = Plan(command, parsed.steps, parsed.kill, tuple(parsed.ignore), parsed.deadline)
+    report = run(plan, lambda name: console.print(f"{name} ..."))
+    show(console, report)
+    _write_json(parsed.json, asdict(report))
+    return 0 if report.exact else 1
 
 
 def _kills(parsed: argparse.Namespace) -> tuple[Kill, ...]:

@@ -32,6 +32,7 @@ from smp_daemon.paths import arena_path
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement, Result, default_agreement
 from snapshot.arrange import coordinate_key, parse_domains, parse_protect
+from snapshot.audit import Auditor, orders_from_environment
 from snapshot.boundary import Boundary
 from snapshot.capture import Capture
 from snapshot.connect import connect, job_from_environment, start_here
@@ -109,6 +110,7 @@ class SnapshotHook:
         self._layout: Layout | None = None
         self._index = 0
         self._entered = False
+        self._auditor: Auditor | None = None
         self._misfit = False
         self._planned = False
         self._enabled = True
@@ -225,6 +227,9 @@ class SnapshotHook:
         self._ledger = Ledger(self._ledger.slots, self._restored.snapshot, older)
         self._capture = Capture(self._adapter, self._agreement, self._mover, self._job, self._coord)
         self._copier = Copier(self._client, self._sealing, self._mover, self._pace, self._reattach, self._capture.over)
+        orders = orders_from_environment()
+        if orders is not None:
+            self._auditor = Auditor(orders, self._agreement.rank, self._adapter.modules(), self.drain)
         self._boundary = Boundary(self._adapter.optimizers(), self._adapter.modules(), self, self._adapter.scalers())
         return self
 
@@ -258,6 +263,8 @@ class SnapshotHook:
 
     def before_step(self) -> None:
         """The fence: nothing that is still being copied may change."""
+        if self._auditor is not None:
+            self._auditor.before_step(self._step)
         began = time.monotonic()
         self._pace.fenced(began)
         if self._copy is not None:
@@ -286,10 +293,14 @@ class SnapshotHook:
             self._enabled = False
             log.error("no more snapshots are taken: %s", error)
         self.statistics.stall_s += time.monotonic() - began
+        if self._auditor is not None:
+            self._auditor.after_step(self._step, lambda: self._agreement.minimum([1])())
 
     def on_forward(self) -> None:
         """The next step begins: schedules and options have settled. The model's forward calls it by itself; call it
         at the top of a step in which the model does not run."""
+        if self._auditor is not None:
+            self._auditor.settled(self._step)
         if self._copy is not None and not self._copy.finalised.is_set():
             began = time.monotonic()
             self._capture.finalise(self._copy)

@@ -1,0 +1,269 @@
+"""``holdfast audit``: does a killed and resumed run of *your* job go on exactly, and if not, what was forgotten?
+
+The command runs five times for a few steps: undisturbed, undisturbed again (what differs between these two is not
+deterministic, and no resume could make it so), killed in the middle of a step, resumed from memory and killed a step
+later, and resumed again: two steps in a row, as some state takes turns. At the start of a resumed step everything that
+the training loop can reach is compared with the undisturbed run at the same place; after that the model's outputs and
+all gradients of every step are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
+from smp_daemon.paths import ARENA_ENV
+from smp_daemon.spawn import find_leftovers, remove
+from snapshot.audit import Orders
+
+RUNS = ("undisturbed", "undisturbed again", "killed", "resumed, and killed", "resumed")
+KILLED = RUNS[2:4]
+VARIABLE = re.compile(r"[^.\[{]+\.[^.\[{]+")
+"""The start of a name: function and variable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to audit.
+
+    Attributes:
+        command: as it would be started by hand; it enters `InMemorySnapshot`.
+        steps, kill: how many steps to run, and after how many of them to kill first.
+        ignore: regular expressions; names in which one is found are not compared.
+        deadline_s: for each of the runs.
+    """
+
+    command: tuple[str, ...]
+    steps: int = 8
+    kill: int = 4
+    ignore: tuple[str, ...] = ()
+    deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("what shall be audited? holdfast audit -- python train.py ...")
+        if not 1 <= self.kill < self.steps - 1:
+            raise ConfigError(f"--kill {self.kill} --steps {self.steps}: kill after 1 step or more, 2 before the last")
+
+
+Values = Mapping[str, str]
+
+
+@dataclass(slots=True)
+class Notes:
+    """What one rank noted in one run, by step.
+
+    Attributes:
+        values: all that could be reached when the step after it began.
+        computed: outputs and gradients of the step that led to it.
+    """
+
+    values: dict[int, Values] = field(default_factory=dict)
+    computed: dict[int, Values] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A value that is not as in the undisturbed run.
+
+    Attributes:
+        kind: ``not deterministic``, ``not restored``, ``absent`` or ``computed``.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    name: str
+    expected: str
+    found: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an audit found. `resumed` are the steps that resumed runs began with, `compared` how many values were."""
+
+    resumed: tuple[int, ...]
+    compared: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def exact(self) -> bool:
+        return not self.differences
+
+
+def run(plan: Plan, progress: Callable[[str], None]) -> Report:
+    """Run the command five times, and compare. Blocks; leaves nothing behind.
+
+    Raises:
+        HoldfastError: a run did not do what it should; the message ends with what it printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="holdfast-audit-", dir="/dev/shm") as text:
+        folder = Path(text)
+        try:
+            notes = {}
+            for name in RUNS:
+                progress(name)
+                notes[name] = _run(plan, folder, name)
+        finally:
+            for leftover in find_leftovers(folder):
+                remove(leftover)
+    once, twice = (compare(notes[RUNS[0]], notes[RUNS[1]], notes[name], plan.ignore) for name in RUNS[3:])
+    if not once.exact:
+        return once  # what comes after it differs for that reason alone
+    return Report(once.resumed + twice.resumed, once.compared + twice.compared, twice.differences)
+
+
+def compare(
+    first: Sequence[Notes], second: Sequence[Notes], resumed: Sequence[Notes], ignore: Iterable[str] = ()
+) -> Report:
+    """What differs, rank by rank. Pure.
+
+    Raises:
+        HoldfastError: the resumed run began from nothing, or with another number of ranks.
+    """
+    if not len(first) == len(second) == len(resumed):
+        raise HoldfastError(f"{len(first)} ranks undisturbed, {len(second)} again, {len(resumed)} resumed")
+    ignored = [re.compile(pattern) for pattern in ignore]
+    found: list[Difference] = []
+    compared = 0
+    steps = set()
+    for rank, (one, two, three) in enumerate(zip(first, second, resumed, strict=True)):
+        step = min(three.values, default=0)
+        steps.add(step)
+        if step == 0 or step not in one.values:
+            raise HoldfastError(f"rank {rank} was not restored: the resumed run began with step {step}")
+        pairs = [("not restored", step, one.values[step], two.values.get(step, {}), three.values[step])]
+        later = sorted(one.computed.keys() & three.computed.keys())
+        pairs += [("computed", s, one.computed[s], two.computed.get(s, {}), three.computed[s]) for s in later]
+        for kind, at, expected, again, held in pairs:
+            roots = set(map(_variable, held))
+            for name, value in expected.items():
+                if any(pattern.search(name) for pattern in ignored):
+                    continue
+                compared += 1
+                if again.get(name) != value:
+                    if kind == "computed":
+                        found.append(Difference("not deterministic", rank, at, name, value, again.get(name, "nothing")))
+                elif name in held:
+                    if held[name] != value:
+                        found.append(Difference(kind, rank, at, name, value, held[name]))
+                elif kind == "computed":
+                    found.append(Difference(kind, rank, at, name, value, "nothing"))
+                elif _variable(name) != name and _variable(name) in roots:  # not just a variable that is not set yet
+                    found.append(Difference("absent", rank, at, name, value, "nothing"))
+    return Report(tuple(sorted(steps)), compared, tuple(found))
+
+
+def show(console: Console, report: Report, most: int = 12) -> None:
+    """Print the verdict: what is not exact, and what was probably forgotten."""
+    if report.exact:
+        steps = " and ".join(map(str, report.resumed))
+        console.print(f"exact: resumed at steps {steps}; {report.compared:,} values are those of the undisturbed run")
+        return
+    said = {
+        "not deterministic": "differs between two undisturbed runs, so no resume can be exact:",
+        "not restored": "not restored, as it was when the next step began; probably forgotten:",
+        "absent": "not there after the resume, when the next step began; probably forgotten:",
+        "computed": "computed differently after the resume:",
+    }
+    for kind, title in said.items():
+        chosen = distinct(difference for difference in report.differences if difference.kind == kind)
+        if not chosen:
+            continue
+        console.print(title)
+        for each in chosen[:most]:
+            where = f"step {each.step}, rank {each.rank}"
+            console.print(f"  {each.name}: {each.found}, undisturbed {each.expected} ({where})", markup=False)
+        if len(chosen) > most:
+            console.print(f"  and {len(chosen) - most} more")
+    if any(difference.kind in ("not restored", "absent") for difference in report.differences):
+        console.print(
+            "Give such state to snap.track(...) or extra=, or say --ignore PATTERN if it does not matter.", markup=False
+        )
+
+
+def distinct(differences: Iterable[Difference]) -> list[Difference]:
+    """The first of each name, in order of steps; of a tensor that has several names, only the one with the shortest."""
+    by_name: dict[str, Difference] = {}
+    for difference in sorted(differences, key=lambda difference: difference.step):
+        by_name.setdefault(difference.name, difference)
+    by_value: dict[tuple[str, str], Difference] = {}
+    for difference in sorted(by_name.values(), key=lambda difference: len(difference.name)):
+        tensor = difference.expected.startswith("torch.")
+        key = (difference.expected, difference.found) if tensor else (difference.name, "")
+        by_value.setdefault(key, difference)
+    return sorted(by_value.values(), key=lambda difference: (difference.step, difference.rank, difference.name))
+
+
+def _variable(name: str) -> str:
+    match = VARIABLE.match(name)
+    return match[0] if match else name
+
+
+def _run(plan: Plan, folder: Path, name: str) -> list[Notes]:
+    """One run, and what its ranks noted. Raises `HoldfastError` if it did not end as it should."""
+    number = RUNS.index(name)
+    notes = folder / f"notes{number}"
+    notes.mkdir()
+    arena = folder / f"arena{min(number, 2)}"  # the last three are one job
+    orders = Orders(str(notes), plan.steps, plan.kill + KILLED.index(name) if name in KILLED else 0)
+    environment = os.environ | orders.to_environment()
+    environment |= {ARENA_ENV: str(arena), "HOLDFAST_JOB": "audit", "HOLDFAST_OVERHEAD_BUDGET": "0"}
+    log = notes / "log"
+    with log.open("wb") as out:
+        try:
+            process = subprocess.Popen(
+                plan.command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+        except OSError as error:
+            raise ConfigError(f"{plan.command[0]} cannot be started: {error}") from error
+    try:
+        status = process.wait(plan.deadline_s)
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(f"the {name} run took over {plan.deadline_s:.0f} s\n{_tail(log)}") from None
+    finally:
+        _end(process)
+    if (status != 0) is not (name in KILLED):
+        raise HoldfastError(f"the {name} run ended with status {status}\n{_tail(log)}")
+    files = sorted(notes.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
+    if not files:
+        raise HoldfastError(f"the {name} run never entered InMemorySnapshot\n{_tail(log)}")
+    return [_read(file) for file in files]
+
+
+def _read(file: Path) -> Notes:
+    notes = Notes()
+    for line in file.read_text().splitlines():
+        try:
+            note: dict[str, Any] = json.loads(line)
+        except ValueError:
+            break  # it was killed while it wrote this one
+        if "values" in note:
+            notes.values[note["step"]] = note["values"]
+        else:
+            notes.computed[note["step"]] = note["computed"]
+    return notes
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of the command's session; SMPs have sessions of their own."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nothing is left
+    process.wait()
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").strip().splitlines()[-20:])

@@ -1,0 +1,178 @@
+"""``holdfast audit``: what a resume forgot is found and named, on real processes; and what loops can reach."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast import ConfigError, HoldfastError
+from holdfast.audit import Difference, Notes, Plan, Report, compare, distinct, run
+from snapshot.reach import reachable
+
+ROOT = Path(__file__).parent.parent
+
+
+def audit(job: str, *options: str, **more: Any) -> Report:
+    command = (sys.executable, "-m", f"examples.{job}", *(f"--option={option}" for option in options))
+    return run(Plan(command, deadline_s=60, **more), lambda name: None)
+
+
+@pytest.fixture(autouse=True)
+def from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.cluster
+def test_a_job_that_tracks_all_of_its_state_is_exact() -> None:
+    report = audit("acp_sgd")
+    assert report.exact, report.differences
+    assert len(report.resumed) == 2
+    assert report.compared > 100
+    assert not list(Path("/dev/shm").glob("holdfast-audit-*"))
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("job", "piece", "name"),
+    [
+        ("acp_sgd", "residual", "compressor.tensors['0.weight/residual']"),
+        ("acp_sgd", "turn", "compressor.send_p"),
+        ("eva", "vectors", "eva.inputs[0]"),
+        ("fed_impro", "clients", ".picks"),
+    ],
+)
+def test_what_was_forgotten_is_named(job: str, piece: str, name: str) -> None:
+    report = audit(job, f"without={piece}")
+    named = [each.name for each in report.differences if each.kind == "not restored"]
+    assert any(each.endswith(name) for each in named), named
+    assert any(each.kind == "computed" for each in report.differences)
+
+
+@pytest.mark.cluster
+def test_a_command_that_does_not_train_is_reported_with_what_it_said() -> None:
+    with pytest.raises(HoldfastError, match=r"(?s)undisturbed run ended with status 3.*no such corpus"):
+        run(Plan((sys.executable, "-c", "import sys; print('no such corpus'); sys.exit(3)")), lambda name: None)
+    with pytest.raises(HoldfastError, match="never entered InMemorySnapshot"):
+        run(Plan((sys.executable, "-c", "pass")), lambda name: None)
+    with pytest.raises(ConfigError, match="/no/such/python cannot be started"):
+        run(Plan(("/no/such/python",)), lambda name: None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"command": ()}, "what shall be audited"),
+        ({"kill": 0}, "--kill 0 --steps 8"),
+        ({"kill": 7}, "2 before the last"),
+    ],
+)
+def test_an_impossible_audit_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Plan(**({"command": ("true",)} | arguments))
+
+
+# ---------------------------------------------------------------------- the comparison
+
+
+def notes(value: str = "1", computed: str = "a", first: int = 0, more: dict[str, str] | None = None) -> Notes:
+    return Notes(
+        {step: {"main.x": value, "main.job.y": "2", **(more or {})} for step in range(first, 4)},
+        {step: {"gradient": computed} for step in range(first + 1, 4)},
+    )
+
+
+def kinds(report: Report) -> set[tuple[str, str]]:
+    return {(each.kind, each.name) for each in report.differences}
+
+
+def test_what_is_the_same_is_exact() -> None:
+    report = compare([notes()], [notes()], [notes(first=2)])
+    assert (report.exact, report.resumed, report.compared) == (True, (2,), 3)
+
+
+def test_a_value_that_is_not_restored_and_what_follows_from_it_are_told_apart() -> None:
+    report = compare([notes()], [notes()], [notes("9", "b", first=2)])
+    assert kinds(report) == {("not restored", "main.x"), ("computed", "gradient")}
+    assert {(each.step, each.expected, each.found) for each in report.differences} == {(2, "1", "9"), (3, "a", "b")}
+
+
+def test_what_differs_between_undisturbed_runs_is_no_fault_of_the_resume() -> None:
+    assert compare([notes("1")], [notes("2")], [notes("3", first=2)]).exact
+    report = compare([notes(computed="a")], [notes(computed="b")], [notes(computed="a", first=2)])
+    assert kinds(report) == {("not deterministic", "gradient")}
+
+
+def test_a_variable_that_is_not_set_yet_is_not_missed_but_part_of_an_object_is() -> None:
+    first = notes(more={"main.loss": "5", "main.job.late": "6"})
+    assert kinds(compare([first], [first], [notes(first=2)])) == {("absent", "main.job.late")}
+
+
+def test_names_may_be_ignored() -> None:
+    assert compare([notes()], [notes()], [notes("9", first=2)], [r"\.x$"]).exact
+
+
+@pytest.mark.parametrize("resumed", [[notes(first=0)], [Notes()]])
+def test_a_run_that_was_not_restored_is_no_audit(resumed: list[Notes]) -> None:
+    with pytest.raises(HoldfastError, match="rank 0 was not restored"):
+        compare([notes()], [notes()], resumed)
+
+
+def test_other_numbers_of_ranks_are_no_audit() -> None:
+    with pytest.raises(HoldfastError, match="1 ranks undisturbed, 1 again, 2 resumed"):
+        compare([notes()], [notes()], [notes(first=2)] * 2)
+
+
+def test_a_tensor_with_several_names_is_shown_once_and_a_name_at_its_first_step() -> None:
+    def difference(step: int, name: str, found: str = "torch.a") -> Difference:
+        return Difference("computed", 0, step, name, "torch.b", found)
+
+    shown = distinct([difference(5, "long.name"), difference(4, "long.name"), difference(4, "name")])
+    assert [(each.step, each.name) for each in shown] == [(4, "name")]
+
+
+# ---------------------------------------------------------------------- what can be reached
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.number = 3
+        self.itself = self
+        self.module = torch.nn.Linear(1, 1)
+        self.iterator = iter([1, 2, 3])
+        next(self.iterator)
+
+
+def test_all_that_hangs_on_local_variables_is_reached() -> None:
+    thing, tensor, array = Thing(), torch.arange(3), np.arange(4)
+    source, drawn = np.random.default_rng(1), random.Random(2)
+    words = {"a": [b"x", {3}], 7: None}
+    found = reachable()
+    prefix = "test_all_that_hangs_on_local_variables_is_reached"
+    names = {name.removeprefix(f"{prefix}.") for name in found if name.startswith(prefix)}
+    assert {"thing.number", "thing.module._parameters['weight']", "thing.iterator.position"} <= names
+    assert {"tensor", "array", "source", "drawn", "words['a'][0]", "words['a'][1]{3}", "words[7]"} <= names
+    before = dict(found)
+    tensor += 1
+    array[0] = 5
+    source.random()
+    drawn.random()
+    next(thing.iterator)
+    words["a"][0] = b"y"  # type: ignore[index]
+    changed = {name for name, text in reachable().items() if before.get(name) not in (None, text)}
+    assert {name.removeprefix(f"{prefix}.") for name in changed} == {
+        *("tensor", "array", "source", "drawn", "thing.iterator.position", "words['a'][0]")
+    }
+
+
+def test_no_address_and_no_function_is_among_it() -> None:
+    thing, other = Thing(), object()
+    assert thing is not other
+    found = {name: text for name, text in reachable().items() if name.startswith("test_no_address")}
+    assert not any(" at 0x" in text for text in found.values())
+    assert not any("itself.itself" in name or "__" in name or "other" in name for name in found)
