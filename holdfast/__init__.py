@@ -33,6 +33,7 @@ from smp_daemon.errors import (
 if TYPE_CHECKING:
     from holdfast.hook import InMemorySnapshot
     from snapshot.connect import prefetch
+    from snapshot.hidden import register
 
 __version__ = version("holdfast")
 
@@ -50,6 +51,7 @@ __all__ = [
     "StateMismatch",
     "Unrecoverable",
     "prefetch",
+    "register",
 ]
 
 
@@ -62,4 +64,8 @@ def __getattr__(name: str) -> Any:
         from snapshot.connect import prefetch
 
         return prefetch
+    if name == "register":
+        from snapshot.hidden import register
+
+        return register
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

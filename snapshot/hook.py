@@ -38,6 +38,7 @@ from snapshot.capture import Capture
 from snapshot.connect import connect, job_from_environment, start_here
 from snapshot.copier import Copier, CopyJob
 from snapshot.governor import Governor
+from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
 from snapshot.pace import Pace
@@ -167,6 +168,18 @@ class SnapshotHook:
             raise ConfigError(f"track({name!r}): the state is restored on entering; say what there is before that")
         self._adapter.track(make(name, get, set, tensors, changes, when))
 
+    @property
+    def untracked(self) -> list[str]:
+        """Names of tensors, arrays and generators in attributes of modules and optimizers that are not captured.
+
+        Most are no state, such as tables of positions; what is, `track`. `holdfast audit` tells which matter.
+        """
+        return untracked(self._roots(), (item.tensor for item in self._adapter.tensors()))
+
+    def _roots(self) -> list[tuple[str, Any]]:
+        modules = [(f"model{i}", module) for i, module in enumerate(self._adapter.modules())]
+        return [*modules, *((f"optim{i}", optimizer) for i, optimizer in enumerate(self._adapter.optimizers()))]
+
     @contextmanager
     def phase(self, kind: Literal["comm"]) -> Iterator[None]:
         """Say that the step communicates while the block runs: our copies and traffic wait, for at most a second.
@@ -209,6 +222,8 @@ class SnapshotHook:
         Raises:
             HoldfastError: set-up errors always raise, whatever `strict` says.
         """
+        for piece in registered(self._roots()):
+            self._adapter.track(piece)
         self._entered = True
         self._agreement: Agreement = default_agreement()
         self._coord = self._adapter.coordinate()

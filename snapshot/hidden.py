@@ -1,0 +1,125 @@
+"""State that modules and optimizers keep in plain attributes: found, so that the user may say what of it counts, and
+tracked where its class is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from smp_daemon.errors import ConfigError
+from snapshot.tracked import Tracked, make
+
+DEEPEST = 3
+"""Containers in containers in attributes are looked into so far."""
+
+KNOWN = frozenset({"_parameters", "_buffers", "_modules", "state", "param_groups", "defaults"})
+"""Attributes of modules and optimizers that are captured as such."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    get: Callable[[Any], Any] | None
+    set: Callable[[Any, Any], Any] | None
+    tensors: Callable[[Any], dict[str, torch.Tensor]] | None
+    changes: str
+    when: str
+
+
+_registry: dict[type, _Kept] = {}
+
+
+def register(
+    kind: type,
+    *,
+    get: Callable[[Any], Any] | None = None,
+    set: Callable[[Any, Any], Any] | None = None,
+    tensors: Callable[[Any], dict[str, torch.Tensor]] | None = None,
+    changes: str = "any",
+    when: str = "forward",
+) -> None:
+    """Say, once for all jobs, what a class of modules or optimizers keeps in its attributes.
+
+    Every instance in a model, and every optimizer, of that class or of a subclass is then tracked by itself. For
+    libraries whose users should not have to know.
+
+    Args:
+        get, set: ``get(instance)`` gives plain values, and ``set(instance, values)`` takes them over.
+        tensors: ``tensors(instance)`` gives a dict of tensors that lives as long as the instance.
+        changes, when: as for `SnapshotHook.track`.
+
+    Raises:
+        ConfigError: the arguments do not fit, or the class is registered already.
+    """
+    if kind in _registry:
+        raise ConfigError(f"{kind.__qualname__} is registered already")
+    kept = _Kept(get, set, tensors, changes, when)
+    _tracked("check", kept, None)
+    _registry[kind] = kept
+
+
+def unregister(kind: type) -> None:
+    """Forget what was said of a class. Raises `KeyError` if nothing was."""
+    del _registry[kind]
+
+
+def registered(roots: Iterable[tuple[str, Any]]) -> Iterator[Tracked]:
+    """What is to be tracked of modules, those in them, and optimizers, given by name, whose class is registered."""
+    for name, owner in owners(roots):
+        for kind in type(owner).__mro__:
+            if kind in _registry:
+                yield _tracked(name.replace(".", "/"), _registry[kind], owner)
+                break
+
+
+def untracked(roots: Iterable[tuple[str, Any]], captured: Iterable[torch.Tensor]) -> list[str]:
+    """Names of tensors, arrays and generators in attributes that are no views of what is captured."""
+    held = {_memory(tensor) for tensor in captured}
+    found = []
+    for name, owner in owners(roots):
+        for attribute, value in vars(owner).items():
+            if attribute not in KNOWN:
+                found += [
+                    place for place, each in _inside(f"{name}.{attribute}", value, 0) if _memory(each) not in held
+                ]
+    return found
+
+
+def owners(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Modules with all modules in them, and whatever else there is."""
+    for name, root in roots:
+        if isinstance(root, torch.nn.Module):
+            yield from ((f"{name}.{inner}" if inner else name, module) for inner, module in root.named_modules())
+        else:
+            yield name, root
+
+
+def _tracked(name: str, kept: _Kept, owner: Any) -> Tracked:
+    get = None if kept.get is None else lambda: kept.get(owner)  # type: ignore[misc]
+    put = None if kept.set is None else lambda values: kept.set(owner, values)  # type: ignore[misc]
+    tensors = None if kept.tensors is None else kept.tensors(owner) if owner is not None else {}
+    return make(name, get, put, tensors, kept.changes, kept.when)
+
+
+def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.Tensor | np.ndarray | torch.Generator | np.random.Generator):
+        yield name, value
+    elif depth < DEEPEST and isinstance(value, Mapping):
+        for place, (key, part) in enumerate(value.items()):
+            yield from _inside(
+                f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[{place}]", part, depth + 1
+            )
+    elif depth < DEEPEST and isinstance(value, list | tuple):
+        for place, part in enumerate(value):
+            yield from _inside(f"{name}[{place}]", part, depth + 1)
+
+
+def _memory(value: Any) -> int:
+    """Tells whether two tensors share memory; other objects stand for themselves."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+        local = value.to_local() if hasattr(value, "to_local") else value
+        return local.untyped_storage().data_ptr()
+    return id(value)
