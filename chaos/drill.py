@@ -56,7 +56,7 @@ def train() -> None:
 
     Arguments: ``job`` (``module:Class``), ``seed``, ``steps``, ``snapshots``; and, if wanted, ``options`` of the job,
     ``hook`` options, and ``drain``: wait for each snapshot in the middle of the step after it, as steps that take no
-    time would leave most of them out.
+    time would leave most of them out. Such a job calls `middle` once a step.
     """
     trainer = Trainer.from_environment()
     args = trainer.args
@@ -74,9 +74,10 @@ def train() -> None:
         for step in range(snap.step if snap else 0, args["steps"]):
 
             def middle(number: int = step + 1) -> None:
-                reach("train.step", number)
                 if snap is not None and args.get("drain"):
                     snap.drain(DRAIN_DEADLINE_S)
+                    dist.barrier()  # now the last step is protected everywhere, and whoever is killed goes back to it
+                reach("train.step", number)
 
             loss = job.step(step, middle)
             trainer.report("step", step=step + 1, loss="none" if loss is None else loss.hex())

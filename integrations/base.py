@@ -32,6 +32,7 @@ class BaseAdapter:
         self._scheduler = _check_stateful("scheduler", scheduler)
         self._extra = {name: _check_stateful(f"extra[{name!r}]", part) for name, part in (extra or {}).items()}
         self._tracked: dict[str, Tracked] = {}
+        self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
     def track(self, piece: Tracked) -> None:
         if piece.name in self._tracked:
@@ -77,8 +78,16 @@ class BaseAdapter:
         for state in self._states:
             state.materialise(leaves)
         device = next((p.device for module in self._modules for p in module.parameters()), torch.device("cpu"))
+        self._before = [(p.tensors, dict(p.tensors)) for p in self._tracked.values() if isinstance(p.tensors, dict)]
         for piece in self._tracked.values():
             piece.materialise(leaves, device)
+
+    def withdraw(self) -> None:
+        for state in self._states:
+            state.withdraw()
+        for tensors, before in self._before:
+            tensors.clear()
+            tensors.update(before)
 
     def check(self, early: Tree, late: Tree, fixed: Tree) -> None:
         extras = {**early["extra"], **late["extra"]}
@@ -88,14 +97,14 @@ class BaseAdapter:
         tracked.check(self._tracked, {**early["tracked"], **late["tracked"]})
         if len(late["optim"]) != len(self._states):
             raise StateMismatch(f"{len(late['optim'])} optimizers in the snapshot, {len(self._states)} in this job")
-        for state, plain in zip(self._states, late["optim"], strict=True):
-            state.check(plain)
+        for state, plain, kept in zip(self._states, late["optim"], fixed["optim"], strict=True):
+            state.check(plain, kept)
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         if self._scheduler:
             self._scheduler.load_state_dict(late["scheduler"])
-        for state, plain, order in zip(self._states, late["optim"], fixed["optim"], strict=True):
-            state.load(plain, order)
+        for state, plain, kept in zip(self._states, late["optim"], fixed["optim"], strict=True):
+            state.load(plain, kept)
         held = {**early["extra"], **late["extra"]}
         for name, part in self._extra.items():
             if part:

@@ -281,7 +281,13 @@ class MemoryReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the planner asks for; shards of other nodes are fetched, or computed, first. Blocks."""
+        """Fill what the planner asks for; shards of other nodes are fetched, or computed, first. A collective call;
+        blocks.
+
+        Raises:
+            HoldfastError: something cannot be had, here or on another node.
+        """
+        self._fetch({self._places[item.storage_index][0] for item in plan.items})
         for item in plan.items:
             coord, name = self._places[item.storage_index]
             shard, form = self._shard(coord)
@@ -308,6 +314,23 @@ class MemoryReader(StorageReader):
         """Let go of the SMP."""
         self._shards.clear()
         self._memory.close()
+
+    def _fetch(self, coords: set[str]) -> None:
+        """Have this node hold what its ranks need. Only the first of them asks: two would take each other's slot."""
+        agreement, node = self._memory.agreement, self._memory.client.node
+        wishes = [json.loads(text) for text in agreement.gather(json.dumps([node, sorted(coords)]).encode())]
+        here = [wanted for name, wanted in wishes if name == node]
+        problem: HoldfastError | None = None
+        if [name for name, _ in wishes].index(node) == agreement.rank:
+            try:
+                for coord in sorted(set().union(*here)):
+                    self._shard(coord)
+            except HoldfastError as error:
+                problem = error
+        if agreement.minimum([int(problem is None)])() != [1]:
+            raise problem or HoldfastError(
+                "another node could not get its part of the checkpoint; see its rank's error"
+            )
 
     def _shard(self, coord: str) -> tuple[RecoveredShard, SlotFormat]:
         if coord not in self._shards:

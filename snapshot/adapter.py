@@ -115,6 +115,10 @@ class Adapter(Protocol):
         """Create the tensors of `leaves` that a fresh job makes later, such as Adam's moments."""
         ...
 
+    def withdraw(self) -> None:
+        """Take away what the last `materialise` created: the snapshot does not fit after all."""
+        ...
+
     def check(self, early: Tree, late: Tree, fixed: Tree) -> None:
         """Raises `StateMismatch` unless `load` will find all it needs. Called before anything is written."""
         ...

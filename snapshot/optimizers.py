@@ -36,6 +36,7 @@ class OptimizerState:
         self._prefix = prefix
         self._replicated = replicated and type(optimizer).__module__.startswith(SHAREABLE)
         self._plain: list[tuple[str, dict[str, Any], list[str]]] = []
+        self._before: dict[Any, dict[str, Any]] = {}
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter that the optimizer updates."""
@@ -78,8 +79,10 @@ class OptimizerState:
         yield from self.optimizer.state.values()
 
     def fixed(self) -> Tree:
-        """The order of the keys of each parameter's state."""
-        return {name: list(state) for name, state in self._entries()}
+        """The optimizer's class, and the order of the keys of each parameter's state."""
+        kind = type(self.optimizer)
+        order = {name: list(state) for name, state in self._entries()}
+        return {"class": f"{kind.__module__}.{kind.__qualname__}", "order": order}
 
     def plain(self) -> Tree:
         """Group options such as lr, and what of the per-parameter state `tensors` found to be no tensor."""
@@ -88,14 +91,18 @@ class OptimizerState:
             "state": {name: {key: state[key] for key in keys if key in state} for name, state, keys in self._plain},
         }
 
-    def check(self, plain: Tree) -> None:
-        """Raises `StateMismatch` unless the optimizer has the groups that `plain` was taken from."""
+    def check(self, plain: Tree, fixed: Tree) -> None:
+        """Raises `StateMismatch` unless the optimizer has the class and the groups that these were taken from."""
+        kind = self.fixed()["class"]
+        if kind != fixed["class"]:
+            raise StateMismatch(f"{self._prefix} is a {fixed['class']} in the snapshot, a {kind} in this job")
         have, held = len(self.optimizer.param_groups), len(plain["groups"])
         if have != held:
             raise StateMismatch(f"{self._prefix} has {held} parameter groups in the snapshot, {have} in this job")
 
-    def load(self, plain: Tree, order: Tree) -> None:
+    def load(self, plain: Tree, fixed: Tree) -> None:
         """Take over what `plain` and `fixed` gave. Options that are tensors are filled in place."""
+        order = fixed["order"]
         for group, saved in zip(self.optimizer.param_groups, plain["groups"], strict=True):
             for key, value in saved.items():
                 if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
@@ -111,6 +118,7 @@ class OptimizerState:
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         """Create the state tensors of `leaves` that are not there yet, uninitialised."""
+        self._before = {key: dict(state) for key, state in self.optimizer.state.items()}
         parameters = dict(self.parameters())
         first = next(iter(parameters.values()))
         for leaf in leaves.values():
@@ -126,6 +134,12 @@ class OptimizerState:
             parameter = parameters.get(f"{group}.{index}")
             if parameter is not None and entry not in self.optimizer.state[parameter]:
                 self.optimizer.state[parameter][entry] = _empty_for(parameter, leaf)
+
+
+    def withdraw(self) -> None:
+        """Take away again what `materialise` created."""
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self._before)
 
 
 def _empty_for(parameter: torch.Tensor, leaf: Leaf) -> torch.Tensor:

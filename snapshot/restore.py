@@ -159,6 +159,7 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Move
 
     Returns why it failed on this rank: the copy is damaged, and another must be found.
     """
+    made = False
     problem: HoldfastError | None = None
     try:
         form, record = attempt.read()
@@ -171,14 +172,17 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Move
         shared = shared_leaves(record)
         held = [name for name in form.offsets if is_part_of(name, shared)]
         whole = {name: leaf for name, (_, leaf) in form.offsets.items() if name != RECORD and name not in held}
+        adapter.check(early, late, fixed)
         adapter.materialise(whole | shared)
+        made = True
         live = list(adapter.tensors())
         check_fit(form, live, shared)
-        adapter.check(early, late, fixed)
     except HoldfastError as error:
         problem = error
     damaged = isinstance(problem, DamagedSnapshot)
     fits, whole_everywhere = agreement.minimum([int(problem is None or damaged), int(not damaged)])()
+    if made and not (fits and whole_everywhere):
+        adapter.withdraw()
     if not fits:
         raise problem or StateMismatch("the snapshot does not fit the job on another rank; see its log")
     if not whole_everywhere:

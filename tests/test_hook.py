@@ -222,6 +222,29 @@ def test_a_renamed_parameter_is_named(arena: Path) -> None:
         InMemorySnapshot(wrapped, torch.optim.Adam(wrapped.parameters())).__enter__()
 
 
+def test_another_optimizer_is_named_and_nothing_is_put_into_it(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim, keep=True) as snap:
+        train(snap, model, optim, 2)
+    other = torch.nn.Linear(4, 3)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
+    message = r"optim is a torch\.optim\.adam\.Adam in the snapshot, a torch\.optim\.sgd\.SGD in this job"
+    with pytest.raises(StateMismatch, match=message):
+        InMemorySnapshot(other, sgd).__enter__()
+    assert not sgd.state
+    assert sgd.param_groups[0]["lr"] == 0.1
+
+
+def test_a_snapshot_that_does_not_fit_leaves_no_empty_state_behind(arena: Path) -> None:
+    model, optim = small(4)
+    with InMemorySnapshot(model, optim, keep=True) as snap:
+        train(snap, model, optim, 2)
+    other, its_optim = small(5)
+    with pytest.raises(StateMismatch):
+        InMemorySnapshot(other, its_optim).__enter__()
+    assert not its_optim.state
+
+
 def test_state_that_grows_during_training_gets_a_new_layout(arena: Path) -> None:
     model, optim = small()
     late = torch.nn.Linear(64, 64)

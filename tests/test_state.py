@@ -87,6 +87,9 @@ class Toy:
         if self.problem is not None:
             raise self.problem
 
+    def withdraw(self) -> None:
+        """Nothing was created."""
+
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         pass
 
