@@ -1,5 +1,6 @@
 # make demo    the main job, on a fresh machine with Python 3.11: sets up by itself
 # make test    the whole test suite
+# make slow    more of it, ten minutes: every way through Lightning's and the Hugging Face trainer's loops
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check matrix stall proto clean setup
+.PHONY: demo test slow check matrix stall proto clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -18,6 +19,9 @@ demo: setup
 
 test: setup
 	@$(BIN)/pytest $(TESTS)
+
+slow: setup
+	@$(BIN)/pytest -m slow $(TESTS)
 
 check: setup
 	@$(BIN)/ruff check .

@@ -82,7 +82,7 @@ def train() -> None:
             loss = job.step(step, middle)
             trainer.report("step", step=step + 1, loss="none" if loss is None else loss.hex())
         trainer.report("end", digests=digests(job.state()))
-    dist.destroy_process_group()
+    # The group is not destroyed: gloo's threads may wait for the interpreter then, and it for them. The process ends.
 
 
 def find(name: str) -> type[Job]:

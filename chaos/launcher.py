@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -18,6 +19,8 @@ from smp_daemon.paths import arena_base
 IMPORT_DEADLINE_S = 120.0
 ANSWER_DEADLINE_S = 30.0
 
+_numbers = itertools.count()
+
 
 class Launcher:
     """A running zygote. Not thread-safe. `close` ends it and every trainer it forked."""
@@ -28,7 +31,7 @@ class Launcher:
         self._channel = ours
         self._buffer = b""
         self._ready = False
-        self._scratch = arena_base() / f"launcher-{os.getpid()}"
+        self._scratch = arena_base() / f"launcher-{os.getpid()}-{next(_numbers)}"
         self._scratch.mkdir(parents=True, mode=0o700, exist_ok=True)
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",

@@ -112,6 +112,11 @@ CELLS: tuple[Cell, ...] = (
     _torch("ACP-SGD", "acp_sgd:AcpSgd", 2, quick=True),
     _torch("Eva", "eva:EvaJob", 2, quick=True),
     _torch("FedImpro, server", "fed_impro:FedImpro", 2, quick=True),
+    _torch("accumulated sub-batches (SJF-BSBF)", "shared_host:SharedHost", 2, quick=True),
+    _torch("ZeRO-1 under DDP, LoRA", "zero:Zero", 2, quick=True),
+    _torch("ZeRO-1 under DDP, LoRA, 4 ranks", "zero:Zero", 4),
+    _torch("pool of unequal stages", "pool:Pool", 3, quick=True),
+    _torch("pool of unequal stages, 4 nodes", "pool:Pool", 4),
 )
 
 

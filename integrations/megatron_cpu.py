@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Callable
@@ -25,6 +26,7 @@ def install() -> bool:
         return False
     if isinstance(torch.cuda.default_generators, _CpuGenerators):
         return True
+    importlib.import_module("torch.distributed.optim")  # compiles TorchScript, which needs torch's own factories
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torch.compile would start a C++ compiler in every rank
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it
     cuda: Any = torch.cuda

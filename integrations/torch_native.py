@@ -26,9 +26,13 @@ class TorchAdapter(BaseAdapter):
         self, model: Any, optim: Any, scheduler: Stateful | None = None, extra: Mapping[str, Stateful] | None = None
     ) -> None:
         self._optimizers = _check_optimizers(optim)
-        self._replicated = all(isinstance(module, DistributedDataParallel) for module in check_modules(model))
+        modules = check_modules(model)
+        self._replicated = all(isinstance(module, DistributedDataParallel) for module in modules)
+        names: dict[torch.Tensor, str] = {
+            p: f"model{i}.{name}" for i, module in enumerate(modules) for name, p in module.named_parameters()
+        }
         states = [
-            OptimizerState(optimizer, f"optim{i or ''}", replicated=self._replicated)
+            OptimizerState(optimizer, f"optim{i or ''}", replicated=self._replicated, names=names)
             for i, optimizer in enumerate(self._optimizers)
         ]
         super().__init__(model, states, scheduler, extra)

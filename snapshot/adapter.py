@@ -48,12 +48,14 @@ class LiveTensor:
     Attributes:
         replicated: the data-parallel replicas are said to hold the same bits; they compare digests before they
             believe it.
+        owner: what it is the state of, if its name does not say so; replicas must agree on it.
     """
 
     name: str
     tensor: torch.Tensor
     change: Change
     replicated: bool = False
+    owner: str = ""
 
 
 Container = dict[Any, Any] | list[Any]

@@ -158,8 +158,8 @@ class SnapshotHook:
                 when the next forward begins. ``"after step"``: only ``optim.step()`` and code between it and the next
                 forward, as an EMA's; they are copied while that step runs. ``"step"``: only ``optim.step()``.
                 ``"never"``: nothing; they are copied once.
-            when: when `get` is asked: as the next forward begins, or at the return of ``optim.step()``, for what
-                reading data changes.
+            when: when `get` is asked: as the next forward begins, or (``"step"``) at the return of ``optim.step()``,
+                for what changes before that forward: by reading data, or at the top of a step.
 
         Raises:
             ConfigError: the arguments do not fit, the name is taken, or the hook was entered.

@@ -29,10 +29,20 @@ class OptimizerState:
 
     Args:
         replicated: whether data-parallel replicas update the same parameters with the same gradients.
+        names: those of parameters in the model. Replicas may give their optimizers different ones, as
+            `ZeroRedundancyOptimizer` does; what these keep is then not alike, even where it is all zero for now.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, prefix: str, *, replicated: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        prefix: str,
+        *,
+        replicated: bool,
+        names: Mapping[torch.Tensor, str] | None = None,
+    ) -> None:
         self.optimizer = optimizer
+        self._names = names or {}
         self._prefix = prefix
         self._replicated = replicated and type(optimizer).__module__.startswith(SHAREABLE)
         self._plain: list[tuple[str, dict[str, Any], list[str]]] = []
@@ -60,13 +70,16 @@ class OptimizerState:
     def tensors(self) -> Iterator[LiveTensor]:
         """Adam's moments and the like, as they are now: many appear only with the first step."""
         self._plain = []
+        owners = {name: self._names.get(parameter, "") for name, parameter in self.parameters()}
         for name, state in self._entries():
+            owner = owners.get(name, "")
             plain = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
             if plain:
                 self._plain.append((name, state, plain))
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    yield LiveTensor(f"{self._prefix}.{name}.{key}", local(value), Change.STEP, self._replicated)
+                    place = f"{self._prefix}.{name}.{key}"
+                    yield LiveTensor(place, local(value), Change.STEP, self._replicated, owner)
 
     def watched(self) -> Iterator[Container]:
         """Groups, and the state of each parameter; and what holds these, as ``load_state_dict`` replaces them."""
@@ -120,7 +133,7 @@ class OptimizerState:
         """Create the state tensors of `leaves` that are not there yet, uninitialised."""
         self._before = {key: dict(state) for key, state in self.optimizer.state.items()}
         parameters = dict(self.parameters())
-        first = next(iter(parameters.values()))
+        first = next(iter(parameters.values()), torch.empty(0))
         for leaf in leaves.values():
             if not leaf.name.startswith(f"{self._prefix}."):
                 continue
@@ -134,7 +147,6 @@ class OptimizerState:
             parameter = parameters.get(f"{group}.{index}")
             if parameter is not None and entry not in self.optimizer.state[parameter]:
                 self.optimizer.state[parameter][entry] = _empty_for(parameter, leaf)
-
 
     def withdraw(self) -> None:
         """Take away again what `materialise` created."""

@@ -64,8 +64,9 @@ def agree_on_shares(agreement: Agreement, replica_set: str, tensors: Iterator[Li
     if len(set(sets)) == len(sets):
         return ALONE
     members = [rank for rank, other in enumerate(sets) if other == replica_set]
-    candidates = {i.name: i.tensor for i in tensors if i.replicated and i.tensor.numel() and i.tensor.is_contiguous()}
-    mine = {name: _digest(tensor) for name, tensor in candidates.items()} if len(members) > 1 else {}
+    items = [item for item in tensors if item.replicated and item.tensor.numel() and item.tensor.is_contiguous()]
+    candidates = {item.name: item.tensor for item in items}
+    mine = {item.name: f"{item.owner} {_digest(item.tensor)}" for item in items} if len(members) > 1 else {}
     everyone = [json.loads(text) for text in agreement.gather(json.dumps(mine).encode())]
     names = believed([everyone[rank] for rank in members])
     if not names:

@@ -1,0 +1,82 @@
+"""ZeRO-1 as PyTorch has it: under DDP each rank keeps the optimizer's state of some parameters, steps those, and sends
+them to the others; here for LoRA, whose second factors are zero at first.
+
+What makes it hard: a `ZeroRedundancyOptimizer` has no state; the optimizer inside it, a different one on each rank,
+has. Its step is not the end of the step, as parameters are sent after it; so both are given, the outer one last. And
+what DDP's ranks keep here is not alike: moments of other parameters under the same name. After the first step they
+even look alike, as the gradients of all first factors are zero until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from chaos import drill
+from examples.plain import BATCH, WIDTH, seed_everything
+from holdfast import InMemorySnapshot
+
+HIDDEN, RANK, LAYERS = 32, 4, 4
+
+
+class Block(nn.Module):
+    """Two frozen matrices; to the first is added the product of two factors, the second of which is zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.requires_grad_(False)
+        self.first = nn.Parameter(torch.randn(RANK, WIDTH) / WIDTH)
+        self.second = nn.Parameter(torch.zeros(HIDDEN, RANK))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(inputs) + inputs @ self.first.T @ self.second.T
+        return inputs + nn.functional.dropout(self.down(nn.functional.gelu(hidden)), 0.1)
+
+
+class Zero:
+    """`chaos.drill.Job`: data parallel, the optimizer's state divided.
+
+    Args:
+        without: what is left out: ``moments`` (only the outer optimizer is given).
+    """
+
+    def __init__(self, seed: int, without: str = "") -> None:
+        seed_everything(seed)
+        blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.model = nn.parallel.DistributedDataParallel(blocks, find_unused_parameters=dist.get_world_size() > 2)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.zero = ZeroRedundancyOptimizer(trained, torch.optim.Adam, lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.zero, 20)
+        self._without = without
+        seed_everything(seed + dist.get_rank())
+
+    def protect(self, **options: Any) -> InMemorySnapshot:
+        optims = [self.zero] if self._without == "moments" else [self.zero.optim, self.zero]
+        return InMemorySnapshot(self.model, optims, scheduler=self.schedule, **options)
+
+    def step(self, step: int, middle: Callable[[], None]) -> float:
+        inputs = torch.randn(BATCH, WIDTH)
+        loss = nn.functional.mse_loss(self.model(inputs), inputs.roll(1, dims=1))
+        torch.autograd.backward(loss)
+        middle()
+        self.zero.step()
+        self.zero.zero_grad()
+        self.schedule.step()
+        return loss.item()
+
+    def state(self) -> Iterator[tuple[str, Any]]:
+        yield from drill.modules(self.model)
+        yield from drill.optimizer(self.zero, "zero")
+        yield from drill.optimizer(self.zero.optim, f"part{dist.get_rank()}")
+        yield "schedule", sorted(self.schedule.state_dict().items(), key=str)
+        yield from drill.generators()
+
+
+if __name__ == "__main__":
+    drill.main(Zero)

@@ -1,0 +1,133 @@
+"""`protect` on transformers' own Trainer: killed, started again, and compared with a run that was left alone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_hook import arena as arena
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+SCRIPT = """
+import hashlib, os, random, signal, sys, tempfile, warnings
+os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
+warnings.filterwarnings("ignore")
+import numpy, torch
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from holdfast.huggingface import protect
+
+torch.set_num_threads(1)
+stop, kind, ends, protected = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "protected"
+torch.manual_seed(0)
+generator = torch.Generator().manual_seed(1)
+data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 31, (30, 9), generator=generator)]
+model = GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2,
+                                   bos_token_id=0, eos_token_id=0))
+
+class Told(TrainerCallback):
+    def on_epoch_end(self, args, state, control, **_):
+        if protected and ends == "late" and state.global_step == stop:
+            raise ZeroDivisionError
+
+class Watched(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        step = self.state.global_step
+        if not model.training:
+            torch.rand(1)
+            if step == stop and ends == "evaluation":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return loss
+        if protected and kept.snapshot is not None and stop - 3 <= step <= stop:
+            kept.snapshot.drain(10)  # such short steps are skipped while snapshots are being sealed
+        if step == stop and ends == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == stop and ends == "raise":
+            raise ZeroDivisionError
+        rows = sum(inputs["input_ids"].flatten().tolist())
+        print(step, self.state.epoch, rows, loss.item().hex(), self._get_learning_rate().hex(), flush=True)
+        return loss
+
+with tempfile.TemporaryDirectory() as folder:
+    more = {
+        "accumulate": {"gradient_accumulation_steps": 4},
+        "unseeded": {"accelerator_config": {"use_seedable_sampler": False}, "dataloader_num_workers": 1},
+    }.get(kind, {})
+    args = TrainingArguments(
+        folder, num_train_epochs=3, per_device_train_batch_size=3, learning_rate=1e-2, use_cpu=True, report_to=[],
+        disable_tqdm=True, save_strategy="no", logging_steps=3, eval_strategy="epoch", warmup_steps=5, seed=3,
+        metric_for_best_model="loss", **more,
+    )
+    trainer = Watched(
+        model, args, train_dataset=data, eval_dataset=data[:6],
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=30), Told()],
+    )
+    kept = protect(trainer) if protected else None
+    try:
+        result = trainer.train()
+    except ZeroDivisionError:
+        sys.exit(3)
+sha = hashlib.sha256()
+held = [v for parameter in model.parameters() for v in trainer.optimizer.state[parameter].values()]
+for tensor in [*model.state_dict().values(), *held]:
+    sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+state = trainer.state
+skip = ("runtime", "per_second")
+history = [{k: v for k, v in entry.items() if not any(s in k for s in skip)} for entry in state.log_history]
+print("end", sha.hexdigest(), torch.rand(1).item().hex(), random.random(), numpy.random.random(), state.global_step,
+      state.epoch, state.best_metric, state.total_flos, result.training_loss, history,
+      *(part.state() for part in trainer.callback_handler.callbacks if isinstance(part, EarlyStoppingCallback)))
+"""
+
+
+def train(stop: int, kind: str, ends: str = "kill", protected: bool = True) -> tuple[int, list[str]]:
+    """The exit status, and the lines that a run printed: one for each batch, and one at its end."""
+    arguments = [str(stop), kind, ends, "protected" if protected else "alone"]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode in (0, 3, -signal.SIGKILL), done.stderr
+    return done.returncode, [line for line in done.stdout.splitlines() if line[0].isdigit() or line.startswith("end")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stops"),
+    [
+        ("plain", [10]),
+        pytest.param("plain", [4, 10, 17], marks=pytest.mark.slow),
+        pytest.param("accumulate", [4, 6], marks=pytest.mark.slow),
+        pytest.param("unseeded", [13], marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_goes_on_bit_for_bit(arena: Path, kind: str, stops: list[int]) -> None:
+    status, undisturbed = train(-1, kind, protected=False)
+    assert status == 0
+    lines: list[str] = []
+    for stop in stops:
+        status, before = train(stop, kind)
+        assert status == -signal.SIGKILL
+        lines += before
+    status, after = train(-1, kind)
+    assert status == 0
+    assert lines + after == undisturbed
+    assert not (arena / "test").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ends", "stop", "first"), [("raise", 13, 13), ("late", 10, 9), ("evaluation", 10, 9)])
+def test_an_exception_or_a_kill_in_an_evaluation_loses_one_step_at_most(
+    arena: Path, ends: str, stop: int, first: int
+) -> None:
+    _, undisturbed = train(-1, "plain", protected=False)
+    status, _ = train(stop, "plain", ends)
+    assert status == (-signal.SIGKILL if ends == "evaluation" else 3)
+    assert (arena / "test").exists()
+    status, after = train(-1, "plain")
+    assert status == 0
+    assert after == undisturbed[first:]

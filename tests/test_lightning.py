@@ -1,0 +1,189 @@
+"""`InMemoryCallback` on Lightning's own trainer: killed, started again, and compared with a fit that was left alone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_hook import arena as arena
+
+pytest.importorskip("lightning")
+
+SCRIPT = """
+import hashlib, logging, os, random, signal, sys, warnings
+os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
+warnings.filterwarnings("ignore")
+import numpy, torch
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import EarlyStopping
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from holdfast.lightning import InMemoryCallback
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+torch.set_num_threads(1)
+stop, kind, ends, protected = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "protected"
+pl.seed_everything(0)
+
+class Data(Dataset):
+    def __len__(self): return 30
+    def __getitem__(self, i):
+        noise = torch.randn(8) * random.random() + numpy.random.random()
+        return torch.sin(torch.arange(8.0) + i) + 0.1 * noise
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(7)
+        for _ in range(30):
+            yield torch.randn(8, generator=generator)
+
+class Place(DataLoader):
+    "Knows where it is, as torchdata's StatefulDataLoader does."
+    order, at = [], 0
+    def __iter__(self):
+        if self.at == 0:
+            self.order = torch.randperm(30).tolist()
+        while self.at < 10:
+            rows = self.order[self.at * 3 : self.at * 3 + 3]
+            self.at += 1
+            yield torch.stack([self.dataset[i] for i in rows])
+        self.at = 0
+    def state_dict(self): return {"order": list(self.order), "at": self.at}
+    def load_state_dict(self, state): self.order, self.at = state["order"], state["at"]
+
+class Net(pl.LightningModule):
+    automatic_optimization = kind != "manual"
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 8)
+        )
+        self.batch = 0
+    def forward(self, x): return self.layers(x)
+    def training_step(self, batch, batch_idx):
+        snap = self.trainer.callbacks[0].snapshot if protected else None
+        if snap is not None and stop - 3 <= self.batch <= stop:
+            snap.drain(10)  # such short steps are skipped while snapshots are being sealed
+        loss = torch.nn.functional.mse_loss(self(batch), batch)
+        if self.batch == stop and ends == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.batch == stop and ends == "raise":
+            raise ZeroDivisionError
+        print(self.batch, self.current_epoch, batch_idx, self.global_step, loss.item().hex(),
+              self.trainer.optimizers[0].param_groups[0]["lr"].hex(), flush=True)
+        self.batch += 1
+        self.log("train", loss)
+        if kind == "manual":
+            for optimizer in self.optimizers():
+                loss = torch.nn.functional.mse_loss(self(batch), batch)
+                self.zero_grad(); self.manual_backward(loss); optimizer.step()
+        return loss
+    def on_train_batch_end(self, *_):
+        if self.batch - 1 == stop and ends == "late":
+            raise ZeroDivisionError
+    def validation_step(self, batch, batch_idx):
+        torch.rand(1)
+        self.log("val", torch.nn.functional.mse_loss(self(batch), batch))
+        if self.batch == stop and ends == "validation":
+            os.kill(os.getpid(), signal.SIGKILL)
+    def configure_optimizers(self):
+        if kind == "manual":
+            layers = [self.layers[0], self.layers[3]]
+            return [torch.optim.Adam(layer.parameters(), lr=1e-2) for layer in layers]
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if kind == "plateau":
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=60)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+    def train_dataloader(self):
+        if kind == "stream": return DataLoader(Stream(), batch_size=3)
+        if kind == "place": return Place(Data(), batch_size=3)
+        return DataLoader(Data(), batch_size=3, shuffle=True)
+    def val_dataloader(self): return DataLoader(Data(), batch_size=15)
+
+def counter(snap, module):
+    snap.track("batch", get=lambda: module.batch, set=lambda value: setattr(module, "batch", value))
+
+net = Net()
+stopping = EarlyStopping("val", patience=50)
+callbacks = [InMemoryCallback(track=counter), stopping] if protected else [stopping]
+more = {"accumulate": {"accumulate_grad_batches": 4}, "plateau": {"val_check_interval": 5}}.get(kind, {})
+trainer = pl.Trainer(
+    max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, callbacks=callbacks, gradient_clip_val=1.0 if kind != "manual" else None, **more,
+)
+try:
+    trainer.fit(net)
+except ZeroDivisionError:
+    sys.exit(3)
+sha = hashlib.sha256()
+held = [v for o in trainer.optimizers for s in o.state.values() for v in s.values()]
+for tensor in [*net.state_dict().values(), *held]:
+    sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+print("end", sha.hexdigest(), torch.rand(1).item().hex(), random.random(), numpy.random.random(), trainer.global_step,
+      trainer.current_epoch, stopping.state_dict(), trainer.callback_metrics["val"].item().hex(),
+      trainer.fit_loop.state_dict() if protected else "")
+"""
+
+
+def fit(stop: int, kind: str, ends: str = "kill", protected: bool = True) -> tuple[int, list[str]]:
+    """The exit status, and the lines that a fit printed: one for each batch, and one at its end."""
+    arguments = [str(stop), kind, ends, "protected" if protected else "alone"]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode in (0, 3, -signal.SIGKILL), done.stderr
+    return done.returncode, [line for line in done.stdout.splitlines() if line[0].isdigit() or line.startswith("end")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stops"),
+    [
+        ("plain", [10]),
+        pytest.param("plain", [4, 10, 17], marks=pytest.mark.slow),
+        pytest.param("plateau", [5, 17], marks=pytest.mark.slow),
+        pytest.param("accumulate", [14, 20], marks=pytest.mark.slow),
+        pytest.param("stream", [13], marks=pytest.mark.slow),
+        pytest.param("place", [13], marks=pytest.mark.slow),
+        pytest.param("manual", [13], marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_fit_goes_on_bit_for_bit(arena: Path, kind: str, stops: list[int]) -> None:
+    status, undisturbed = fit(-1, kind)
+    assert status == 0
+    lines: list[str] = []
+    for stop in stops:
+        status, before = fit(stop, kind)
+        assert status == -signal.SIGKILL
+        assert before[-1].startswith(f"{stop - 1} ")
+        lines = lines[: int(before[0].split()[0])] + before
+        lost = stop % 10 % 4 if kind == "accumulate" else 0
+        lines = lines[: stop - lost]
+    status, after = fit(-1, kind)
+    assert status == 0
+    assert lines + after == undisturbed
+    assert not (arena / "test").exists()
+
+
+@pytest.mark.slow
+def test_the_callback_changes_nothing(arena: Path) -> None:
+    _, alone = fit(-1, "plain", protected=False)
+    _, protected = fit(-1, "plain")
+    assert alone[:-1] == protected[:-1]
+    assert protected[-1].startswith(alone[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ends", "first"), [("raise", 13), ("late", 13), ("validation", 9)])
+def test_an_exception_or_a_kill_in_validation_loses_one_step_at_most(arena: Path, ends: str, first: int) -> None:
+    _, undisturbed = fit(-1, "plain")
+    status, _ = fit(10 if ends == "validation" else 13, "plain", ends)
+    assert status == (-signal.SIGKILL if ends == "validation" else 3)
+    assert (arena / "test").exists()
+    status, after = fit(-1, "plain")
+    assert status == 0
+    assert after == undisturbed[first:]

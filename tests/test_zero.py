@@ -1,0 +1,23 @@
+"""ZeRO-1: each rank keeps the optimizer's state of some parameters, and gets back exactly that."""
+
+from __future__ import annotations
+
+import pytest
+
+from chaos.launcher import Launcher
+from holdfast.matrix import Cell, drill
+
+JOB = "examples.zero:Zero"
+
+
+@pytest.mark.cluster
+def test_divided_state_that_looks_alike_at_first_comes_back_to_the_last_bit(launcher: Launcher) -> None:
+    verdict = drill(launcher, Cell("ZeRO-1", JOB, 4, drain=True), seed=1234)
+    assert verdict.difference == ""
+    assert len(verdict.restored) == 8
+
+
+@pytest.mark.cluster
+def test_moments_that_are_left_out_are_missed(launcher: Launcher) -> None:
+    cell = Cell("left out", JOB, 2, {"without": "moments"}, drain=True)
+    assert drill(launcher, cell, seed=1234).difference.startswith(("loss of rank", "the final state of rank"))
