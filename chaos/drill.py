@@ -82,7 +82,8 @@ def train() -> None:
             loss = job.step(step, middle)
             trainer.report("step", step=step + 1, loss="none" if loss is None else loss.hex())
         trainer.report("end", digests=digests(job.state()))
-    # The group is not destroyed: gloo's threads may wait for the interpreter then, and it for them. The process ends.
+    # The group is not destroyed: gloo's threads may still need the interpreter to let go of what DDP's last reduction
+    # held, and whoever frees the group waits for them and holds it. The process ends right after this.
 
 
 def find(name: str) -> type[Job]:

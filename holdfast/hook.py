@@ -84,3 +84,21 @@ class InMemorySnapshot(SnapshotHook):
             deadline_s=deadline_s,
             overhead_budget=overhead_budget,
         )
+
+
+class SettledSnapshot(InMemorySnapshot):
+    """For trainers that say when a step begins: `settle`. Forward does not say so, as evaluation runs it too, and what
+    follows from that still belongs to the step before.
+
+    Attributes:
+        torn: the trainer is in the middle of something; what it says of itself is of no use to a snapshot.
+    """
+
+    torn = False
+
+    def settle(self) -> None:
+        """The next step begins; all of the last one is done."""
+        super().on_forward()
+
+    def on_forward(self) -> None:
+        """Says nothing here."""

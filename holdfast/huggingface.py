@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from holdfast.hook import InMemorySnapshot
+from holdfast.hook import InMemorySnapshot, SettledSnapshot
 from smp_daemon.errors import ConfigError, StateMismatch
 from snapshot import rng
 
@@ -95,7 +95,7 @@ class InMemoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._trainer = trainer
         self._track = track
         self._options = options
-        self._snap: _Snapshot | None = None
+        self._snap: SettledSnapshot | None = None
         self._history = _History()
         self._held: dict[str, Any] | None = None
         self._begin_epoch(0, 0, 1)
@@ -104,7 +104,7 @@ class InMemoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         trainer = self._trainer
         scaler = getattr(trainer.accelerator, "scaler", None)
         extra = {**({"scaler": scaler} if scaler is not None else {}), **self._options.get("extra", {})}
-        self._snap = self.snapshot = _Snapshot(
+        self._snap = self.snapshot = SettledSnapshot(
             trainer.model_wrapped,
             _innermost(trainer.optimizer),
             scheduler=trainer.lr_scheduler,
@@ -228,22 +228,6 @@ class InMemoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._snap = self.snapshot = None
             self._held = None
             self._begin_epoch(0, 0, 1)
-
-
-class _Snapshot(InMemorySnapshot):
-    """Settles when it is told that a training step begins, and not before: evaluation runs forward too.
-
-    Attributes:
-        torn: the trainer is in the middle of something; what it says is of no use to a snapshot.
-    """
-
-    torn = False
-
-    def settle(self) -> None:
-        super().on_forward()
-
-    def on_forward(self) -> None:
-        """What follows from an evaluation still belongs to the step before."""
 
 
 class _History:

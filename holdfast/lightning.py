@@ -18,7 +18,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
-from holdfast.hook import InMemorySnapshot
+from holdfast.hook import InMemorySnapshot, SettledSnapshot
 from smp_daemon.errors import ConfigError, StateMismatch
 from snapshot import rng
 
@@ -102,20 +102,8 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
             snap.__exit__(type(error) if error is not None else None, error, None)
 
 
-class _Snapshot(InMemorySnapshot):
-    """Settles when it is told that the next batch is about to be read, and not before.
-
-    Attributes:
-        torn: the loops are in the middle of something; what they say is of no use to a snapshot.
-    """
-
-    torn = False
-
-    def settle(self) -> None:
-        super().on_forward()
-
-    def on_forward(self) -> None:
-        """Validation runs forward too, and what follows from it still belongs to the step before."""
+class _Snapshot(SettledSnapshot):
+    """Settles when the next batch is about to be read. Within a step, and after an exception, the loops are torn."""
 
     def before_step(self) -> None:
         self.torn = True

@@ -1,4 +1,8 @@
-"""Small jobs for virtual clusters, whose state says of itself which step it is of."""
+"""Small jobs for virtual clusters, whose state says of itself which step it is of.
+
+They do not destroy their process groups: gloo's threads may still need the interpreter to let go of what DDP's last
+reduction held, and whoever frees the group waits for them and holds it. The process ends right after.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +93,6 @@ def stamped() -> None:
             optim.step()
             trainer.report("step", step=step + 1, protected=snap.protected_step)
         trainer.report("end", stamps=stamps(model, optim), statistics=_counts(snap.statistics))
-    dist.destroy_process_group()
 
 
 def replicated() -> None:
@@ -116,7 +119,6 @@ def replicated() -> None:
             optim.step()
         names = sorted(name for name in snap._capture.leaf_names if "@" in name) if snap is not None else []
         trainer.report("end", digest=_digest(model, optim), random=torch.rand(1).item(), parts=names)
-    dist.destroy_process_group()
 
 
 def writes() -> None:
@@ -174,7 +176,6 @@ def checkpoint() -> None:
         for key, value in moments.items():
             whole[f"{i}.{key}"] = drill.digest(value.full_tensor() if isinstance(value, DTensor) else value)
     trainer.report("end", digests=whole, notes=notes)
-    dist.destroy_process_group()
 
 
 def _checkpoint_state(model: Any, optim: Any) -> dict[str, Any]:

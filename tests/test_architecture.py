@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ["ec", "smp_daemon", "snapshot", "integrations", "chaos", "holdfast"]
+ROOMS = ["ec", "smp_daemon", "snapshot", "integrations", "chaos", "holdfast", "examples"]
 """Lowest first: a room imports itself and those before it."""
 GENERATED = ("peer_pb2.py", "peer_pb2_grpc.py")
 
