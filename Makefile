@@ -1,6 +1,6 @@
 # make demo    the main job, on a fresh machine with Python 3.11: sets up by itself
 # make test    the whole test suite
-# make slow    more of it, ten minutes: every way through Lightning's and the Hugging Face trainer's loops
+# make slow    more of it, ten minutes: every way through other trainers' loops, every node of a pool
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes
 # make stall   compare with the checkpoints of others: an hour, on an idle machine

@@ -90,7 +90,8 @@ def plain(value: Any) -> str | None:
     if isinstance(value, random.Random):
         return _digest(repr(value.getstate()).encode())
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | torch.dtype):
-        text = repr(value)
+        big = isinstance(value, int) and value.bit_length() > SHORT  # Python refuses to write very long ones in decimal
+        text = hex(value) if big else repr(value)
         return text if len(text) <= SHORT else _digest(text.encode())
     return None
 

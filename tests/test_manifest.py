@@ -345,7 +345,7 @@ def test_what_only_changes_with_the_manifest_is_kept_as_json() -> None:
     job = Job(Plain)
     keys = ["step", "sum", "last"]
     assert json.loads(job.manifest.fixed) == {
-        "state": {"optim": [{f"0.{i}": keys for i in range(6)}]},
+        "state": {"optim": [{"class": "tests.test_manifest.Plain", "order": {f"0.{i}": keys for i in range(6)}}]},
         "shared": {},
     }
 

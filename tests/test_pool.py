@@ -51,7 +51,7 @@ def restored(history: History) -> dict[int, str]:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("node", range(NODES))
+@pytest.mark.parametrize("node", [0, *(pytest.param(node, marks=pytest.mark.slow) for node in range(1, NODES))])
 def test_whoever_quits_unannounced_is_replaced(launcher: Launcher, undisturbed: History, node: int) -> None:
     cluster = make(launcher)
     cluster.kill_node(node, at="train.step", step=5)
@@ -90,7 +90,7 @@ class Damage:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("node", range(NODES))
+@pytest.mark.parametrize("node", [0, *(pytest.param(node, marks=pytest.mark.slow) for node in range(1, NODES))])
 def test_damaged_bytes_are_mended_from_parity(launcher: Launcher, undisturbed: History, node: int) -> None:
     damage = Damage(node)
     cluster = make(launcher, on_event=damage)
@@ -109,6 +109,7 @@ def test_bytes_damaged_on_more_nodes_than_parity_makes_up_for_are_never_restored
         cluster.run()
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_over_slow_links_encoding_takes_steps_and_what_is_restored_is_whole(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch

@@ -161,7 +161,7 @@ def test_a_lost_node_hits_both_jobs_and_a_lost_trainer_only_its_own(
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("node_lost", [False, True], ids=["undisturbed", "and a node is lost meanwhile"])
+@pytest.mark.parametrize("node_lost", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_job_that_is_suspended_to_memory_goes_on_after_the_other(
     launcher: Launcher, companion: Companion, memory: Path, node_lost: bool
 ) -> None:
