@@ -89,9 +89,10 @@ def plain(value: Any) -> str | None:
         return _digest(repr(value.bit_generator.state).encode())
     if isinstance(value, random.Random):
         return _digest(repr(value.getstate()).encode())
+    if isinstance(value, int) and value.bit_length() > SHORT:
+        return hex(value) if value.bit_length() <= 4 * SHORT else _digest(hex(value).encode())  # not in decimal: slow
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | torch.dtype):
-        big = isinstance(value, int) and value.bit_length() > SHORT  # Python refuses to write very long ones in decimal
-        text = hex(value) if big else repr(value)
+        text = repr(value)
         return text if len(text) <= SHORT else _digest(text.encode())
     return None
 
