@@ -68,7 +68,7 @@ def test_a_restarted_job_saves_on(launcher: Launcher, arena: Path) -> None:
 
 def test_a_checkpoint_of_another_id_is_not_loaded(launcher: Launcher, arena: Path) -> None:
     run(launcher, arena, "save", 2, saves=1)
-    with pytest.raises(JobFailed, match="ConfigError: the checkpoint in memory is 'mine', not 'other'"):
+    with pytest.raises(JobFailed, match="the checkpoint in memory is 'mine', not 'other'"):
         run(launcher, arena, "load", 2, id="other")
 
 

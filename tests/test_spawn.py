@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -224,8 +225,12 @@ class TestPriority:
 
 
 def policies_of(pid: int) -> set[int]:
-    """The scheduling policies of a process's threads."""
-    return {os.sched_getscheduler(int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()}
+    """The scheduling policies of a process's threads, without those that end while we look."""
+    policies = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            policies.add(os.sched_getscheduler(int(task.name)))
+    return policies
 
 
 class DetachedSmp(SmpProcess):
