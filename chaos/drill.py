@@ -197,3 +197,11 @@ def _difference(expected: dict[str, str], end: Event) -> str:
         return ""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"the final state of rank {end['rank']} differs: {', '.join(names[:4])}{more}"
+
+
+def steps_done_again(history: History, generation: int) -> int:
+    """How many steps that were finished before a restart had to be done again after it."""
+    before = history.of("step", generation=generation - 1) or history.of("started", generation=generation - 1)
+    done = max((event["step"] for event in before), default=0)
+    started = history.of("started", generation=generation)
+    return max(0, done - started[0]["step"]) if started else 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from holdfast.sessions import end
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
 from smp_daemon.paths import ARENA_ENV
 from smp_daemon.spawn import find_leftovers, remove
@@ -233,7 +233,7 @@ def _run(plan: Plan, folder: Path, name: str) -> list[Notes]:
     except subprocess.TimeoutExpired:
         raise DeadlineExceeded(f"the {name} run took over {plan.deadline_s:.0f} s\n{_tail(log)}") from None
     finally:
-        _end(process)
+        end(process)
     if (status != 0) is not (name in KILLED):
         raise HoldfastError(f"the {name} run ended with status {status}\n{_tail(log)}")
     files = sorted(notes.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
@@ -254,15 +254,6 @@ def _read(file: Path) -> Notes:
         else:
             notes.computed[note["step"]] = note["computed"]
     return notes
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of the command's session; SMPs have sessions of their own."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # nothing is left
-    process.wait()
 
 
 def _tail(log: Path) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from rich.table import Table
 
 from holdfast.bench_copy import CopyRow, measure_copies
 from holdfast.bench_ec import describe, machine
+from holdfast.sessions import end
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
 from smp_daemon.spawn import find_leftovers, remove
 
@@ -167,7 +167,7 @@ def _cell(system: System, python: str, ranks: int, plan: Plan) -> list[dict[str,
             return rows
         finally:
             for trainer in trainers:
-                _end(trainer)
+                end(trainer)
             for leftover in find_leftovers(folder):  # SMPs live on when trainers do not end well
                 remove(leftover)
 
@@ -183,15 +183,6 @@ def _await(trainers: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
         if status != 0:
             lines = (folder / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
             raise HoldfastError(f"rank {rank} ended with status {status}: {lines[-1] if lines else 'without a word'}")
-
-
-def _end(trainer: subprocess.Popen[bytes]) -> None:
-    """End what is left of a trainer's session, helpers of its system included."""
-    try:
-        os.killpg(trainer.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # nothing is left
-    trainer.wait()
 
 
 def _python(system: System, venvs: Path, console: Console) -> str:

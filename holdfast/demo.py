@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chaos.cluster import Event, History, Restart, VirtualCluster
-from chaos.drill import TARGET, compare
+from chaos.drill import TARGET, compare, steps_done_again
 from chaos.launcher import Launcher
 from smp_daemon.errors import ConfigError
 from snapshot.arrange import parse_protect
@@ -197,9 +197,6 @@ def account(plan: Plan, undisturbed: History, disturbed: History, seconds: float
 def _recovery(history: History, generation: int, restart: Restart) -> Recovery:
     fault = restart.faults[0]
     started = history.of("started", generation=generation)
-    done = max((e["step"] for e in history.of("step", generation=generation - 1)), default=None)
-    if done is None:
-        done = max((e["step"] for e in history.of("started", generation=generation - 1)), default=0)
     first_steps = [e["at"] for e in history.of("step", generation=generation, step=started[0]["step"] + 1)]
 
     def latest(name: str) -> float:
@@ -217,11 +214,10 @@ def _recovery(history: History, generation: int, restart: Restart) -> Recovery:
     for name, at in marks:
         phases[name] = round(max(0.0, at - before), 4)
         before = max(before, at)
-    restored = started[0]["step"]
     return Recovery(
         kill=Kill(fault.kind, fault.targets, fault.step or 0),
-        restored_step=restored,
-        lost_steps=max(0, done - restored),
+        restored_step=started[0]["step"],
+        lost_steps=steps_done_again(history, generation),
         bytes_fetched=sum(event["bytes_fetched"] for event in started),
         phases=phases,
     )

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chaos.cluster import History, VirtualCluster
-from chaos.drill import TARGET, compare
+from chaos.drill import TARGET, compare, steps_done_again
 from chaos.launcher import Launcher
 from smp_daemon.errors import ConfigError, HoldfastError
 
@@ -206,8 +206,7 @@ def judge(cell: Cell, undisturbed: History, disturbed: History, seconds: float) 
     for generation in range(1, len(disturbed.restarts) + 1):
         started = disturbed.of("started", generation=generation)
         restored += [(event["step"], event["how"]) for event in started]
-        done = max((event["step"] for event in disturbed.of("step", generation=generation - 1)), default=0)
-        lost += sum(max(0, done - event["step"]) for event in started[:1])
+        lost += steps_done_again(disturbed, generation)
     if not difference and len(disturbed.restarts) != kills:
         difference = f"{len(disturbed.restarts)} restarts after {kills} kills"
     if not difference and not all(how for _, how in restored):

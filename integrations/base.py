@@ -101,6 +101,7 @@ class BaseAdapter:
             state.check(plain, kept)
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
+        self._before = []
         if self._scheduler:
             self._scheduler.load_state_dict(late["scheduler"])
         for state, plain, kept in zip(self._states, late["optim"], fixed["optim"], strict=True):

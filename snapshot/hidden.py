@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from smp_daemon.errors import ConfigError
+from snapshot.tensors import local
 from snapshot.tracked import Tracked, make
 
 DEEPEST = 3
@@ -120,6 +121,5 @@ def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 def _memory(value: Any) -> int:
     """Tells whether two tensors share memory; other objects stand for themselves."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
-        local = value.to_local() if hasattr(value, "to_local") else value
-        return local.untyped_storage().data_ptr()
+        return local(value).untyped_storage().data_ptr()
     return id(value)

@@ -408,7 +408,7 @@ class SnapshotHook:
         if self._layout is not None:
             self._epoch += 1
             self._client.join(self._epoch)
-        layout = reserve(
+        self._layout = reserve(
             self._client,
             self._agreement,
             self._job,
@@ -419,8 +419,7 @@ class SnapshotHook:
             self._ledger.slots,
             self._domains,
         )
-        self._layout = layout
-        self._index = [shard.coord for shard in layout.node(self._client.node).shards].index(self._coord)
+        self._index = [shard.coord for shard in self._layout.node(self._client.node).shards].index(self._coord)
         self._planned = True
 
     def _close(self) -> None:

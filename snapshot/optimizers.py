@@ -115,6 +115,7 @@ class OptimizerState:
 
     def load(self, plain: Tree, fixed: Tree) -> None:
         """Take over what `plain` and `fixed` gave. Options that are tensors are filled in place."""
+        self._before = {}  # else it would keep tensors alive that are replaced
         order = fixed["order"]
         for group, saved in zip(self.optimizer.param_groups, plain["groups"], strict=True):
             for key, value in saved.items():

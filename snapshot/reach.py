@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from snapshot.tensors import local
+
 MOST = 200_000
 """No more values are looked at."""
 
@@ -78,7 +80,7 @@ def plain(value: Any) -> str | None:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_meta:
             return f"{value.layout} {tuple(value.shape)}"
-        part = value.to_local() if hasattr(value, "to_local") else value
+        part = local(value)
         octets = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return f"{part.dtype}{tuple(part.shape)} {_digest(octets.tobytes())}"
     if isinstance(value, np.ndarray) and value.dtype != object:

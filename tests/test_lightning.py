@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import run
 from tests.test_hook import arena as arena
 
 pytest.importorskip("lightning")
@@ -130,14 +130,7 @@ print("end", sha.hexdigest(), torch.rand(1).item().hex(), random.random(), numpy
 """
 
 
-def fit(stop: int, kind: str, ends: str = "kill", protected: bool = True) -> tuple[int, list[str]]:
-    """The exit status, and the lines that a fit printed: one for each batch, and one at its end."""
-    arguments = [str(stop), kind, ends, "protected" if protected else "alone"]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode in (0, 3, -signal.SIGKILL), done.stderr
-    return done.returncode, [line for line in done.stdout.splitlines() if line[0].isdigit() or line.startswith("end")]
+fit = partial(run, SCRIPT)
 
 
 @pytest.mark.parametrize(
