@@ -1,5 +1,5 @@
 # make demo    the main job, on a fresh machine with Python 3.11: sets up by itself
-# make test    the whole test suite
+# make test    the whole test suite, two files at a time; TESTS=... chooses
 # make slow    more of it, ten minutes: every way through other trainers' loops, every node of a pool
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes
@@ -18,7 +18,7 @@ demo: setup
 	@$(BIN)/holdfast demo $(DEMO)
 
 test: setup
-	@$(BIN)/pytest $(TESTS)
+	@$(BIN)/pytest -n 2 --dist loadfile $(TESTS)
 
 slow: setup
 	@$(BIN)/pytest -m slow $(TESTS)

@@ -18,14 +18,14 @@ def main() -> None:
     os.environ.setdefault("HOLDFAST_JOB", "huggingface")
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2))
-    rows = torch.randint(0, 64, (2048, 16))
+    rows = torch.randint(0, 64, (512, 16))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
             num_train_epochs=4,
             per_device_train_batch_size=8,
             learning_rate=1e-3,
-            logging_steps=64,
+            logging_steps=16,
             save_strategy="no",
             report_to=[],
             use_cpu=True,

@@ -26,19 +26,28 @@ class Autoencoder(pl.LightningModule):  # type: ignore[misc, unused-ignore]
         (x,) = batch
         return torch.nn.functional.mse_loss(self.layers(x), x)
 
+    def on_train_epoch_end(self) -> None:
+        print(f"epoch {self.current_epoch} is done", flush=True)
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=4096)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=1024)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 def main() -> None:
     os.environ.setdefault("HOLDFAST_JOB", "lightning")
     pl.seed_everything(0)
-    data = DataLoader(TensorDataset(torch.randn(4096, 32)), batch_size=8, shuffle=True)
+    data = DataLoader(TensorDataset(torch.randn(1024, 32)), batch_size=8, shuffle=True)
     memory = InMemoryCallback()
     trainer = pl.Trainer(
-        max_epochs=8, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[memory]
+        max_epochs=8,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[memory],
     )
     model = Autoencoder()
     trainer.fit(model, data)

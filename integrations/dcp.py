@@ -36,25 +36,18 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from smp_daemon.board import Outcome
 from smp_daemon.client import RecoveredShard
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
-from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.paths import arena_path
-from smp_daemon.plan import RestorePlan, newest_whole, plan_restore
-from smp_daemon.slotfile import SlotFormat, read_format, write_stamp
+from smp_daemon.plan import RestorePlan, plan_restore
+from smp_daemon.slotfile import SlotFormat, read_format
 from snapshot.agreement import default_agreement
 from snapshot.arrange import coordinate_key, parse_protect
 from snapshot.connect import connect, job_from_environment
-from snapshot.movers import choose_mover
-from snapshot.reserve import reserve
 from snapshot.restore import exchange
-from snapshot.state import place_tensors, plan_format
-from snapshot.tensors import leaf_of, leaf_tensor, local
+from snapshot.tensors import leaf_tensor, local
 from snapshot.values import decode, encode
-
-SLOTS = 2
-"""The checkpoint that is kept, and the one that is being written."""
+from snapshot.writer import SlotWriter
 
 CheckpointId = str | os.PathLike[str] | None
 
@@ -99,17 +92,10 @@ class MemoryWriter(StorageWriter):
         deadline_s: float = 120.0,
     ) -> None:
         super().__init__()
-        self._protection = parse_protect(protect)
-        self._deadline_s = deadline_s
+        protection = parse_protect(protect)
         self._memory = _Memory(job, arena, start=start)
-        inventories, _ = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
-        self._epoch = max(inventory.epoch for inventory in inventories) + 1
-        self._kept = newest_whole(inventories)
-        self._step = self._kept.step if self._kept else 0
-        self._memory.client.join(self._epoch)
-        self._memory.agreement.minimum([1])()  # older writers are fenced everywhere before anyone writes
-        self._layout: Layout | None = None
-        self._capacity = 0
+        memory = self._memory
+        self._writer = SlotWriter(memory.client, memory.agreement, memory.job, memory.coord, protection, deadline_s)
         self._name = ""
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -132,19 +118,7 @@ class MemoryWriter(StorageWriter):
         """
         tensors = {f"{i}:{item.index.fqn}": _resolve(item, planner) for i, item in enumerate(plan.items)}
         record = _Record.of(self._name, self._memory.coord, plan, list(tensors)).to_json()
-        leaves = [leaf_of(name, tensor) for name, tensor in tensors.items()]
-        form = plan_format(self._memory.job, self._memory.coord, leaves, len(record))
-        self._reserve(form)
-        self._step += 1
-        snapshot = SnapshotId(self._epoch, self._step)
-        problem: HoldfastError | None = None
-        try:
-            self._write(snapshot, form, tensors, record)
-        except HoldfastError as error:
-            problem = error
-        if self._memory.agreement.minimum([int(problem is None)])() != [1]:
-            raise problem or HoldfastError("another rank could not save its part of the checkpoint; see its error")
-        self._kept = snapshot
+        self._writer.write(tensors, record)
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [
@@ -168,52 +142,8 @@ class MemoryWriter(StorageWriter):
             node = self._memory.client.node
             nodes = [text.decode() for text in self._memory.agreement.gather(node.encode())]
             if nodes.index(node) == self._memory.agreement.rank:
-                self._memory.client.finish(self._epoch)
+                self._memory.client.finish(self._writer.epoch)
         self._memory.close()
-
-    def _reserve(self, form: SlotFormat) -> None:
-        """Have a layout into which `form` fits on every rank."""
-        fits = self._layout is not None and form.total_bytes == self._capacity
-        if self._memory.agreement.minimum([int(fits)])() == [1]:
-            return
-        if self._layout is not None:
-            self._epoch += 1
-            self._memory.client.join(self._epoch)
-        memory = self._memory
-        self._layout = reserve(
-            memory.client,
-            memory.agreement,
-            memory.job,
-            self._epoch,
-            memory.coord,
-            form.total_bytes,
-            self._protection,
-            SLOTS,
-        )
-        self._capacity = form.total_bytes
-
-    def _write(self, snapshot: SnapshotId, form: SlotFormat, tensors: dict[str, torch.Tensor], record: bytes) -> None:
-        client, coord = self._memory.client, self._memory.coord
-        keep = (self._kept,) if self._kept else ()
-        slot = client.begin(snapshot, coord, keep, self._kept)
-        mover = choose_mover({tensor.device for tensor in tensors.values()})
-        try:
-            slot[: len(form.header)] = form.header
-            write_stamp(slot, snapshot)
-            mover.mark()
-            mover.copy(place_tensors(form, tensors.items()), slot, lambda count: None)
-            mover.finish()
-            offset, capacity = form.record
-            slot[offset : offset + capacity] = record.ljust(capacity)
-        except BaseException:
-            client.abandon(snapshot, coord)
-            raise
-        finally:
-            mover.close()
-        client.seal(snapshot, coord, self._kept)
-        outcome = client.await_outcome(snapshot, self._deadline_s)
-        if outcome is not Outcome.PROTECTED:
-            raise HoldfastError(f"checkpoint {self._name or snapshot} is not protected: {outcome.name.lower()}")
 
 
 class MemoryReader(StorageReader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,7 +247,7 @@ def test_a_job_that_fails_by_itself_leaves_nothing_and_shows_its_log(launcher: L
     cluster = make(launcher, protect="nonsense")
     with pytest.raises(JobFailed, match="protect='nonsense': say 'auto', 'none', k"):
         cluster.run()
-    assert not list(arena_base().glob("virtual-*"))
+    assert not list(arena_base().glob(f"virtual-{os.getpid()}"))
 
 
 def test_a_fault_that_never_happens_is_an_error(launcher: Launcher) -> None:
@@ -274,7 +275,7 @@ def test_a_job_that_writes_to_disk_is_noticed(launcher: Launcher, tmp_path: Path
 
 def test_a_cluster_leaves_no_files(launcher: Launcher) -> None:
     make(launcher, nodes=2, steps=2).run()
-    assert list(Path("/dev/shm").glob("holdfast-*/virtual-*")) == []
+    assert list(Path("/dev/shm").glob(f"holdfast-*/virtual-{os.getpid()}")) == []
 
 
 def replicas(launcher: Launcher, *, snapshots: bool) -> VirtualCluster:

@@ -1,0 +1,186 @@
+"""torchft's checkpoints through memory: ``Manager(..., checkpoint_transport=MemoryTransport())``.
+
+A replica that joins, or comes back, receives the state of a healthy one. The healthy one only copies it into the memory
+of its node's SMP and trains on; the other reads it there, checked unit by unit, even if the process that gave it is
+gone meanwhile. Nothing is pickled: states are numbers, texts, bytes, arrays and tensors, and lists, tuples, sets and
+dicts of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torchft.checkpointing.transport import CheckpointTransport
+
+from smp_daemon.errors import DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable, StateMismatch
+from smp_daemon.inventory import Inventory
+from smp_daemon.paths import arena_path
+from smp_daemon.reading import RemoteShard
+from smp_daemon.slotfile import SlotFormat
+from smp_daemon.sources import Address
+from snapshot.agreement import Alone
+from snapshot.arrange import parse_protect
+from snapshot.connect import connect, job_from_environment
+from snapshot.tensors import leaf_tensor, local
+from snapshot.values import decode, encode
+from snapshot.writer import SlotWriter
+
+T = TypeVar("T")
+
+COORD = "rank0"
+AGAIN_S = 0.02
+"""How long a receiver waits before it asks again for a checkpoint that is not there yet."""
+
+
+class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-ignore]
+    """A `CheckpointTransport` whose storage is the memory of the sender's node.
+
+    Every process has an arena of its own, so that replicas are independent of each other; its size is two states.
+    Off loopback the SMP has to listen where the others can reach it: see ``HOLDFAST_HOST``.
+
+    Args:
+        job: whose memory it is; default that of the training run with the replica's and the rank's number added.
+        arena, start: as for `holdfast.InMemorySnapshot`.
+        like: the state as it is on this rank. Needed if there are `DTensor`s in it: what is received is sharded as
+            they are.
+
+    Raises:
+        ConfigError: an argument, or the set-up of the machine, is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str | None = None,
+        arena: Path | None = None,
+        start: bool = True,
+        like: Callable[[], T] | None = None,
+    ) -> None:
+        self._job = job or _own_job()
+        self._like = like
+        self._arena = arena_path(self._job, arena)
+        self._start = start
+        self._client = connect(self._arena, self._job, start=start)
+        self._writer: SlotWriter | None = None
+        self._over = False
+
+    def metadata(self) -> str:
+        """Where this rank's checkpoints can be read."""
+        return json.dumps({"job": self._job, "address": self._inventory().bulk})
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Copy the state into memory, for whoever reads it. Blocks for the copy and its digests, not for the readers.
+
+        Raises:
+            StateMismatch, ConfigError: something in it cannot be kept exactly; the message names it.
+        """
+        self._inventory()
+        if self._writer is None:
+            deadline_s = timeout.total_seconds()
+            self._writer = SlotWriter(self._client, Alone(), self._job, COORD, parse_protect("none"), deadline_s)
+        tensors: dict[str, torch.Tensor] = {}
+        state = encode(state_dict, "state", tensors)
+        sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
+        record = {"step": step, "state": state, "sharded": sharded}
+        plain = {name: local(tensor).detach().contiguous() for name, tensor in tensors.items()}
+        self._writer.write(plain, json.dumps(record, separators=(",", ":")).encode())
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """The state that was sent as of `step`, its tensors new ones in host memory. Blocks until it is there.
+
+        Raises:
+            DeadlineExceeded: it was not sent in time, or cannot be read.
+            StateMismatch: it is sharded in another way than `like` says.
+        """
+        job, address = _parse(metadata)
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                with RemoteShard(address, job, COORD, timeout.total_seconds()) as shard:
+                    form = shard.read_format()
+                    offset, capacity = form.record
+                    shard.fetch(offset, capacity)
+                    record = json.loads(bytes(shard.view[offset : offset + capacity]))
+                    if record["step"] == step:
+                        shard.fetch_all()
+                        return self._decode(record, shard.view, form)
+                    reason = f"the newest there is of step {record['step']}"
+            except StateMismatch:
+                raise
+            except HoldfastError as error:
+                reason = str(error)
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"no checkpoint of step {step} came from rank {src_rank}: {reason}")
+            time.sleep(AGAIN_S)  # the other side has no call that would wake us up
+
+    def disallow_checkpoint(self) -> None:
+        """Nothing to wait for: what was sent is a copy already."""
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Give the memory back: the SMP ends, and who still reads from it fails. Idempotent."""
+        if not self._over:
+            self._over = True
+            self._client.finish(self._client.inventory().epoch)
+
+    def _inventory(self) -> Inventory:
+        """What this node's SMP holds; of another SMP, if it is gone."""
+        try:
+            return self._client.inventory()
+        except SmpUnavailable:
+            self._writer = None
+            self._client.close()
+            self._client = connect(self._arena, self._job, start=self._start)
+            return self._client.inventory()
+
+    def _decode(self, record: dict[str, Any], slot: memoryview, form: SlotFormat) -> T:
+        """The state, its tensors over `slot`. Raises `StateMismatch`, see `recv_checkpoint`."""
+        known: dict[str, torch.Tensor] = {}
+        if self._like is not None:
+            encode(self._like(), "state", known)
+
+        def tensor(name: str) -> torch.Tensor:
+            held = leaf_tensor(slot, *form.offsets[name])
+            if name not in record["sharded"]:
+                return held
+            like = known.get(name)
+            if not isinstance(like, DTensor):
+                raise StateMismatch(f"{name} is sharded: give MemoryTransport(like=...) a state in which it is, too")
+            return sharded_as(like, held)
+
+        return cast(T, decode(record["state"], tensor))
+
+
+def sharded_as(like: DTensor, part: torch.Tensor) -> DTensor:
+    """This rank's part of a tensor that is sharded as `like` is. Raises `StateMismatch` if the part is another's."""
+    own = like.to_local()
+    if own.shape != part.shape or own.dtype != part.dtype:
+        raise StateMismatch(
+            f"a part of {part.dtype}{list(part.shape)} was sent, and this rank's is {own.dtype}{list(own.shape)}: "
+            "replicas have to be of the same size"
+        )
+    return DTensor.from_local(
+        part.to(own.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
+
+
+def _own_job() -> str:
+    """A job id for this process alone: replicas have no more in common than a training run."""
+    replica, rank = os.environ.get("REPLICA_GROUP_ID", "0"), os.environ.get("RANK", "0")
+    return f"{job_from_environment()}.replica{replica}.rank{rank}"
+
+
+def _parse(metadata: str) -> tuple[str, Address]:
+    try:
+        data = json.loads(metadata)
+        host, port = data["address"]
+        return str(data["job"]), (str(host), int(port))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ProtocolError(f"{metadata[:80]!r} is not the metadata of a `MemoryTransport`: {error!r}") from error

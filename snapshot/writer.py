@@ -1,0 +1,125 @@
+"""Slots written on demand, as checkpoints are, instead of at every boundary of a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from smp_daemon.board import Outcome
+from smp_daemon.client import SmpClient
+from smp_daemon.errors import HoldfastError
+from smp_daemon.inventory import Inventory
+from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.plan import newest_whole
+from smp_daemon.slotfile import SlotFormat, write_stamp
+from snapshot.agreement import Agreement
+from snapshot.arrange import Protection
+from snapshot.movers import choose_mover
+from snapshot.reserve import reserve
+from snapshot.restore import exchange
+from snapshot.state import place_tensors, plan_format
+from snapshot.tensors import leaf_of
+
+SLOTS = 2
+"""What was written last and is kept, and what is being written."""
+
+
+class SlotWriter:
+    """One rank's way to write snapshots of named tensors, one at a time. To make one is a collective call.
+
+    It begins an epoch: every older writer of the same job is fenced on all nodes before anyone writes.
+
+    Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        client: SmpClient,
+        agreement: Agreement,
+        job: str,
+        coord: str,
+        protection: Protection,
+        deadline_s: float,
+    ) -> None:
+        """`deadline_s`: how long a write waits for the protection of what was written."""
+        self._client = client
+        self._agreement = agreement
+        self._job = job
+        self._coord = coord
+        self._protection = protection
+        self._deadline_s = deadline_s
+        inventories: list[Inventory] = exchange(client, agreement, coord)[0]
+        self.epoch = max(inventory.epoch for inventory in inventories) + 1
+        self._kept = newest_whole(inventories)
+        self._step = self._kept.step if self._kept else 0
+        client.join(self.epoch)
+        agreement.minimum([1])()
+        self._layout: Layout | None = None
+        self._capacity = 0
+
+    def write(self, tensors: Mapping[str, torch.Tensor], record: bytes) -> SnapshotId:
+        """Copy tensors and a record into a slot, and wait until every node has protected its own. A collective call;
+        blocks. What was written before is kept until then, and freed after.
+
+        Raises:
+            HoldfastError: a rank could not; then what was written before is still there.
+        """
+        leaves = [leaf_of(name, tensor) for name, tensor in tensors.items()]
+        form = plan_format(self._job, self._coord, leaves, len(record))
+        self._reserve(form)
+        self._step += 1
+        snapshot = SnapshotId(self.epoch, self._step)
+        problem: HoldfastError | None = None
+        try:
+            self._write(snapshot, form, tensors, record)
+        except HoldfastError as error:
+            problem = error
+        if self._agreement.minimum([int(problem is None)])() != [1]:
+            raise problem or HoldfastError("another rank could not write its part; see its error")
+        self._kept = snapshot
+        return snapshot
+
+    def _reserve(self, form: SlotFormat) -> None:
+        """Have a layout into which `form` fits on every rank."""
+        fits = self._layout is not None and form.total_bytes == self._capacity
+        if self._agreement.minimum([int(fits)])() == [1]:
+            return
+        if self._layout is not None:
+            self.epoch += 1
+            self._client.join(self.epoch)
+        self._layout = reserve(
+            self._client,
+            self._agreement,
+            self._job,
+            self.epoch,
+            self._coord,
+            form.total_bytes,
+            self._protection,
+            SLOTS,
+        )
+        self._capacity = form.total_bytes
+
+    def _write(
+        self, snapshot: SnapshotId, form: SlotFormat, tensors: Mapping[str, torch.Tensor], record: bytes
+    ) -> None:
+        keep = (self._kept,) if self._kept else ()
+        slot = self._client.begin(snapshot, self._coord, keep, self._kept)
+        mover = choose_mover({tensor.device for tensor in tensors.values()})
+        try:
+            slot[: len(form.header)] = form.header
+            write_stamp(slot, snapshot)
+            mover.mark()
+            mover.copy(place_tensors(form, tensors.items()), slot, lambda count: None)
+            mover.finish()
+            offset, capacity = form.record
+            slot[offset : offset + capacity] = record.ljust(capacity)
+        except BaseException:
+            self._client.abandon(snapshot, self._coord)
+            raise
+        finally:
+            mover.close()
+        self._client.seal(snapshot, self._coord, self._kept)
+        outcome = self._client.await_outcome(snapshot, self._deadline_s)
+        if outcome is not Outcome.PROTECTED:
+            raise HoldfastError(f"{snapshot} is not protected: {outcome.name.lower()}")
