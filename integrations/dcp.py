@@ -36,34 +36,18 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from integrations.memory import Memory
 from smp_daemon.client import RecoveredShard
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
-from smp_daemon.paths import arena_path
 from smp_daemon.plan import RestorePlan, plan_restore
 from smp_daemon.slotfile import SlotFormat, read_format
-from snapshot.agreement import default_agreement
 from snapshot.arrange import coordinate_key, parse_protect
-from snapshot.connect import connect, job_from_environment
 from snapshot.restore import exchange
 from snapshot.tensors import leaf_tensor, local
 from snapshot.values import decode, encode
 from snapshot.writer import SlotWriter
 
 CheckpointId = str | os.PathLike[str] | None
-
-
-class _Memory:
-    """What writer and reader have in common: this rank, its SMP, and the others. To make one is a collective call."""
-
-    def __init__(self, job: str | None, arena: Path | None, *, start: bool) -> None:
-        self.job = job or f"{job_from_environment()}.dcp"
-        self.agreement = default_agreement()
-        self.coord = f"rank{self.agreement.rank}"
-        self.client = connect(arena_path(self.job, arena), self.job, start=start)
-
-    def close(self) -> None:
-        self.client.close()
-        self.agreement.close()
 
 
 class MemoryWriter(StorageWriter):
@@ -93,7 +77,7 @@ class MemoryWriter(StorageWriter):
     ) -> None:
         super().__init__()
         protection = parse_protect(protect)
-        self._memory = _Memory(job, arena, start=start)
+        self._memory = Memory(job, ".dcp", arena, start=start)
         memory = self._memory
         self._writer = SlotWriter(memory.client, memory.agreement, memory.job, memory.coord, protection, deadline_s)
         self._name = ""
@@ -139,10 +123,7 @@ class MemoryWriter(StorageWriter):
     def close(self, *, keep: bool = True) -> None:
         """Let go of the SMP. With ``keep=False`` the checkpoint is given up, and the SMPs end: a collective call."""
         if not keep:
-            node = self._memory.client.node
-            nodes = [text.decode() for text in self._memory.agreement.gather(node.encode())]
-            if nodes.index(node) == self._memory.agreement.rank:
-                self._memory.client.finish(self._writer.epoch)
+            self._memory.finish(self._writer.epoch)
         self._memory.close()
 
 
@@ -159,11 +140,21 @@ class MemoryReader(StorageReader):
 
     def __init__(self, *, job: str | None = None, arena: Path | None = None, start: bool = True) -> None:
         super().__init__()
-        self._memory = _Memory(job, arena, start=start)
+        self._memory = Memory(job, ".dcp", arena, start=start)
         self._name = ""
         self._plan: RestorePlan
         self._places: dict[MetadataIndex, tuple[str, str]] = {}
         self._shards: dict[str, tuple[RecoveredShard, SlotFormat]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to load, since nothing was saved. A collective call.
+
+        Raises:
+            Unrecoverable: something was saved, and too much of it is lost.
+        """
+        inventories, _ = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
+        return plan_restore(inventories, None) is None
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         self._name = str(checkpoint_id or "")

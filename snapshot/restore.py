@@ -82,7 +82,7 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
             failure = _load(attempt, agreement, adapter, mover)
             if agreement.minimum([int(failure is None)])() == [1]:
                 clock["load"] = time.monotonic()
-                _heal(client, plan, coords, coord)
+                heal(client, plan, coords, coord)
                 known = [inventory.protected for inventory in inventories if inventory.protected is not None]
                 protected = max((snapshot for snapshot in known if snapshot < plan.snapshot), default=None)
                 return Restored(epoch, plan.snapshot, protected, attempt.how, attempt.shard.bytes_fetched, clock)
@@ -212,7 +212,7 @@ def _own(
         yield (name, tensors[name] if part is None else part_of(tensors[part[0]], Part(*part)))
 
 
-def _heal(client: SmpClient, plan: RestorePlan, coords: dict[str, str], coord: str) -> None:
+def heal(client: SmpClient, plan: RestorePlan, coords: dict[str, str], coord: str) -> None:
     """Have lost parity computed again, on the node that took the lost one's place."""
     for group, position in plan.heal:
         if healer(plan.sources.layout, group, position) == coord and coords[coord] == client.node:

@@ -178,6 +178,51 @@ def checkpoint() -> None:
     trainer.report("end", digests=whole, notes=notes)
 
 
+def deepspeed() -> None:
+    """Trains under DeepSpeed, which saves every step into memory and goes on with what is there; reports losses and a
+    digest of the state."""
+    trainer = Trainer.from_environment()
+    args = trainer.args
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0")
+    torch.set_num_threads(1)
+    trainer.init_process_group()
+    import deepspeed as ds
+
+    from integrations.deepspeed import MemoryCheckpointEngine
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(24, 37), torch.nn.Tanh(), torch.nn.Linear(37, 10))
+    config = {
+        "train_batch_size": 4 * trainer.world,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 8}},
+        args["precision"]: {"enabled": True},
+        "zero_optimization": {"stage": args["stage"]},
+    }
+    engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+    folder = Path(args["arena"]) / os.environ["HOLDFAST_NODE"]
+    memory = None
+    if args["memory"]:
+        folder.mkdir(exist_ok=True)
+        os.chdir(folder)  # so that every node has files of its own under the same names
+        memory = engine.checkpoint_engine = MemoryCheckpointEngine(job="deepspeed", arena=folder)
+        engine.load_checkpoint("files")
+    dtype = next(engine.parameters()).dtype
+    while engine.global_steps < args["steps"]:
+        step = engine.global_steps
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(100 * step + trainer.rank)).to(dtype)
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        trainer.report("loss", step=step, value=loss.item().hex())
+        if memory is not None:
+            engine.save_checkpoint("files", tag=f"step{step}")
+    whole = [parameter.detach() for parameter in engine.parameters()]
+    trainer.report("end", digests=[drill.digest(part) for part in whole])
+    if memory is not None:
+        memory.close(keep=args["keep"])
+
+
 def _checkpoint_state(model: Any, optim: Any) -> dict[str, Any]:
     model_state, optim_state = get_state_dict(model, optim)
     return {"model": model_state, "optim": optim_state}

@@ -14,11 +14,20 @@ import pytest
 from tests.test_hook import arena as arena
 
 LONG_S = 120.0
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+    "DS_ACCELERATOR": "cpu",
+}
+"""What torchrun would say to a job of one process."""
 
 
-def start(example: str, job: str) -> subprocess.Popen[bytes]:
+def start(example: str, job: str, folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-u", "-m", f"examples.{example}"]
-    environment = os.environ | {"HOLDFAST_JOB": job}
+    environment = os.environ | ALONE | {"HOLDFAST_JOB": job, "HOLDFAST_FOLDER": str(folder / job)}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -43,12 +52,19 @@ def last_line(process: subprocess.Popen[bytes]) -> str:
 
 @pytest.mark.parametrize(
     ("package", "example", "sign"),
-    [("lightning", "lightning_fit", b"epoch 1"), ("transformers", "huggingface_trainer", b"'loss'")],
+    [
+        ("lightning", "lightning_fit", b"epoch 1"),
+        ("transformers", "huggingface_trainer", b"'loss'"),
+        ("deepspeed", "deepspeed_zero", b"step 7"),
+        ("torch", "dcp_checkpoint", b"step 6"),
+    ],
 )
-def test_it_goes_on_as_if_nothing_had_happened(arena: Path, package: str, example: str, sign: bytes) -> None:
+def test_it_goes_on_as_if_nothing_had_happened(
+    arena: Path, tmp_path: Path, package: str, example: str, sign: bytes
+) -> None:
     pytest.importorskip(package)
-    alone = last_line(start(example, "alone"))
-    kill_at(start(example, "killed"), sign)
-    assert list(arena.glob("killed/*.safetensors")), "nothing was kept"
-    assert last_line(start(example, "killed")) == alone
+    alone = last_line(start(example, "alone", tmp_path))
+    kill_at(start(example, "killed", tmp_path), sign)
+    assert list(arena.glob("killed*/*.safetensors")), "nothing was kept"
+    assert last_line(start(example, "killed", tmp_path)) == alone
     assert "steps; sum of all weights" in alone

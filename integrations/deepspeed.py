@@ -1,0 +1,202 @@
+"""DeepSpeed's checkpoints in memory: ``engine.checkpoint_engine = MemoryCheckpointEngine()``.
+
+``engine.save_checkpoint`` then copies every rank's part into a slot of its node's SMP, protected as any snapshot is;
+``engine.load_checkpoint`` reads it there. DeepSpeed looks for its files by name, so each has a placeholder of a few
+bytes where it would be; on a node that takes a lost one's place they are written anew. Nothing is pickled: of objects
+in a checkpoint, DeepSpeed's own few are known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from integrations.memory import Memory
+from smp_daemon.errors import ConfigError
+from smp_daemon.plan import plan_restore
+from smp_daemon.reading import RemoteShard
+from smp_daemon.slotfile import SlotFormat, read_format
+from smp_daemon.sources import Address
+from snapshot.arrange import parse_protect
+from snapshot.restore import exchange, heal
+from snapshot.tensors import read_leaf
+from snapshot.values import decode, encode
+from snapshot.writer import SlotWriter
+
+KNOWN = {cls.__name__: cls for cls in (torch.Size, fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler)}
+MARK = "holdfast.class"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a file: a coordinate, and the SMP that has its shard."""
+
+    coord: str
+    address: Address
+
+
+class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ignore]
+    """A `CheckpointEngine` whose storage is the memory of the nodes. The newest checkpoint replaces the one before.
+
+    Make it on all ranks after ``deepspeed.initialize`` and before ``engine.load_checkpoint``: a collective call. What
+    a lost node held is computed then.
+
+    Args:
+        job: whose memory it is; default that of the training run with ``.deepspeed`` added.
+        protect, arena, start: as for `holdfast.InMemorySnapshot`.
+        deadline_s: how long a save waits for the protection of what it wrote.
+
+    Raises:
+        ConfigError: an argument, or the set-up of the machine, is wrong.
+        StateMismatch: the checkpoint in memory is of another number of ranks.
+        Unrecoverable: too much of it is lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str | None = None,
+        protect: str = "auto",
+        arena: Path | None = None,
+        start: bool = True,
+        deadline_s: float = 120.0,
+    ) -> None:
+        super().__init__()
+        self.name = "MemoryCheckpointEngine"
+        protection = parse_protect(protect)
+        self._memory = memory = Memory(job, ".deepspeed", arena, start=start)
+        self._saving: dict[str, Any] = {}
+        self._files: dict[str, Holder] = {}
+        inventories, coords = exchange(memory.client, memory.agreement, memory.coord)
+        plan = plan_restore(inventories, coords)
+        self._writer = SlotWriter(memory.client, memory.agreement, memory.job, memory.coord, protection, deadline_s)
+        if plan is not None:
+            shard = memory.client.recover(plan.sources, memory.coord)
+            self._share(_record(shard.view, read_format(shard.view)[0]))
+            heal(memory.client, plan, coords, memory.coord)
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """A new checkpoint begins."""
+        self._saving.clear()
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Note what is to be kept under `path`; it is copied in `commit`, before training goes on."""
+        self._saving[os.path.normpath(path)] = state_dict
+
+    def commit(self, info: CheckpointCommitInfo | None) -> bool:
+        """Copy all that was noted, and wait until every node has protected its own. A collective call; blocks.
+
+        Raises:
+            StateMismatch: something in it cannot be kept exactly; the message names it.
+            HoldfastError: a rank could not; then the checkpoint before this one is still there.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        files = {path: encode(strip(state), Path(path).name, tensors) for path, state in self._saving.items()}
+        latest = None
+        if info is not None and info.save_latest:
+            latest = [os.path.normpath(Path(info.save_dir, "latest")), str(info.tag)]
+        record = {"files": files, "latest": latest}
+        plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        self._writer.write(plain, json.dumps(record, separators=(",", ":")).encode())
+        self._saving.clear()
+        self._share(record)
+        return True
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """What was saved under `path`, its tensors in host memory. Blocks while it is fetched.
+
+        Raises:
+            ConfigError: the checkpoint in memory has no such file.
+        """
+        name = os.path.normpath(path)
+        holder = self._files.get(name)
+        if holder is None:
+            raise ConfigError(
+                f"{path} is not in the checkpoint that job {self._memory.job!r} has in memory, which has "
+                f"{sorted(self._files) or 'no files'}; only the newest is kept"
+            )
+        with RemoteShard(holder.address, self._memory.job, holder.coord) as shard:
+            form = shard.read_format()
+            shard.fetch_all()
+            encoded = _record(shard.view, form)["files"][name]
+            return unstrip(decode(encoded, lambda leaf: read_leaf(shard.view, *form.offsets[leaf])))
+
+    def preserves_storage_sharing(self) -> bool:
+        """No: tensors are stored one by one, so there is no need to clone views before they are saved."""
+        return False
+
+    def close(self, *, keep: bool = True) -> None:
+        """Let go of the SMP. With ``keep=False`` the checkpoint is given up, and the SMPs end: a collective call."""
+        if not keep:
+            self._memory.finish(self._writer.epoch)
+        self._memory.close()
+
+    def _share(self, record: Mapping[str, Any]) -> None:
+        """Learn who holds which file, and write placeholders for all of them. A collective call."""
+        memory = self._memory
+        mine = [memory.coord, memory.client.inventory().bulk, list(record["files"]), record["latest"]]
+        everyone = [json.loads(text) for text in memory.agreement.gather(json.dumps(mine).encode())]
+        self._files = {
+            path: Holder(coord, (address[0], address[1])) for coord, address, paths, _ in everyone for path in paths
+        }
+        texts = dict.fromkeys(self._files, f"in memory, under holdfast's job {memory.job}\n")
+        texts |= {latest[0]: latest[1] for _, _, _, latest in everyone if latest}
+        if memory.is_first_of_node:
+            for path, text in texts.items():
+                _put(Path(path), text)
+        memory.agreement.minimum([1])()
+
+
+def strip(value: Any) -> Any:
+    """The same with DeepSpeed's objects as dicts of plain values."""
+    cls = type(value)
+    if KNOWN.get(cls.__name__) is cls:
+        content = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else vars(value)
+        return {MARK: cls.__name__, "content": strip(content)}
+    return _over(value, strip)
+
+
+def unstrip(value: Any) -> Any:
+    """What `strip` made `value` from."""
+    if not isinstance(value, dict) or MARK not in value:
+        return _over(value, unstrip)
+    cls, content = KNOWN[value[MARK]], unstrip(value["content"])
+    if issubclass(cls, Enum):
+        return cls(content)
+    if issubclass(cls, tuple):
+        return cls(content) if cls is torch.Size else cls(*content)
+    made = object.__new__(cls)
+    made.__dict__.update(content)
+    return made
+
+
+def _over(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return type(value)((key, change(item)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(map(change, value))
+    return value
+
+
+def _record(slot: memoryview, form: SlotFormat) -> Any:
+    offset, capacity = form.record
+    return json.loads(bytes(slot[offset : offset + capacity]))
+
+
+def _put(path: Path, text: str) -> None:
+    """Replace a file, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    new.write_text(text)
+    new.replace(path)

@@ -1,0 +1,93 @@
+"""DeepSpeed's checkpoints in memory, by its own engine: every ZeRO stage, restarted jobs, a lost node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chaos.cluster import JobFailed, VirtualCluster
+from chaos.launcher import Launcher
+from smp_daemon.spawn import find_leftovers, remove
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.cluster
+STEPS = 6
+
+
+@pytest.fixture
+def arena() -> Iterator[Path]:
+    base = Path(f"/dev/shm/holdfast-deepspeed-{os.getpid()}")
+    base.mkdir()
+    yield base
+    for leftover in find_leftovers(base):
+        remove(leftover)
+    shutil.rmtree(base, ignore_errors=True)
+
+
+def run(
+    launcher: Launcher, arena: Path, *, world: int = 2, **args: Any
+) -> tuple[dict[tuple[int, int], str], list[Any]]:
+    """The loss of each step on each rank, and the digests of all parameters on each rank at the end."""
+    cluster = VirtualCluster(
+        launcher,
+        nodes=world,
+        ranks_per_node=1,
+        target="tests.jobs:deepspeed",
+        args={"arena": str(arena), "memory": True, "keep": True, "steps": STEPS, "precision": "bf16"} | args,
+        job="deepspeed",
+        smps=False,
+        deadline_s=240,  # DeepSpeed compiles when it first runs on a machine
+    )
+    history = cluster.run()
+    ends = sorted(history.of("end"), key=lambda event: int(event["rank"]))
+    return (
+        {(event["rank"], event["step"]): event["value"] for event in history.of("loss")},
+        [end["digests"] for end in ends],
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(1, "bf16"), (2, "fp16"), (3, "bf16"), pytest.param(0, "fp32", marks=pytest.mark.slow)]
+)
+def test_a_job_that_is_started_again_goes_on_bit_for_bit(
+    launcher: Launcher, arena: Path, stage: int, precision: str
+) -> None:
+    kind: dict[str, Any] = {"stage": stage, "precision": precision}
+    losses, state = run(launcher, arena, memory=False, **kind)
+    first, _ = run(launcher, arena, steps=3, **kind)
+    (lost,) = [leftover for leftover in find_leftovers(arena) if leftover.arena.parent.name == "node1"]
+    remove(lost)
+    shutil.rmtree(arena / "node1")
+    rest, again = run(launcher, arena, keep=False, **kind)
+    assert {step for _, step in first} == {0, 1, 2}
+    assert {step for _, step in rest} == {3, 4, 5}
+    assert first | rest == losses
+    assert again == state
+    assert not list(find_leftovers(arena))
+
+
+def test_another_number_of_ranks_is_refused(launcher: Launcher, arena: Path) -> None:
+    run(launcher, arena, stage=1, steps=1)
+    with pytest.raises(JobFailed, match="the snapshot is of 2 ranks and this job has 1"):
+        run(launcher, arena, world=1, stage=1)
+
+
+def test_objects_of_its_own_come_back(arena: Path) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    from integrations.deepspeed import strip, unstrip
+    from snapshot.values import decode, encode
+
+    scaler = DynamicLossScaler(2.0**16, 2.0, 1000, 1.0, 2, False)
+    value = {"a": [fragment_address(3, 4), ZeroStageEnum.weights, torch.Size([1, 2])], "b": (scaler,)}
+    back = unstrip(decode(encode(strip(value), "", {}), lambda name: torch.empty(0)))
+    assert back["a"] == value["a"] and list(map(type, back["a"])) == list(map(type, value["a"]))
+    assert type(back["b"][0]) is DynamicLossScaler and vars(back["b"][0]) == vars(scaler)
