@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from integrations.dcp import MemoryReader, MemoryWriter
 
-STEPS, EVERY = 60, 3
+STEPS = 60
 
 
 def main() -> None:
@@ -31,15 +31,14 @@ def main() -> None:
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def state() -> dict[str, Any]:
-        weights, moments = get_state_dict(model, optim)
-        return {"model": weights, "optim": moments, "step": step}
+        return {"state": get_state_dict(model, optim), "step": step}
 
     step = 0
     reader = MemoryReader()
     if not reader.is_empty:
         found = state()
         load(found, storage_reader=reader)
-        set_state_dict(model, optim, model_state_dict=found["model"], optim_state_dict=found["optim"])
+        set_state_dict(model, optim, model_state_dict=found["state"][0], optim_state_dict=found["state"][1])
         step = found["step"]
     writer = MemoryWriter()
     while step < STEPS:
@@ -48,9 +47,8 @@ def main() -> None:
         optim.step()
         optim.zero_grad()
         step += 1
-        if step % EVERY == 0:
-            save(state(), storage_writer=writer)
-            print(f"step {step} is in memory", flush=True)
+        save(state(), storage_writer=writer)
+        print(f"step {step} is in memory", flush=True)
     total = float(torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()]).double().sum())
     writer.close(keep=False)
     reader.close()
