@@ -29,6 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from holdfast import plan
+
     parser = argparse.ArgumentParser(
         prog="holdfast", description="Keeps a training run on its step: in-memory snapshots, restored bit for bit."
     )
@@ -40,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_gc(commands)
     _add_doctor(commands)
     _add_bench(commands)
+    plan.add(commands, _add_json)
     return parser
 
 
@@ -176,7 +179,8 @@ def _add_json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
 
 
-def _write_json(target: str | None, data: Any) -> None:
+def write_json(target: str | None, data: Any) -> None:
+    """Write a command's result where ``--json`` says, if it says so."""
     if target is None:
         return
     text = json.dumps(data, indent=2) + "\n"
@@ -197,7 +201,7 @@ def _demo(parsed: argparse.Namespace) -> int:
     with DemoProgress(console, plan) as progress:
         account = run(plan, progress.tell)
     show(console, account)
-    _write_json(parsed.json, account.to_json())
+    write_json(parsed.json, account.to_json())
     return 0 if account.held else 1
 
 
@@ -225,7 +229,7 @@ def _matrix(parsed: argparse.Namespace) -> int:
     if parsed.markdown:
         when = datetime.now(UTC).isoformat(timespec="seconds")
         parsed.markdown.write_text(markdown(verdicts, when, describe(machine()), parsed.seed))
-    _write_json(parsed.json, [asdict(verdict) for verdict in verdicts])
+    write_json(parsed.json, [asdict(verdict) for verdict in verdicts])
     return 1 if any(verdict.difference for verdict in verdicts) else 0
 
 
@@ -241,7 +245,7 @@ def _audit(parsed: argparse.Namespace) -> int:
     plan = Plan(command, parsed.steps, parsed.kill, tuple(parsed.ignore), parsed.deadline)
     report = run(plan, lambda name: console.print(f"{name} ..."))
     show(console, report)
-    _write_json(parsed.json, asdict(report))
+    write_json(parsed.json, asdict(report))
     return 0 if report.exact else 1
 
 
@@ -289,7 +293,7 @@ def _gc(parsed: argparse.Namespace) -> int:
         )
     if not found:
         print("nothing to remove", file=sys.stderr)
-    _write_json(parsed.json, found)
+    write_json(parsed.json, found)
     return 0
 
 
@@ -302,7 +306,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
     findings = examine(gather())
     show(Console(stderr=parsed.json == "-", highlight=False), findings)
-    _write_json(parsed.json, [asdict(finding) for finding in findings])
+    write_json(parsed.json, [asdict(finding) for finding in findings])
     return 1 if any(finding.verdict == "problem" for finding in findings) else 0
 
 
@@ -316,7 +320,7 @@ def _bench_ec(parsed: argparse.Namespace) -> int:
     show(console, report)
     if parsed.markdown:
         parsed.markdown.write_text(markdown(report))
-    _write_json(parsed.json, report.to_json())
+    write_json(parsed.json, report.to_json())
     return 0
 
 
@@ -341,7 +345,7 @@ def _bench_stall(parsed: argparse.Namespace) -> int:
         parsed.markdown.write_text(markdown(report))
     if parsed.plot:
         parsed.plot.write_text(draw(report))
-    _write_json(parsed.json, report.to_json())
+    write_json(parsed.json, report.to_json())
     return 1 if report.failed else 0
 
 
