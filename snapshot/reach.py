@@ -27,7 +27,14 @@ SHORT = 60
 OURS = frozenset({"snapshot", "integrations", "smp_daemon", "ec", "torch", "importlib", "runpy", "threading"})
 """Packages in whose functions, and in whose objects, nothing of the user's is looked for."""
 
-INSIDE = ("torch.nn.", "torch.optim.", "torch.utils.data.", "torch.amp.")
+INSIDE = (
+    "torch.nn.",
+    "torch.optim.",
+    "torch.distributed.optim.",
+    "torch.distributed.algorithms.",
+    "torch.utils.data.",
+    "torch.amp.",
+)
 """What of these packages is looked into nevertheless."""
 
 
