@@ -1,0 +1,1 @@
+"""How often to take snapshots, and how safe that is: pure functions, without torch."""
