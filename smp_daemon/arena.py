@@ -83,9 +83,17 @@ class Pool(SlotPool):
         return slot
 
     def commit(self, slot: Slot, record: Any) -> None:
-        """Write the commit record: from here on the slot counts."""
+        """Write the commit record: from here on the slot counts.
+
+        Raises:
+            ArenaTooSmall: it cannot be written; the slot is as it was, being written.
+        """
         self.seal(slot)
-        write_json(self.record_path(slot), record)
+        try:
+            write_json(self.record_path(slot), record)
+        except ArenaTooSmall:
+            slot.state = SlotState.WRITING
+            raise
 
     def discard(self, slot: Slot) -> None:
         """Free the slot. Its commit record goes first, so a crash in between leaves a free slot."""

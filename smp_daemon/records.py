@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import xxhash
 
-from smp_daemon.errors import ProtocolError
+from smp_daemon.errors import ArenaTooSmall, ProtocolError
 from smp_daemon.layout import SnapshotId
 from smp_daemon.limits import MAX_RECORD_BYTES
 
@@ -133,10 +133,18 @@ def parity_from_json(data: Any) -> ParityRecord:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Replace `path` by `data` in one step: a reader sees the old file or the new one, whole."""
+    """Replace `path` by `data` in one step: a reader sees the old file or the new one, whole.
+
+    Raises:
+        ArenaTooSmall: it cannot be written: the file system is full, or a limit of this process is reached.
+    """
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(data, separators=(",", ":")))
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(data, separators=(",", ":")))
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ArenaTooSmall(f"{path} cannot be written: {error}") from error
 
 
 def read_json(path: Path) -> Any | None:

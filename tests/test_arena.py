@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -666,3 +667,21 @@ def test_a_full_file_system_is_refused_though_huge_pages_were_asked_for(
     with pytest.raises(ArenaTooSmall):
         arena.reserve({arena.shard_pool("dp0"): (2 * SMALL_TMPFS, 1)})
     assert not list((small_tmpfs / "job").glob("*.safetensors"))
+
+
+def test_a_slot_whose_record_cannot_be_written_does_not_count_and_may_be_committed_later(shm: Path) -> None:
+    arena = Arena(shm / "job")
+    pool = arena.shard_pool("dp0")
+    pool.create(PAGE)
+    slot = pool.begin(at(1), PAGE)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ArenaTooSmall, match="cannot be written"):
+            pool.commit(slot, {"step": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert slot.state is SlotState.WRITING
+    assert not list((shm / "job").glob("*.part"))
+    pool.commit(slot, {"step": 1})
+    assert slot.state is SlotState.SEALED and pool.record_path(slot).exists()
