@@ -1,0 +1,168 @@
+"""The best interval: published points, identities, and brute force."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from smp_daemon.errors import ConfigError
+from snapshot.tuning.interval import (
+    best_interval,
+    choose_interval,
+    daly,
+    expected_time,
+    lambert_w0,
+    optimal,
+    optimal_periods,
+    pattern_period,
+    slots_needed,
+    young,
+)
+
+MINUTE = 60.0
+
+
+@pytest.mark.parametrize(
+    ("mtbf_min", "published", "ours", "exact"),
+    [(24 * 60, 117, 116.69, 116.690), (6 * 60, 57, 56.71, 56.714), (15, 9.1, 9.14, 9.1665)],
+)
+def test_dalys_published_points_come_out(mtbf_min: float, published: float, ours: float, exact: float) -> None:
+    found = daly(5 * MINUTE, mtbf_min * MINUTE) / MINUTE
+    assert found == pytest.approx(ours, abs=0.005)
+    assert round(found, 1 if published < 10 else 0) == published
+    assert optimal(5 * MINUTE, mtbf_min * MINUTE) / MINUTE == pytest.approx(exact, abs=0.001)
+
+
+def test_daly_takes_the_mtbf_where_a_snapshot_costs_twice_as_much() -> None:
+    assert daly(200.0, 100.0) == 100.0
+    assert daly(199.0, 100.0) < 100.0
+
+
+@pytest.mark.parametrize(
+    "x", [-1 / math.e, -0.3678794, -0.36, -0.2, -1e-9, 0.0, 1e-6, 0.5, 1.0, math.e, 10.0, 1e8, 1e200]
+)
+def test_lambert_w_is_the_inverse_of_w_exp_w(x: float) -> None:
+    w = lambert_w0(x)
+    assert w >= -1.0
+    assert w * math.exp(w) == pytest.approx(x, rel=1e-12, abs=1e-15)
+
+
+def test_lambert_w_is_not_real_below_its_branch_point() -> None:
+    with pytest.raises(ValueError, match="not real"):
+        lambert_w0(-0.4)
+
+
+@pytest.mark.parametrize(("cost", "mtbf"), [(0.01, 1e5), (5.0, 900.0), (300.0, 400.0), (2.0, 0.5)])
+def test_the_optimum_is_where_time_per_work_is_least(cost: float, mtbf: float) -> None:
+    best = optimal(cost, mtbf)
+
+    def per_work(work: float) -> float:
+        return expected_time(work, cost, mtbf, restart_s=77.0) / work
+
+    assert per_work(best) < min(per_work(best * 0.99), per_work(best * 1.01))
+
+
+@pytest.mark.parametrize("cost", [1e-12, 1e-9, 1e-6, 1e-3])
+def test_the_optimum_is_youngs_for_tiny_costs_without_cancellation(cost: float) -> None:
+    ratio = math.sqrt(2 * cost)  # of a second of MTBF; the next term is -cost / 3 * 2
+    assert optimal(cost, 1.0) == pytest.approx(ratio - 2 * cost / 3, rel=max(1e-9, cost))
+    assert young(cost, 1.0) == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("cost", [1e-13, 1e-10, 4.9e-7, 5.1e-7, 1e-5])
+def test_the_optimum_solves_its_equation_to_nine_digits(cost: float) -> None:
+    """``y + log(1 - y) = -c/M`` for ``y = tau/M``: the derivative of time per work, as a series for small y."""
+    y = optimal(cost, 1.0)
+    assert sum(y**n / n for n in range(2, 9)) == pytest.approx(cost, rel=1e-9, abs=0)
+
+
+def test_an_expected_time_beyond_all_floats_is_infinite() -> None:
+    assert expected_time(1e6, 0.0, 1.0) == math.inf
+
+
+def test_levels_have_their_own_optima_and_a_pattern_that_joins_them() -> None:
+    costs, rates = (0.3, 0.6, 20.0), (1 / 7200, 1 / 14400, 1 / 400000)
+    assert optimal_periods(costs, rates) == pytest.approx((65.727, 131.453, 4000.0), abs=0.001)
+    assert optimal_periods((1.0,), (0.0,)) == (math.inf,)
+    assert pattern_period((1,), (0.3,), (1 / 7200,)) == pytest.approx(young(0.3, 7200))
+    assert pattern_period((1, 1), (0.3, 0.6), (1 / 7200, 1 / 14400)) == pytest.approx(math.sqrt(2 * 0.9 * 4800))
+
+
+def slots_in_use(interval: int, commit: int, encode: int, every: int, count: int = 240) -> int:
+    """The most slots held at once, counted tick by tick: a snapshot's from its boundary until it is neither the
+    newest sealed one, nor the newest protected one, nor about to become either."""
+    most = 0
+    for now in range(interval * count // 2, interval * count):
+        taken = [i for i in range(count) if i * interval < now]
+        sealed = max((i for i in taken if i * interval + commit < now), default=-1)
+        protected = max((i for i in taken if i % every == 0 and i * interval + commit + encode < now), default=-1)
+        held = {i for i in taken if i > sealed} | {sealed, protected}
+        held |= {i for i in taken if i % every == 0 and i > protected}
+        most = max(most, len(held))
+    return most
+
+
+def test_a_slow_encoding_of_few_snapshots_takes_a_fourth_slot() -> None:
+    assert slots_in_use(3, 2, 7, 3, count=30) == slots_needed(3, 2, 7, encode_every=3) == 4
+    assert slots_in_use(6, 2, 7, 3, count=30) == slots_needed(6, 2, 7, encode_every=3) == 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_slots_suffice_in_a_tick_by_tick_count(seed: int) -> None:
+    draw = random.Random(seed)
+    interval, every = draw.randint(3, 9), draw.choice([1, 1, 2, 3])
+    commit = draw.randint(1, interval)
+    encode = draw.randint(1, every * interval)
+    needed = slots_needed(interval, commit, encode, encode_every=every)
+    used = slots_in_use(interval, commit, encode, every, count=30)
+    assert used <= needed <= used + 1, (interval, commit, encode, every)
+
+
+def test_a_persist_that_lasts_holds_one_more_slot() -> None:
+    assert slots_needed(10.0, 1.0, 15.0) == 3
+    assert slots_needed(10.0, 1.0, 15.0, persist_s=11.0) == 4
+    assert slots_needed(10.0, 1.0, 15.0, persist_s=9.0) == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_interval_in_steps_is_the_best_of_all(seed: int) -> None:
+    draw = random.Random(seed)
+    step, cost, rate = draw.uniform(0.1, 20), 10 ** draw.uniform(-3, 1), 10 ** draw.uniform(-6, -3)
+    found = best_interval(step_s=step, cost_s=cost, failure_rate=rate, budget=None)
+    brute = min(range(1, 20_000), key=lambda k: expected_time(k * step, cost, 1 / rate) / (k * step))
+    assert found == min(brute, 19_999)
+
+
+def test_each_bound_is_kept_and_named() -> None:
+    options: Any = {"step_s": 10.0, "cost_s": 0.5, "failure_rate": 1e-4}
+    assert choose_interval(**options, budget=None).bound == "optimum"
+    assert choose_interval(**options, budget=None).steps == 10  # sqrt(2 * .5 * 1e4) = 100 s
+    assert (choose_interval(**options, budget=0.001).steps, choose_interval(**options, budget=0.001).bound) == (
+        50,
+        "budget",
+    )
+    slow = choose_interval(**options, commit_s=1.0, encode_s=700.0)
+    assert (slow.steps, slow.bound) == (70, "slots")  # the next may not start to be encoded before
+    two = choose_interval(**options, commit_s=500.0, encode_s=400.0, slots=2)
+    assert (two.steps, two.bound) == (90, "slots")  # with two slots each is protected before the next begins
+    assert choose_interval(**options, longest=7).steps == 7
+    assert choose_interval(**options, shortest=33).steps == 33
+    often = choose_interval(step_s=1000.0, cost_s=0.001, failure_rate=1e-3)
+    assert (often.steps, often.bound) == (1, "step")
+
+
+def test_what_costs_nothing_is_done_at_every_step_and_what_never_fails_rarely() -> None:
+    assert best_interval(step_s=1.0, cost_s=-0.1, failure_rate=1e-5) == 1  # noise of the measurement
+    assert best_interval(step_s=1.0, cost_s=0.0, failure_rate=0.0) == 1
+    assert best_interval(step_s=1.0, cost_s=0.1, failure_rate=0.0, longest=5000) == 5000
+
+
+@pytest.mark.parametrize(
+    ("step", "rate", "text"), [(0.0, 1e-5, "time of a step is 0 s"), (1.0, -1.0, "rate is -1 per")]
+)
+def test_impossible_arguments_are_refused(step: float, rate: float, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        best_interval(step_s=step, cost_s=1.0, failure_rate=rate)
