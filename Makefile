@@ -3,6 +3,7 @@
 # make slow    more of it, ten minutes: every way through other trainers' loops, every node of a pool
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes
+# make chaos   2,000 faults, 300 of them during recoveries: most of an hour
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
 # make proto   generate the gRPC stubs again after a change of smp_daemon/peer.proto
 
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow check matrix stall proto clean setup
+.PHONY: demo test slow check matrix chaos stall proto clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -30,6 +31,10 @@ check: setup
 
 matrix: setup
 	$(BIN)/holdfast matrix --markdown benchmarks/results/matrix-$$(date +%F).md
+
+chaos: setup
+	$(BIN)/holdfast chaos run campaign --json benchmarks/results/chaos-$$(date +%F).json \
+		--markdown benchmarks/results/chaos-$$(date +%F).md --html benchmarks/results/chaos-$$(date +%F).html
 
 stall: setup
 	$(BIN)/holdfast bench stall --json benchmarks/results/stall.json --markdown benchmarks/results/stall.md \

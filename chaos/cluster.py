@@ -15,6 +15,8 @@ replacement where a node was lost.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import json
 import os
 import selectors
@@ -23,10 +25,12 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from chaos.accounting import beyond_access_times
+from chaos.faults import CATALOGUE, Fault, inject
 from chaos.launcher import Launcher
 from chaos.node import VirtualNode, Wiring
 from chaos.trainer import ENV as TRAINER_ENV
@@ -42,28 +46,6 @@ class JobFailed(HoldfastError):
 
 
 @dataclass(slots=True)
-class Fault:
-    """Something to be done when a process reaches a point.
-
-    Attributes:
-        who: ``rank3`` or ``smp2``: the process that triggers it.
-        kind: ``trainer`` or ``node`` (what dies), ``smp``, or ``freeze`` (who triggers it stays where it is).
-        targets: ranks or node indices.
-    """
-
-    who: str
-    point: str
-    step: int | None
-    kind: str
-    targets: tuple[int, ...]
-    fired_at: float | None = None
-
-    def matches(self, who: str, point: str, step: int) -> bool:
-        """Whether it is due."""
-        return self.fired_at is None and (self.who, self.point) == (who, point) and self.step in (None, step)
-
-
-@dataclass(slots=True)
 class Restart:
     """One restart of the job: what caused it, and when (`time.monotonic`) it was noticed and dealt with."""
 
@@ -75,11 +57,13 @@ class Restart:
 
 @dataclass(slots=True)
 class History:
-    """What happened: every event, restarts, what was left over at the end, what went to disk but for access times."""
+    """What happened: every event, restarts, what was left over at the end, what went to disk but for access times, and
+    errors that an SMP did not expect."""
 
     events: list[Event] = field(default_factory=list)
     restarts: list[Restart] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
+    tracebacks: list[str] = field(default_factory=list)
     disk_bytes_written: int = 0
 
     def of(self, kind: str, **match: Any) -> list[Event]:
@@ -104,6 +88,7 @@ class VirtualCluster:
         place: Callable[[int, int], int] | None = None,
         on_event: Callable[[Event], None] | None = None,
         memory: Path | None = None,
+        smp_module: str = "smp_daemon",
     ) -> None:
         """
         Args:
@@ -115,6 +100,7 @@ class VirtualCluster:
             memory: where the nodes' memory lies, by default in a directory of this cluster. Clusters of several jobs
                 that are given the same one, each in a process of its own, run on the same nodes; what they leave of it
                 is the caller's.
+            smp_module: what is run as the SMP.
         """
         if not 1 <= nodes <= 64 or not 1 <= ranks_per_node <= 16:
             raise ConfigError(f"{nodes} nodes with {ranks_per_node} ranks: choose 1-64 nodes with 1-16 ranks each")
@@ -129,6 +115,7 @@ class VirtualCluster:
         self._on_event = on_event or (lambda event: None)
         self._base = arena_base() / f"virtual-{os.getpid()}"
         self._memory = memory or self._base
+        self._smp_module = smp_module
         self._lives = [0] * nodes
         self._nodes = [self._new_node(index) for index in range(nodes)]
         self._faults: list[Fault] = []
@@ -138,28 +125,42 @@ class VirtualCluster:
         self._restarting = False
         self._cause: list[Fault] = []
         self._dealt_with: list[Fault] = []
+        self._strays: set[int] = set()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
         self.history = History()
 
     # ------------------------------------------------------------------ faults
 
+    def add(self, fault: Fault) -> None:
+        """Have a fault of any kind of the catalogue done."""
+        if fault.kind not in CATALOGUE:
+            raise ConfigError(f"there is no fault {fault.kind!r}: choose one of {', '.join(CATALOGUE)}")
+        of = CATALOGUE[fault.kind].of
+        limit = {"rank": self._world, "node": len(self._nodes)}.get(of, 0)
+        if of and (not fault.targets or not all(0 <= target < limit for target in fault.targets)):
+            raise ConfigError(f"{fault.kind} of {of}s {fault.targets}: choose from 0 to {limit - 1}")
+        self._faults.append(fault)
+
     def kill_trainer(self, *ranks: int, at: str, step: int | None = None) -> None:
         """SIGKILL trainers when the first of them reaches point `at` of `step`."""
-        self._faults.append(Fault(f"rank{ranks[0]}", at, step, "trainer", ranks))
+        self.add(Fault(f"rank{ranks[0]}", at, step, "kill-trainer", ranks))
 
     def kill_node(self, *indices: int, at: str, step: int | None = None, by: str | None = None) -> None:
         """Cut the power of nodes: SIGKILL SMP and trainers, wipe the arena. Triggered by the first of them."""
-        if by is None:
-            by = f"smp{indices[0]}" if at in SMP_POINTS else f"rank{self._ranks_on(indices[0])[0]}"
-        self._faults.append(Fault(by, at, step, "node", indices))
+        self.add(Fault(by or self.witness(indices[0], at), at, step, "lose-node", indices))
 
     def kill_smp(self, index: int, *, at: str, step: int | None = None) -> None:
         """SIGKILL a node's SMP, and start another in the same arena; the trainers are not touched."""
-        by = f"smp{index}" if at in SMP_POINTS else f"rank{self._ranks_on(index)[0]}"
-        self._faults.append(Fault(by, at, step, "smp", (index,)))
+        self.add(Fault(self.witness(index, at), at, step, "kill-smp", (index,)))
 
     def freeze(self, who: str, *, at: str, step: int | None = None) -> None:
         """Keep ``rank<r>`` or ``smp<i>`` where it is when it reaches point `at`, until it is killed."""
-        self._faults.append(Fault(who, at, step, "freeze", ()))
+        self.add(Fault(who, at, step, "freeze", ()))
+
+    def witness(self, index: int, at: str) -> str:
+        """Who of a node comes to a point: its SMP, or its first trainer."""
+        return f"smp{index}" if at in SMP_POINTS else f"rank{self._ranks_on(index)[0]}"
 
     # ------------------------------------------------------------------ running
 
@@ -183,7 +184,7 @@ class VirtualCluster:
             self._start_nodes(self._nodes if self._smps else [])
             before = self._launcher.disk_bytes_written()
             self._spawn()
-            while self._running:
+            while self._running or self._strays or self._timers:
                 self._turn()
             self._settle()
             written = self.history.disk_bytes_written + self._launcher.disk_bytes_written() - before
@@ -193,17 +194,22 @@ class VirtualCluster:
             self._clean_up(listening)
 
     def _turn(self) -> None:
-        left = self._deadline - time.monotonic()
-        ready = self._selector.select(max(0.0, left))
-        if not ready and left <= 0:
+        now = time.monotonic()
+        if now >= self._deadline:
             raise DeadlineExceeded(f"the job did not end within {self._deadline_s:.0f} s\n{self._logs()}")
-        for key, _ in ready:
+        due = min(self._deadline, self._timers[0][0] if self._timers else self._deadline)
+        for key, _ in self._selector.select(max(0.0, due - now)):
             key.data(key.fileobj)
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            heapq.heappop(self._timers)[2]()
 
     def _hear(self, launcher: Launcher) -> None:
         for message in launcher.messages():
             if message["kind"] == "spawned":
                 self._pids = {int(rank): pid for rank, pid in message["pids"].items()}
+            elif message["kind"] == "stray":
+                self._strays.discard(message["rank"])
+                self._note(message)
             elif message["kind"] == "exit":
                 self._running.discard(message["rank"])
                 self._note(message | {"generation": self._generation})
@@ -214,7 +220,8 @@ class VirtualCluster:
 
     def _fail(self, message: Event) -> None:
         """A trainer is gone. Nobody wakes the ranks that wait for it, so the launcher ends them all."""
-        cause = [f for f in self._faults if f.fired_at is not None and f not in self._dealt_with and f.kind != "freeze"]
+        fired = [f for f in self._faults if f.fired_at is not None and not any(f is done for done in self._dealt_with)]
+        cause = [fault for fault in fired if CATALOGUE[fault.kind].ends_job]
         if not cause:
             raise JobFailed(f"rank {message['rank']} ended with status {message['status']}\n{self._logs()}")
         self._restarting = True
@@ -287,46 +294,82 @@ class VirtualCluster:
                 self._note(event)
 
     def _reached(self, event: Event, sock: socket.socket) -> None:
-        due = [f for f in self._faults if f.matches(event["who"], event["point"], event["step"])]
-        frozen = False
-        for fault in due:
-            fault.fired_at = time.monotonic()
-            self._note(
-                {
-                    "kind": "fault",
-                    "fault": fault.kind,
-                    "targets": list(fault.targets),
-                    "at": fault.fired_at,
-                    "point": fault.point,
-                    "step": event["step"],
-                }
-            )
+        frozen, held_s = False, 0.0
+        for fault in [f for f in self._faults if f.matches(event["who"], event["point"], event["step"])]:
+            fault.due = True
             frozen |= fault.kind == "freeze"
-            self._inject(fault)
-        if frozen:
+            held_s += fault.for_s * (fault.kind == "hold")
+            if fault.delay_s:
+                self.later(fault.delay_s, partial(self._inject, fault, event["step"]))
+            else:
+                self._inject(fault, event["step"])
+        if held_s:
+            self.later(held_s, partial(_let_go, sock))
+        elif not frozen:
+            _let_go(sock)
+
+    def _inject(self, fault: Fault, step: int) -> None:
+        fault.fired_at = time.monotonic()
+        self._note(
+            {
+                "kind": "fault",
+                "fault": fault.kind,
+                "targets": list(fault.targets),
+                "at": fault.fired_at,
+                "point": fault.point,
+                "step": step,
+                "generation": self._generation,
+            }
+        )
+        inject(self, fault)
+
+    # ------------------------------------------------------------------ what faults need: `chaos.faults.Ground`
+
+    def pid_of_rank(self, rank: int) -> int | None:
+        # A child that the zygote has not reported, so the pid is still its.
+        return self._pids[rank] if rank in self._running else None
+
+    def pid_of_smp(self, index: int) -> int:
+        return self._nodes[index].pid
+
+    def arena_of(self, index: int) -> Path:
+        return self._nodes[index].arena
+
+    def host_of(self, index: int) -> str:
+        return self._nodes[index].host
+
+    def ranks_on(self, index: int) -> list[int]:
+        return self._ranks_on(index)
+
+    def power_cut(self, index: int) -> None:
+        self._nodes[index].power_cut()
+
+    def replace_smp(self, index: int) -> None:
+        self._nodes[index].kill_smp()
+        self._start_nodes([self._nodes[index]])
+
+    def end_job(self, spare: Sequence[int] = ()) -> None:
+        if not self._running:
             return
-        try:
-            sock.sendall(b"g")
-        except OSError:
-            pass  # it was killed
+        spared = self._running.intersection(spare)
+        self._strays |= spared
+        self._running -= spared
+        self._launcher.kill(sorted(spared))
 
-    def _inject(self, fault: Fault) -> None:
-        if fault.kind == "trainer":
-            for rank in fault.targets:
-                self._kill_rank(rank)
-        elif fault.kind == "node":
-            for index in fault.targets:
-                for rank in self._ranks_on(index):
-                    self._kill_rank(rank)
-                self._nodes[index].power_cut()
-        elif fault.kind == "smp":
-            for index in fault.targets:
-                self._nodes[index].kill_smp()
-                self._start_nodes([self._nodes[index]])
+    def kill_launcher(self) -> None:
+        self._selector.unregister(self._launcher)
+        self._launcher.replace()
+        self._selector.register(self._launcher, selectors.EVENT_READ, self._hear)
+        at = time.monotonic()
+        for rank in sorted(self._running):
+            self._note({"kind": "exit", "rank": rank, "status": -9, "at": at, "generation": self._generation})
+        self._running.clear()
+        self._noticed_at = at
+        self._cause = [fault for fault in self._faults if fault.fired_at is not None and fault.kind == "kill-launcher"]
+        self._restart()
 
-    def _kill_rank(self, rank: int) -> None:
-        if rank in self._running:
-            os.kill(self._pids[rank], 9)  # a child that the zygote has not reported, so the pid is still its
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), action))
 
     def _note(self, event: Event) -> None:
         self.history.events.append(event)
@@ -337,16 +380,16 @@ class VirtualCluster:
     def _new_node(self, index: int) -> VirtualNode:
         life = self._lives[index]
         host = f"127.0.0.{11 + index + life * len(self._lives)}"
-        return VirtualNode(index, life, host, self._memory, self._job)
+        return VirtualNode(index, life, host, self._memory, self._job, self._smp_module)
 
     def _start_nodes(self, nodes: Sequence[VirtualNode]) -> None:
         for node in nodes:
-            node.launch(self._wiring(node.who))
+            node.launch(self._wiring(node.who), log=self._base / f"{node.who}.log")
         for node in nodes:
             node.wait_ready()
 
     def _wiring(self, who: str) -> Wiring:
-        rules = [(f.point, f.step) for f in self._faults if f.who == who and f.fired_at is None]
+        rules = [(fault.point, fault.step) for fault in self._faults if fault.who == who and not fault.due]
         return Wiring(self._events_path, rules)
 
     def _node_of(self, rank: int) -> VirtualNode:
@@ -373,10 +416,14 @@ class VirtualCluster:
                 self.history.leaks.append(f"{node.arena} is still there")
 
     def _clean_up(self, listening: socket.socket) -> None:
-        if self._running:
+        if self._running or self._strays:
             self._launcher.end_trainers()
         for node in self._nodes:
             node.close()
+        for path in sorted(self._base.glob("smp*.log")):
+            _, found, rest = path.read_text(errors="replace").partition("Traceback (most recent call last)")
+            if found:
+                self.history.tracebacks.append(f"{path.stem}: {rest[-2000:].strip()}")
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
@@ -391,3 +438,11 @@ class VirtualCluster:
             if text:
                 texts.append(f"--- {path.name} of {path.parent.parent.name}\n{text[-3000:]}")
         return "\n".join(texts)
+
+
+def _let_go(sock: socket.socket) -> None:
+    """Whoever waits at a point may go on."""
+    try:
+        sock.sendall(b"g")
+    except OSError:
+        pass  # it was killed

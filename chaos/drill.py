@@ -80,7 +80,12 @@ def train() -> None:
                 reach("train.step", number)
 
             loss = job.step(step, middle)
-            trainer.report("step", step=step + 1, loss="none" if loss is None else loss.hex())
+            trainer.report(
+                "step",
+                step=step + 1,
+                loss="none" if loss is None else loss.hex(),
+                protected=snap.protected_step if snap else None,
+            )
         trainer.report("end", digests=digests(job.state()))
     # The group is not destroyed: gloo's threads may still need the interpreter to let go of what DDP's last reduction
     # held, and whoever frees the group waits for them and holds it. The process ends right after this.

@@ -27,12 +27,15 @@ class Launcher:
 
     def __init__(self, modules: Sequence[str]) -> None:
         """Start it; returns at once. `wait_ready` says when the modules are imported."""
-        ours, theirs = socket.socketpair()
-        self._channel = ours
+        self._modules = tuple(modules)
         self._buffer = b""
         self._ready = False
         self._scratch = arena_base() / f"launcher-{os.getpid()}-{next(_numbers)}"
         self._scratch.mkdir(parents=True, mode=0o700, exist_ok=True)
+        self._start()
+
+    def _start(self) -> None:
+        self._channel, theirs = socket.socketpair()
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -40,7 +43,7 @@ class Launcher:
             "TMPDIR": str(self._scratch),  # tempfile probes its directory by writing to it; nothing is to touch a disk
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "chaos.zygote", str(theirs.fileno()), *modules],
+            [sys.executable, "-m", "chaos.zygote", str(theirs.fileno()), *self._modules],
             pass_fds=[theirs.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -58,6 +61,11 @@ class Launcher:
         """For a selector: readable when `messages` has something."""
         return self._channel.fileno()
 
+    @property
+    def pid(self) -> int:
+        """The process that forks trainers."""
+        return self._process.pid
+
     def wait_ready(self) -> None:
         """Block until the modules are imported. Raises `HoldfastError` if they cannot be."""
         if not self._ready:
@@ -68,14 +76,26 @@ class Launcher:
         """Fork one trainer per element of `ranks`."""
         self._say({"op": "spawn", "target": target, "ranks": ranks, "store_host": store_host})
 
-    def kill(self) -> None:
-        """SIGKILL every trainer that is left. Their ends are reported like any other."""
-        self._say({"op": "kill"})
+    def kill(self, spare: Sequence[int] = ()) -> None:
+        """SIGKILL every trainer of the job that is left. Their ends are reported like any other.
+
+        Those of the ranks in `spare` live on as strays; of these only the end is reported.
+        """
+        self._say({"op": "kill", "spare": list(spare)})
+
+    def replace(self) -> None:
+        """SIGKILL the process, and all trainers with it, and start another; blocks until that is ready."""
+        self._process.kill()
+        self._process.wait(10)
+        self._channel.close()
+        self._buffer, self._ready = b"", False
+        self._start()
+        self.wait_ready()
 
     def end_trainers(self) -> None:
-        """SIGKILL every trainer that is left, and block until none is. Other messages are dropped."""
-        self.kill()
-        self._await("killed", ANSWER_DEADLINE_S)
+        """SIGKILL every trainer that is left, strays too, and block until none is. Other messages are dropped."""
+        self._say({"op": "end"})
+        self._await("ended", ANSWER_DEADLINE_S)
 
     def disk_bytes_written(self) -> int:
         """What this process and all trainers so far wrote to disk. Call while no trainer runs."""

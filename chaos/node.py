@@ -40,13 +40,18 @@ class Wiring:
 class VirtualNode:
     """One node. Its SMP is a child of this process, and goes when this process goes."""
 
-    def __init__(self, index: int, life: int, host: str, base: Path, job: str) -> None:
-        """`life` counts the machines that stood in this place; a replacement starts with nothing."""
+    def __init__(self, index: int, life: int, host: str, base: Path, job: str, smp_module: str = "smp_daemon") -> None:
+        """
+        Args:
+            life: counts the machines that stood in this place; a replacement starts with nothing.
+            smp_module: what is run as the SMP.
+        """
         self.index = index
         self.name = f"node{index}" if life == 0 else f"node{index}-{life}"
         self.host = host
         self.base = base / self.name
         self.job = job
+        self._smp_module = smp_module
         self.alive = False
         self.disk_bytes_written = 0
         self._written_before = 0
@@ -62,10 +67,11 @@ class VirtualNode:
         """Where its snapshots lie."""
         return arena_path(self.job, self.base)
 
-    def launch(self, wiring: Wiring, settings: dict[str, str] | None = None) -> None:
-        """Start the SMP, with more environment variables if given; returns at once."""
+    def launch(self, wiring: Wiring, settings: dict[str, str] | None = None, log: Path | None = None) -> None:
+        """Start the SMP, with more environment variables if given; returns at once. `log`: where its words go."""
         self.base.mkdir(parents=True, mode=0o700, exist_ok=True)
-        command = [*smp_command(self.job, self.name, self.arena, self.host), "--owner-pid", str(os.getpid())]
+        command = smp_command(self.job, self.name, self.arena, self.host, self._smp_module)
+        command += ["--owner-pid", str(os.getpid())]
         environment = (
             {"HOLDFAST_PRIORITY": "normal"}  # the nodes share this machine's cores: none would ever be to spare
             | os.environ
@@ -73,9 +79,14 @@ class VirtualNode:
             | wiring.environment(self.who)
             | (settings or {})
         )
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-        )
+        errors = log.open("a") if log is not None else None
+        try:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        finally:
+            if errors is not None:
+                errors.close()
         self.alive = True
 
     def wait_ready(self) -> Owner:
@@ -97,8 +108,10 @@ class VirtualNode:
         return self._process.pid
 
     def kill_smp(self) -> None:
-        """SIGKILL the SMP; what it held in shared memory stays."""
+        """SIGKILL the SMP, if it lives; what it held in shared memory stays."""
         assert self._process is not None
+        if not self.alive:
+            return
         # Not Popen.kill: that reaps a process that has ended, and with it the kernel's account of it.
         os.kill(self._process.pid, signal.SIGKILL)
         self.wait_end()

@@ -3,10 +3,10 @@
 Importing takes seconds per process; forking takes milliseconds, and the ranks share what was imported. It runs no
 torch operation and starts no thread itself. It talks JSON lines over one socket (file descriptor in argument 1):
 
-    in   {"op": "spawn", "ranks": [{"rank", "env", "log"}, ...], "target": "module:function"}   {"op": "kill"}
-         {"op": "written"}
+    in   {"op": "spawn", "ranks": [{"rank", "env", "log"}, ...], "target": "module:function"}
+         {"op": "kill", "spare": [rank, ...]}   {"op": "end"}   {"op": "written"}
     out  {"kind": "imported"}   {"kind": "spawned", "pids": {rank: pid}}   {"kind": "exit", "rank", "status", "at"}
-         {"kind": "killed"}: no trainer is left
+         {"kind": "ended"}: no trainer is left   {"kind": "stray", "rank", "status", "at"}: one that was spared
          {"kind": "written", "bytes"}: to disk, by the zygote and all trainers that have ended
 
 Trainers die with it, and it ends, killing them, when its socket closes.
@@ -39,6 +39,7 @@ class Zygote:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._children: dict[int, int] = {}
+        self._strays: dict[int, int] = {}
         self._buffer = b""
 
     def run(self) -> None:
@@ -56,7 +57,7 @@ class Zygote:
             for key, _ in selector.select():
                 if key.fileobj is self._channel:
                     if not self._listen():
-                        self._kill()
+                        self._end()
                         return
                 else:
                     _drain(woken)
@@ -71,8 +72,10 @@ class Zygote:
             if message["op"] == "spawn":
                 self._spawn(message)
             elif message["op"] == "kill":
-                self._kill()
-                self._say({"kind": "killed"})
+                self._kill(message["spare"])
+            elif message["op"] == "end":
+                self._end()
+                self._say({"kind": "ended"})
             elif message["op"] == "written":
                 self._say({"kind": "written", "bytes": disk_bytes_written()})
         return bool(data)
@@ -117,23 +120,32 @@ class Zygote:
             sys.stderr.flush()
             os._exit(status)
 
-    def _kill(self) -> None:
+    def _kill(self, spare: list[int]) -> None:
+        """Those of the ranks in `spare` are not counted as the job's any more."""
+        self._strays |= {pid: rank for pid, rank in self._children.items() if rank in spare}
+        self._children = {pid: rank for pid, rank in self._children.items() if rank not in spare}
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)  # ours and not reaped yet, so the pid is still theirs
         while self._children:
             self._reaped(*os.waitpid(-1, 0))
 
+    def _end(self) -> None:
+        self._children |= self._strays
+        self._strays.clear()
+        self._kill([])
+
     def _reap(self) -> None:
-        while self._children:
+        while self._children or self._strays:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
             self._reaped(pid, status)
 
     def _reaped(self, pid: int, status: int) -> None:
-        rank = self._children.pop(pid)
+        kind = "stray" if pid in self._strays else "exit"
+        rank = self._strays.pop(pid) if pid in self._strays else self._children.pop(pid)
         code = os.waitstatus_to_exitcode(status)
-        self._say({"kind": "exit", "rank": rank, "status": code, "at": time.monotonic()})
+        self._say({"kind": kind, "rank": rank, "status": code, "at": time.monotonic()})
 
     def _say(self, message: dict[str, Any]) -> None:
         try:

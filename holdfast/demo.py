@@ -13,7 +13,9 @@ from typing import Any
 
 from chaos.cluster import Event, History, Restart, VirtualCluster
 from chaos.drill import TARGET, compare, steps_done_again
+from chaos.faults import CATALOGUE
 from chaos.launcher import Launcher
+from chaos.recovery import phases
 from smp_daemon.errors import ConfigError
 from snapshot.arrange import parse_protect
 
@@ -39,6 +41,11 @@ class Kill:
     def option(self) -> str:
         """How it is said on the command line."""
         return f"--kill {self.kind}:{'+'.join(map(str, self.targets))}@{self.step}"
+
+
+def kind_of(fault: str) -> str:
+    """Of what the demo kills a fault of this kind is."""
+    return "node" if CATALOGUE[fault].loses else "trainer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,27 +204,10 @@ def account(plan: Plan, undisturbed: History, disturbed: History, seconds: float
 def _recovery(history: History, generation: int, restart: Restart) -> Recovery:
     fault = restart.faults[0]
     started = history.of("started", generation=generation)
-    first_steps = [e["at"] for e in history.of("step", generation=generation, step=started[0]["step"] + 1)]
-
-    def latest(name: str) -> float:
-        return float(max(event["clock"][name] for event in started))
-
-    marks = [
-        ("detect", restart.noticed_at),
-        ("restart", latest("enter")),
-        ("plan", latest("plan")),
-        ("fetch", latest("fetch")),
-        ("load", latest("load")),
-        ("first_step", max(first_steps)),
-    ]
-    phases, before = {}, restart.killed_at
-    for name, at in marks:
-        phases[name] = round(max(0.0, at - before), 4)
-        before = max(before, at)
     return Recovery(
-        kill=Kill(fault.kind, fault.targets, fault.step or 0),
+        kill=Kill(kind_of(fault.kind), fault.targets, fault.step or 0),
         restored_step=started[0]["step"],
         lost_steps=steps_done_again(history, generation),
         bytes_fetched=sum(event["bytes_fetched"] for event in started),
-        phases=phases,
+        phases=phases(history, generation, restart),
     )

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chaos.cluster import Event
-from holdfast.demo import Account, Kill, Plan, Recovery
+from holdfast.demo import Account, Kill, Plan, Recovery, kind_of
 
 PHASES = ("detect", "restart", "plan", "fetch", "load", "first_step")
 TITLES = {"fetch": "fetch/decode", "first_step": "first step"}
@@ -53,7 +53,7 @@ class DemoProgress:
             loss = float.fromhex(event["loss"])
             self._bar.update(self._task, completed=event["step"], note=f"loss {loss:.4f}")
         elif kind == "fault":
-            what = Kill(event["fault"], tuple(event["targets"]), event["step"])
+            what = Kill(kind_of(event["fault"]), tuple(event["targets"]), event["step"])
             self._bar.console.print(Text(f"  ✗ {what} killed in the middle of step {event['step']}", "red"))
         elif kind == "started" and event["rank"] == 0 and event["generation"] > 0:
             self._bar.update(self._task, completed=event["step"], note="")

@@ -64,12 +64,12 @@ def _one_at_a_time(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def smp_command(job: str, node: str, arena: Path, host: str) -> list[str]:
-    """The command line that runs an SMP in the foreground."""
+def smp_command(job: str, node: str, arena: Path, host: str, module: str = "smp_daemon") -> list[str]:
+    """The command line that runs an SMP, or what stands in for it, in the foreground."""
     return [
         sys.executable,
         "-m",
-        "smp_daemon",
+        module,
         *("--job", job),
         *("--node", node),
         *("--arena", str(arena)),

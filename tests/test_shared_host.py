@@ -53,7 +53,7 @@ class Plan:
 
 def run(launcher: Launcher, plan: Plan, meeting: Barrier) -> History:
     def on_event(event: Event) -> None:
-        if event["kind"] == "fault" and event["fault"] == "node":
+        if event["kind"] == "fault" and event["fault"] == "lose-node":
             meeting.wait(DEADLINE_S)
 
     snapshots = plan.memory is not None

@@ -1,0 +1,132 @@
+"""Running scenarios, one after another, on one launcher; and what they come to together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from chaos.cluster import History, VirtualCluster
+from chaos.drill import TARGET
+from chaos.faults import Fault
+from chaos.launcher import Launcher
+from chaos.scenario import WORKLOAD, Scenario
+from chaos.verdict import Verdict, judge
+from smp_daemon.errors import HoldfastError
+from smp_daemon.paths import arena_base
+
+PRELOAD = ("chaos.drill", "holdfast.workload", "torch.profiler", "torch._dynamo")
+"""What trainers would import one by one while they start."""
+
+DEADLINE_S = 60.0
+
+
+class Campaign:
+    """Runs scenarios. A context manager; not thread-safe."""
+
+    def __init__(
+        self, preload: Sequence[str] = (), smp_module: str = "smp_daemon", deadline_s: float = DEADLINE_S
+    ) -> None:
+        """
+        Args:
+            preload: modules that trainers are to import, too.
+            smp_module: what is run as the SMP, instead of the real one.
+            deadline_s: a run that takes longer hangs.
+        """
+        self._deadline_s = deadline_s
+        self._launcher = Launcher([*PRELOAD, *preload])
+        self._smp_module = smp_module
+        self._undisturbed: dict[tuple[Any, ...], History] = {}
+
+    def __enter__(self) -> Campaign:
+        self._launcher.wait_ready()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._launcher.close()
+
+    def run(self, scenario: Scenario, replay: str) -> Verdict:
+        """Run one: undisturbed, if that was not done yet, and with its faults. `replay`: how to run it again."""
+        if scenario.needs_root and os.geteuid() != 0:
+            return Verdict(scenario, (), 0, 0, 0, (), 0, False, False, (), 0.0, History(), skipped="needs root")
+        undisturbed = self._reference(scenario)
+        began = time.monotonic()
+        before = self._ours()
+        cluster = self._cluster(scenario, snapshots=True)
+        for fault in scenario.faults:
+            cluster.add(_fresh(fault))
+        failure: HoldfastError | None = None
+        try:
+            cluster.run()
+        except HoldfastError as error:
+            failure = error
+        leaks = tuple(cluster.history.leaks) + tuple(sorted(self._ours() - before))
+        seconds = time.monotonic() - began
+        return judge(scenario, undisturbed, cluster.history, failure, leaks, seconds, replay)
+
+    def _reference(self, scenario: Scenario) -> History:
+        key = (scenario.nodes, scenario.ranks_per_node, scenario.steps, scenario.seed, repr(scenario.options))
+        if key not in self._undisturbed:
+            self._undisturbed[key] = self._cluster(scenario, snapshots=False).run()
+        return self._undisturbed[key]
+
+    def _cluster(self, scenario: Scenario, *, snapshots: bool) -> VirtualCluster:
+        def place(generation: int, rank: int) -> int:
+            node = rank // scenario.ranks_per_node
+            return (node + generation) % scenario.nodes if scenario.renumber else node
+
+        return VirtualCluster(
+            self._launcher,
+            nodes=scenario.nodes,
+            ranks_per_node=scenario.ranks_per_node,
+            target=TARGET,
+            args={
+                "job": WORKLOAD,
+                "seed": scenario.seed,
+                "steps": scenario.steps,
+                "snapshots": snapshots,
+                "options": dict(scenario.options),
+                "hook": {"protect": scenario.protect, **scenario.hook},
+                "drain": scenario.drain,
+            },
+            job="chaos",
+            smps=snapshots,
+            deadline_s=self._deadline_s,
+            place=place,
+            smp_module=self._smp_module,
+        )
+
+    def _ours(self) -> set[str]:
+        """What this process holds on the machine, but for the launcher: descendants, descriptors, shared memory."""
+        children = psutil.Process().children(recursive=True)
+        found = {f"process {child.pid} {child.name()}" for child in children if child.pid != self._launcher.pid}
+        found |= {f"descriptor {path.name}" for path in Path("/proc/self/fd").iterdir()}
+        found |= {str(path) for path in arena_base().glob(f"virtual-{os.getpid()}*")}
+        return found
+
+
+def summary(verdicts: Iterable[Verdict], seconds: float) -> dict[str, Any]:
+    """The figures of a campaign, for ``--json``."""
+    ran = [verdict for verdict in verdicts if not verdict.skipped]
+    return {
+        "faults_asked": sum(verdict.asked for verdict in ran),
+        "faults_injected": sum(verdict.injected for verdict in ran),
+        "scenarios": len(ran),
+        "wrong_states": sum(verdict.wrong for verdict in ran),
+        "lost_protected_steps": sum(verdict.lost_protected_steps for verdict in ran),
+        "hangs": sum(verdict.hang for verdict in ran),
+        "leaks": sum(len(verdict.leaks) for verdict in ran),
+        "failed": sum(not verdict.held for verdict in ran),
+        "seconds": round(seconds, 1),
+        "replay": [verdict.replay for verdict in ran if verdict.replay],
+    }
+
+
+def _fresh(fault: Fault) -> Fault:
+    """The same, not done yet."""
+    names = ("who", "point", "step", "kind", "targets", "delay_s", "for_s", "amount", "seed")
+    return Fault(*(getattr(fault, name) for name in names))

@@ -1,0 +1,317 @@
+"""A scenario: a small job, what is done to it, and what must come of it. Read from TOML, or drawn from a seed.
+
+::
+
+    [a-node-in-the-middle-of-a-copy]
+    what = "a node loses its memory while a trainer on it copies"
+    nodes = 3
+    fault = [{kind = "lose-node", targets = [1], at = "copy.middle", step = 5}]
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from chaos.faults import CATALOGUE, Fault
+from smp_daemon.errors import ConfigError
+from snapshot.arrange import parse_protect
+from snapshot.tuning.profiles import FailureProfile
+
+IDENTICAL, UNRECOVERABLE = "identical", "unrecoverable"
+SMP_POINTS = ("seal.done", "encode.middle", "rebuild.middle", "heal.done")
+WORKLOAD = "holdfast.workload:Workload"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run with faults.
+
+    Attributes:
+        what: it in a sentence.
+        steps, seed: of the job.
+        faults: what is done, in any order; see `chaos.faults.Fault`.
+        expect: ``identical``: the run ends as an undisturbed one; ``unrecoverable``: it fails, and says that too much
+            is lost.
+        peer: which fault of a peer this is, as its own report calls it, and what came of it there.
+        options: of the job. `hook`: of `InMemorySnapshot`, but for `protect`.
+        renumber: whether ranks move to the next node at every restart.
+        again: most finished steps that may have to be done again after a restart.
+        drain: whether each step waits for the snapshot before it, see `chaos.drill.train`; without it most snapshots of
+            such short steps are left out.
+        quick: part of the short cut that the test suite runs.
+    """
+
+    name: str
+    what: str
+    faults: tuple[Fault, ...]
+    nodes: int = 3
+    ranks_per_node: int = 1
+    protect: str = "auto"
+    steps: int = 10
+    seed: int = 1
+    expect: str = IDENTICAL
+    peer: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    hook: Mapping[str, Any] = field(default_factory=dict)
+    renumber: bool = False
+    again: int = 4
+    drain: bool = True
+    quick: bool = True
+
+    @property
+    def world(self) -> int:
+        """How many trainers."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def needs_root(self) -> bool:
+        """Whether a fault can only be done by root."""
+        return any(CATALOGUE[fault.kind].rooted for fault in self.faults)
+
+    @property
+    def beyond_parity(self) -> bool:
+        """Whether too much is lost on purpose."""
+        return self.expect == UNRECOVERABLE
+
+    @property
+    def asked(self) -> int:
+        """How many faults, counting each target."""
+        return sum(max(1, len(fault.targets)) for fault in self.faults)
+
+
+def parse(text: str, where: str) -> list[Scenario]:
+    """The scenarios of a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read; the message names the scenario and what is wrong with it.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is no TOML: {error}") from error
+    return [_scenario(name, table, where) for name, table in tables.items()]
+
+
+def built_in() -> list[Scenario]:
+    """Those that come with holdfast."""
+    found = []
+    for file in sorted(resources.files("chaos").joinpath("scenarios").iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".toml"):
+            found += parse(file.read_text(), file.name)
+    return found
+
+
+def choose(wanted: str) -> list[Scenario]:
+    """Scenarios by ``all``, ``quick``, ``campaign``, names with commas, or the path of a file.
+
+    Raises:
+        ConfigError: there is no such scenario.
+    """
+    if wanted.endswith(".toml"):
+        try:
+            return parse(Path(wanted).read_text(), wanted)
+        except OSError as error:
+            raise ConfigError(f"{wanted} cannot be read: {error}") from error
+    known = {scenario.name: scenario for scenario in built_in()}
+    if wanted == "campaign":
+        return campaign()
+    if wanted in ("all", "quick"):
+        return [scenario for scenario in known.values() if wanted == "all" or scenario.quick]
+    if missing := [name for name in wanted.split(",") if name not in known]:
+        raise ConfigError(f"there is no scenario {missing[0]!r}: `holdfast chaos list` names them")
+    return [known[name] for name in wanted.split(",")]
+
+
+def to_json(scenario: Scenario) -> dict[str, Any]:
+    """A JSON object that `from_json` reads back."""
+    faults = [{**asdict(fault), "targets": list(fault.targets)} for fault in scenario.faults]
+    return {**{item.name: getattr(scenario, item.name) for item in fields(scenario)}, "faults": faults}
+
+
+def from_json(data: Mapping[str, Any]) -> Scenario:
+    """Raises `ConfigError` if `data` is not what `to_json` makes."""
+    try:
+        faults = tuple(
+            Fault(
+                **{name: value for name, value in each.items() if name not in ("due", "fired_at", "targets")},
+                targets=tuple(each["targets"]),
+            )
+            for each in data["faults"]
+        )
+        return Scenario(**{**data, "faults": faults})
+    except (TypeError, KeyError) as error:
+        raise ConfigError(f"this is no scenario: {error!r}") from error
+
+
+def _scenario(name: str, table: Any, where: str) -> Scenario:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: {name} is no table")
+    known = {item.name for item in fields(Scenario)} - {"name", "faults"} | {"fault"}
+    if unknown := table.keys() - known:
+        raise ConfigError(f"{where}: [{name}] has {sorted(unknown)}; known are {sorted(known)}")
+    rest = dict(table)
+    nodes, ranks = rest.get("nodes", 3), rest.get("ranks_per_node", 1)
+    try:
+        faults = tuple(_fault(entry, ranks) for entry in rest.pop("fault", []))
+        scenario = Scenario(name, faults=faults, **rest)
+    except (TypeError, KeyError, ValueError, ConfigError) as error:
+        raise ConfigError(f"{where}: [{name}]: {error}") from error
+    if scenario.expect not in (IDENTICAL, UNRECOVERABLE):
+        raise ConfigError(f"{where}: [{name}] expects {scenario.expect!r}: say {IDENTICAL} or {UNRECOVERABLE}")
+    parse_protect(scenario.protect)
+    for fault in faults:
+        limit = {"rank": nodes * ranks, "node": nodes}.get(CATALOGUE[fault.kind].of, 1)
+        if not all(0 <= target < limit for target in fault.targets):
+            raise ConfigError(f"{where}: [{name}]: {fault.kind} of {list(fault.targets)}; there are {limit}")
+    return scenario
+
+
+def _fault(entry: Mapping[str, Any], ranks_per_node: int) -> Fault:
+    rest = dict(entry)
+    kind, at = str(rest.pop("kind")), str(rest.pop("at", "train.step"))
+    if kind not in CATALOGUE:
+        raise ConfigError(f"there is no fault {kind!r}: choose one of {', '.join(CATALOGUE)}")
+    targets = tuple(int(target) for target in rest.pop("targets", ()))
+    by = rest.pop("by", None) or witness(kind, targets, at, ranks_per_node)
+    return Fault(by, at, rest.pop("step", None), kind, targets, **rest)
+
+
+def witness(kind: str, targets: tuple[int, ...], at: str, ranks_per_node: int) -> str:
+    """Who sets a fault off if nothing else is said: its first target, or a process on its first target's node."""
+    of, first = CATALOGUE[kind].of, targets[0] if targets else 0
+    if at in SMP_POINTS:
+        return f"smp{first if of == 'node' else first // ranks_per_node}"
+    return f"rank{first * ranks_per_node if of == 'node' else first}"
+
+
+# ---------------------------------------------------------------------- drawn from a seed
+
+TRAINER_POINTS = ("train.step", "copy.before", "copy.middle", "copy.done")
+AGAIN = ("restore.before", "restore.middle", "rebuild.middle")
+"""Where a second fault hits the recovery from the first."""
+
+
+KINDS = (
+    *("kill-trainer", "kill-trainer", "segv-trainer", "abort-trainer", "term-trainer", "hang-trainer", "pause-trainer"),
+    *("lose-node", "lose-node", "kill-smp", "pause-smp", "flip-shards", "flip-parity", "zombie-trainer"),
+)
+"""What is drawn, each entry as often as any other."""
+
+
+def draw(
+    seed: int, faults: int, *, double: bool = False, beyond: bool = False, profile: FailureProfile | None = None
+) -> Scenario:
+    """A scenario of so many faults on a small cluster; the same for the same arguments.
+
+    Faults that may take memory away come far enough apart that parity is whole again before the next.
+
+    Args:
+        profile: a published mix of failures, instead of all kinds alike: process failures, lost memory, and as many
+            nodes at once as parity makes up for.
+        double: each fault that ends the job is followed by another one during the recovery from it.
+        beyond: the last fault takes more nodes of a group than it has parity.
+    """
+    if not 1 <= faults <= 20:
+        raise ConfigError(f"{faults} faults: choose 1 to 20")
+    source = random.Random(f"{seed} {faults} {double} {beyond} {profile.name if profile else ''}")
+    nodes, protect = source.choice([(3, "auto"), (4, "auto"), (4, "2+2"), (5, "3+2"), (4, "copies:2")])
+    parity = parse_protect(protect).parity
+    gap = 4
+    found: list[Fault] = []
+    for number in range(faults):
+        step = 3 + gap * number + source.randrange(2)
+        if beyond and number == faults - 1:
+            found.append(_lose(source, nodes, parity + 1, step))
+            break
+        if profile is not None and source.random() < profile.shock:
+            found.append(_lose(source, nodes, parity, step))
+            continue
+        kind = _kind(source, double, profile)
+        found += _one(source, kind, nodes, parity, step, double)
+    kind = profile.name if profile else "beyond parity" if beyond else "double" if double else "single"
+    return Scenario(
+        f"seed-{seed}-{faults}-{kind.replace(' ', '-')}",
+        f"{faults} faults drawn from seed {seed}: {kind}",
+        tuple(found),
+        nodes=nodes,
+        protect=protect,
+        steps=3 + gap * faults + 2,
+        seed=seed,
+        expect=UNRECOVERABLE if beyond else IDENTICAL,
+    )
+
+
+def mixed(first: int, count: int, profile: FailureProfile | None = None) -> Iterator[Scenario]:
+    """So many scenarios from consecutive seeds: every fifth with double faults, every twentieth beyond parity."""
+    for seed in range(first, first + count):
+        if profile is not None:
+            yield draw(seed, 4, profile=profile)
+        elif seed % 20 == 7:
+            yield draw(seed, 2, beyond=True)
+        elif seed % 5 == 0:
+            yield draw(seed, 3, double=True)
+        else:
+            yield draw(seed, 4)
+
+
+def campaign() -> list[Scenario]:
+    """All that are built in, and 450 drawn ones: some 2,000 faults, of which more than 300 hit a recovery."""
+    drawn = [*mixed(1, 300)]
+    drawn += [draw(seed, 3, double=True) for seed in range(1001, 1061)]
+    drawn += [draw(seed, 2, beyond=True) for seed in range(2001, 2091)]
+    return [*built_in(), *drawn]
+
+
+def replay_command(scenario: Scenario) -> str:
+    """The command that runs a scenario again."""
+    match = re.fullmatch(r"seed-(\d+)-(\d+)-(.+)", scenario.name)
+    if match is None:
+        return f"holdfast chaos run {scenario.name}"
+    seed, faults, kind = match.groups()
+    how = {"single": "", "double": " --double", "beyond-parity": " --beyond"}.get(kind, f" --profile {kind}")
+    return f"holdfast chaos run --seed {seed} --faults {faults}{how}"
+
+
+def _lose(source: random.Random, nodes: int, count: int, step: int) -> Fault:
+    lost = tuple(sorted(source.sample(range(nodes), min(count, nodes))))
+    return Fault(f"rank{lost[0]}", "train.step", step, "lose-node", lost)
+
+
+def _kind(source: random.Random, double: bool, profile: FailureProfile | None) -> str:
+    if double:
+        return source.choice(("kill-trainer", "lose-node"))
+    if profile is None:
+        return source.choice(KINDS)
+    lost = source.random() < profile.memory / (profile.memory + profile.process)
+    return "lose-node" if lost else source.choice([kind for kind in KINDS if kind.endswith("-trainer")])
+
+
+def _one(source: random.Random, kind: str, nodes: int, parity: int, step: int, double: bool) -> Iterator[Fault]:
+    target = source.randrange(nodes)
+    seed = source.randrange(1 << 30)
+    if kind in ("flip-shards", "flip-parity"):
+        yield Fault(f"rank{target}", "train.step", step, kind, (target,), amount=1 + source.randrange(3), seed=seed)
+        yield Fault(f"rank{target}", "train.step", step, "kill-trainer", (target,))
+        return
+    point = source.choice(TRAINER_POINTS)
+    delay = source.choice([0.0, 0.0, source.uniform(0.0, 0.01)])
+    for_s = source.uniform(0.1, 0.4)
+    yield Fault(f"rank{target}", point, step, kind, (target,), delay_s=delay, for_s=for_s)
+    if not double:
+        return
+    lost = kind == "lose-node"
+    again = source.choice(AGAIN if lost else AGAIN[:2])
+    other = (target + 1 + source.randrange(nodes - 1)) % nodes
+    if again == "rebuild.middle":
+        # The node that is rebuilding dies again, or, if parity allows it, another one.
+        second = other if parity > 1 and source.random() < 0.5 else target
+        yield Fault(f"smp{target}", again, None, "lose-node", (second,))
+    else:
+        yield Fault(f"rank{other}", again, None, "kill-trainer", (other,))

@@ -1,0 +1,150 @@
+"""``holdfast chaos``: break a training job in every way there is, and see that it ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from smp_daemon.errors import ConfigError
+
+
+def add(commands: Any, add_json: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    chaos = commands.add_parser("chaos", help="kill, hang and damage a job in every way there is; is it still exact?")
+    actions = chaos.add_subparsers(title="what to do", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="name the scenarios, and the kinds of faults")
+    add_json(listing)
+    listing.set_defaults(run=show_list)
+    run = actions.add_parser(
+        "run",
+        help="run scenarios",
+        description="Trains a small job on virtual nodes of this machine, undisturbed and with faults, for each "
+        "scenario. Status 0 only if every run ended identical to the last bit, no protected step was lost, what was "
+        "beyond parity failed loudly, nothing hung, and nothing was left behind.",
+    )
+    run.add_argument(
+        "scenarios", nargs="?", help="'all', 'quick', 'campaign', names with commas, or a TOML file (default quick)"
+    )
+    run.add_argument("--seed", type=int, help="draw a scenario from this seed")
+    run.add_argument("--faults", type=int, default=4, help="in a drawn scenario (default 4)")
+    run.add_argument("--double", action="store_true", help="drawn: each is followed by one during the recovery")
+    run.add_argument("--beyond", action="store_true", help="drawn: the last takes more than parity makes up for")
+    run.add_argument("--profile", help="drawn: as a published study saw failures: llama3, ft-hsdp, rsc-1, ...")
+    run.add_argument("--count", type=int, default=1, help="drawn: so many, of all kinds, from consecutive seeds")
+    run.add_argument("--html", type=Path, metavar="FILE", help="also write a report that needs nothing else")
+    run.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
+    add_json(run)
+    run.set_defaults(run=run_scenarios)
+    replay = actions.add_parser("replay", help="run again what failed in a report")
+    replay.add_argument("report", type=Path, help="a JSON report of `holdfast chaos run`")
+    add_json(replay)
+    replay.set_defaults(run=run_again)
+
+
+def show_list(parsed: argparse.Namespace) -> int:
+    """``holdfast chaos list``."""
+    from chaos.faults import CATALOGUE
+    from chaos.scenario import built_in
+    from holdfast.cli import write_json
+
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    scenarios = built_in()
+    table = Table("scenario", "what", "faults", box=None, pad_edge=False)
+    for scenario in scenarios:
+        table.add_row(scenario.name, scenario.what, ", ".join(fault.kind for fault in scenario.faults))
+    console.print(table)
+    console.print()
+    kinds = Table("fault", "what", "of", box=None, pad_edge=False)
+    for kind in CATALOGUE.values():
+        kinds.add_row(kind.name, kind.what + (" (needs root)" if kind.rooted else ""), kind.of)
+    console.print(kinds)
+    write_json(parsed.json, [{"name": each.name, "what": each.what, "peer": each.peer} for each in scenarios])
+    return 0
+
+
+def run_scenarios(parsed: argparse.Namespace) -> int:
+    """``holdfast chaos run``."""
+    from chaos.scenario import choose, draw, mixed
+    from snapshot.tuning.profiles import profile
+
+    mix = profile(parsed.profile) if parsed.profile else None
+    if parsed.seed is None:
+        if parsed.double or parsed.beyond or mix or parsed.count != 1:
+            raise ConfigError("--double, --beyond, --profile and --count are for drawn scenarios: say --seed, too")
+        return _run(parsed, choose(parsed.scenarios or "quick"))
+    if parsed.scenarios:
+        raise ConfigError(f"--seed draws a scenario; leave out {parsed.scenarios!r}, or --seed")
+    if parsed.count < 1:
+        raise ConfigError(f"--count {parsed.count}: draw at least one")
+    if parsed.count > 1:
+        return _run(parsed, list(mixed(parsed.seed, parsed.count, mix)))
+    return _run(parsed, [draw(parsed.seed, parsed.faults, double=parsed.double, beyond=parsed.beyond, profile=mix)])
+
+
+def run_again(parsed: argparse.Namespace) -> int:
+    """``holdfast chaos replay``."""
+    from chaos.scenario import from_json
+
+    try:
+        cases = json.loads(parsed.report.read_text())["cases"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{parsed.report} is no report of `holdfast chaos run --json`: {error!r}") from error
+    failed = [from_json(case["definition"]) for case in cases if case["problems"]]
+    if not failed:
+        raise ConfigError(f"nothing failed in {parsed.report}")
+    parsed.html = parsed.markdown = None
+    return _run(parsed, failed)
+
+
+def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
+    from chaos.campaign import Campaign, summary
+    from chaos.scenario import replay_command, to_json
+    from holdfast.chaos_report import markdown, page
+    from holdfast.cli import write_json
+
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    began = time.monotonic()
+    verdicts = []
+    with Campaign() as campaign:
+        try:
+            for number, scenario in enumerate(scenarios, 1):
+                verdict = campaign.run(scenario, replay_command(scenario))
+                verdicts.append(verdict)
+                console.print(f"[{number}/{len(scenarios)}] {line(verdict)}", soft_wrap=True)
+        except KeyboardInterrupt:
+            console.print(f"interrupted; {len(scenarios) - len(verdicts)} scenarios were not run")
+    figures = summary(verdicts, time.monotonic() - began)
+    console.print()
+    console.print(", ".join(f"{name.replace('_', ' ')} {count}" for name, count in figures.items() if name != "replay"))
+    for command in figures["replay"]:
+        console.print(f"to see it again: {command}", style="red")
+    cases = [{**verdict.to_json(), "definition": to_json(verdict.scenario)} for verdict in verdicts]
+    write_json(parsed.json, {**figures, "cases": cases})
+    if parsed.html:
+        parsed.html.write_text(page(verdicts, figures))
+    if parsed.markdown:
+        parsed.markdown.write_text(markdown(verdicts, figures))
+    return 1 if figures["failed"] else 0
+
+
+def line(verdict: Any) -> str:
+    """A verdict in a line."""
+    name = verdict.scenario.name
+    if verdict.skipped:
+        return f"[yellow]skipped[/] {name}: {verdict.skipped}"
+    if not verdict.held:
+        return f"[red]FAILED[/] {name}: " + "; ".join(verdict.problems)[:2000]
+    again = sum(verdict.steps_again)
+    if verdict.scenario.beyond_parity:
+        return f"[green]failed loudly[/], as it must: {name} ({verdict.injected} faults, {verdict.seconds:.1f} s)"
+    return (
+        f"[green]identical[/] {name} ({verdict.injected} faults, {verdict.restarts} restarts, {again} steps again, "
+        f"{verdict.seconds:.1f} s)"
+    )

@@ -1,0 +1,11 @@
+"""The SMP of a broken build: ``python -m tests.mutants`` with the arguments of ``python -m smp_daemon``."""
+
+from __future__ import annotations
+
+import runpy
+
+from tests.mutants import applied, apply
+
+if name := applied():
+    apply(name)
+runpy.run_module("smp_daemon", run_name="__main__", alter_sys=True)

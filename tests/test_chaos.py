@@ -1,0 +1,296 @@
+"""Chaos: scenarios on real processes, how they are read and drawn, and what makes a verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.campaign import Campaign, summary
+from chaos.cluster import History, Restart
+from chaos.faults import CATALOGUE, Fault
+from chaos.scenario import Scenario, built_in, campaign, choose, draw, from_json, mixed, parse, replay_command, to_json
+from chaos.verdict import judge, lost_protected, torn
+from holdfast import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.chaos_report import markdown, page
+from holdfast.cli import main
+from snapshot.tuning.profiles import PROFILES
+
+# ---------------------------------------------------------------------- real processes
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Campaign]:
+    with Campaign() as made:
+        yield made
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("scenario", [each for each in built_in() if each.quick], ids=lambda each: each.name)
+def test_a_scenario_ends_as_it_must(running: Campaign, scenario: Scenario) -> None:
+    verdict = running.run(scenario, replay_command(scenario))
+    assert verdict.problems == ()
+    assert verdict.skipped or verdict.injected == verdict.asked > 0
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", [each for each in built_in() if not each.quick], ids=lambda each: each.name)
+def test_a_longer_scenario_ends_as_it_must(running: Campaign, scenario: Scenario) -> None:
+    assert running.run(scenario, replay_command(scenario)).problems == ()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("seed", "how"), [(1, {}), (2, {"double": True}), (3, {"beyond": True})])
+def test_a_drawn_scenario_ends_as_it_must(running: Campaign, seed: int, how: dict[str, Any]) -> None:
+    verdict = running.run(draw(seed, 2, **how), "")
+    assert verdict.problems == ()
+
+
+@pytest.mark.cluster
+def test_the_command_writes_reports_and_replays_what_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenarios = tmp_path / "mine.toml"
+    scenarios.write_text(
+        '[fine]\nwhat = "a kill"\nsteps = 6\nfault = [{kind = "kill-trainer", targets = [1], step = 4}]\n'
+        '[hopeless]\nwhat = "too much"\nsteps = 6\nfault = [{kind = "lose-node", targets = [0, 1], step = 4}]\n'
+    )
+    files = [str(tmp_path / name) for name in ("report.json", "report.html", "report.md")]
+    assert main(["chaos", "run", str(scenarios), "--json", files[0], "--html", files[1], "--markdown", files[2]]) == 1
+    report = json.loads(Path(files[0]).read_text())
+    assert (report["scenarios"], report["failed"], report["faults_asked"], report["faults_injected"]) == (2, 1, 3, 3)
+    assert report["replay"] == ["holdfast chaos run hopeless"]
+    assert "Unrecoverable" in report["cases"][1]["problems"][0]
+    Checker().feed(Path(files[1]).read_text())
+    assert "| hopeless | lose-node 0+1 |" in Path(files[2]).read_text()
+    capsys.readouterr()
+    assert main(["chaos", "replay", files[0]]) == 1
+    assert "FAILED hopeless" in capsys.readouterr().out
+
+
+class Checker(HTMLParser):
+    """Every element that is opened is closed, and nothing is loaded from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not {"src", "href"} & {name for name, _ in attrs}
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+# ---------------------------------------------------------------------- scenarios
+
+
+def test_there_are_enough_of_them() -> None:
+    scenarios = built_in()
+    assert len({each.name for each in scenarios}) == len(scenarios) >= 70
+    quick = [each for each in scenarios if each.quick]
+    assert len(quick) >= 25 and sum(each.asked for each in quick) >= 60
+    assert {fault.kind for each in scenarios for fault in each.faults} == CATALOGUE.keys()
+    assert all(each.what for each in scenarios)
+
+
+def test_the_campaign_is_large_enough() -> None:
+    scenarios = campaign()
+    again = [
+        f for s in scenarios for f in s.faults if f.point in ("restore.before", "restore.middle", "rebuild.middle")
+    ]
+    assert sum(each.asked for each in scenarios) >= 2000
+    assert len(again) >= 300
+    assert sum(each.beyond_parity for each in scenarios) >= 100
+
+
+def test_the_same_seed_draws_the_same_scenario() -> None:
+    ways: list[dict[str, Any]] = [{}, {"double": True}, {"beyond": True}, {"profile": PROFILES["ft-hsdp"]}]
+    for how in ways:
+        assert draw(5, 3, **how) == draw(5, 3, **how)
+        assert draw(5, 3, **how) != draw(6, 3, **how)
+
+
+def test_drawn_scenarios_survive_json() -> None:
+    for scenario in [*mixed(0, 40), *built_in()]:
+        assert from_json(json.loads(json.dumps(to_json(scenario)))) == scenario
+
+
+@pytest.mark.parametrize(
+    ("scenario", "command"),
+    [
+        (draw(7, 3), "holdfast chaos run --seed 7 --faults 3"),
+        (draw(7, 3, double=True), "holdfast chaos run --seed 7 --faults 3 --double"),
+        (draw(7, 2, beyond=True), "holdfast chaos run --seed 7 --faults 2 --beyond"),
+        (draw(7, 4, profile=PROFILES["rsc-1"]), "holdfast chaos run --seed 7 --faults 4 --profile rsc-1"),
+        (choose("pause")[0], "holdfast chaos run pause"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Scenario) else "",
+)
+def test_each_has_a_command_that_runs_it_again(scenario: Scenario, command: str) -> None:
+    assert replay_command(scenario) == command
+
+
+def test_a_profile_draws_failures_as_often_as_its_study_saw_them() -> None:
+    mix = PROFILES["ft-hsdp"]
+    kinds = [fault.kind for seed in range(400) for fault in draw(seed, 4, profile=mix).faults]
+    lost = sum(kind == "lose-node" for kind in kinds) / len(kinds)
+    assert lost == pytest.approx(mix.memory + mix.shock, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "is no TOML"),
+        ("[a]\nsize = 3", r"\[a\] has \['size'\]"),
+        ("[a]\nwhat = ''\nfault = [{kind = 'burn'}]", "there is no fault 'burn': choose one of kill-trainer"),
+        ("[a]\nwhat = ''\nfault = [{kind = 'lose-node', targets = [3]}]", r"lose-node of \[3\]; there are 3"),
+        ("[a]\nwhat = ''\nexpect = 'luck'", "expects 'luck': say identical or unrecoverable"),
+        ("[a]\nwhat = ''\nprotect = 'x'", "protect='x'"),
+        ("[a]\nfault = []", "missing"),
+        ("a = 3", "a is no table"),
+    ],
+)
+def test_a_bad_file_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(text, "mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "nonsense"], "there is no scenario 'nonsense'"),
+        (["run", "--double"], "are for drawn scenarios"),
+        (["run", "pause", "--seed", "1"], "leave out 'pause', or --seed"),
+        (["run", "--seed", "1", "--faults", "0"], "0 faults: choose 1 to 20"),
+        (["run", "--seed", "1", "--count", "0"], "--count 0"),
+        (["run", "--seed", "1", "--profile", "x"], "'x' is no failure profile"),
+        (["run", "/no/such.toml"], "cannot be read"),
+        (["replay", "/no/such.json"], "is no report"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", *arguments]) == 1
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_the_list_names_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "list", "--json", "-"]) == 0
+    assert {each["name"] for each in json.loads(capsys.readouterr().out)} == {each.name for each in built_in()}
+
+
+# ---------------------------------------------------------------------- verdicts
+
+KILL = Fault("rank0", "train.step", 2, "kill-trainer", (0,))
+CLOCK = {"enter": 2.5, "plan": 2.6, "fetch": 2.7, "load": 2.8}
+ONE = Scenario("one", "one kill", (KILL,), nodes=1, steps=3)
+
+
+def run_of(
+    *, restored: int = 1, protected: int = 1, loss: str = "0x1p+0", digest: str = "a", how: str = "held"
+) -> History:
+    """A run that was killed in step 2 and goes on from `restored`."""
+    history = History()
+    history.events = [
+        {"kind": "started", "rank": 0, "generation": 0, "step": 0, "how": "", "at": 0.0},
+        {"kind": "step", "rank": 0, "generation": 0, "step": 1, "loss": "0x1p+0", "protected": protected, "at": 1.0},
+        {"kind": "fault", "fault": "kill-trainer", "targets": [0], "generation": 0, "step": 2, "at": 2.0},
+        {"kind": "started", "rank": 0, "generation": 1, "step": restored, "how": how, "at": 3.0, "clock": CLOCK},
+        *(
+            {"kind": "step", "rank": 0, "generation": 1, "step": s, "loss": loss, "protected": None, "at": 3.0 + s}
+            for s in range(restored + 1, 4)
+        ),
+        {"kind": "end", "rank": 0, "generation": 1, "digests": {"x": digest}, "at": 9.0},
+    ]
+    history.restarts = [Restart([KILL], 2.0, 2.1, 2.2)]
+    return history
+
+
+def undisturbed() -> History:
+    history = History()
+    history.events = [
+        *({"kind": "step", "rank": 0, "generation": 0, "step": s, "loss": "0x1p+0", "at": s} for s in (1, 2, 3)),
+        {"kind": "end", "rank": 0, "generation": 0, "digests": {"x": "a"}, "at": 9.0},
+    ]
+    return history
+
+
+def verdict_on(history: History, failure: HoldfastError | None = None, scenario: Scenario = ONE, **more: Any) -> Any:
+    return judge(scenario, undisturbed(), history, failure, more.get("leaks", ()), 1.0, "again")
+
+
+def test_a_run_that_went_as_it_must_has_no_problems() -> None:
+    verdict = verdict_on(run_of())
+    assert verdict.problems == () and verdict.replay == ""
+    assert (verdict.asked, verdict.injected, verdict.restarts, verdict.steps_again) == (1, 1, 1, (0,))
+
+
+@pytest.mark.parametrize(
+    ("history", "failure", "scenario", "problem"),
+    [
+        (run_of(loss="0x1p+1"), None, ONE, "loss of rank 0 at step 2"),
+        (run_of(digest="b"), None, ONE, "the final state of rank 0 differs: x"),
+        (run_of(restored=0), None, ONE, "1 protected steps were lost"),
+        (run_of(restored=0, protected=0), None, replace(ONE, again=0), "1 finished steps had to be done again"),
+        (run_of(how="mended"), None, ONE, "a shard was damaged although nothing had flipped a bit"),
+        (run_of(), None, replace(ONE, faults=(KILL, KILL)), "2 faults were asked for, 1 were done"),
+        (run_of(), DeadlineExceeded("60 s"), ONE, "it did not end"),
+        (run_of(), HoldfastError("StateMismatchError: x"), ONE, "it failed: StateMismatchError: x"),
+        (run_of(), None, replace(ONE, expect="unrecoverable"), "as if nothing had happened"),
+        (run_of(), HoldfastError("OSError: x"), replace(ONE, expect="unrecoverable"), "but not with Unrecoverable"),
+    ],
+)
+def test_each_breach_is_a_problem(
+    history: History, failure: HoldfastError | None, scenario: Scenario, problem: str
+) -> None:
+    verdict = verdict_on(history, failure, scenario)
+    assert not verdict.held and verdict.replay == "again"
+    assert any(problem in each for each in verdict.problems), verdict.problems
+
+
+def test_leaks_and_unexpected_errors_are_problems() -> None:
+    history = run_of()
+    history.tracebacks = ["smp0: ValueError"]
+    verdict = verdict_on(history, leaks=("process 3",))
+    assert verdict.problems == ("left behind: process 3", "an error that an SMP did not expect: smp0: ValueError")
+
+
+def test_ranks_that_start_at_different_steps_are_torn() -> None:
+    history = run_of()
+    history.events.append({"kind": "started", "rank": 1, "generation": 1, "step": 2, "how": "held", "at": 3.0})
+    assert torn(history) == "ranks started at different steps: [1, 2]"
+    assert lost_protected(history) == 0
+
+
+def test_beyond_parity_a_loud_failure_is_what_must_be() -> None:
+    history = run_of()
+    history.events = history.events[:3]
+    history.restarts = []
+    assert verdict_on(history, HoldfastError("Unrecoverable: x"), replace(ONE, expect="unrecoverable")).held
+
+
+def test_figures_count_what_ran_and_reports_show_it() -> None:
+    good, bad = verdict_on(run_of()), verdict_on(run_of(restored=0))
+    figures = summary([good, bad], 2.0)
+    assert figures == {
+        "faults_asked": 2,
+        "faults_injected": 2,
+        "scenarios": 2,
+        "wrong_states": 0,
+        "lost_protected_steps": 1,
+        "hangs": 0,
+        "leaks": 0,
+        "failed": 1,
+        "seconds": 2.0,
+        "replay": ["again"],
+    }
+    Checker().feed(page([good, bad], figures))
+    assert "1 protected steps were lost" in markdown([good, bad], figures)

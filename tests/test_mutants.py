@@ -1,0 +1,20 @@
+"""Chaos is tested itself: it must notice each of the broken builds in `tests.mutants`."""
+
+from __future__ import annotations
+
+import pytest
+
+from chaos.campaign import Campaign
+from tests.mutants import ENV, MUTANTS
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_build_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = MUTANTS[name]
+    monkeypatch.setenv(ENV, name)
+    with Campaign(preload=["tests.mutants.trainer"], smp_module="tests.mutants", deadline_s=20.0) as campaign:
+        verdict = campaign.run(mutant.shown_by(), "")
+    assert not verdict.held, f"{mutant.what}: nobody noticed"
+    assert any(mutant.sign in problem for problem in verdict.problems), verdict.problems
