@@ -164,17 +164,22 @@ def _oom(ground: Ground, fault: Fault) -> None:
     for rank in fault.targets:
         pid = ground.pid_of_rank(rank)
         if pid is not None:
-            _starve(pid, f"holdfast-{os.getpid()}-{rank}")
+            group = _starve(pid, f"{CGROUP}-{os.getpid()}-{rank}")
+            ground.later(1.0, group.rmdir)  # it is empty by then
 
 
-def _starve(pid: int, name: str) -> None:
+CGROUP = "holdfast-chaos"
+
+
+def _starve(pid: int, name: str) -> Path:
+    """Put a process into a memory cgroup of its own, in which there is no room; the cgroup."""
     for base, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
         group = Path(base) / name
         if (Path(base) / limit).exists() or (base == "/sys/fs/cgroup" and (Path(base) / "cgroup.procs").exists()):
             group.mkdir(exist_ok=True)
             (group / limit).write_text(str(1 << 16))
             (group / "cgroup.procs").write_text(str(pid))
-            return
+            return group
     raise ConfigError("there is no memory cgroup that can be written to here")
 
 
@@ -264,6 +269,12 @@ def _flip(pattern: str) -> Callable[[Ground, Fault], None]:
     return do
 
 
+def _cut_short(ground: Ground, fault: Fault) -> None:
+    for index in fault.targets:
+        for path in sorted(ground.arena_of(index).glob("*.safetensors")):
+            os.truncate(path, path.stat().st_size // 2)
+
+
 def _flip_bits(path: Path, count: int, source: random.Random) -> None:
     """Flip bits in the last half of a file: of the snapshot's bytes, not of its header."""
     with path.open("r+b") as file:
@@ -345,6 +356,7 @@ CATALOGUE: dict[str, Kind] = {
         Kind("cut-links", "every connection to it breaks", "node", _cut, rooted=True),
         Kind("flip-shards", "bits flip in its slots", "node", _flip("*.safetensors")),
         Kind("flip-parity", "bits flip in its parity", "node", _flip("*.parity")),
+        Kind("cut-shards", "its slot files lose their second half", "node", _cut_short),
         Kind(
             "few-files", "EMFILE in its SMP", "node", _limit(psutil.RLIMIT_NOFILE, psutil.Process.num_fds), passes=True
         ),

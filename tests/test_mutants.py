@@ -8,9 +8,12 @@ from chaos.campaign import Campaign
 from tests.mutants import ENV, MUTANTS
 
 pytestmark = pytest.mark.cluster
+QUICK = {"no-fence", "no-digests", "every-rank-alone", "promise-forgotten", "protected-slot-freed", "parity-of-nothing"}
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MUTANTS]
+)
 def test_a_broken_build_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
     monkeypatch.setenv(ENV, name)
