@@ -61,7 +61,7 @@ class Scenario:
     options: Mapping[str, Any] = field(default_factory=dict)
     hook: Mapping[str, Any] = field(default_factory=dict)
     renumber: bool = False
-    again: int = 4
+    again: int = 3
     drain: bool = True
     quick: bool = True
 

@@ -17,7 +17,7 @@ QUICK = {"no-fence", "no-digests", "every-rank-alone", "promise-forgotten", "pro
 def test_a_broken_build_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
     monkeypatch.setenv(ENV, name)
-    with Campaign(preload=["tests.mutants.trainer"], smp_module="tests.mutants", deadline_s=20.0) as campaign:
+    with Campaign(preload=["tests.mutants.trainer"], smp_module="tests.mutants", deadline_s=40.0) as campaign:
         verdict = campaign.run(mutant.shown_by(), "")
     assert not verdict.held, f"{mutant.what}: nobody noticed"
     assert any(mutant.sign in problem for problem in verdict.problems), verdict.problems
