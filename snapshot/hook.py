@@ -239,7 +239,7 @@ class SnapshotHook:
         self._epoch = self._restored.epoch
         self._step = self._restored.snapshot.step if self._restored.snapshot else 0
         older = self._restored.protected if self._ledger.slots > 2 else None  # else none would ever be free
-        self._ledger = Ledger(self._ledger.slots, self._restored.snapshot, older)
+        self._ledger = Ledger(self._ledger.slots, self._restored.snapshot, older, known=self._restored.whole)
         self._capture = Capture(self._adapter, self._agreement, self._mover, self._job, self._coord)
         self._copier = Copier(self._client, self._sealing, self._mover, self._pace, self._reattach, self._capture.over)
         orders = orders_from_environment()

@@ -24,12 +24,14 @@ class Ledger:
         older: the one that was known to be protected when `protected`, which may not be, was restored. It is kept too,
             until a younger one is protected.
         pending: younger ones whose outcome is open, oldest first.
+        known: whether `protected` is known to be protected: what was restored may still lack parity.
     """
 
     slots: int
     protected: SnapshotId | None = None
     older: SnapshotId | None = None
     pending: tuple[SnapshotId, ...] = ()
+    known: bool = True
 
     @property
     def keep(self) -> tuple[SnapshotId, ...]:
@@ -39,7 +41,7 @@ class Ledger:
     @property
     def sure(self) -> SnapshotId | None:
         """The newest snapshot that is known to be protected on every node."""
-        return self.older or self.protected
+        return self.older or (self.protected if self.known else None)
 
     @property
     def may_begin(self) -> bool:
@@ -66,4 +68,5 @@ class Ledger:
         pending = tuple(
             snapshot for snapshot, outcome in pairs if outcome is Outcome.PENDING and (not done or snapshot > done[-1])
         )
-        return replace(self, protected=protected, older=None if done else self.older, pending=pending)
+        older, known = (None, True) if done else (self.older, self.known)
+        return replace(self, protected=protected, older=older, pending=pending, known=known)

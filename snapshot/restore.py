@@ -40,6 +40,7 @@ class Restored:
         epoch: the epoch that begins.
         snapshot: what was restored, or None on a cold start.
         protected: the newest snapshot that every node knew to be protected, if it is an older one.
+        whole: whether `snapshot` had all of its parity, so that it is protected as it is.
         how: ``held``, ``mended``, ``fetched`` or ``rebuilt``; empty on a cold start.
         bytes_fetched: what came over the network for this rank's shard.
         clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
@@ -48,6 +49,7 @@ class Restored:
     epoch: int
     snapshot: SnapshotId | None = None
     protected: SnapshotId | None = None
+    whole: bool = True
     how: str = ""
     bytes_fetched: int = 0
     clock: dict[str, float] = field(default_factory=dict)
@@ -85,7 +87,8 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
                 heal(client, plan, coords, coord)
                 known = [inventory.protected for inventory in inventories if inventory.protected is not None]
                 protected = max((snapshot for snapshot in known if snapshot < plan.snapshot), default=None)
-                return Restored(epoch, plan.snapshot, protected, attempt.how, attempt.shard.bytes_fetched, clock)
+                whole = not plan.heal
+                return Restored(epoch, plan.snapshot, protected, whole, attempt.how, attempt.shard.bytes_fetched, clock)
         log.warning("recovery of %s is tried again: %s", plan.snapshot, failure or "another rank failed")
     raise Unrecoverable(f"recovery failed {ATTEMPTS} times; last: {failure or 'on another rank'}") from failure
 

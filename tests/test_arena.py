@@ -684,4 +684,4 @@ def test_a_slot_whose_record_cannot_be_written_does_not_count_and_may_be_committ
     assert slot.state is SlotState.WRITING
     assert not list((shm / "job").glob("*.part"))
     pool.commit(slot, {"step": 1})
-    assert slot.state is SlotState.SEALED and pool.record_path(slot).exists()
+    assert pool.find(at(1), SlotState.SEALED) is slot and pool.record_path(slot).exists()

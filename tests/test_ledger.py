@@ -133,3 +133,11 @@ def test_there_is_one_outcome_for_each_pending_snapshot(count: int) -> None:
 def test_a_younger_epoch_begins_after_any_step_of_an_older_one() -> None:
     ledger = Ledger(2, protected=SnapshotId(1, 900)).begin(SnapshotId(2, 1))
     assert ledger.keep == (SnapshotId(1, 900), SnapshotId(2, 1))
+
+
+def test_what_was_restored_without_all_of_its_parity_is_not_reported_as_protected() -> None:
+    ledger = Ledger(3, protected=at(5), known=False)
+    assert ledger.sure is None and ledger.keep == (at(5),)
+    assert ledger.begin(at(6)).settle([Outcome.FAILED]).sure is None
+    assert ledger.begin(at(6)).settle([Outcome.PROTECTED]).sure == at(6)
+    assert Ledger(3, protected=at(5), older=at(4), known=False).sure == at(4)
