@@ -1,0 +1,203 @@
+"""Whether the promise was kept, judged from outside: by what trainers had in their hands, and what was done to nodes.
+
+It shares no code with planning, coding or recovery. It knows the bytes of every snapshot from the trainers, what the
+job was told to be protected, which nodes were lost since, and which bits were flipped; from that it says what must come
+back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+Snapshot = tuple[int, int]
+"""(epoch, step); later ones are greater."""
+
+
+class Oracle:
+    """Notes what happens in a run, and calls `violate` with what must not."""
+
+    def __init__(self, violate: Callable[[str], None]) -> None:
+        self._violate = violate
+        self._contents: dict[Snapshot, dict[str, bytes]] = {}
+        self._losses: list[str] = []
+        self._losses_before: dict[Snapshot, int] = {}
+        self._flips: Counter[Snapshot] = Counter()
+        self._layouts: dict[int, list[dict[str, Any]]] = {}
+        self._sealed: set[tuple[Snapshot, str]] = set()
+        self.promised: Snapshot | None = None
+        self._claimed = False
+        self.checks: Counter[str] = Counter()
+
+    # ------------------------------------------------------------------ what it is told
+
+    def captured(self, snapshot: Snapshot, coord: str, content: bytes) -> None:
+        """A trainer takes a snapshot of its state."""
+        snapshot = (snapshot[0], snapshot[1])
+        known = self._contents.setdefault(snapshot, {})
+        self._losses_before.setdefault(snapshot, len(self._losses))
+        if coord in known:
+            self._violate(f"two trainers write {coord} of snapshot {snapshot}: the older is not fenced")
+        known[coord] = content
+
+    def protected(self, snapshot: Snapshot) -> None:
+        """The job was told that this snapshot is protected on every node."""
+        snapshot = (snapshot[0], snapshot[1])
+        self.checks["protected"] += 1
+        if self.promised is None or snapshot > self.promised:
+            self.promised = snapshot
+
+    def claimed(self) -> None:
+        """The job was told that what it was restored from is protected; it may only have been sealed."""
+        self._claimed = True
+
+    def node_lost(self, name: str) -> None:
+        """All that this node held is gone."""
+        self._losses.append(name)
+
+    def healed(self, snapshot: Snapshot | None, places: dict[str, str]) -> None:
+        """All trainers went on from this snapshot, and there was quiet since: what was lost of it is there again.
+
+        That is only so if each lost node has one replacement to itself. Where the ranks of one have moved in with
+        others, a node holds two units of a stripe until the next snapshot is protected.
+
+        Args:
+            places: the node of each coordinate.
+        """
+        if snapshot is None or self._flips[snapshot[0], snapshot[1]]:
+            return
+        for layout in self._layouts.get(snapshot[0], []):
+            names = {node["name"] for node in layout["nodes"]}
+            taken: set[str] = set()
+            for node in layout["nodes"]:
+                here = {places[shard["coord"]] for shard in node["shards"]}
+                if len(here) != 1 or here & taken or not (here == {node["name"]} or here.isdisjoint(names)):
+                    return
+                taken |= here
+        self.protected(snapshot)
+        self._losses_before[snapshot[0], snapshot[1]] = len(self._losses)
+
+    def all_lost(self) -> None:
+        """No node is left that ever heard of the job: it begins anew, and nobody can know."""
+        self.promised = None
+        self._claimed = False
+        self._contents.clear()
+        self._losses_before.clear()
+        self._flips.clear()
+        self._layouts.clear()
+        self._sealed.clear()
+
+    def bit_flipped(self, snapshot: Snapshot) -> None:
+        """A bit of this snapshot's bytes or parity was flipped where it lies."""
+        self._flips[snapshot[0], snapshot[1]] += 1
+
+    def committed(self, path: Path, kind: str, data: Any) -> None:
+        """An SMP has written a record into its arena."""
+        if kind == "layout":
+            layouts = self._layouts.setdefault(int(data["epoch"]), [])
+            if data not in layouts:
+                layouts.append(data)
+        if kind == "shard":
+            self._committed_shard(path, data)
+
+    def _committed_shard(self, path: Path, data: Any) -> None:
+        snapshot: Snapshot = (data["snapshot"][0], data["snapshot"][1])
+        coord = str(data["coord"])
+        self.checks["committed"] += 1
+        if (snapshot, coord) not in self._sealed:
+            self._sealed.add((snapshot, coord))
+            epoch = json.loads((path.parent / "node.json").read_text())["epoch"]
+            if epoch != snapshot[0]:
+                self._violate(f"{coord} of {snapshot} is sealed on a node that is in epoch {epoch}")
+        content = self._contents.get(snapshot, {}).get(coord)
+        slot = path.with_suffix("").read_bytes()
+        if content is None:
+            self._violate(f"{coord} of {snapshot} is sealed, and no trainer ever had it")
+        elif content not in slot:
+            self._violate(f"{coord} of {snapshot} is sealed with other bytes than its trainer had")
+
+    def given_up(self, snapshot: Snapshot | None, what: str) -> None:
+        """An SMP frees a sealed slot of a shard."""
+        if snapshot is None or self.promised is None or (snapshot[0], snapshot[1]) != self.promised:
+            return
+        self.checks["given up"] += 1
+        if not self._flips[self.promised]:
+            self._violate(f"{what} of {snapshot}, the newest protected snapshot, is given up")
+
+    # ------------------------------------------------------------------ what it judges
+
+    def restored(self, coord: str, snapshot: Snapshot | None, content: bytes | None) -> None:
+        """A trainer goes on from this snapshot, or from nothing."""
+        self.checks["restored"] += 1
+        if snapshot is not None:
+            snapshot = (snapshot[0], snapshot[1])
+            known = self._contents.get(snapshot, {}).get(coord)
+            if content != known:
+                self._violate(f"{coord} is restored from {snapshot} with bytes that it never had")
+        if self.promised is not None and (snapshot is None or snapshot < self.promised) and self.must_survive():
+            self._violate(f"{coord} is restored from {snapshot}, although {self.promised} was protected")
+
+    def check_floor(self, coord: str, snapshot: Snapshot | None, floor: Snapshot | None) -> None:
+        """Whatever was lost: what a node that is left knows to be protected is never undone."""
+        if floor is not None and (snapshot is None or (snapshot[0], snapshot[1]) < floor):
+            self._violate(f"{coord} is restored from {snapshot}, although a node knows that {floor} was protected")
+
+    def check_same(self, restored: Iterable[Snapshot | None]) -> None:
+        """All trainers of a life go on from the same snapshot."""
+        if len(set(restored)) > 1:
+            self._violate(f"trainers go on from different snapshots: {sorted(map(str, set(restored)))}")
+
+    def unrecoverable(self, reason: str) -> None:
+        """In a life without faults, the trainers were told that nothing can be had."""
+        self.checks["unrecoverable"] += 1
+        if self.must_survive():
+            self._violate(f"{self.promised} was protected and little enough was lost, yet: {reason}")
+
+    def must_survive(self) -> bool:
+        """Whether what was lost since the promised snapshot began is within the promise."""
+        if self.promised is None:
+            return not self._claimed
+        since = self._losses[self._losses_before[self.promised] :]
+        layouts = self._layouts.get(self.promised[0], [])
+        reformed = any(layout["revision"] for layout in layouts)
+        flips = self._flips[self.promised]
+        for layout in layouts:
+            names = [node["name"] for node in layout["nodes"]]
+            for group in layout["groups"]:
+                members = {names[index] for index in group}
+                lost = sum(1 for name in since if reformed or name in members or name not in names)
+                if lost + flips > min(layout["parity"], len(group) - 1):
+                    return False
+        return True
+
+    def survivable(self) -> int:
+        """How many nodes may be lost at once just now, whichever they are."""
+        layouts = self._layouts.get(self.promised[0], []) if self.promised else []
+        return min((min(at["parity"], len(group) - 1) for at in layouts for group in at["groups"]), default=0)
+
+    def check_arena(self, arena: Path, slots: int) -> None:
+        """At rest: sealed slots are whole but for flipped bits, and no memory is held that serves nothing."""
+        self.checks["arena"] += 1
+        seen: set[str] = set()
+        free: Counter[str] = Counter()
+        for path in sorted(arena.glob("*.*.safetensors")) + sorted(arena.glob("*.*.parity")):
+            pool = path.name.rsplit(".", 2)[0]
+            record = path.with_name(path.name + ".json")
+            if not record.exists():
+                free[pool] += 1
+                continue
+            data = json.loads(record.read_text())
+            snapshot: Snapshot = (data["snapshot"][0], data["snapshot"][1])
+            if f"{pool} {snapshot}" in seen:
+                self._violate(f"{arena.name} holds {pool} of {snapshot} twice")
+            seen.add(f"{pool} {snapshot}")
+            if data["kind"] == "shard" and not self._flips[snapshot]:
+                content = self._contents.get(snapshot, {}).get(data["coord"])
+                if content is None or content not in path.read_bytes():
+                    self._violate(f"{path.name} is sealed and holds other bytes than its trainer had")
+        for pool, count in free.items():
+            if count > slots:
+                self._violate(f"{arena.name} keeps {count} free slots of {pool}, and {slots} were asked for")

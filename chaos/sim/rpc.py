@@ -1,0 +1,261 @@
+"""gRPC between simulated processes, behind the names by which `smp_daemon.peers` knows `grpc`.
+
+Requests are serialised, and answered by the production servicer in a thread of its server's own pool. They may be
+late, lost, overtaken, or come twice; whoever asked learns of a failure, as by gRPC, at once or at its deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from chaos.sim.network import network
+from chaos.sim.scheduler import active
+from chaos.sim.tasks import Process
+from chaos.sim.threads import Event, ThreadPoolExecutor
+
+RETRY_S = 0.25
+"""How often a call that waits for its server looks for it."""
+
+
+class SimRpcError(grpc.RpcError):
+    """What a failed call raises."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(f"{code.name}: {details}")
+        self._code = code
+        self._details = details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+
+class _Aborted(Exception):
+    """The servicer refuses the call."""
+
+
+class _Context:
+    """`grpc.ServicerContext`, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.error: SimRpcError | None = None
+
+    def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.error = SimRpcError(code, details)
+        raise _Aborted
+
+
+class SimServer:
+    """`grpc.Server`."""
+
+    def __init__(self, pool: ThreadPoolExecutor, options: object = None) -> None:
+        self._pool = pool
+        self._handlers: dict[str, Any] = {}
+        self._address = ""
+        self.process: Process = active().current.process
+        self.calls: dict[int, _Call] = {}
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Only the registered ones are used."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        for method, handler in handlers.items():
+            self._handlers[f"/{service}/{method}"] = handler
+
+    def add_insecure_port(self, address: str) -> int:
+        host, _, port = address.rpartition(":")
+        number = int(port) or network().free_port()
+        self._address = f"{host}:{number}"
+        if self._address in network().servers:
+            raise RuntimeError(f"{self._address} is taken")
+        return number
+
+    def start(self) -> None:
+        network().servers[self._address] = self
+        self.process.on_death[id(self)] = self._die
+
+    def stop(self, grace: float | None) -> Event:
+        network().servers.pop(self._address, None)
+        self.process.on_death.pop(id(self), None)
+        ended = Event()
+        ended.set()
+        return ended
+
+    def handle(self, call: _Call) -> None:
+        """A request has arrived: it is answered in the server's pool."""
+        self.calls[id(call)] = call
+        self._pool.submit(self._answer, call)
+
+    def _answer(self, call: _Call) -> None:
+        active().point("rpc")
+        handler = self._handlers[call.method]
+        context = _Context()
+        try:
+            reply = handler.unary_unary(handler.request_deserializer(call.request), context)
+            call.replied(handler.response_serializer(reply), None)
+        except _Aborted:
+            call.replied(b"", context.error)
+        finally:
+            self.calls.pop(id(call), None)
+
+    def _die(self) -> None:
+        if network().servers.get(self._address) is self:
+            del network().servers[self._address]
+        for call in self.calls.values():
+            call.finish(None, SimRpcError(grpc.StatusCode.UNAVAILABLE, "the connection was reset"))
+
+
+class _Call:
+    """One call under way: `grpc.Future` and `grpc.Call` in one."""
+
+    def __init__(self, channel: SimChannel, method: str, request: bytes, decode: Callable[[bytes], Any]) -> None:
+        self.method = method
+        self.request = request
+        self._channel = channel
+        self._decode = decode
+        self._scheduler = active()
+        self._process = self._scheduler.current.process
+        self._ended = Event()
+        self._reply: bytes | None = None
+        self._error: SimRpcError | None = None
+        self._cancelled = False
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def begin(self, timeout: float, wait_for_ready: bool) -> None:
+        self._wait_for_ready = wait_for_ready
+        self._limit = self._scheduler.now + timeout
+        self._scheduler.at(self._limit, self._time_out)
+        net = network()
+        self._send_after(net.delay_s(self._process.host, self._channel.host))
+        if net.break_chance and net.random.random() < net.break_chance:
+            net.counts["repeated call"] += 1
+            self._send_after(net.random.random() * 0.05)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        if self._ended.is_set():
+            self._tell(callback)
+        else:
+            self._callbacks.append(callback)
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def exception(self) -> SimRpcError | None:
+        return self._error
+
+    def result(self) -> Any:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._reply is not None
+        return self._decode(self._reply)
+
+    def cancel(self) -> None:
+        """The channel is closed."""
+        self._cancelled = True
+        self.finish(None, SimRpcError(grpc.StatusCode.CANCELLED, "the channel is closed"))
+
+    def replied(self, reply: bytes, error: SimRpcError | None) -> None:
+        """The server has answered; the answer is on its way."""
+        net = network()
+        if net.break_chance and net.random.random() < net.break_chance:
+            net.counts["lost reply"] += 1
+            error = SimRpcError(grpc.StatusCode.UNAVAILABLE, "the connection was reset")
+        delay = net.delay_s(self._channel.host, self._process.host)
+        self._scheduler.at(self._scheduler.now + delay, lambda: self._arrive(reply, error))
+
+    def finish(self, reply: bytes | None, error: SimRpcError | None) -> None:
+        """It is over; only the first end counts."""
+        if self._ended.is_set():
+            return
+        self._reply, self._error = reply, error
+        self._ended.set()
+        self._channel.calls.pop(id(self), None)
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            self._tell(callback)
+
+    def _tell(self, callback: Callable[[Any], None]) -> None:
+        if self._process.alive and not self._scheduler.unwinding:
+            self._scheduler.spawn(self._process, "grpc", lambda: callback(self))
+
+    def _send_after(self, delay_s: float) -> None:
+        self._scheduler.at(self._scheduler.now + delay_s, self._deliver)
+
+    def _deliver(self) -> None:
+        if self._ended.is_set() or not self._process.alive:
+            return
+        net = network()
+        server = net.servers.get(self._channel.address)
+        reachable = not net.is_cut(self._process.host, self._channel.host)
+        if server is None and reachable and not self._wait_for_ready:
+            self.finish(None, SimRpcError(grpc.StatusCode.UNAVAILABLE, "nobody listens there"))
+        elif server is None or not reachable:
+            self._send_after(RETRY_S)
+        elif net.break_chance and net.random.random() < net.break_chance:
+            net.counts["lost call"] += 1
+            self.finish(None, SimRpcError(grpc.StatusCode.UNAVAILABLE, "the connection was reset"))
+        else:
+            server.handle(self)
+
+    def _arrive(self, reply: bytes, error: SimRpcError | None) -> None:
+        if network().is_cut(self._channel.host, self._process.host):
+            self._scheduler.at(self._scheduler.now + RETRY_S, lambda: self._arrive(reply, error))
+        else:
+            self.finish(reply, error)
+
+    def _time_out(self) -> None:
+        self.finish(None, SimRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+
+
+class SimChannel:
+    """`grpc.Channel`."""
+
+    def __init__(self, address: str, options: object = None) -> None:
+        self.address = address
+        self.host = address.rpartition(":")[0]
+        self.calls: dict[int, _Call] = {}
+
+    def unary_unary(
+        self, method: str, request_serializer: Any, response_deserializer: Any, _registered_method: bool = False
+    ) -> _Method:
+        return _Method(self, method, request_serializer, response_deserializer)
+
+    def close(self) -> None:
+        for call in list(self.calls.values()):
+            call.cancel()
+
+
+class _Method:
+    """`grpc.UnaryUnaryMultiCallable`."""
+
+    def __init__(self, channel: SimChannel, method: str, encode: Any, decode: Any) -> None:
+        self._channel = channel
+        self._method = method
+        self._encode = encode
+        self._decode = decode
+
+    def __call__(self, request: Any, timeout: float) -> Any:
+        active().point("rpc")
+        return self.future(request, timeout).result()
+
+    def future(self, request: Any, timeout: float, wait_for_ready: bool = False) -> _Call:
+        call = _Call(self._channel, self._method, self._encode(request), self._decode)
+        self._channel.calls[id(call)] = call
+        call.begin(timeout, wait_for_ready)
+        return call
+
+
+class SimGrpc:
+    """The module `grpc`, as `smp_daemon.peers` uses it."""
+
+    RpcError = grpc.RpcError
+    StatusCode = grpc.StatusCode
+    Call = SimRpcError
+    server = SimServer
+    insecure_channel = SimChannel

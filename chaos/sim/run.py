@@ -1,0 +1,252 @@
+"""One run: lives of a job with faults, then quiet, in which the promise must hold."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos.sim.faults import Faults
+from chaos.sim.plan import draw
+from chaos.sim.scheduler import Scheduler
+from chaos.sim.tasks import Violation
+from chaos.sim.world import World
+
+LIFE_DEADLINE_S = 7200.0
+"""A life of the job comes to its end within so much simulated time, whatever happens."""
+
+ATTEMPTS = 3
+QUIET_STEPS = 2
+CALM_S = 45.0
+"""After so much quiet no call is under way any more that a fault has touched."""
+
+REST_S = 700.0
+"""Longer than any deadline: whatever still waits after so much quiet waits for ever."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What one seed did."""
+
+    seed: int
+    violations: list[str]
+    awaits: int
+    turns: int
+    simulated_s: float
+    faults: Counter[str] = field(default_factory=Counter)
+    hits: Counter[str] = field(default_factory=Counter)
+    crashes: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    checks: Counter[str] = field(default_factory=Counter)
+
+
+def simulate(seed: int, trace: Callable[[str], None] | None = None, *, believe: bool = False) -> Report:
+    """Run one seed. Call it within `chaos.sim.seams.installed`. `believe`: see `World`."""
+    plan = draw(seed)
+    scheduler = Scheduler(f"turns {seed}", plan.chance)
+    scheduler.trace = trace
+    root = Path(tempfile.mkdtemp(prefix="holdfast-sim-", dir=_memory()))
+    world = World(plan, scheduler, root, believe)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL if trace is None else logging.NOTSET)
+    try:
+        _Driver(world).drive()
+    except Violation as violation:
+        if not scheduler.violations:
+            scheduler.violations.append(str(violation))
+    finally:
+        scheduler.unwind()
+        logging.disable(disabled)
+        shutil.rmtree(root, ignore_errors=True)
+    return Report(
+        seed,
+        list(scheduler.violations),
+        scheduler.awaits,
+        scheduler.turns,
+        scheduler.now - 1000.0,
+        world.faults,
+        world.hits,
+        world.crashes,
+        scheduler.kinds,
+        world.oracle.checks,
+    )
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+class _Driver:
+    """What launchers and operators do, and the end, in which all is checked."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._plan = world.plan
+        self._scheduler = world.scheduler
+        self._faults = Faults(world)
+
+    def drive(self) -> None:
+        """All lives. Raises `Violation`."""
+        for faults, gap in zip(self._plan.lives, self._plan.gaps, strict=True):
+            self._replace(gap.replace)
+            self._faults.begin_life(faults)
+            outcomes = self._live(self._plan.steps)
+            self._faults.end_life()
+            if "unrecoverable" in outcomes:
+                break
+            self._pass(gap.seconds)
+        self._quiet()
+
+    # ------------------------------------------------------------------ lives
+
+    def _live(self, steps: int, *, quiet: bool = False, ends: bool = False) -> set[str]:
+        """Start the trainers and wait until the last is over; how they ended."""
+        world, scheduler = self._world, self._scheduler
+        for node in world.up():
+            if not node.serves and scheduler.random.random() < 0.7:
+                try:
+                    world.ensure_smp(node)
+                except Exception as error:  # a fault struck: the trainers will see
+                    scheduler.note(f"the launcher goes on: {error}")
+        world.start_trainers(steps, quiet=quiet, ends=ends)
+        limit = scheduler.now + LIFE_DEADLINE_S
+        self._until(lambda: any(trainer.outcome for trainer in world.trainers), limit)
+        if any(trainer.outcome != "done" for trainer in world.trainers if trainer.outcome):
+            self._stop_life()
+        self._until(lambda: all(trainer.outcome for trainer in world.trainers), limit, self._stop_life)
+        entered = [trainer for trainer in world.trainers if trainer.entered]
+        world.oracle.check_same(trainer.restored for trainer in entered)
+        self._check()
+        return {trainer.outcome for trainer in world.trainers}
+
+    def _stop_life(self) -> None:
+        """A rank is gone: the others' collectives fail, and the launcher kills who does not end by itself."""
+        world, scheduler = self._world, self._scheduler
+        if all(trainer.outcome in ("", "done") for trainer in world.trainers):
+            return
+        self._pass(scheduler.random.choice((0.0, 0.5, 2.0)))
+        world.circle.lose()
+        self._pass(scheduler.random.choice((0.0, 0.1, 40.0)))
+        for trainer in world.trainers:
+            if trainer.outcome != "hangs":
+                world.kill_trainer(trainer)
+
+    def _until(self, happened: Callable[[], bool], limit: float, act: Callable[[], None] | None = None) -> None:
+        world = self._world
+        while not happened():
+            self._check()
+            if self._scheduler.now > limit:
+                waiting = "; ".join(self._scheduler.blocked_tasks())
+                raise Violation(f"a life of the job does not end within {LIFE_DEADLINE_S:.0f} s: {waiting}")
+            world.changed.wait_for(happened, 30.0)
+            if act is not None and not happened():
+                act()
+
+    def _replace(self, replace: bool) -> None:
+        world = self._world
+        while replace and len(world.up()) < self._plan.nodes:
+            world.add_node()
+        if not world.up():
+            world.add_node()
+
+    def _pass(self, seconds: float) -> None:
+        if seconds:
+            self._scheduler.sleep(seconds)
+        self._check()
+
+    def _check(self) -> None:
+        if self._scheduler.violations:
+            raise Violation(self._scheduler.violations[0])
+
+    # ------------------------------------------------------------------ the end
+
+    def _quiet(self) -> None:
+        world, final = self._world, self._plan.final
+        self._calm()
+        if not self._recover(QUIET_STEPS, "after the faults", progress=True):
+            return
+        if final in ("lose", "lose twice"):
+            self._lose(world.oracle.survivable())
+            self._replace(True)
+            if not self._recover(0 if final == "lose twice" else 1, "after a loss"):
+                return
+        if final == "lose twice":
+            self._pass(60.0)  # lost parity is healed in the background
+            places = {f"dp{trainer.rank}": trainer.node.name for trainer in world.trainers}
+            world.oracle.healed(world.trainers[0].restored, places)
+            self._lose(world.oracle.survivable())
+            self._replace(True)
+            if not self._recover(1, "after a second loss"):
+                return
+        if final == "lose too many":
+            self._lose(world.oracle.survivable() + 1)
+            self._replace(True)
+            if not self._recover(1, "after too many losses"):
+                return
+        if final == "reform" and self._plan.reform_after_s and len(world.up()) > 2:
+            self._lose(min(1, world.oracle.survivable()))
+            self._pass(self._plan.reform_after_s * 8)
+            if not self._recover(1, "after a reform"):
+                return
+        self._end(final == "finish")
+
+    def _calm(self) -> None:
+        """Nothing goes wrong from now on, and what hung goes on."""
+        self._world.network.heal()
+        for process in self._faults.zombies:
+            self._scheduler.thaw(process)
+        self._pass(CALM_S)
+        for process in self._faults.zombies:
+            self._scheduler.kill(process)
+        self._replace(True)
+        for node in self._world.up():
+            self._world.ensure_smp(node)
+
+    def _lose(self, count: int) -> None:
+        world = self._world
+        for node in self._scheduler.random.sample(world.up(), min(count, len(world.up()))):
+            world.lose(node, silent=self._scheduler.random.random() < 0.5)
+
+    def _recover(self, steps: int, when: str, *, progress: bool = False) -> bool:
+        """The job must come back, and go on. False if it rightly does not."""
+        world = self._world
+        before = world.oracle.promised
+        for node in world.up():
+            world.ensure_smp(node)
+        outcomes = self._live(steps * self._plan.every if steps else 0, quiet=True)
+        errors = [trainer.error for trainer in world.trainers if trainer.error is not None]
+        if "unrecoverable" in outcomes and outcomes <= {"unrecoverable", "killed"}:
+            world.oracle.unrecoverable(str(errors[0]))
+            self._check()
+            return False
+        if outcomes != {"done"}:
+            raise Violation(f"{when}, in quiet, the job ends with {outcomes}: {errors}")
+        if progress and world.oracle.promised in (None, before):
+            raise Violation(f"{when}, in quiet, nothing becomes protected")
+        return True
+
+    def _end(self, finish: bool) -> None:
+        world = self._world
+        for node in world.up():
+            world.oracle.check_arena(node.arena, self._plan.slots)
+        self._check()
+        if finish:
+            outcomes = self._live(1, quiet=True, ends=True)
+            if outcomes != {"done"}:
+                raise Violation(f"the job does not end well: {outcomes}")
+            nodes = {trainer.node.name: trainer.node for trainer in world.trainers}
+            left = [name for name, node in nodes.items() if node.arena.exists()]
+            if left:
+                raise Violation(f"the job has ended, and its memory on {left} is not free")
+        for node in world.up():
+            if node.smp is not None:
+                node.smp.stopped.set()
+        self._pass(REST_S)
+        waiting = self._scheduler.blocked_tasks()
+        stuck = [line for line in waiting if not line.startswith("driver/")]
+        if stuck:
+            raise Violation(f"nothing is left to do, and these still wait: {'; '.join(stuck)}")

@@ -1,0 +1,302 @@
+"""Who runs next, and what time it is: tasks take turns, one at a time, in an order drawn from a seed.
+
+A task is a thread of the code under test. It runs until it blocks, or until it comes to an *await*, a place where
+threads could take turns, and the draw says so. When nobody can run, the clock jumps to the next timer; so an hour of
+deadlines takes a moment.
+
+A process that is killed stops where it stands: none of its tasks ever goes on, as after SIGKILL, and no ``finally`` of
+it touches an arena. Only when the run is over, and judged, are they unwound, so that their threads can be used again.
+"""
+
+from __future__ import annotations
+
+import _thread
+import heapq
+import itertools
+import random
+import traceback
+from collections import Counter
+from collections.abc import Callable
+
+from chaos.sim.tasks import IDLE, Killed, Process, Task, Violation, Worker
+
+DEFAULT_TURNS = 400_000
+"""A run that takes more turns than this does not come to rest."""
+
+
+_active: Scheduler | None = None
+
+
+def active() -> Scheduler:
+    """The scheduler of the run at hand."""
+    assert _active is not None
+    return _active
+
+
+class Scheduler:
+    """One run.
+
+    Args:
+        seed: everything is drawn from it.
+        chance: how likely it is, at an await, that another task goes on.
+        on_await: called at awaits whose number was asked for with `call_at`.
+    """
+
+    def __init__(self, seed: str, chance: float, turns: int = DEFAULT_TURNS) -> None:
+        global _active
+        _active = self
+        self.random = random.Random(seed)
+        self.now = 1_000.0
+        self.awaits = 0
+        self.turns = 0
+        self.kinds: Counter[str] = Counter()
+        self.violations: list[str] = []
+        self.trace: Callable[[str], None] | None = None
+        self.unwinding = False
+        self._most_turns = turns
+        self._chance = chance
+        self._ready: list[Task] = []
+        self._timers: list[tuple[float, int, Task | None, int, Callable[[], None] | None]] = []
+        self._numbers = itertools.count()
+        self._tasks: list[Task] = []
+        self._planned: list[tuple[int, Callable[[], None]]] = []
+        self.root = Process("driver", "driver")
+        self._main = Task(self.root, "main", lambda: None)
+        self._main.baton = _thread.allocate_lock()
+        self._main.baton.acquire()
+        self._main.started = True
+        self.current = self._main
+        self._next_stop = 0
+        self._draw_stop()
+
+    # ------------------------------------------------------------------ for the simulated primitives
+
+    def point(self, kind: str) -> None:
+        """An await: the task may have to give way, and a fault may strike here."""
+        self.kinds[kind] += 1
+        self.awaits += 1
+        if self.awaits >= self._next_stop or self.unwinding:
+            self._stop_here()
+
+    def block(self, where: str, timeout: float | None = None) -> bool:
+        """Wait until `wake`, at most `timeout` seconds; whether it was woken."""
+        if self.unwinding:
+            raise Killed
+        task = self.current
+        task.token += 1
+        task.blocked = True
+        task.where = where
+        if timeout is not None:
+            heapq.heappush(self._timers, (self.now + max(0.0, timeout), next(self._numbers), task, task.token, None))
+        self._give_way(task)
+        return task.woken
+
+    def wake(self, task: Task) -> None:
+        """A task that is blocked may go on."""
+        if task.blocked:
+            self._unblock(task, True)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait so long."""
+        self.block("sleep", seconds)
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Call `action`, which must not block, when the clock shows `time_s`."""
+        heapq.heappush(self._timers, (time_s, next(self._numbers), None, 0, action))
+
+    def spawn(self, process: Process, name: str, work: Callable[[], None]) -> Task:
+        """Start a task."""
+        if self.unwinding:
+            raise Killed
+        task = Task(process, name, work)
+        process.live_tasks += 1
+        self._tasks.append(task)
+        self._ready.append(task)
+        return task
+
+    # ------------------------------------------------------------------ for the driver and its faults
+
+    def call_at(self, awaits: int, action: Callable[[], None]) -> None:
+        """Call `action`, which must not block, at the await of that number."""
+        self._planned.append((awaits, action))
+        self._planned.sort(key=lambda item: -item[0])
+        self._next_stop = min(self._next_stop, awaits)
+
+    def kill(self, process: Process) -> None:
+        """SIGKILL."""
+        if not process.alive:
+            return
+        self.note(f"{process} is killed")
+        process.alive = False
+        process.frozen = False
+        for action in list(process.on_death.values()):
+            action()
+        process.on_death.clear()
+
+    def freeze(self, process: Process) -> None:
+        """SIGSTOP."""
+        self.note(f"{process} stands still")
+        process.frozen = True
+
+    def thaw(self, process: Process) -> None:
+        """SIGCONT."""
+        self.note(f"{process} goes on")
+        process.frozen = False
+        self._ready += process.frozen_tasks
+        process.frozen_tasks = []
+
+    def yield_if_dead(self) -> None:
+        """After a fault that may have killed the caller: it then goes no further."""
+        if not self.current.process.alive or self.current.process.frozen:
+            self._ready.append(self.current)
+            self._give_way(self.current)
+
+    def violate(self, message: str) -> None:
+        """Note what must not happen; the driver ends the run."""
+        self.note(f"VIOLATION: {message}")
+        self.violations.append(message)
+
+    def note(self, message: str) -> None:
+        """A line of the trace."""
+        if self.trace is not None:
+            self.trace(f"{self.now - 1000:10.4f} #{self.awaits:<6} {self.current!r:24} {message}")
+
+    def blocked_tasks(self, process: Process | None = None) -> list[str]:
+        """Where tasks that have not ended wait."""
+        return [
+            f"{task!r} at {task.where or 'its start'}"
+            for task in self._tasks
+            if not task.done and task.process.alive and (process is None or task.process is process)
+        ]
+
+    def unwind(self) -> None:
+        """The run is over: end every task, so that its thread is free. Called by the driver."""
+        self.unwinding = True
+        for task in self._tasks:
+            if task.started and not task.done:
+                self.current = task
+                task.baton.release()
+                self._main.baton.acquire()
+        self._tasks.clear()
+        self._ready.clear()
+        self._timers.clear()
+        self.current = self._main
+
+    # ------------------------------------------------------------------ inside
+
+    def run_task(self, task: Task) -> None:
+        """The whole life of a task, on the calling thread."""
+        try:
+            task.work()
+        except Killed:
+            pass
+        except BaseException as error:
+            if not self.unwinding:
+                task.failure = error
+                last = "".join(traceback.format_exception(error))
+                self.violate(f"{task!r} ended by {type(error).__name__}: {error}\n{last}")
+        task.done = True
+        task.process.live_tasks -= 1
+
+    def hand_on(self, worker: Worker) -> bool:
+        """The task of `worker` has ended: somebody else goes on. Whether it is a new task, on the same worker."""
+        if self.unwinding:
+            IDLE.append(worker)
+            self._main.baton.release()
+            return False
+        following = self._pick()
+        self.current = following
+        if following.started:
+            IDLE.append(worker)
+            following.baton.release()
+            return False
+        self._assign(worker, following)
+        return True
+
+    def _assign(self, worker: Worker, task: Task) -> None:
+        task.started = True
+        task.baton = worker.baton
+        worker.task, worker.scheduler = task, self
+
+    def _draw_stop(self) -> None:
+        gap = self.random.expovariate(self._chance) if self._chance else 1e9
+        self._switch_at = self.awaits + 1 + int(gap)
+        self._next_stop = min(self._switch_at, self._planned[-1][0]) if self._planned else self._switch_at
+
+    def _stop_here(self) -> None:
+        if self.unwinding:
+            raise Killed
+        while self._planned and self._planned[-1][0] <= self.awaits:
+            _, action = self._planned.pop()
+            action()
+        task = self.current
+        process = task.process
+        switch = self.awaits >= self._switch_at
+        self._draw_stop()
+        if process.alive and not process.frozen:
+            if process.slow_s:
+                self.block("a slow node", self.random.random() * process.slow_s)
+                return
+            if not switch:
+                return
+        self._ready.append(task)
+        self._give_way(task)
+
+    def _unblock(self, task: Task, woken: bool) -> None:
+        task.blocked = False
+        task.woken = woken
+        task.token += 1
+        self._ready.append(task)
+
+    def _give_way(self, task: Task) -> None:
+        """Let others run; returns when it is this task's turn again."""
+        following = self._pick()
+        if following is not task:
+            self.current = following
+            if following.started:
+                following.baton.release()
+            else:
+                worker = IDLE.pop() if IDLE else Worker()
+                self._assign(worker, following)
+                worker.baton.release()
+            task.baton.acquire()
+        if self.unwinding:
+            raise Killed
+        if task is self._main and self.violations:
+            raise Violation(self.violations[0])
+
+    def _pick(self) -> Task:
+        """Whose turn it is. Fires timers, and moves the clock, while nobody can run."""
+        self.turns += 1
+        if self.turns > self._most_turns or self.violations:
+            return self._end_early()
+        ready = self._ready
+        while True:
+            while ready:
+                index = int(self.random.random() * len(ready))
+                ready[index], ready[-1] = ready[-1], ready[index]
+                task = ready.pop()
+                process = task.process
+                if not process.alive:
+                    continue
+                if process.frozen:
+                    process.frozen_tasks.append(task)
+                    continue
+                return task
+            if not self._timers:
+                return self._end_early()
+            time_s, _, waiting, token, action = heapq.heappop(self._timers)
+            self.now = max(self.now, time_s)
+            if action is not None:
+                action()
+            elif waiting is not None and waiting.blocked and waiting.token == token:
+                self._unblock(waiting, False)
+
+    def _end_early(self) -> Task:
+        """The driver is to give up: it is woken where it waits, and finds the violation."""
+        if not self.violations:
+            what = "nobody can ever go on" if self.turns <= self._most_turns else "no rest after so many turns"
+            self.violations.append(f"{what} ({self.turns}): " + "; ".join(self.blocked_tasks()))
+        self._main.blocked = False
+        self._main.token += 1
+        return self._main

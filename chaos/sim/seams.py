@@ -1,0 +1,214 @@
+"""Where the simulation is put under the production code: names in its modules, replaced for as long as a block runs.
+
+Nothing of holdfast's own is replaced but what stands behind an interface: state, capture, mover and collectives of a
+trainer (`chaos.sim.trainer`), and how an SMP's process is started.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import smp_daemon.service  # noqa: F401  # so that every module to patch is there
+from chaos.sim import threads, trainer
+from chaos.sim.network import SimSocket
+from chaos.sim.rpc import SimGrpc
+from chaos.sim.scheduler import active
+from chaos.sim.tasks import Process
+from smp_daemon.records import digest_units, write_json
+from snapshot.pace import Pace
+
+THREADING = SimpleNamespace(
+    Thread=threads.Thread,
+    Lock=threads.Lock,
+    RLock=threads.RLock,
+    Condition=threads.Condition,
+    Event=threads.Event,
+)
+TIME = SimpleNamespace(monotonic=threads.monotonic, sleep=threads.sleep)
+QUEUE = SimpleNamespace(SimpleQueue=threads.SimpleQueue, Empty=queue.Empty)
+SOCKET = SimpleNamespace(
+    socket=SimSocket,
+    **{
+        name: getattr(socket, name)
+        for name in ("AF_INET", "AF_UNIX", "SOCK_STREAM", "IPPROTO_TCP", "TCP_NODELAY", "SOL_SOCKET", "SO_REUSEADDR")
+    },
+    SHUT_RDWR=socket.SHUT_RDWR,
+)
+
+PAGE_BYTES = 64
+"""Headers of slot files are padded to this, so that a shard is a few hundred bytes."""
+
+RECORDS = ("node", "layout", "shard", "parity", "smp")
+"""Kinds of JSON files in an arena."""
+
+MODULES = {
+    "threading": (
+        *("service", "store", "codings", "holdings", "counters", "protect", "parity", "monitor", "scrub", "local"),
+        *("transport", "peers", "client"),
+    ),
+    "time": ("codings", "protect", "monitor", "scrub"),
+    "queue": ("protect", "scratch"),
+    "socket": ("transport",),
+    "ThreadPoolExecutor": ("monitor", "rebuild", "census", "peers"),
+    "reach": ("store", "protect", "rebuild", "monitor"),
+}
+
+
+class Hooks:
+    """What the run at hand listens to. `chaos.sim.world` fills it in."""
+
+    reach: Callable[[str, int], None]
+    start_smp: Callable[[Path], None]
+    agreement: Callable[[], Any]
+    captured: Callable[[Any, str, bytes], None]
+    committed: Callable[[Path, str, Any], None]
+    unit_bytes: Callable[[int, int], int]
+    is_due: Callable[[str], bool]
+    locks: dict[str, Process]
+
+
+def reach(point: str, step: int = -1) -> None:
+    """`smp_daemon.points.reach`: an await with a name, at which a crash may be planned."""
+    active().point("point")
+    Hooks.reach(point, step)
+
+
+class SimFcntl:
+    """`fcntl`, for the lock of an arena: a simulated process lets go of it when it dies."""
+
+    LOCK_EX, LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_NB
+
+    @staticmethod
+    def flock(file: Any, how: int) -> None:
+        process = active().current.process
+        owner = Hooks.locks.get(file.name)
+        if owner is not None and owner.alive and owner is not process:
+            raise BlockingIOError("the lock is held")
+        Hooks.locks[file.name] = process
+
+
+class SimOs:
+    """`os`, with simulated processes' ids."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def getpid(self) -> int:
+        return id(active().current.process)
+
+    def pidfd_open(self, pid: int) -> Process:
+        for process in Hooks.locks.values():
+            if id(process) == pid and process.alive:
+                return process
+        raise ProcessLookupError("no such process")
+
+    def close(self, fd: Any) -> None:
+        if not isinstance(fd, Process):
+            os.close(fd)
+
+
+class SimSelect:
+    """`select`, which waits for the end of a simulated process."""
+
+    @staticmethod
+    def select(
+        reading: list[Any], writing: Any, failing: Any, timeout: float
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        process: Process = reading[0]
+        ended = threads.Event()
+        process.on_death[id(ended)] = ended.set
+        ended.wait(timeout)
+        process.on_death.pop(id(ended), None)
+        return [process] if not process.alive else [], [], []
+
+
+def kind_of(path: Path) -> str:
+    """What a JSON file of an arena says; one of `RECORDS`."""
+    name = path.name
+    if name.endswith(".safetensors.json"):
+        return "shard"
+    return "parity" if name.endswith(".parity.json") else name.partition(".")[0].partition("-")[0]
+
+
+def _write_json(path: Path, data: Any) -> None:
+    """`smp_daemon.records.write_json`, with crashes planned before it, in the middle and after."""
+    kind = kind_of(path)
+    reach(f"record.{kind}.before")
+    if Hooks.is_due(f"record.{kind}.part"):  # else what it leaves is overwritten at once
+        path.with_name(path.name + ".part").write_text('{"cut')
+    reach(f"record.{kind}.part")
+    write_json(path, data)
+    Hooks.committed(path, kind, data)
+    reach(f"record.{kind}.done")
+
+
+def _digest_units(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
+    reach("seal.digest")
+    digests = digest_units(data, unit_bytes)
+    reach("seal.digested")
+    return digests
+
+
+def _start_smp(job: str, node: str, arena: Path, **options: object) -> None:
+    Hooks.start_smp(arena)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Run holdfast on simulated threads, time and sockets. Pins the calling thread, and those made in the block, to one
+    processor: turns are taken much faster there.
+    """
+    replacements: dict[str, Any] = {
+        "threading": THREADING,
+        "time": TIME,
+        "queue": QUEUE,
+        "socket": SOCKET,
+        "ThreadPoolExecutor": threads.ThreadPoolExecutor,
+        "reach": reach,
+    }
+    targets = {f"smp_daemon.{m}.{name}": replacements[name] for name, modules in MODULES.items() for m in modules}
+    targets |= {
+        "smp_daemon.peers.grpc": SimGrpc,
+        "smp_daemon.arena.fcntl": SimFcntl,
+        "smp_daemon.client.os": SimOs(),
+        "smp_daemon.local.os": SimOs(),
+        "smp_daemon.client.select": SimSelect,
+        "smp_daemon.slotfile.PAGE_BYTES": PAGE_BYTES,
+        "smp_daemon.store.digest_units": _digest_units,
+        "smp_daemon.store.write_json": _write_json,
+        "smp_daemon.arena.write_json": _write_json,
+        "smp_daemon.service.write_json": _write_json,
+        "snapshot.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
+        "snapshot.connect.start_smp": _start_smp,
+        "snapshot.copier.threading": THREADING,
+        "snapshot.copier.queue": QUEUE,
+        "snapshot.copier.reach": reach,
+        "snapshot.loading.ThreadPoolExecutor": threads.ThreadPoolExecutor,
+        "snapshot.pace.threading": THREADING,
+        "snapshot.restore.time": TIME,
+        "snapshot.restore.reach": reach,
+        "snapshot.restore._load": trainer.load,
+        "snapshot.hook.time": TIME,
+        "snapshot.hook.Pace": lambda: Pace(threads.monotonic, threads.Event.wait),  # type: ignore[arg-type]
+        "snapshot.hook.Capture": trainer.SimCapture,
+        "snapshot.hook.Boundary": trainer.SimBoundary,
+        "snapshot.hook.choose_mover": lambda devices: trainer.SimMover(),
+        "snapshot.hook.default_agreement": lambda: Hooks.agreement(),
+        "chaos.sim.trainer.captured": lambda *what: Hooks.captured(*what),
+    }
+    allowed = os.sched_getaffinity(0)
+    with ExitStack() as stack:
+        os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
+        stack.callback(os.sched_setaffinity, 0, allowed)
+        for target, new in targets.items():
+            stack.enter_context(patch(target, new))
+        yield

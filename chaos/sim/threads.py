@@ -1,0 +1,340 @@
+"""What threads block on, for tasks: names and meanings are those of `threading`, `queue`, `concurrent.futures`, `time`.
+
+Each acquisition, wait and hand-over is an await of `chaos.sim.scheduler`. Only what the modules of holdfast use is
+here.
+"""
+
+from __future__ import annotations
+
+import queue as real_queue
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from chaos.sim.scheduler import Scheduler, active
+from chaos.sim.tasks import Task
+
+T = TypeVar("T")
+
+
+class Lock:
+    """`threading.Lock`."""
+
+    __slots__ = ("_held", "_scheduler", "_waiting")
+
+    def __init__(self) -> None:
+        self._scheduler = active()
+        self._held = False
+        self._waiting: deque[Task] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        scheduler = self._scheduler
+        scheduler.point("lock")
+        while self._held:
+            if not blocking:
+                return False
+            self._waiting.append(scheduler.current)
+            scheduler.block("a lock")
+        self._held = True
+        return True
+
+    def release(self) -> None:
+        self._held = False
+        while self._waiting:
+            self._scheduler.wake(self._waiting.popleft())
+
+    def locked(self) -> bool:
+        return self._held
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+class RLock:
+    """`threading.RLock`."""
+
+    __slots__ = ("_count", "_owner", "_scheduler", "_waiting")
+
+    def __init__(self) -> None:
+        self._scheduler = active()
+        self._owner: Task | None = None
+        self._count = 0
+        self._waiting: deque[Task] = deque()
+
+    def acquire(self) -> bool:
+        scheduler = self._scheduler
+        if self._owner is scheduler.current:
+            self._count += 1
+            return True
+        scheduler.point("lock")
+        while self._owner is not None:
+            self._waiting.append(scheduler.current)
+            scheduler.block("a lock")
+        self._owner = scheduler.current
+        self._count = 1
+        return True
+
+    def release(self) -> None:
+        if self._owner is not self._scheduler.current:
+            if self._scheduler.unwinding:
+                return
+            raise RuntimeError("cannot release a lock of another thread")
+        self._count -= 1
+        if not self._count:
+            self._owner = None
+            while self._waiting:
+                self._scheduler.wake(self._waiting.popleft())
+
+    def give_up(self) -> int:
+        """Release it whole, for a wait; how often it was held."""
+        if self._owner is not self._scheduler.current:
+            raise RuntimeError("cannot wait on a condition whose lock is not held")
+        count, self._count = self._count, 1
+        self.release()
+        return count
+
+    def take_back(self, count: int) -> None:
+        """Undo `give_up`."""
+        self.acquire()
+        self._count = count
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+class Condition:
+    """`threading.Condition`, over an `RLock`."""
+
+    def __init__(self, lock: RLock | None = None) -> None:
+        self._scheduler = active()
+        self._lock = lock or RLock()
+        self._waiting: list[Task] = []
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        scheduler = self._scheduler
+        scheduler.point("wait")
+        self._waiting.append(scheduler.current)
+        count = self._lock.give_up()
+        woken = scheduler.block("a condition", timeout)
+        if not woken and scheduler.current in self._waiting:
+            self._waiting.remove(scheduler.current)
+        self._lock.take_back(count)
+        return woken
+
+    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
+        end = None if timeout is None else self._scheduler.now + timeout
+        while not (result := predicate()):
+            left = None if end is None else end - self._scheduler.now
+            if left is not None and left <= 0:
+                break
+            self.wait(left)
+        return result
+
+    def notify_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for task in waiting:
+            self._scheduler.wake(task)
+
+
+class Event:
+    """`threading.Event`."""
+
+    def __init__(self) -> None:
+        self._scheduler = active()
+        self._set = False
+        self._waiting: list[Task] = []
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        waiting, self._waiting = self._waiting, []
+        for task in waiting:
+            self._scheduler.wake(task)
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        scheduler = self._scheduler
+        scheduler.point("wait")
+        if self._set:
+            return True
+        self._waiting.append(scheduler.current)
+        woken = scheduler.block("an event", timeout)
+        if not woken and scheduler.current in self._waiting:
+            self._waiting.remove(scheduler.current)
+        return self._set
+
+
+class Thread:
+    """`threading.Thread`, of the process that makes it."""
+
+    def __init__(
+        self, target: Callable[..., Any], name: str = "thread", args: tuple[Any, ...] = (), daemon: bool = True
+    ) -> None:
+        self._scheduler = active()
+        self._process = self._scheduler.current.process
+        self._work: Callable[[], Any] = partial(target, *args)
+        self.name = name
+        self._ended = Event()
+        self._task: Task | None = None
+
+    def start(self) -> None:
+        self._scheduler.point("thread")
+        self._task = self._scheduler.spawn(self._process, self.name, self._run)
+
+    def is_alive(self) -> bool:
+        return self._task is not None and not self._task.done and not self._ended.is_set()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._ended.wait(timeout)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._ended.set()
+
+
+class SimpleQueue(Generic[T]):
+    """`queue.SimpleQueue`."""
+
+    def __init__(self) -> None:
+        self._scheduler = active()
+        self._items: deque[T] = deque()
+        self._waiting: deque[Task] = deque()
+
+    def put(self, item: T) -> None:
+        self._scheduler.point("queue")
+        self._items.append(item)
+        while self._waiting:
+            self._scheduler.wake(self._waiting.popleft())
+
+    def get(self, block: bool = True, timeout: float | None = None) -> T:
+        scheduler = self._scheduler
+        scheduler.point("queue")
+        end = None if timeout is None else scheduler.now + timeout
+        while not self._items:
+            left = None if end is None else end - scheduler.now
+            if left is not None and left <= 0:
+                raise real_queue.Empty
+            self._waiting.append(scheduler.current)
+            scheduler.block("a queue", left)
+        return self._items.popleft()
+
+
+class Future(Generic[T]):
+    """`concurrent.futures.Future`, as far as a pool gives it."""
+
+    def __init__(self) -> None:
+        self._done = Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self, work: Callable[[], T]) -> None:
+        """Carry it out."""
+        try:
+            self._result = work()
+        except Exception as error:
+            self._error = error
+        self._done.set()
+
+    def result(self, timeout: float | None = None) -> T:
+        if not self._done.wait(timeout):
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        result: T = self._result
+        return result
+
+
+class ThreadPoolExecutor:
+    """`concurrent.futures.ThreadPoolExecutor`. Its threads end when there is nothing to do."""
+
+    def __init__(self, max_workers: int, thread_name_prefix: str = "pool") -> None:
+        self._scheduler: Scheduler = active()
+        self._most = max_workers
+        self._name = thread_name_prefix
+        self._process = self._scheduler.current.process
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._at_work = 0
+        self._idle = Condition()
+
+    def submit(self, work: Callable[..., T], *args: Any, **options: Any) -> Future[T]:
+        future: Future[T] = Future()
+        self._waiting.append((future, lambda: work(*args, **options)))
+        if self._at_work < self._most:
+            self._at_work += 1
+            self._scheduler.spawn(self._process, self._name, self._work)
+        return future
+
+    def map(self, work: Callable[[Any], T], items: Iterable[Any]) -> Iterator[T]:
+        futures = [self.submit(work, item) for item in items]
+        return (future.result() for future in futures)
+
+    def shutdown(self, wait: bool = True) -> None:
+        if wait:
+            with self._idle:
+                self._idle.wait_for(lambda: not self._at_work)
+
+    def _work(self) -> None:
+        while self._waiting:
+            future, work = self._waiting.popleft()
+            future.run(work)
+        self._at_work -= 1  # and none is submitted to in between: there is no await
+        with self._idle:
+            self._idle.notify_all()
+
+    def __enter__(self) -> ThreadPoolExecutor:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+
+class Signal:
+    """Says that something outside all processes has changed. It has no lock, so none can die with it."""
+
+    def __init__(self) -> None:
+        self._scheduler = active()
+        self._waiting: list[Task] = []
+
+    def wait_for(self, happened: Callable[[], bool], timeout: float) -> bool:
+        """Block until it has, at most so many seconds; whether it has."""
+        end = self._scheduler.now + timeout
+        while not happened() and self._scheduler.now < end:
+            self._waiting.append(self._scheduler.current)
+            self._scheduler.block("a signal", end - self._scheduler.now)
+        return happened()
+
+    def notify(self) -> None:
+        """Have all who wait look again."""
+        waiting, self._waiting = self._waiting, []
+        for task in waiting:
+            self._scheduler.wake(task)
+
+
+def monotonic() -> float:
+    """`time.monotonic`."""
+    return active().now
+
+
+def sleep(seconds: float) -> None:
+    """`time.sleep`."""
+    active().sleep(seconds)

@@ -1,0 +1,259 @@
+"""A trainer whose state is a few hundred bytes: the production hook around a small training loop.
+
+`snapshot.hook.SnapshotHook`, its ledger, copier, outcomes, restore and reservation are the production ones. What they
+reach through interfaces is small here: `SimAdapter` (state), `SimCapture` and `SimMover` (copying it), `Member`
+(collectives).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from chaos.sim.scheduler import active
+from chaos.sim.threads import Event, Signal
+from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
+from smp_daemon.layout import SnapshotId
+from smp_daemon.slotfile import Leaf, SlotFormat, plan_slot, read_format, read_stamp
+from snapshot.agreement import AgreementLost, Result
+from snapshot.copier import CopyJob
+from snapshot.loading import check_ranges
+from snapshot.movers import Piece
+from snapshot.state import Misfit
+
+RECORD_CAPACITY = 64
+COLLECTIVE_DEADLINE_S = 120.0
+LEAF = "state"
+
+
+class TrainingLost(Exception):
+    """Another rank is gone: the step cannot be taken."""
+
+
+class Circle:
+    """The collectives of one life of the job."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lost = False
+        self.changed = Signal()
+        self._rounds: dict[tuple[str, int], dict[int, Any]] = {}
+
+    def lose(self) -> None:
+        """A rank is gone, and the others notice."""
+        self.lost = True
+        self.changed.notify()
+
+    def post(self, turn: tuple[str, int], rank: int, value: Any) -> None:
+        active().point("collective")
+        self._rounds.setdefault(turn, {})[rank] = value
+        self.changed.notify()
+
+    def collect(self, turn: tuple[str, int]) -> list[Any] | None:
+        """What every rank posted in that turn; None if one is gone. Blocks."""
+        values = self._rounds[turn]
+        self.changed.wait_for(lambda: self.lost or len(values) == self.size, COLLECTIVE_DEADLINE_S)
+        if len(values) < self.size:
+            return None
+        return [values[rank] for rank in range(self.size)]
+
+
+class Member:
+    """`snapshot.agreement.Agreement` of one rank."""
+
+    def __init__(self, circle: Circle, rank: int) -> None:
+        self.rank = rank
+        self._circle = circle
+        self._turn = 0
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return self._collect(self._post(data))
+
+    def minimum(self, values: Sequence[int]) -> Result:
+        turn = self._post(list(values))
+        return lambda: [min(each) for each in zip(*self._collect(turn), strict=True)]
+
+    def spread(self, sets: object, pieces: object) -> None:
+        """Nothing is replicated."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _post(self, value: Any) -> tuple[str, int]:
+        self._turn += 1
+        turn = ("agreement", self._turn)
+        self._circle.post(turn, self.rank, value)
+        return turn
+
+    def _collect(self, turn: tuple[str, int]) -> list[Any]:
+        values = self._circle.collect(turn)
+        if values is None:
+            raise AgreementLost("another rank is gone")
+        return values
+
+
+class SimAdapter:
+    """One rank's state: bytes that each step makes of the ones before."""
+
+    def __init__(self, coord: str, length: int, secret: str, on_load: Callable[[SnapshotId, bytes], None]) -> None:
+        self.coord = coord
+        self.live = bytearray(_expand(f"{secret} {coord}".encode(), length))
+        self.step = 0
+        self._secret = secret
+        self._on_load = on_load
+
+    def train(self) -> None:
+        """``optim.step()``: every byte changes. An await in the middle shows whoever still reads the old ones."""
+        self.step += 1
+        fresh = _expand(hashlib.blake2b(bytes(self.live) + self._secret.encode()).digest(), len(self.live))
+        half = len(fresh) // 2
+        self.live[:half] = fresh[:half]
+        active().point("step")
+        self.live[half:] = fresh[half:]
+
+    def resize(self, length: int) -> None:
+        """The state grows or shrinks: a new layout is needed."""
+        self.live = bytearray(_expand(bytes(self.live), length))
+
+    def take_over(self, snapshot: SnapshotId, content: bytes) -> None:
+        """Restored."""
+        self._on_load(snapshot, content)
+        self.live = bytearray(content)
+        self.step = snapshot.step
+
+    def coordinate(self) -> str:
+        return self.coord
+
+    def tensors(self) -> Iterator[Any]:
+        return iter(())
+
+    def modules(self) -> Sequence[Any]:
+        return ()
+
+    def optimizers(self) -> Sequence[Any]:
+        return ()
+
+    def scalers(self) -> Sequence[Any]:
+        return ()
+
+
+def _expand(seed: bytes, length: int) -> bytes:
+    return hashlib.shake_128(seed).digest(length)
+
+
+class SimBoundary:
+    """`snapshot.boundary.Boundary`: the loop says by itself when a step begins and ends."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def remove(self) -> None:
+        """Nothing was hooked."""
+
+
+class SimCapture:
+    """`snapshot.capture.Capture` of a `SimAdapter`."""
+
+    def __init__(self, adapter: SimAdapter, agreement: Member, mover: SimMover, job: str, coord: str) -> None:
+        self._adapter = adapter
+        self._job = job
+        self._coord = coord
+        self._form: SlotFormat | None = None
+        self.on_begin: Callable[[SnapshotId, str, bytes], None] = captured
+
+    def plan(self, snapshot: SnapshotId) -> SlotFormat:
+        self._form = _form(self._job, self._coord, len(self._adapter.live))
+        return self._form
+
+    def begin(self, snapshot: SnapshotId, keep: tuple[SnapshotId, ...], protected: SnapshotId | None) -> CopyJob:
+        form, live = self._form, self._adapter.live
+        if form is None or form.offsets[LEAF][1].bytes != len(live):
+            raise Misfit("the state has another length")
+        self.on_begin(snapshot, self._coord, bytes(live))
+        piece = Piece(live, form.offsets[LEAF][0], len(live))  # type: ignore[arg-type]  # for `SimMover` alone
+        return CopyJob(
+            snapshot,
+            self._coord,
+            keep,
+            protected,
+            form,
+            (piece,),
+            len(live),
+            (),
+            (),
+            copied=Event(),  # type: ignore[arg-type]
+            finalised=Event(),  # type: ignore[arg-type]
+            done=Event(),  # type: ignore[arg-type]
+        )
+
+    def finalise(self, job: CopyJob) -> None:
+        if not job.finalised.is_set():
+            job.finalise((), lambda: json.dumps({"step": job.snapshot.step}).encode())
+
+    def over(self, job: CopyJob) -> None:
+        """Nothing was staged."""
+
+
+def captured(snapshot: SnapshotId, coord: str, content: bytes) -> None:
+    """Told of every snapshot that begins; the oracle listens here (see `chaos.sim.seams`)."""
+    raise RuntimeError("nobody listens")
+
+
+@lru_cache(1024)
+def _form(job: str, coord: str, length: int) -> SlotFormat:
+    return plan_slot(job, coord, [Leaf(LEAF, "U8", (length,))], RECORD_CAPACITY)
+
+
+class SimMover:
+    """`snapshot.movers.Mover` for bytes: each piece in two halves, with an await before, between and after."""
+
+    def mark(self) -> None:
+        active().point("copy")
+
+    def settle(self) -> None:
+        """Nothing to note."""
+
+    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+        for piece in pieces:
+            live: Any = piece.tensor
+            half = piece.bytes // 2
+            for begin, end in ((0, half), (half, piece.bytes)):
+                pause(end - begin)
+                active().point("copy")
+                slot[piece.offset + begin : piece.offset + end] = live[begin:end]
+
+    def fence(self) -> None:
+        """Nothing is under way once `copy` has returned."""
+
+    def finish(self) -> None:
+        active().point("copy")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def load(attempt: Any, agreement: Member, adapter: SimAdapter, mover: SimMover) -> HoldfastError | None:
+    """`snapshot.restore._load` for a `SimAdapter`: the same checks, agreements and errors, and no tensors."""
+    problem: HoldfastError | None = None
+    shard = attempt.shard
+    try:
+        check_ranges(shard, [(0, shard.view.nbytes)], attempt.mend)
+        form, _ = read_format(shard.view)
+        if read_stamp(shard.view) != attempt.snapshot:
+            raise ProtocolError(f"the slot is stamped {read_stamp(shard.view)}, not {attempt.snapshot}")
+        offset, leaf = form.offsets[LEAF]
+        content = bytes(shard.view[offset : offset + leaf.bytes])
+    except HoldfastError as error:
+        problem = error
+    damaged = isinstance(problem, DamagedSnapshot)
+    fits, whole = agreement.minimum([int(problem is None or damaged), int(not damaged)])()
+    if not fits:
+        raise problem or ProtocolError("the snapshot does not fit on another rank")
+    if not whole:
+        return problem
+    adapter.take_over(attempt.snapshot, content)
+    agreement.minimum([1])()
+    return None

@@ -1,0 +1,314 @@
+"""Nodes, their SMPs and the trainers on them, as processes that can be started, killed and lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from chaos.sim.network import Network, use
+from chaos.sim.oracle import Oracle, Snapshot
+from chaos.sim.plan import Plan
+from chaos.sim.scheduler import Scheduler
+from chaos.sim.seams import Hooks
+from chaos.sim.tasks import Process
+from chaos.sim.threads import Signal
+from chaos.sim.trainer import Circle, Member, SimAdapter, TrainingLost
+from smp_daemon.errors import ConfigError, HoldfastError, Unrecoverable
+from smp_daemon.layout import SnapshotId
+from smp_daemon.service import Settings, Smp
+from snapshot.hook import SnapshotHook
+
+JOB = "job"
+START_DEADLINE_S = 60.0
+DRAIN_DEADLINE_S = 60.0
+
+
+class Node:
+    """A host with memory: one SMP at a time, and trainers."""
+
+    def __init__(self, name: str, host: str, base: Path) -> None:
+        self.name = name
+        self.host = host
+        self.base = base
+        self.arena = base / JOB
+        self.up = True
+        self.smp_process: Process | None = None
+        self.smp: Smp | None = None
+        self.trainers: list[Process] = []
+        self.starting = False
+        self.error = ""
+
+    @property
+    def serves(self) -> bool:
+        """Whether its SMP has come up, and is alive."""
+        return self.smp is not None and self.smp_process is not None and self.smp_process.alive
+
+
+class Trainer:
+    """One rank of one life."""
+
+    def __init__(self, rank: int, node: Node, process: Process) -> None:
+        self.rank = rank
+        self.node = node
+        self.process = process
+        self.outcome = ""
+        self.error: BaseException | None = None
+        self.hook: SnapshotHook | None = None
+        self.restored: Snapshot | None = None
+        self.entered = False
+
+
+class World:
+    """One run's machines."""
+
+    def __init__(self, plan: Plan, scheduler: Scheduler, root: Path, believe: bool = False) -> None:
+        """`believe`: take a restored snapshot for protected as soon as the hook reports it as that."""
+        self.plan = plan
+        self.believe = believe
+        self.scheduler = scheduler
+        self.network = Network(scheduler)
+        use(self.network)
+        self.network.latency_s = plan.latency_s
+        self.network.capacity = plan.capacity
+        self.network.flip_chance = plan.flip_chance
+        self.network.break_chance = plan.break_chance
+        self.oracle = Oracle(scheduler.violate)
+        self.root = root
+        self.changed = Signal()
+        self.nodes: list[Node] = []
+        self.trainers: list[Trainer] = []
+        self.seats: dict[int, Node] = {}
+        self.lengths = list(plan.lengths)
+        self.hits: Counter[str] = Counter()
+        self.crashes: Counter[str] = Counter()
+        self.faults: Counter[str] = self.network.counts
+        self.at_point: Callable[[str, Process], None] = lambda point, process: None
+        self._named = 0
+        self._members: dict[Process, Member] = {}
+        self._hook_up()
+        for _ in range(plan.nodes):
+            self.add_node()
+
+    def _hook_up(self) -> None:
+        Hooks.reach = self._reach
+        Hooks.start_smp = self._start_by_trainer
+        Hooks.agreement = self._agreement
+        Hooks.captured = self.oracle.captured
+        Hooks.committed = self._committed
+        Hooks.unit_bytes = lambda longest, data: self.plan.unit_bytes
+        Hooks.locks = {}
+
+    # ------------------------------------------------------------------ nodes
+
+    def add_node(self) -> Node:
+        """A new node, with empty memory."""
+        number = self._named
+        self._named += 1
+        node = Node(f"n{number}", f"10.0.0.{number}", self.root / f"n{number}")
+        node.base.mkdir(mode=0o700)
+        self.nodes.append(node)
+        return node
+
+    def up(self) -> list[Node]:
+        """Nodes that have not been lost."""
+        return [node for node in self.nodes if node.up]
+
+    def ensure_smp(self, node: Node) -> None:
+        """Have an SMP serve the node. Blocks. Raises `ConfigError` if it cannot."""
+        scheduler = self.scheduler
+        limit = scheduler.now + START_DEADLINE_S
+        while not node.serves:
+            if not node.up or scheduler.now > limit:
+                raise ConfigError(f"no SMP on {node.name}: {node.error}")
+            if not (node.starting and node.smp_process is not None and node.smp_process.alive):
+                self._start(node)
+            self.changed.wait_for(lambda: node.serves or not node.starting, 1.0)
+
+    def _start(self, node: Node) -> None:
+        process = Process(f"{node.name}.smp", node.host)
+        node.smp_process, node.smp, node.starting = process, None, True
+        process.on_death[0] = lambda: self._smp_gone(node, process)
+        self.scheduler.note(f"an SMP is started on {node.name}")
+        self.scheduler.spawn(process, "main", lambda: self._run_smp(node, process))
+
+    def _run_smp(self, node: Node, process: Process) -> None:
+        settings = Settings(
+            backend="numpy" if self.plan.seed % 2 else "auto",
+            reform_after_s=self.plan.reform_after_s,
+            rebuild=self.plan.rebuild,
+        )
+        try:
+            smp = Smp(JOB, node.name, node.arena, node.host, settings=settings)
+        except HoldfastError as error:
+            node.error = str(error)
+            node.starting = False
+            self.scheduler.note(f"the SMP of {node.name} does not come up: {error}")
+            self.scheduler.kill(process)
+            return
+        node.smp, node.starting = smp, False
+        self.changed.notify()
+        smp.stopped.wait()
+        smp.close()
+        self.scheduler.kill(process)
+
+    def _smp_gone(self, node: Node, process: Process) -> None:
+        if node.smp_process is process:
+            node.smp, node.starting = None, False
+        self.changed.notify()
+
+    def _start_by_trainer(self, arena: Path) -> None:
+        """`smp_daemon.spawn.start_smp`."""
+        self.ensure_smp(next(node for node in self.nodes if node.arena == arena))
+
+    def lose(self, node: Node, *, silent: bool) -> None:
+        """Its memory and all that runs on it is gone; `silent`: and nobody is told."""
+        if not node.up:
+            return
+        self.scheduler.note(f"{node.name} is lost")
+        node.up = False
+        self.oracle.node_lost(node.name)
+        if silent:
+            self.network.lose_host(node.host)
+        for process in node.trainers:
+            self.scheduler.kill(process)
+        if node.smp_process is not None:
+            self.scheduler.kill(node.smp_process)
+        self.network.lose_host(node.host)
+        shutil.rmtree(node.base)
+        if not any((each.arena / "node.json").exists() for each in self.up()):
+            self.oracle.all_lost()
+
+    def floor(self) -> Snapshot | None:
+        """The newest snapshot that a node that is left knows to be protected."""
+        found: list[Snapshot] = []
+        for node in self.up():
+            path = node.arena / "node.json"
+            if path.exists() and (protected := json.loads(path.read_text())["protected"]):
+                found.append((protected[0], protected[1]))
+        return max(found, default=None)
+
+    # ------------------------------------------------------------------ trainers
+
+    def start_trainers(self, steps: int, *, quiet: bool = False, ends: bool = False) -> None:
+        """A life of the job begins, on all nodes that are up.
+
+        Args:
+            quiet: without faults: every snapshot must become protected.
+            ends: after so many steps the job is done for good.
+        """
+        up = self.up()
+        circle = Circle(len(self.plan.ranks))
+        self.circle = circle
+        self.trainers = []
+        spare = [node for node in up if node not in self.seats.values()]
+        for number in sorted(set(self.plan.ranks)):
+            if not (number in self.seats and self.seats[number].up):
+                self.seats[number] = spare.pop(0) if spare else up[number % len(up)]
+        for rank, number in enumerate(self.plan.ranks):
+            node = self.seats[number]
+            trainer = Trainer(rank, node, Process(f"{node.name}.t{rank}", node.host))
+            self.trainers.append(trainer)
+            node.trainers.append(trainer.process)
+            trainer.process.on_death[0] = self._trainer_over(trainer, "killed")
+        floor = self.floor()
+        for trainer in self.trainers:
+            work = partial(self._train, trainer, circle, steps, floor, quiet, ends)
+            self.scheduler.spawn(trainer.process, "train", work)
+
+    def kill_trainer(self, trainer: Trainer) -> None:
+        """SIGKILL."""
+        self.scheduler.kill(trainer.process)
+
+    def _trainer_over(self, trainer: Trainer, outcome: str) -> Callable[[], None]:
+        def over() -> None:
+            trainer.outcome = trainer.outcome or outcome
+            self.changed.notify()
+
+        return over
+
+    def _train(
+        self, trainer: Trainer, circle: Circle, steps: int, floor: Snapshot | None, quiet: bool, ends: bool
+    ) -> None:
+        try:
+            self._train_steps(trainer, circle, steps, floor, quiet, ends)
+            trainer.outcome = "done"
+        except (HoldfastError, TrainingLost) as error:
+            self.scheduler.note(f"ends: {type(error).__name__}: {error}")
+            trainer.error = error
+            trainer.outcome = "unrecoverable" if isinstance(error, Unrecoverable) else "failed"
+        self.scheduler.kill(trainer.process)
+
+    def _train_steps(
+        self, trainer: Trainer, circle: Circle, steps: int, floor: Snapshot | None, quiet: bool, ends: bool
+    ) -> None:
+        plan, rank = self.plan, trainer.rank
+        coord = f"dp{rank}"
+        loaded: list[bytes] = []
+        adapter = SimAdapter(
+            coord, self.lengths[rank], str(plan.seed), lambda snapshot, content: loaded.append(content)
+        )
+        self._members[trainer.process] = Member(circle, rank)
+        hook = SnapshotHook(
+            adapter,  # type: ignore[arg-type]
+            job=JOB,
+            every=plan.every,
+            protect=plan.protect,
+            domains="",
+            slots=plan.slots,
+            keep=not ends,
+            arena=trainer.node.base,
+            overhead_budget=0.0,
+        )
+        with hook:
+            restored = hook.restored.snapshot
+            trainer.restored, trainer.entered, trainer.hook = restored, True, hook
+            self.scheduler.note(f"restored {restored} ({hook.restored.how}), epoch {hook.restored.epoch}")
+            if trainer.outcome != "hangs":  # else it goes on where nobody listens any more
+                self.oracle.restored(coord, restored, loaded[-1] if loaded else None)
+                self.oracle.check_floor(coord, restored, floor)
+            for turn in range(steps):
+                hook.on_forward()
+                self.scheduler.sleep(plan.step_s * self.scheduler.random.random())
+                circle.post(("step", turn), rank, adapter.step)
+                if circle.collect(("step", turn)) is None:
+                    raise TrainingLost("another rank is gone")
+                hook.before_step()
+                if len(adapter.live) != self.lengths[rank]:
+                    adapter.resize(self.lengths[rank])
+                adapter.train()
+                hook.after_step()
+                self._note_promise(hook)
+            if quiet and steps:
+                hook.on_forward()
+                if not hook.drain(DRAIN_DEADLINE_S):
+                    self.scheduler.violate(f"{coord}: in quiet, not every snapshot becomes protected")
+                hook.before_step()
+                hook.after_step()
+                self._note_promise(hook)
+
+    def _note_promise(self, hook: SnapshotHook) -> None:
+        sure: SnapshotId | None = hook._ledger.sure
+        if sure is None or hook.protected_step != sure.step:
+            return
+        if sure == hook.restored.snapshot and not self.believe:
+            self.oracle.claimed()
+        else:
+            self.oracle.protected(sure)
+
+    # ------------------------------------------------------------------ what the seams ask for
+
+    def _agreement(self) -> Any:
+        return self._members[self.scheduler.current.process]
+
+    def _committed(self, path: Path, kind: str, data: Any) -> None:
+        self.oracle.committed(path, kind, data)
+
+    def _reach(self, point: str, step: int) -> None:
+        self.hits[point] += 1
+        self.at_point(point, self.scheduler.current.process)
+        self.scheduler.yield_if_dead()

@@ -1,0 +1,210 @@
+"""The control plane under simulated faults, and the simulation itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chaos.sim import __main__ as command
+from chaos.sim.oracle import Oracle
+from chaos.sim.plan import POINTS_HERE, draw
+from chaos.sim.run import simulate
+from chaos.sim.scheduler import Scheduler
+from chaos.sim.seams import installed
+from chaos.sim.tasks import Process
+from chaos.sim.threads import Condition, Event, Lock, SimpleQueue, ThreadPoolExecutor
+
+REGRESSIONS = {
+    402: "an arena was left behind, of a node that took no part",
+    1571: "a trainer that nobody listens to any more goes on from nothing, and is fenced",
+    3172: "ranks of a lost node moved in with others: no redundancy until the next snapshot",
+    101125: "a peer that had died while its link was cut never answered what was sent to it later",
+}
+"""Seeds that once showed a mistake, all of them of the simulation, and which. They are ordinary once what seeds draw is
+changed."""
+
+RESTORED_IS_REPORTED = (337, 411, 100280)
+"""A snapshot that was only sealed is restored, reported as `protected_step` and told to the SMPs as protected; then a
+node is lost, and the job is given up as `Unrecoverable`, for something that no parity ever covered."""
+
+SEEDS = range(60)
+
+
+@pytest.fixture
+def simulation() -> Iterator[None]:
+    with installed():
+        yield
+
+
+@pytest.mark.parametrize("first", range(SEEDS.start, SEEDS.stop, 10))
+def test_the_promise_holds_for_every_seed(simulation: None, first: int) -> None:
+    for seed in range(first, first + 10):
+        assert not simulate(seed).violations, command.replay(seed)
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_a_seed_that_found_a_bug_stays_quiet(simulation: None, seed: int) -> None:
+    assert not simulate(seed).violations, f"{REGRESSIONS[seed]}: {command.replay(seed)}"
+
+
+@pytest.mark.parametrize("seed", RESTORED_IS_REPORTED)
+def test_what_is_restored_is_not_reported_as_protected_before_it_is(simulation: None, seed: int) -> None:
+    assert not simulate(seed, believe=True).violations, command.replay(seed)
+
+
+@pytest.mark.parametrize("seed", [1, 6])
+def test_a_seed_does_the_same_every_time(simulation: None, seed: int) -> None:
+    first: list[str] = []
+    second: list[str] = []
+    assert simulate(seed, first.append) == simulate(seed, second.append)
+    assert first == second
+    assert len(first) > 10
+
+
+def test_different_seeds_do_different_things() -> None:
+    assert len({draw(seed) for seed in range(50)}) == 50
+
+
+def test_a_command_says_how_often_each_point_was_hit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    assert command.main(["--seeds", "3", "--first", "2", "--json", str(report)]) == 0
+    written = json.loads(report.read_text())
+    assert written["seeds"] == 3
+    assert set(POINTS_HERE) <= set(written["points"])
+    assert written["points"]["seal.done"]["hits"] > 0
+    assert "3 seeds from 2: 0 broke the promise" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- the scheduler
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    scheduler = Scheduler("test", 0.5)
+    yield scheduler
+    scheduler.unwind()
+
+
+def test_an_hour_of_waiting_takes_a_moment(scheduler: Scheduler) -> None:
+    began = scheduler.now
+    assert not Event().wait(3600.0)
+    assert scheduler.now == began + 3600.0
+
+
+def test_a_process_that_is_killed_stops_without_unwinding(scheduler: Scheduler) -> None:
+    victim, lines = Process("victim", "host"), []
+    lock = Lock()
+
+    def work() -> None:
+        try:
+            with lock:
+                Event().wait()
+        finally:
+            lines.append(scheduler.unwinding)
+
+    scheduler.spawn(victim, "work", work)
+    scheduler.sleep(1.0)
+    scheduler.kill(victim)
+    scheduler.sleep(1.0)
+    assert lock.locked() and not lines
+    scheduler.unwind()
+    assert lines == [True]
+
+
+def test_a_task_that_fails_is_a_violation(scheduler: Scheduler) -> None:
+    scheduler.spawn(Process("any", "host"), "work", lambda: [][0])
+    with pytest.raises(Exception, match="IndexError"):
+        scheduler.sleep(1.0)
+
+
+def test_tasks_that_wait_for_ever_are_found(scheduler: Scheduler) -> None:
+    with pytest.raises(Exception, match="nobody can ever go on"):
+        Event().wait()
+
+
+def test_pools_queues_and_conditions_hand_over_as_those_of_threads_do(scheduler: Scheduler) -> None:
+    queue: SimpleQueue[int] = SimpleQueue()
+    ready = Condition()
+    done: list[int] = []
+
+    def take(number: int) -> int:
+        with ready:
+            done.append(queue.get())
+            ready.notify_all()
+        return number
+
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(take, range(4))
+        for number in range(4):
+            queue.put(number)
+        with ready:
+            assert ready.wait_for(lambda: len(done) == 4, 10.0)
+        assert list(results) == [0, 1, 2, 3]
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+# ---------------------------------------------------------------------- the oracle
+
+
+def _layout(parity: int, *groups: tuple[str, ...]) -> dict[str, object]:
+    names = [name for group in groups for name in group]
+    return {
+        "epoch": 1,
+        "revision": 0,
+        "parity": parity,
+        "nodes": [{"name": name} for name in names],
+        "groups": [[names.index(name) for name in group] for group in groups],
+    }
+
+
+def _oracle(found: list[str], parity: int, *groups: tuple[str, ...]) -> Oracle:
+    oracle = Oracle(found.append)
+    oracle.committed(Path("layout-1-0.json"), "layout", _layout(parity, *groups))
+    oracle.captured((1, 1), "dp0", b"one")
+    oracle.captured((1, 2), "dp0", b"two")
+    oracle.protected((1, 2))
+    return oracle
+
+
+def test_an_older_snapshot_than_the_protected_one_is_a_violation() -> None:
+    found: list[str] = []
+    _oracle(found, 1, ("a", "b")).restored("dp0", (1, 1), b"one")
+    assert len(found) == 1
+
+
+def test_other_bytes_than_the_trainer_had_are_a_violation() -> None:
+    found: list[str] = []
+    _oracle(found, 1, ("a", "b")).restored("dp0", (1, 2), b"tow")
+    assert len(found) == 1
+
+
+def test_as_many_losses_as_each_group_has_parity_must_be_survived() -> None:
+    oracle = _oracle([], 1, ("a", "b"), ("c", "d"))
+    oracle.node_lost("a")
+    oracle.node_lost("c")
+    assert oracle.must_survive()
+    oracle.node_lost("d")
+    assert not oracle.must_survive()
+
+
+def test_a_flipped_bit_counts_as_a_loss_of_its_snapshot_alone() -> None:
+    oracle = _oracle([], 1, ("a", "b"))
+    oracle.bit_flipped((1, 1))
+    oracle.node_lost("a")
+    assert oracle.must_survive()
+    oracle.bit_flipped((1, 2))
+    assert not oracle.must_survive()
+
+
+def test_what_came_of_unneeded_losses_is_no_violation_but_undoing_what_a_node_knows_is() -> None:
+    found: list[str] = []
+    oracle = _oracle(found, 1, ("a", "b"))
+    oracle.node_lost("a")
+    oracle.node_lost("b")
+    oracle.restored("dp0", None, None)
+    assert not found
+    oracle.check_floor("dp0", None, (1, 2))
+    assert len(found) == 1

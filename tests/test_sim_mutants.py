@@ -1,0 +1,97 @@
+"""Deliberately broken builds: the simulation must notice each within a few seeds, or it guards nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from chaos.sim.run import simulate
+from chaos.sim.seams import installed
+from smp_daemon.board import Outcome
+from smp_daemon.codings import Codings
+from smp_daemon.holdings import Holdings
+from smp_daemon.parity import ParityGathering
+from smp_daemon.plan import candidates
+from smp_daemon.slots import SlotPool, SlotState
+from smp_daemon.store import Store
+from snapshot.hook import SnapshotHook
+
+_fold = ParityGathering.fold
+
+
+def _ignore_keep(self: SlotPool, keep: Any, before: Any) -> list[Any]:
+    return [s for s in self.slots if s.state is SlotState.SEALED and s.snapshot is not None and s.snapshot < before]
+
+
+def _settle_at_once(self: Store, snapshot: Any) -> None:
+    with self.changed:
+        progress = self._progress.get(snapshot)
+        if progress is not None and progress.outcome is Outcome.PENDING:
+            progress.outcome = Outcome.PROTECTED
+            self.board.post(snapshot.step, Outcome.PROTECTED)
+            self.changed.notify_all()
+
+
+def _oldest_first(inventories: Any, protected: Any) -> list[Any]:
+    return sorted(candidates(inventories, None))
+
+
+def _fold_badly(self: ParityGathering, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
+    _fold(self, stripe, position, unit, unit_digest)
+    if self.complete and unit.nbytes:
+        self._unit(stripe)[:1] = bytes([self._unit(stripe)[0] ^ 1])
+
+
+def _step_without_waiting(self: SnapshotHook) -> None:
+    if self._copy is not None:
+        self._capture.finalise(self._copy)
+    if self._enabled and self._ledger.pending:
+        self._outcomes = self._agreement.minimum(self._report())
+
+
+MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
+    "the plan ignores what is protected": (0, [("smp_daemon.plan", "candidates", _oldest_first)]),
+    "the slot of the protected snapshot is freed": (1, [(SlotPool, "outdated", _ignore_keep)]),
+    "what is sealed counts as protected": (0, [(Store, "_settle", _settle_at_once)]),
+    "no epoch is checked and none fences": (
+        0,
+        [
+            (Store, "check_epoch", lambda self, epoch: None),
+            (Store, "join", lambda self, epoch: None),
+        ],
+    ),
+    "a bit of parity is wrong": (0, [(ParityGathering, "fold", _fold_badly)]),
+    "parity is never committed": (0, [(Codings, "_commit_parity", lambda self, coding, gathering: None)]),
+    "the next step does not wait for the copy": (18, [(SnapshotHook, "before_step", _step_without_waiting)]),
+    "lost parity is not healed": (0, [("smp_daemon.local", "heal", lambda *arguments: 0)]),
+    "digests are not compared": (
+        48,
+        [
+            (Holdings, "damaged_units", lambda self, key: []),
+            ("smp_daemon.client.RecoveredShard", "matches", lambda self, unit: True),
+        ],
+    ),
+}
+"""By name: the first seed to try, and what is replaced by what."""
+
+SEEDS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulation() -> Iterator[None]:
+    with installed():
+        yield
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_build_is_noticed(name: str) -> None:
+    first, changes = MUTANTS[name]
+    with ExitStack() as stack:
+        for target, attribute, new in changes:
+            whole = isinstance(target, str)
+            stack.enter_context(patch(f"{target}.{attribute}", new) if whole else patch.object(target, attribute, new))
+        assert any(simulate(seed).violations for seed in range(first, first + SEEDS)), "no seed notices it"
