@@ -17,18 +17,20 @@ from chaos.sim.seams import installed
 from chaos.sim.tasks import Process
 from chaos.sim.threads import Condition, Event, Lock, SimpleQueue, ThreadPoolExecutor
 
-REGRESSIONS = {
-    402: "an arena was left behind, of a node that took no part",
-    1571: "a trainer that nobody listens to any more goes on from nothing, and is fenced",
-    3172: "ranks of a lost node moved in with others: no redundancy until the next snapshot",
-    101125: "a peer that had died while its link was cut never answered what was sent to it later",
-}
-"""Seeds that once showed a mistake, all of them of the simulation, and which. They are ordinary once what seeds draw is
-changed."""
+pytestmark = pytest.mark.slow  # simulated processes that were killed keep their descriptors until this one ends
 
-RESTORED_IS_REPORTED = (337, 411, 100280)
-"""A snapshot that was only sealed is restored, reported as `protected_step` and told to the SMPs as protected; then a
-node is lost, and the job is given up as `Unrecoverable`, for something that no parity ever covered."""
+RESTORED = "a snapshot that was only sealed was restored, and reported and kept as protected, without any parity"
+
+REGRESSIONS = {
+    337: RESTORED,
+    411: RESTORED,
+    100280: RESTORED,
+    402: "of the simulation: an arena was left behind, of a node that took no part",
+    1571: "of the simulation: a trainer that nobody listens to any more goes on from nothing, and is fenced",
+    3172: "of the simulation: where ranks move in with others, redundancy is back with the next snapshot only",
+    101125: "of the simulation: a peer that died while its link was cut never answered what was sent to it later",
+}
+"""Seeds that once showed a mistake, and which. They are ordinary seeds once what a seed draws is changed."""
 
 SEEDS = range(60)
 
@@ -48,11 +50,6 @@ def test_the_promise_holds_for_every_seed(simulation: None, first: int) -> None:
 @pytest.mark.parametrize("seed", REGRESSIONS)
 def test_a_seed_that_found_a_bug_stays_quiet(simulation: None, seed: int) -> None:
     assert not simulate(seed).violations, f"{REGRESSIONS[seed]}: {command.replay(seed)}"
-
-
-@pytest.mark.parametrize("seed", RESTORED_IS_REPORTED)
-def test_what_is_restored_is_not_reported_as_protected_before_it_is(simulation: None, seed: int) -> None:
-    assert not simulate(seed, believe=True).violations, command.replay(seed)
 
 
 @pytest.mark.parametrize("seed", [1, 6])

@@ -20,6 +20,8 @@ from smp_daemon.slots import SlotPool, SlotState
 from smp_daemon.store import Store
 from snapshot.hook import SnapshotHook
 
+pytestmark = pytest.mark.slow  # simulated processes that were killed keep their descriptors until this one ends
+
 _fold = ParityGathering.fold
 
 

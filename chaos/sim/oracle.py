@@ -29,7 +29,6 @@ class Oracle:
         self._layouts: dict[int, list[dict[str, Any]]] = {}
         self._sealed: set[tuple[Snapshot, str]] = set()
         self.promised: Snapshot | None = None
-        self._claimed = False
         self.checks: Counter[str] = Counter()
 
     # ------------------------------------------------------------------ what it is told
@@ -49,10 +48,6 @@ class Oracle:
         self.checks["protected"] += 1
         if self.promised is None or snapshot > self.promised:
             self.promised = snapshot
-
-    def claimed(self) -> None:
-        """The job was told that what it was restored from is protected; it may only have been sealed."""
-        self._claimed = True
 
     def node_lost(self, name: str) -> None:
         """All that this node held is gone."""
@@ -83,7 +78,6 @@ class Oracle:
     def all_lost(self) -> None:
         """No node is left that ever heard of the job: it begins anew, and nobody can know."""
         self.promised = None
-        self._claimed = False
         self._contents.clear()
         self._losses_before.clear()
         self._flips.clear()
@@ -159,7 +153,7 @@ class Oracle:
     def must_survive(self) -> bool:
         """Whether what was lost since the promised snapshot began is within the promise."""
         if self.promised is None:
-            return not self._claimed
+            return True
         since = self._losses[self._losses_before[self.promised] :]
         layouts = self._layouts.get(self.promised[0], [])
         reformed = any(layout["revision"] for layout in layouts)

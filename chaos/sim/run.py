@@ -44,13 +44,13 @@ class Report:
     checks: Counter[str] = field(default_factory=Counter)
 
 
-def simulate(seed: int, trace: Callable[[str], None] | None = None, *, believe: bool = False) -> Report:
-    """Run one seed. Call it within `chaos.sim.seams.installed`. `believe`: see `World`."""
+def simulate(seed: int, trace: Callable[[str], None] | None = None) -> Report:
+    """Run one seed. Call it within `chaos.sim.seams.installed`."""
     plan = draw(seed)
     scheduler = Scheduler(f"turns {seed}", plan.chance)
     scheduler.trace = trace
     root = Path(tempfile.mkdtemp(prefix="holdfast-sim-", dir=_memory()))
-    world = World(plan, scheduler, root, believe)
+    world = World(plan, scheduler, root)
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL if trace is None else logging.NOTSET)
     try:
@@ -95,10 +95,11 @@ class _Driver:
             self._replace(gap.replace)
             self._faults.begin_life(faults)
             outcomes = self._live(self._plan.steps)
+            if "unrecoverable" not in outcomes:
+                self._pass(gap.seconds)  # in which survivors may re-form, and be struck
             self._faults.end_life()
             if "unrecoverable" in outcomes:
                 break
-            self._pass(gap.seconds)
         self._quiet()
 
     # ------------------------------------------------------------------ lives

@@ -66,10 +66,8 @@ class Trainer:
 class World:
     """One run's machines."""
 
-    def __init__(self, plan: Plan, scheduler: Scheduler, root: Path, believe: bool = False) -> None:
-        """`believe`: take a restored snapshot for protected as soon as the hook reports it as that."""
+    def __init__(self, plan: Plan, scheduler: Scheduler, root: Path) -> None:
         self.plan = plan
-        self.believe = believe
         self.scheduler = scheduler
         self.network = Network(scheduler)
         use(self.network)
@@ -293,11 +291,7 @@ class World:
 
     def _note_promise(self, hook: SnapshotHook) -> None:
         sure: SnapshotId | None = hook._ledger.sure
-        if sure is None or hook.protected_step != sure.step:
-            return
-        if sure == hook.restored.snapshot and not self.believe:
-            self.oracle.claimed()
-        else:
+        if sure is not None and hook.protected_step == sure.step:
             self.oracle.protected(sure)
 
     # ------------------------------------------------------------------ what the seams ask for
