@@ -117,7 +117,6 @@ class Kind:
     ends_job: bool = False
     loses: bool = False
     rooted: bool = False
-    passes: bool = False
 
 
 def inject(ground: Ground, fault: Fault) -> None:
@@ -154,9 +153,7 @@ def _zombie(ground: Ground, fault: Fault) -> None:
 
 
 def _pause_ranks(ground: Ground, fault: Fault) -> None:
-    pids = [ground.pid_of_rank(rank) for rank in fault.targets]
-    _to_ranks(signal.SIGSTOP)(ground, fault)
-    ground.later(fault.for_s, partial(_signal_all, pids, signal.SIGCONT))
+    _stop_for_a_while(ground, fault, [ground.pid_of_rank(rank) for rank in fault.targets])
 
 
 def _oom(ground: Ground, fault: Fault) -> None:
@@ -206,9 +203,7 @@ def _crash_smps(*signals: signal.Signals) -> Callable[[Ground, Fault], None]:
 
 def _pause_smps(ground: Ground, fault: Fault) -> None:
     """Half-open: the kernel still takes what is sent to them, and nobody answers."""
-    pids = [ground.pid_of_smp(index) for index in fault.targets]
-    _signal_all(pids, signal.SIGSTOP)
-    ground.later(fault.for_s, partial(_signal_all, pids, signal.SIGCONT))
+    _stop_for_a_while(ground, fault, [ground.pid_of_smp(index) for index in fault.targets])
 
 
 SLICE_S = 0.02
@@ -325,6 +320,11 @@ def _signal_all(pids: Sequence[int | None], each: signal.Signals) -> None:
         _signal(pid, each)
 
 
+def _stop_for_a_while(ground: Ground, fault: Fault, pids: Sequence[int | None]) -> None:
+    _signal_all(pids, signal.SIGSTOP)
+    ground.later(fault.for_s, partial(_signal_all, pids, signal.SIGCONT))
+
+
 def _command(*words: str) -> None:
     if shutil.which(words[0]) is None:
         raise ConfigError(f"{words[0]} is not installed: it comes with iproute2")
@@ -343,30 +343,22 @@ CATALOGUE: dict[str, Kind] = {
         Kind("oom-trainer", "the kernel's out-of-memory killer", "rank", _oom, ends_job=True, rooted=True),
         Kind("hang-trainer", "stops; the launcher ends the job", "rank", _hang, ends_job=True),
         Kind("zombie-trainer", "stops, is replaced, wakes up", "rank", _zombie, ends_job=True),
-        Kind("pause-trainer", "stops for a while", "rank", _pause_ranks, passes=True),
+        Kind("pause-trainer", "stops for a while", "rank", _pause_ranks),
         Kind("kill-launcher", "SIGKILL; trainers die with it", "", _end_launcher, ends_job=True),
         Kind("kill-smp", "SIGKILL; another takes over", "node", _replace_smps),
         Kind("segv-smp", "SIGSEGV; another takes over", "node", _crash_smps(signal.SIGSEGV)),
         Kind("term-smp", "SIGTERM; another takes over", "node", _crash_smps(signal.SIGTERM)),
-        Kind("pause-smp", "half-open: connected and silent", "node", _pause_smps, passes=True),
-        Kind("slow-smp", "runs a fifth of the time", "node", _slow_smps, passes=True),
+        Kind("pause-smp", "half-open: connected and silent", "node", _pause_smps),
+        Kind("slow-smp", "runs a fifth of the time", "node", _slow_smps),
         Kind("freeze", "stays where it is until it dies", "", _freeze),
-        Kind("hold", "one thread stays where it is for a while", "", _freeze, passes=True),
+        Kind("hold", "one thread stays where it is for a while", "", _freeze),
         Kind("lose-node", "power cut: memory gone", "node", _lose_nodes, ends_job=True, loses=True),
         Kind("cut-links", "every connection to it breaks", "node", _cut, rooted=True),
         Kind("flip-shards", "bits flip in its slots", "node", _flip("*.safetensors")),
         Kind("flip-parity", "bits flip in its parity", "node", _flip("*.parity")),
         Kind("cut-shards", "its slot files lose their second half", "node", _cut_short),
-        Kind(
-            "few-files", "EMFILE in its SMP", "node", _limit(psutil.RLIMIT_NOFILE, psutil.Process.num_fds), passes=True
-        ),
-        Kind(
-            "no-space",
-            "its SMP's files cannot grow",
-            "node",
-            _limit(psutil.RLIMIT_FSIZE, lambda process: 0),
-            passes=True,
-        ),
+        Kind("few-files", "EMFILE in its SMP", "node", _few_files),
+        Kind("no-space", "its SMP's files cannot grow", "node", _no_space),
     )
 }
 """Every kind, by name."""

@@ -19,13 +19,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from chaos.cluster import SMP_POINTS
 from chaos.faults import CATALOGUE, Fault
 from smp_daemon.errors import ConfigError
 from snapshot.arrange import parse_protect
 from snapshot.tuning.profiles import FailureProfile
 
 IDENTICAL, UNRECOVERABLE = "identical", "unrecoverable"
-SMP_POINTS = ("seal.done", "encode.middle", "rebuild.middle", "heal.done")
 WORKLOAD = "holdfast.workload:Workload"
 
 
@@ -119,9 +119,9 @@ def choose(wanted: str) -> list[Scenario]:
             return parse(Path(wanted).read_text(), wanted)
         except OSError as error:
             raise ConfigError(f"{wanted} cannot be read: {error}") from error
-    known = {scenario.name: scenario for scenario in built_in()}
     if wanted == "campaign":
         return campaign()
+    known = {scenario.name: scenario for scenario in built_in()}
     if wanted in ("all", "quick"):
         return [scenario for scenario in known.values() if wanted == "all" or scenario.quick]
     if missing := [name for name in wanted.split(",") if name not in known]:

@@ -40,7 +40,7 @@ from integrations.memory import Memory
 from smp_daemon.client import RecoveredShard
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
 from smp_daemon.plan import RestorePlan, plan_restore
-from smp_daemon.slotfile import SlotFormat, read_format
+from smp_daemon.slotfile import SlotFormat, read_format, read_record
 from snapshot.arrange import coordinate_key, parse_protect
 from snapshot.restore import exchange
 from snapshot.tensors import leaf_tensor, local
@@ -261,8 +261,7 @@ class MemoryReader(StorageReader):
 
     def _record(self, coord: str) -> bytes:
         shard, form = self._shard(coord)
-        offset, capacity = form.record
-        return bytes(shard.view[offset : offset + capacity])
+        return read_record(shard.view, form)
 
 
 @dataclass(frozen=True, slots=True)

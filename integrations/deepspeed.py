@@ -26,7 +26,7 @@ from integrations.memory import Memory
 from smp_daemon.errors import ConfigError
 from smp_daemon.plan import plan_restore
 from smp_daemon.reading import RemoteShard
-from smp_daemon.slotfile import SlotFormat, read_format
+from smp_daemon.slotfile import read_format, read_record
 from smp_daemon.sources import Address
 from snapshot.arrange import parse_protect
 from snapshot.restore import exchange, heal
@@ -83,7 +83,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         self._writer = SlotWriter(memory.client, memory.agreement, memory.job, memory.coord, protection, deadline_s)
         if plan is not None:
             shard = memory.client.recover(plan.sources, memory.coord)
-            self._share(_record(shard.view, read_format(shard.view)[0]))
+            self._share(json.loads(read_record(shard.view, read_format(shard.view)[0])))
             heal(memory.client, plan, coords, memory.coord)
 
     def create(self, info: CheckpointCommitInfo) -> None:
@@ -129,7 +129,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         with RemoteShard(holder.address, self._memory.job, holder.coord) as shard:
             form = shard.read_format()
             shard.fetch_all()
-            encoded = _record(shard.view, form)["files"][name]
+            encoded = json.loads(read_record(shard.view, form))["files"][name]
             return unstrip(decode(encoded, lambda leaf: read_leaf(shard.view, *form.offsets[leaf])))
 
     def preserves_storage_sharing(self) -> bool:
@@ -187,11 +187,6 @@ def _over(value: Any, change: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(change, value))
     return value
-
-
-def _record(slot: memoryview, form: SlotFormat) -> Any:
-    offset, capacity = form.record
-    return json.loads(bytes(slot[offset : offset + capacity]))
 
 
 def _put(path: Path, text: str) -> None:

@@ -24,7 +24,7 @@ from smp_daemon.errors import DeadlineExceeded, HoldfastError, ProtocolError, Sm
 from smp_daemon.inventory import Inventory
 from smp_daemon.paths import arena_path
 from smp_daemon.reading import RemoteShard
-from smp_daemon.slotfile import SlotFormat
+from smp_daemon.slotfile import SlotFormat, read_record
 from smp_daemon.sources import Address
 from snapshot.agreement import Alone
 from snapshot.arrange import parse_protect
@@ -106,9 +106,8 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
             try:
                 with RemoteShard(address, job, COORD, timeout.total_seconds()) as shard:
                     form = shard.read_format()
-                    offset, capacity = form.record
-                    shard.fetch(offset, capacity)
-                    record = json.loads(bytes(shard.view[offset : offset + capacity]))
+                    shard.fetch(*form.record)
+                    record = json.loads(read_record(shard.view, form))
                     if record["step"] == step:
                         shard.fetch_all()
                         return self._decode(record, shard.view, form)

@@ -180,6 +180,12 @@ def read_format(slot: memoryview) -> tuple[SlotFormat, dict[str, str]]:
     return SlotFormat(bytes(slot[: 8 + length]), offsets, slot.nbytes), metadata
 
 
+def read_record(slot: memoryview, form: SlotFormat) -> bytes:
+    """A copy of the record of a slot of format `form`, padding included."""
+    offset, capacity = form.record
+    return bytes(slot[offset : offset + capacity])
+
+
 def _check_leaf(leaf: Leaf) -> None:
     if not 0 < _utf8_bytes(leaf.name) <= MAX_NAME_BYTES or leaf.name == "__metadata__":
         raise ProtocolError(f"{leaf.name[:80]!r} cannot name a leaf (1-{MAX_NAME_BYTES} bytes)")

@@ -11,7 +11,7 @@ import torch
 
 from smp_daemon.errors import HoldfastError, ProtocolError, StateMismatch
 from smp_daemon.layout import SnapshotId
-from smp_daemon.slotfile import RECORD, Leaf, SlotFormat, plan_slot
+from smp_daemon.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
 from snapshot.adapter import Adapter, Change, LiveTensor, Tree
 from snapshot.manifest import FIXED, Manifest
 from snapshot.movers import Piece
@@ -118,9 +118,8 @@ def encode_record(snapshot: SnapshotId, coord: str, early: Values, late: Values,
 
 def decode_record(slot: memoryview, form: SlotFormat, snapshot: SnapshotId) -> dict[str, Any]:
     """The record of a slot. Raises `ProtocolError` if it is not JSON or of another snapshot."""
-    offset, capacity = form.record
     try:
-        record: dict[str, Any] = json.loads(bytes(slot[offset : offset + capacity]))
+        record: dict[str, Any] = json.loads(read_record(slot, form))
         held = SnapshotId(record["epoch"], record["step"])
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the record of {snapshot} is not JSON: {error}") from error
