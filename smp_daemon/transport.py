@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,20 +70,21 @@ class SocketStream:
 
     def __init__(self, sock: socket.socket, deadline_s: float | None = CALL_DEADLINE_S) -> None:
         self._sock = sock
+        self._use = _Use(sock)
         sock.settimeout(deadline_s)
 
     def send(self, message: Message, payload: memoryview | None = None) -> None:
         body = json.dumps(message, separators=(",", ":")).encode()
         if len(body) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"a message of {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}")
-        with _mapped_errors():
+        with self._use:
             self._sock.sendall(_FRAME.pack(_MAGIC, len(body), payload.nbytes if payload else 0) + body)
             if payload:
                 self._sock.sendall(payload)
 
     def receive(self) -> tuple[Message, int] | None:
         head = bytearray(_FRAME.size)
-        with _mapped_errors():
+        with self._use:
             first = self._sock.recv_into(head)
         if first == 0:
             return None
@@ -103,7 +105,7 @@ class SocketStream:
         return message, payload
 
     def receive_into(self, payload: memoryview) -> None:
-        with _mapped_errors():
+        with self._use:
             while payload:
                 count = self._sock.recv_into(payload)
                 if count == 0:
@@ -111,33 +113,62 @@ class SocketStream:
                 payload = payload[count:]
 
     def set_deadline(self, seconds: float | None) -> None:
-        with _mapped_errors():
+        with self._use:
             self._sock.settimeout(seconds)
 
     def close(self) -> None:
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side was faster
-        self._sock.close()
+        self._use.end()
 
     @property
     def closed(self) -> bool:
         """Whether this side has closed it."""
-        return self._sock.fileno() < 0
+        return self._use.over
 
 
-class _mapped_errors:
-    """Turns what a socket raises into our exceptions."""
+class _Use:
+    """Calls under way on a socket that another thread may end.
+
+    Those are woken at once, and the last of them gives the descriptor back: were it closed before, its number could
+    be another file's by the time a thread on its way into the kernel waits on it, and that thread would wait for ever.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.over = False
+        self._sock = sock
+        self._calls = 0
+        self._lock = threading.Lock()
 
     def __enter__(self) -> None:
-        pass
+        with self._lock:
+            if self.over:
+                raise SmpUnavailable("the connection was closed")
+            self._calls += 1
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, TimeoutError):
-            raise DeadlineExceeded("the other side did not answer in time") from error
+        with self._lock:
+            self._calls -= 1
+            self._release()
         if isinstance(error, OSError):
-            raise SmpUnavailable(f"the connection broke: {error}") from error
+            raise _mapped(error) from error
+
+    def end(self) -> None:
+        with self._lock:
+            if not self.over:
+                self.over = True
+                with suppress(OSError):  # the other side was faster
+                    self._sock.shutdown(socket.SHUT_RDWR)
+                self._release()
+
+    def _release(self) -> None:
+        if self.over and not self._calls:
+            self._sock.close()
+
+
+def _mapped(error: OSError) -> HoldfastError:
+    """What a socket raised, as our exception."""
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded("the other side did not answer in time")
+    return SmpUnavailable(f"the connection broke: {error}")
 
 
 def connect(address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S) -> SocketStream:
@@ -153,8 +184,9 @@ def connect(address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S
     try:
         sock.settimeout(deadline_s)
         try:
-            with _mapped_errors():
-                sock.connect(target)
+            sock.connect(target)
+        except OSError as error:
+            raise _mapped(error) from error
         except (OverflowError, TypeError, ValueError) as error:
             raise SmpUnavailable(f"{target!r} is no address: {error}") from error
         if not unix:

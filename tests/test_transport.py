@@ -121,6 +121,15 @@ class TestAStream:
         pair.stream.send({"next": ["ä", None, 1 << 63]})
         assert other.receive() == ({"next": ["ä", None, 1 << 63]}, 0)
 
+    def test_keeps_its_descriptor_while_a_call_is_under_way(self, pair: Pair) -> None:
+        with pair.stream._use:
+            pair.stream.close()
+            assert pair.stream.closed
+            assert pair.stream._sock.fileno() >= 0  # else the call could wait on whatever has that number next
+        assert pair.stream._sock.fileno() < 0
+        with pytest.raises(SmpUnavailable, match="closed"):
+            pair.stream.receive()
+
     def test_puts_parts_together(self, pair: Pair) -> None:
         data = said({"op": "inventory"})
         with ThreadPoolExecutor(1) as threads:
