@@ -56,7 +56,7 @@ def train() -> None:
 
     Arguments: ``job`` (``module:Class``), ``seed``, ``steps``, ``snapshots``; and, if wanted, ``options`` of the job,
     ``hook`` options, and ``drain``: wait for each snapshot in the middle of the step after it, as steps that take no
-    time would leave most of them out. Such a job calls `middle` once a step.
+    time would leave most of them out; a number: up to that step. Such a job calls `middle` once a step.
     """
     trainer = Trainer.from_environment()
     args = trainer.args
@@ -74,7 +74,7 @@ def train() -> None:
         for step in range(snap.step if snap else 0, args["steps"]):
 
             def middle(number: int = step + 1) -> None:
-                if snap is not None and args.get("drain"):
+                if snap is not None and drains(args.get("drain", False), number):
                     snap.drain(DRAIN_DEADLINE_S)
                     dist.barrier()  # now the last step is protected everywhere, and whoever is killed goes back to it
                 reach("train.step", number)
@@ -89,6 +89,11 @@ def train() -> None:
         trainer.report("end", digests=digests(job.state()))
     # The group is not destroyed: gloo's threads may still need the interpreter to let go of what DDP's last reduction
     # held, and whoever frees the group waits for them and holds it. The process ends right after this.
+
+
+def drains(drain: bool | int, step: int) -> bool:
+    """Whether a job that is told `drain` waits in the middle of a step, counted from 1."""
+    return drain if isinstance(drain, bool) else step <= drain
 
 
 def find(name: str) -> type[Job]:

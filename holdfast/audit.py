@@ -62,15 +62,21 @@ Values = Mapping[str, str]
 
 @dataclass(slots=True)
 class Notes:
-    """What one rank noted in one run, by step.
+    """What one process of a rank noted, by step.
 
     Attributes:
         values: all that could be reached when the step after it began.
         computed: outputs and gradients of the step that led to it.
+        epoch, start, pid: of this start of the job, the step that it began with, and the process.
+        protected: the newest step that it was told to be protected.
     """
 
     values: dict[int, Values] = field(default_factory=dict)
     computed: dict[int, Values] = field(default_factory=dict)
+    epoch: int = 0
+    start: int = 0
+    pid: int = 0
+    protected: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,35 +140,51 @@ def compare(
     """
     if not len(first) == len(second) == len(resumed):
         raise HoldfastError(f"{len(first)} ranks undisturbed, {len(second)} again, {len(resumed)} resumed")
+    reports = []
+    for rank, (one, two, three) in enumerate(zip(first, second, resumed, strict=True)):
+        step = min(three.values, default=0)
+        if step == 0 or step not in one.values:
+            raise HoldfastError(f"rank {rank} was not restored: the resumed run began with step {step}")
+        reports.append(compare_rank(rank, one, two, three, ignore))
+    return together(reports)
+
+
+def together(reports: Sequence[Report]) -> Report:
+    """Several reports as one."""
+    return Report(
+        tuple(sorted({step for report in reports for step in report.resumed})),
+        sum(report.compared for report in reports),
+        tuple(difference for report in reports for difference in report.differences),
+    )
+
+
+def compare_rank(rank: int, one: Notes, two: Notes, later: Notes, ignore: Iterable[str] = ()) -> Report:
+    """What a process of a rank has found and computed otherwise than two undisturbed ones, which tell what is not
+    deterministic: what it could reach when its first step began, and outputs and gradients of every step. Pure."""
     ignored = [re.compile(pattern) for pattern in ignore]
     found: list[Difference] = []
     compared = 0
-    steps = set()
-    for rank, (one, two, three) in enumerate(zip(first, second, resumed, strict=True)):
-        step = min(three.values, default=0)
-        steps.add(step)
-        if step == 0 or step not in one.values:
-            raise HoldfastError(f"rank {rank} was not restored: the resumed run began with step {step}")
-        pairs = [("not restored", step, one.values[step], two.values.get(step, {}), three.values[step])]
-        later = sorted(one.computed.keys() & three.computed.keys())
-        pairs += [("computed", s, one.computed[s], two.computed.get(s, {}), three.computed[s]) for s in later]
-        for kind, at, expected, again, held in pairs:
-            roots = set(map(_variable, held))
-            for name, value in expected.items():
-                if any(pattern.search(name) for pattern in ignored):
-                    continue
-                compared += 1
-                if again.get(name) != value:
-                    if kind == "computed":
-                        found.append(Difference("not deterministic", rank, at, name, value, again.get(name, "nothing")))
-                elif name in held:
-                    if held[name] != value:
-                        found.append(Difference(kind, rank, at, name, value, held[name]))
-                elif kind == "computed":
-                    found.append(Difference(kind, rank, at, name, value, "nothing"))
-                elif _variable(name) != name and _variable(name) in roots:  # not just a variable that is not set yet
-                    found.append(Difference("absent", rank, at, name, value, "nothing"))
-    return Report(tuple(sorted(steps)), compared, tuple(found))
+    step = min(later.values)
+    pairs = [("not restored", step, one.values.get(step, {}), two.values.get(step, {}), later.values[step])]
+    steps = sorted(one.computed.keys() & later.computed.keys())
+    pairs += [("computed", s, one.computed[s], two.computed.get(s, {}), later.computed[s]) for s in steps]
+    for kind, at, expected, again, held in pairs:
+        roots = set(map(_variable, held))
+        for name, value in expected.items():
+            if any(pattern.search(name) for pattern in ignored):
+                continue
+            compared += 1
+            if again.get(name) != value:
+                if kind == "computed":
+                    found.append(Difference("not deterministic", rank, at, name, value, again.get(name, "nothing")))
+            elif name in held:
+                if held[name] != value:
+                    found.append(Difference(kind, rank, at, name, value, held[name]))
+            elif kind == "computed":
+                found.append(Difference(kind, rank, at, name, value, "nothing"))
+            elif _variable(name) != name and _variable(name) in roots:  # not just a variable that is not set yet
+                found.append(Difference("absent", rank, at, name, value, "nothing"))
+    return Report((step,), compared, tuple(found))
 
 
 def show(console: Console, report: Report, most: int = 12) -> None:
@@ -221,40 +243,55 @@ def _run(plan: Plan, folder: Path, name: str) -> list[Notes]:
     environment = os.environ | orders.to_environment()
     environment |= {ARENA_ENV: str(arena), "HOLDFAST_JOB": "audit", "HOLDFAST_OVERHEAD_BUDGET": "0"}
     log = notes / "log"
-    with log.open("wb") as out:
-        try:
-            process = subprocess.Popen(
-                plan.command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-            )
-        except OSError as error:
-            raise ConfigError(f"{plan.command[0]} cannot be started: {error}") from error
+    process = start(plan.command, environment, log)
     try:
         status = process.wait(plan.deadline_s)
     except subprocess.TimeoutExpired:
-        raise DeadlineExceeded(f"the {name} run took over {plan.deadline_s:.0f} s\n{_tail(log)}") from None
+        raise DeadlineExceeded(f"the {name} run took over {plan.deadline_s:.0f} s\n{tail(log)}") from None
     finally:
         end(process)
     if (status != 0) is not (name in KILLED):
-        raise HoldfastError(f"the {name} run ended with status {status}\n{_tail(log)}")
-    files = sorted(notes.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
-    if not files:
-        raise HoldfastError(f"the {name} run never entered InMemorySnapshot\n{_tail(log)}")
+        raise HoldfastError(f"the {name} run ended with status {status}\n{tail(log)}")
+    ranks = read(notes)
+    if not ranks:
+        raise HoldfastError(f"the {name} run never entered InMemorySnapshot\n{tail(log)}")
+    return [processes[-1] for processes in ranks]
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; what it prints is added to `log`. Raises `ConfigError`."""
+    with log.open("ab") as out:
+        try:
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+        except OSError as error:
+            raise ConfigError(f"{command[0]} cannot be started: {error}") from error
+
+
+def read(folder: Path) -> list[list[Notes]]:
+    """What was noted there: for each rank, its processes in order."""
+    files = sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
     return [_read(file) for file in files]
 
 
-def _read(file: Path) -> Notes:
-    notes = Notes()
+def _read(file: Path) -> list[Notes]:
+    found: list[Notes] = []
     for line in file.read_text().splitlines():
         try:
             note: dict[str, Any] = json.loads(line)
         except ValueError:
-            break  # it was killed while it wrote this one
-        if "values" in note:
-            notes.values[note["step"]] = note["values"]
+            continue  # it was killed while it wrote this one
+        if "epoch" in note:
+            found.append(Notes(epoch=note["epoch"], start=note["start"], pid=note["pid"]))
+        elif "values" in note:
+            found[-1].values[note["step"]] = note["values"]
+            found[-1].protected = max(found[-1].protected, note["protected"] or 0)
         else:
-            notes.computed[note["step"]] = note["computed"]
-    return notes
+            found[-1].computed[note["step"]] = note["computed"]
+    return found
 
 
-def _tail(log: Path) -> str:
+def tail(log: Path) -> str:
+    """The last of what a command printed."""
     return "\n".join(log.read_text(errors="replace").strip().splitlines()[-20:])

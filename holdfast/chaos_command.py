@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from smp_daemon.errors import ConfigError
@@ -26,8 +29,10 @@ def add(commands: Any, add_json: Any) -> None:
         "run",
         help="run scenarios",
         description="Trains a small job on virtual nodes of this machine, undisturbed and with faults, for each "
-        "scenario. Status 0 only if every run ended identical to the last bit, no protected step was lost, what was "
+        "scenario; or, after --, a training command of your own that enters InMemorySnapshot, with faults drawn from "
+        "--seed. Status 0 only if every run ended identical to the last bit, no protected step was lost, what was "
         "beyond parity failed loudly, nothing hung, and nothing was left behind.",
+        epilog="Your own: holdfast chaos run --seed 7 --faults 4 -- torchrun --nproc-per-node=2 train.py",
     )
     run.add_argument(
         "scenarios", nargs="?", help="'all', 'quick', 'campaign', names with commas, or a TOML file (default quick)"
@@ -40,8 +45,15 @@ def add(commands: Any, add_json: Any) -> None:
     run.add_argument("--count", type=int, default=1, help="drawn: so many, of all kinds, from consecutive seeds")
     run.add_argument("--html", type=Path, metavar="FILE", help="also write a report that needs nothing else")
     run.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
+    run.add_argument("--steps", type=int, default=16, help="your own command: how many (default 16)")
+    run.add_argument(
+        "--ignore", action="append", default=[], metavar="PATTERN", help="your own command: names that do not matter"
+    )
+    run.add_argument(
+        "--deadline", type=float, default=600.0, metavar="SECONDS", help="your own command: for each run (default 600)"
+    )
     add_json(run)
-    run.set_defaults(run=run_scenarios)
+    run.set_defaults(run=run_scenarios, command=[])
     replay = actions.add_parser("replay", help="run again what failed in a report")
     replay.add_argument("report", type=Path, help="a JSON report of `holdfast chaos run`")
     add_json(replay)
@@ -72,6 +84,9 @@ def show_list(parsed: argparse.Namespace) -> int:
 def run_scenarios(parsed: argparse.Namespace) -> int:
     """``holdfast chaos run``."""
     from chaos.scenario import choose, draw, mixed
+
+    if parsed.command:
+        return _run_own(parsed)
     from snapshot.tuning.profiles import profile
 
     mix = profile(parsed.profile) if parsed.profile else None
@@ -86,6 +101,42 @@ def run_scenarios(parsed: argparse.Namespace) -> int:
     if parsed.count > 1:
         return _run(parsed, list(mixed(parsed.seed, parsed.count, mix)))
     return _run(parsed, [draw(parsed.seed, parsed.faults, double=parsed.double, beyond=parsed.beyond, profile=mix)])
+
+
+def _run_own(parsed: argparse.Namespace) -> int:
+    """``holdfast chaos run --seed N -- COMMAND``."""
+    from holdfast.audit import show
+    from holdfast.cli import write_json
+    from holdfast.own_command import OwnPlan
+    from holdfast.own_run import run
+
+    if parsed.scenarios or parsed.beyond or parsed.profile or parsed.count != 1 or parsed.html or parsed.markdown:
+        raise ConfigError(
+            "a command of your own takes --seed, --faults, --double, --steps, --ignore, --deadline, --json"
+        )
+    seed = parsed.seed if parsed.seed is not None else random.SystemRandom().randrange(1 << 20)
+    plan = OwnPlan(
+        tuple(parsed.command), seed, parsed.faults, parsed.double, parsed.steps, tuple(parsed.ignore), parsed.deadline
+    )
+    console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
+    console.print(f"seed {seed}")
+    verdict = run(plan, lambda text: console.print(text, markup=False))
+    options = [f"--seed {seed} --faults {plan.faults} --steps {plan.steps}", *["--double"] * plan.double]
+    options += [f"--ignore {shlex.quote(pattern)}" for pattern in plan.ignore]
+    replay = f"holdfast chaos run {' '.join(options)} -- {shlex.join(plan.command)}"
+    write_json(parsed.json, verdict.to_json(replay))
+    for problem in verdict.problems:
+        console.print(f"FAILED: {problem}", style="red", markup=False)
+    if verdict.problems:
+        show(console, verdict.report)
+        console.print(f"to see it again: {replay}", markup=False)
+        return 1
+    again = sum(verdict.steps_again)
+    console.print(
+        f"identical: {len(verdict.injected)} faults, {verdict.starts - 1} times started again, {again} steps done "
+        f"again, {verdict.report.compared:,} values compared"
+    )
+    return 0
 
 
 def run_again(parsed: argparse.Namespace) -> int:
@@ -112,11 +163,15 @@ def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
     console = Console(stderr=parsed.json == "-", highlight=False)
     began = time.monotonic()
     verdicts = []
-    with Campaign() as campaign:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Campaign() as campaign, Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(scenarios))
         try:
             for number, scenario in enumerate(scenarios, 1):
+                progress.update(bar, description=scenario.name)
                 verdict = campaign.run(scenario, replay_command(scenario))
                 verdicts.append(verdict)
+                progress.advance(bar)
                 console.print(f"[{number}/{len(scenarios)}] {line(verdict)}", soft_wrap=True)
         except KeyboardInterrupt:
             console.print(f"interrupted; {len(scenarios) - len(verdicts)} scenarios were not run")

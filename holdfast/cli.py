@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status: 0 if all is well, 1 if not, 2 for wrong usage."""
-    parsed = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    cut = words.index("--") if "--" in words else len(words)
+    parser = _parser()
+    parsed = parser.parse_args(words[:cut])
+    if cut < len(words):
+        if "command" not in parsed:
+            parser.error(f"no command is taken here after --: {' '.join(words[cut + 1 :])}")
+        parsed.command = words[cut + 1 :]
     try:
         status: int = parsed.run(parsed)
         return status
@@ -244,8 +251,7 @@ def _audit(parsed: argparse.Namespace) -> int:
     from holdfast.audit import Plan, run, show
 
     console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
-    command = tuple(parsed.command[parsed.command[:1] == ["--"] :])
-    plan = Plan(command, parsed.steps, parsed.kill, tuple(parsed.ignore), parsed.deadline)
+    plan = Plan(tuple(parsed.command), parsed.steps, parsed.kill, tuple(parsed.ignore), parsed.deadline)
     report = run(plan, lambda name: console.print(f"{name} ..."))
     show(console, report)
     write_json(parsed.json, asdict(report))

@@ -1,6 +1,7 @@
-"""The training process's part in ``holdfast audit``: notes all that the loop can reach, and dies, or stops, on time.
+"""The training process's part in ``holdfast audit`` and in chaos done to a user's own command: notes all that the loop
+can reach, and dies, or stops, on time.
 
-It is asked for through the environment; see `holdfast.audit` for the other part.
+It is asked for through the environment; see `holdfast.audit` and `holdfast.own_run` for the other part.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from smp_daemon.errors import ConfigError
+from smp_daemon.points import reach
 from snapshot import rng
 from snapshot.reach import plain, reachable
 
@@ -58,14 +60,29 @@ class Auditor:
     """Follows orders in one rank. Called by the hook, in the training thread."""
 
     def __init__(
-        self, orders: Orders, rank: int, modules: Sequence[torch.nn.Module], drain: Callable[[float], bool]
+        self,
+        orders: Orders,
+        rank: int,
+        epoch: int,
+        step: int,
+        modules: Sequence[torch.nn.Module],
+        drain: Callable[[float], bool],
+        protected: Callable[[], int | None],
     ) -> None:
+        """
+        Args:
+            step: that this epoch began with.
+            protected: tells the newest step that is known to be protected.
+        """
         self._orders = orders
         self._drain = drain
+        self._protected = protected
         self._file = Path(orders.notes, f"rank{rank}.jsonl").open("a", buffering=1)  # noqa: SIM115
         self._modules = modules
         self._settled = self._computed = -1
         self._outputs: list[str] = []
+        self._file.write("\n")  # a predecessor may have been killed in the middle of a line
+        self._note({"epoch": epoch, "start": step, "pid": os.getpid()})
         for module in modules:
             module.register_forward_hook(self._saw_outputs)
 
@@ -76,7 +93,7 @@ class Auditor:
         self._settled = step
         values = reachable(sys._getframe(1))
         values |= {f"random.{name}": _text(state) for name, state in rng.capture().items()}
-        self._note({"step": step, "values": values})
+        self._note({"step": step, "values": values, "protected": self._protected()})
 
     def before_step(self, step: int) -> None:
         """The step after `step` has computed its gradients."""
@@ -93,6 +110,7 @@ class Auditor:
         outputs = {f"output {i} of the model": text for i, text in enumerate(self._outputs)}
         self._outputs.clear()
         self._note({"step": step + 1, "computed": outputs | gradients})
+        reach("train.step", step + 1)
         if self._orders.kill and step == self._orders.kill:
             self._drain(DRAIN_DEADLINE_S)
             os.kill(os.getpid(), signal.SIGKILL)

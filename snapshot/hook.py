@@ -244,7 +244,15 @@ class SnapshotHook:
         self._copier = Copier(self._client, self._sealing, self._mover, self._pace, self._reattach, self._capture.over)
         orders = orders_from_environment()
         if orders is not None:
-            self._auditor = Auditor(orders, self._agreement.rank, self._adapter.modules(), self.drain)
+            self._auditor = Auditor(
+                orders,
+                self._agreement.rank,
+                self._epoch,
+                self._step,
+                self._adapter.modules(),
+                self.drain,
+                lambda: self.protected_step,
+            )
         self._boundary = Boundary(self._adapter.optimizers(), self._adapter.modules(), self, self._adapter.scalers())
         return self
 

@@ -1,0 +1,133 @@
+"""``holdfast chaos run --seed N -- COMMAND``: what is drawn, what is judged, and a real job under torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.audit import Notes, Values, read
+from holdfast.cli import main
+from holdfast.own_command import FIRST_STEP, IN_A_RECOVERY, KINDS, OwnFault, OwnPlan, draw, judge
+from smp_daemon.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+def notes(first: int, last: int, *, epoch: int = 1, protected: int = 0, loss: str = "") -> Notes:
+    """Of a process that began with `first` and computed up to `last`."""
+    values: dict[int, Values] = {step: {"weights": f"w{step}"} for step in range(first, last)}
+    computed: dict[int, Values] = {step: {"loss": f"l{step}{loss}"} for step in range(first + 1, last + 1)}
+    return Notes(values, computed, epoch, first, pid=epoch, protected=protected)
+
+
+WHOLE = [notes(0, 10)]
+
+
+class TestAJudgement:
+    def judged(self, *processes: Notes) -> tuple[tuple[int, ...], int, list[str]]:
+        report, again, lost, problems = judge(WHOLE, WHOLE, [processes], (), 10)
+        assert report.exact or problems
+        return again, lost, problems
+
+    def test_finds_nothing_wrong_with_what_went_on_from_the_protected_step(self) -> None:
+        assert self.judged(notes(0, 6, protected=4), notes(4, 10, epoch=2)) == ((1,), 0, [])
+
+    def test_counts_protected_steps_that_did_not_come_back(self) -> None:
+        again, lost, problems = self.judged(notes(0, 6, protected=5), notes(3, 10, epoch=2))
+        assert (again, lost, problems) == ((2,), 2, ["2 protected steps were lost"])
+
+    def test_finds_what_was_computed_differently(self) -> None:
+        _, _, problems = self.judged(notes(0, 6), notes(4, 10, epoch=2, loss=" or so"))
+        assert problems == ["6 values differ, as loss of rank 0 in step 5 (computed)"]
+
+    def test_finds_what_was_restored_differently(self) -> None:
+        other = notes(4, 10, epoch=2)
+        other.values[4] = {"weights": "of step 3"}
+        assert self.judged(notes(0, 6), other)[2] == ["1 values differ, as weights of rank 0 in step 4 (not restored)"]
+
+    def test_finds_ranks_that_did_not_come_to_the_end(self) -> None:
+        assert self.judged(notes(0, 9))[2] == ["ranks [0] did not come to step 10"]
+        assert judge(WHOLE, WHOLE, [], (), 10)[3] == ["1 ranks trained undisturbed, and 0 with faults"]
+
+    def test_finds_ranks_that_started_at_different_steps(self) -> None:
+        two = [WHOLE[0], WHOLE[0]]
+        ranks = [[notes(0, 6), notes(4, 10, epoch=2)], [notes(0, 6), notes(5, 10, epoch=2)]]
+        assert judge(two, two, ranks, (), 10)[3] == ["ranks started at different steps: [4, 5]"]
+
+    def test_leaves_out_what_is_not_to_matter(self) -> None:
+        assert judge(WHOLE, WHOLE, [[notes(0, 10, loss="!")]], ("lo.s",), 10)[3] == []
+
+
+class TestADraw:
+    def test_is_the_same_for_the_same_seed(self) -> None:
+        assert draw(7, 5, 4, 20) == draw(7, 5, 4, 20) != draw(8, 5, 4, 20)
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_has_so_many_faults_of_known_kinds_in_steps_that_come_one_after_another(self, seed: int) -> None:
+        single, double = draw(seed, 5, 4, 20), draw(seed, 5, 4, 20, double=True)
+        assert [fault.step for fault in single] == sorted({fault.step for fault in single})
+        assert all(FIRST_STEP <= fault.step < 20 and fault.rank < 4 for fault in single)
+        first = [fault for fault in double if fault.point not in IN_A_RECOVERY]
+        assert len(single) == len(first) == 5
+        assert len(double) == 5 + sum(KINDS[fault.kind].ends for fault in first)
+
+    def test_of_too_many_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="14 faults in 16 steps: choose 1 to 13"):
+            OwnPlan(("train",), 1, faults=14)
+
+
+class TestAFault:
+    def test_is_due_from_its_step_on(self) -> None:
+        fault = OwnFault("kill-trainer", 1, "copy.middle", 5)
+        assert fault.matches(1, "copy.middle", 6)
+        assert fault.matches(None, "copy.middle", 5)
+        assert not any(
+            fault.matches(*each) for each in [(0, "copy.middle", 5), (1, "copy.middle", 4), (1, "copy.done", 5)]
+        )
+
+    def test_in_a_recovery_is_due_in_the_next_step_if_there_is_nothing_to_restore(self) -> None:
+        fault = OwnFault("kill-trainer", 0, "restore.middle", 5)
+        assert fault.matches(0, "restore.middle", 2)
+        assert fault.matches(0, "train.step", 1)
+        assert not fault.matches(0, "restore.before", 2)
+
+
+def test_notes_of_a_process_that_was_killed_while_it_wrote_do_not_spoil_the_next(tmp_path: Path) -> None:
+    lines = [
+        '{"epoch": 1, "start": 0, "pid": 5}',
+        '{"step": 1, "computed": {"lo',
+        "",
+        '{"epoch": 2, "start": 1, "pid": 6}',
+    ]
+    (tmp_path / "rank0.jsonl").write_text("\n".join(lines) + "\n")
+    (ranks,) = read(tmp_path)
+    assert [(each.epoch, each.pid) for each in ranks] == [(1, 5), (2, 6)]
+
+
+@pytest.mark.cluster
+def test_a_job_under_torchrun_is_killed_over_and_over_and_ends_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    report = tmp_path / "report.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["--seed", "7", "--faults", "2", "--double", "--steps", "9", "--deadline", "90", "--json", str(report)]
+    status = main(["chaos", "run", *options, "--", *launcher, "-m", "examples.acp_sgd"])
+    found: dict[str, Any] = json.loads(report.read_text())
+    assert status == 0, found["problems"]
+    assert found["faults_asked"] == found["faults_injected"] == len(found["injected"]) > 2
+    assert found["starts"] == 3
+    assert found["values_compared"] > 300
+    assert not list(Path("/dev/shm").glob("holdfast-chaos-*"))
+
+
+def test_what_is_not_for_a_command_of_ones_own_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "run", "quick", "--", "train"]) == 1
+    assert "a command of your own takes" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["doctor", "--", "train"])
+    assert "no command is taken here after --: train" in capsys.readouterr().err
