@@ -43,8 +43,8 @@ class Scenario:
         options: of the job. `hook`: of `InMemorySnapshot`, but for `protect`.
         renumber: whether ranks move to the next node at every restart.
         again: most finished steps that may have to be done again after a restart.
-        drain: whether each step waits for the snapshot before it, or up to which one; see `chaos.drill.train`. Without it
-            most snapshots of such short steps are left out.
+        drain: whether each step waits for the snapshot before it, or up to which one, see `chaos.drill.train`; without
+            it most snapshots of such short steps are left out.
         quick: part of the short cut that the test suite runs.
     """
 

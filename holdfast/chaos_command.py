@@ -46,6 +46,7 @@ def add(commands: Any, add_json: Any) -> None:
     run.add_argument("--html", type=Path, metavar="FILE", help="also write a report that needs nothing else")
     run.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
     run.add_argument("--steps", type=int, default=16, help="your own command: how many (default 16)")
+    run.add_argument("--other", default="", metavar="WORD", help="your own command: kill what has WORD in its, too")
     run.add_argument(
         "--ignore", action="append", default=[], metavar="PATTERN", help="your own command: names that do not matter"
     )
@@ -116,12 +117,20 @@ def _run_own(parsed: argparse.Namespace) -> int:
         )
     seed = parsed.seed if parsed.seed is not None else random.SystemRandom().randrange(1 << 20)
     plan = OwnPlan(
-        tuple(parsed.command), seed, parsed.faults, parsed.double, parsed.steps, tuple(parsed.ignore), parsed.deadline
+        tuple(parsed.command),
+        seed,
+        parsed.faults,
+        parsed.double,
+        parsed.other,
+        parsed.steps,
+        tuple(parsed.ignore),
+        parsed.deadline,
     )
     console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
     console.print(f"seed {seed}")
     verdict = run(plan, lambda text: console.print(text, markup=False))
     options = [f"--seed {seed} --faults {plan.faults} --steps {plan.steps}", *["--double"] * plan.double]
+    options += [f"--other {shlex.quote(plan.other)}"] * bool(plan.other)
     options += [f"--ignore {shlex.quote(pattern)}" for pattern in plan.ignore]
     replay = f"holdfast chaos run {' '.join(options)} -- {shlex.join(plan.command)}"
     write_json(parsed.json, verdict.to_json(replay))

@@ -45,6 +45,7 @@ KINDS = {
     "stop-trainer": Kind(f"SIGSTOP, and SIGCONT {PAUSE_S:.1f} s later", False),
     "kill-smp": Kind("SIGKILL to the SMP of this node", False),
     "stop-smp": Kind(f"SIGSTOP to the SMP, and SIGCONT {PAUSE_S:.1f} s later", False),
+    "kill-other": Kind("SIGKILL to another process of the command, by a word in its command line: a raylet, say", True),
 }
 
 
@@ -75,6 +76,7 @@ class OwnPlan:
     Attributes:
         command: as it would be started by hand; it enters `InMemorySnapshot`.
         double: each fault that ends training is followed by one during the recovery from it.
+        other: a word in the command line of other processes that may be killed, too; none if empty.
         ignore: regular expressions; names in which one is found are not compared.
         deadline_s: for each undisturbed run, and for that with faults as often as it is started.
     """
@@ -83,6 +85,7 @@ class OwnPlan:
     seed: int
     faults: int = 4
     double: bool = False
+    other: str = ""
     steps: int = 16
     ignore: tuple[str, ...] = ()
     deadline_s: float = 600.0
@@ -141,12 +144,19 @@ class OwnVerdict:
         }
 
 
-def draw(seed: int, faults: int, ranks: int, steps: int, *, double: bool = False) -> tuple[OwnFault, ...]:
-    """So many faults, one after another in steps that do not come back; the same for the same arguments. Pure."""
-    source = random.Random(f"own {seed} {faults} {ranks} {steps} {double}")
+def draw(
+    seed: int, faults: int, ranks: int, steps: int, *, double: bool = False, other: bool = False
+) -> tuple[OwnFault, ...]:
+    """So many faults, one after another in steps that do not come back; the same for the same arguments. Pure.
+
+    Args:
+        double: see `OwnPlan`. `other`: whether there are other processes to kill.
+    """
+    source = random.Random(f"own {seed} {faults} {ranks} {steps} {double} {other}")
+    kinds = [kind for kind in KINDS if other or kind != "kill-other"]
     found: list[OwnFault] = []
     for step in sorted(source.sample(range(FIRST_STEP, steps), faults)):
-        kind = source.choice(list(KINDS))
+        kind = source.choice(kinds)
         found.append(OwnFault(kind, source.randrange(ranks), source.choice(IN_A_STEP), step))
         if double and KINDS[kind].ends:
             found.append(OwnFault("kill-trainer", source.randrange(ranks), source.choice(IN_A_RECOVERY), step))

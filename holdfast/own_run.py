@@ -50,7 +50,7 @@ def run(plan: OwnPlan, progress: Callable[[str], None]) -> OwnVerdict:
             first, second = undisturbed
             if len(first) != len(second):
                 raise HoldfastError(f"{len(first)} ranks trained undisturbed, and {len(second)} the second time")
-            faults = draw(plan.seed, plan.faults, len(first), plan.steps, double=plan.double)
+            faults = draw(plan.seed, plan.faults, len(first), plan.steps, double=plan.double, other=bool(plan.other))
             return _Disturbed(plan, folder / "run2", faults, progress).run(first, second)
         finally:
             for leftover in find_leftovers(folder):
@@ -225,10 +225,24 @@ class _Disturbed:
                 _signal(self._smp(), signal.SIGKILL)
             case "stop-smp":
                 self._stop(self._smp())
+            case "kill-other":
+                for other in self._others():
+                    _signal(other, signal.SIGKILL)
 
     def _trainers(self, pid: int) -> set[int]:
         newest = [processes[-1] for processes in read(self._folder / "notes") if processes]
         return {pid, *(notes.pid for notes in newest)}
+
+    def _others(self) -> list[int]:
+        """Processes that the plan's word names. Raises `HoldfastError` if there is none."""
+        word, found = self._plan.other, []
+        for process in processes_of(self._folder):
+            with suppress(psutil.Error):  # it has just ended
+                if any(word in part for part in process.cmdline()):
+                    found.append(process.pid)
+        if not found:
+            raise HoldfastError(f"no process of the command has {word!r} in its command line")
+        return found
 
     def _rank_of(self, pid: int) -> int | None:
         """Of a process whose launcher said it in the environment, or that noted its pid."""

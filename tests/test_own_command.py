@@ -75,6 +75,10 @@ class TestADraw:
         assert len(single) == len(first) == 5
         assert len(double) == 5 + sum(KINDS[fault.kind].ends for fault in first)
 
+    def test_kills_others_only_if_there_are_any(self) -> None:
+        assert not any(fault.kind == "kill-other" for seed in range(50) for fault in draw(seed, 5, 4, 20))
+        assert any(fault.kind == "kill-other" for seed in range(50) for fault in draw(seed, 5, 4, 20, other=True))
+
     def test_of_too_many_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="14 faults in 16 steps: choose 1 to 13"):
             OwnPlan(("train",), 1, faults=14)
@@ -123,6 +127,18 @@ def test_a_job_under_torchrun_is_killed_over_and_over_and_ends_the_same(
     assert found["starts"] == 3
     assert found["values_compared"] > 300
     assert not list(Path("/dev/shm").glob("holdfast-chaos-*"))
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_another_process_of_the_command_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    report = tmp_path / "report.json"
+    seed = next(seed for seed in range(50) if draw(seed, 1, 1, 8, other=True)[0].kind == "kill-other")
+    script = "sleep 97 & helper=$!; python -m examples.acp_sgd & wait -n; status=$?; kill $helper %2; exit $status"
+    options = ["--seed", str(seed), "--faults", "1", "--steps", "8", "--other", "97", "--json", str(report)]
+    assert main(["chaos", "run", *options, "--", "bash", "-c", script]) == 0
+    assert [fault["kind"] for fault in json.loads(report.read_text())["injected"]] == ["kill-other"]
 
 
 def test_what_is_not_for_a_command_of_ones_own_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
