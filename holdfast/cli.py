@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from holdfast import chaos_command, plan, simulate, tune
+    from holdfast import chaos_command, plan, simulate, status, tune
 
     parser = argparse.ArgumentParser(
         prog="holdfast", description="Keeps a training run on its step: in-memory snapshots, restored bit for bit."
@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_matrix(commands)
     _add_audit(commands)
+    status.add(commands, _add_json)
     _add_gc(commands)
     _add_doctor(commands)
     _add_bench(commands)

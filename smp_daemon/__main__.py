@@ -39,8 +39,10 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
 
     from smp_daemon.pacer import parse_rate, parse_turns
     from smp_daemon.service import Settings, Smp, watch  # NumPy makes threads when it is imported
+    from smp_daemon.web import parse_port, show
 
     try:
+        http_port = parse_port(arguments.http)
         _check_host(arguments.host, arguments.insecure)
         settings = Settings(
             backend=arguments.backend,
@@ -60,6 +62,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             arguments.bulk_port,
             settings,
         )
+        web = show(smp, http_port)
     except HoldfastError as error:
         _say(out, {"error": type(error).__name__, "message": str(error)})
         return 1
@@ -67,6 +70,8 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     _log_backend(settings.backend)
     _say(out, {"ready": asdict(smp.owner)})
     watch(smp, arguments.owner_pid)
+    if web is not None:
+        web.close()
     smp.close()
     return 0
 
@@ -79,6 +84,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on for other SMPs")
     parser.add_argument("--port", default=0, type=int, help="gRPC port; 0: the one before, or any")
     parser.add_argument("--bulk-port", default=0, type=int, help="port for raw bytes; 0: the one before, or any")
+    parser.add_argument(
+        "--http",
+        default=os.environ.get("HOLDFAST_HTTP", "auto"),
+        metavar="PORT",
+        help="port of loopback for the page, /status.json and /metrics; auto: the one before, or any; off: none "
+        "(default HOLDFAST_HTTP or auto)",
+    )
     parser.add_argument("--owner-pid", type=int, help="finish when this process is gone")
     parser.add_argument(
         "--priority",

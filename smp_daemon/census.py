@@ -1,10 +1,11 @@
-"""Asking other SMPs what they hold."""
+"""Asking other SMPs what they hold, and how they are."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from smp_daemon.counters import Counters
 from smp_daemon.errors import HoldfastError
@@ -12,9 +13,12 @@ from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout
 from smp_daemon.links import Links
 from smp_daemon.sources import Address
+from smp_daemon.transport import Message
 
 DEADLINE_S = 5.0
 AT_ONCE = 16
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +31,21 @@ def addresses_of(layouts: Collection[Layout]) -> list[Address]:
 
 def take_census(job: str, addresses: Collection[Address], counters: Counters) -> list[Inventory]:
     """The inventories of those who answer. Blocks for at most a few times `DEADLINE_S`."""
+    return ask_all({"op": "inventory", "job": job}, addresses, counters, lambda r: Inventory.from_json(r["inventory"]))
 
-    def ask(address: Address) -> Inventory | None:
+
+def ask_all(
+    message: Message, addresses: Collection[Address], counters: Counters, read: Callable[[Message], T]
+) -> list[T]:
+    """What those who answer say, as `read` reads it. Blocks as `take_census`."""
+
+    def ask(address: Address) -> T | None:
         with Links(counters, DEADLINE_S) as links:
             try:
-                reply = links.call(address, {"op": "inventory", "job": job})
-                return Inventory.from_json(reply["inventory"])
-            except HoldfastError as error:
-                log.info("%s does not say what it holds: %s", address, error)
+                return read(links.call(address, message))
+            except (HoldfastError, KeyError) as error:
+                log.info("%s does not answer %r: %s", address, message["op"], error)
                 return None
 
     with ThreadPoolExecutor(AT_ONCE, "census") as pool:
-        return [inventory for inventory in pool.map(ask, addresses) if inventory is not None]
+        return [answer for answer in pool.map(ask, addresses) if answer is not None]

@@ -40,6 +40,7 @@ class Owner:
 
     Attributes:
         created: start time of the process in seconds since 1970, so that a reused pid is not taken for it.
+        http_port: where it shows itself on loopback; 0: nowhere.
     """
 
     pid: int
@@ -49,6 +50,7 @@ class Owner:
     host: str
     control_port: int
     bulk_port: int
+    http_port: int = 0
 
 
 def read_owner(arena: Path) -> Owner | None:

@@ -18,6 +18,7 @@ from smp_daemon.monitor import PHASES
 from smp_daemon.priority import make_background
 from smp_daemon.records import ParityRecord, digest
 from smp_daemon.sources import Sources
+from smp_daemon.status import take_status
 from smp_daemon.transport import Message, Stream
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class PeerConversation:
         self._check_job(message)
         if op == "inventory":
             return {"inventory": self._smp.inventory().to_json()}, None
+        if op == "status":
+            return {"status": take_status(self._smp).to_json()}, None
         if op == "reform":
             self._smp.monitor.request()
             return {}, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -125,9 +125,10 @@ class Smp:
             host,
             self._control.port,
             self._bulk.port,
+            before.http_port if before is not None else 0,
         )
         self._peer_client.ping(f"{host}:{self._control.port}", job, START_DEADLINE_S)
-        write_json(arena / "smp.json", {name: getattr(self.owner, name) for name in Owner.__slots__})
+        self._write_owner()
         self._local = Listener(
             bind_unix(socket_path(arena)), lambda sock: TrainerConversation(self, checked_peer(sock))
         )
@@ -149,6 +150,11 @@ class Smp:
                 parities=frozenset((key.snapshot, key.tag, key.position) for key in keys if isinstance(key, ParityKey)),
             )
 
+    def shown_at(self, port: int) -> None:
+        """It shows itself over HTTP on that port of loopback: tell those who look into the arena."""
+        self.owner = replace(self.owner, http_port=port)
+        self._write_owner()
+
     def finish(self) -> None:
         """The job has ended well: nothing of it is needed any more."""
         self._finished = True
@@ -161,6 +167,9 @@ class Smp:
         if self._finished:
             self.store.retire()
         self._local.close()
+
+    def _write_owner(self) -> None:
+        write_json(self._arena.path / "smp.json", asdict(self.owner))
 
 
 def watch(smp: Smp, owner_pid: int | None) -> None:

@@ -1,0 +1,88 @@
+"""One job as a whole, as operators see it: nodes, groups, and which step is safe against what."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from smp_daemon.census import addresses_of
+from smp_daemon.counters import Counters
+from smp_daemon.sources import Address
+from smp_daemon.standing import Standing, safest, standings
+from smp_daemon.status import Status, take_statuses
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What the SMPs of a job say together.
+
+    Attributes:
+        statuses: of those that answer, by node.
+        silent: nodes of the newest layout whose SMP does not answer.
+        standings: every snapshot that a restart might go back to, the newest first.
+    """
+
+    job: str
+    statuses: tuple[Status, ...]
+    silent: tuple[str, ...]
+    standings: tuple[Standing, ...]
+
+    @property
+    def safest(self) -> Standing | None:
+        """The newest snapshot that stands most."""
+        return safest(self.standings)
+
+    def age_s(self, standing: Standing) -> float | None:
+        """Seconds since the last shard of a snapshot was sealed; None if no SMP that answers knows."""
+        ages = [status.ages_s[standing.snapshot] for status in self.statuses if standing.snapshot in status.ages_s]
+        return min(ages, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """For people's programs, and the page."""
+        return {
+            "job": self.job,
+            "at": time.time(),
+            "safe": self.sentence(),
+            "silent": self.silent,
+            "snapshots": [
+                {
+                    "epoch": standing.snapshot.epoch,
+                    "step": standing.snapshot.step,
+                    "protected": standing.protected,
+                    "stands": standing.stands,
+                    "age_s": self.age_s(standing),
+                    "groups": [asdict(group) for group in standing.groups],
+                }
+                for standing in self.standings
+            ],
+            "nodes": [status.to_json() for status in self.statuses],
+        }
+
+    def sentence(self) -> str:
+        """What is safe against what, in words."""
+        standing = self.safest
+        if standing is None:
+            return "nothing is held yet"
+        age = self.age_s(standing)
+        when = "" if age is None else f"; sealed {age:,.1f} s ago"
+        what = f"step {standing.snapshot.step:,}"
+        if standing.stands < 0:
+            return f"{what} cannot be had: too much of it is lost{when}"
+        if standing.stands == 0:
+            return f"{what} is here, and not safe against the loss of any node{when}"
+        nodes = "1 node" if standing.stands == 1 else f"{standing.stands} nodes"
+        return f"{what} is safe against the loss of any {nodes}{when}"
+
+
+def look(job: str, first: Address) -> Overview:
+    """Ask the SMP at `first` about the job, and then all that it knows of. Blocks for some seconds at most."""
+    counters = Counters()
+    statuses = take_statuses(job, [first], counters)
+    known = [layout for status in statuses for layout in status.inventory.layouts.values()]
+    newest = max(known, key=lambda layout: (layout.epoch, layout.revision), default=None)
+    others = [address for address in addresses_of([newest] if newest else []) if address != first]
+    statuses = sorted([*statuses, *take_statuses(job, others, counters)], key=lambda each: each.inventory.node)
+    answering = {status.inventory.node for status in statuses}
+    silent = [node.name for node in newest.nodes if node.name not in answering] if newest else []
+    return Overview(job, tuple(statuses), tuple(silent), tuple(standings([status.inventory for status in statuses])))

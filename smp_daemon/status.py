@@ -1,0 +1,105 @@
+"""How an SMP is: what it holds, since when, and in how much memory. Plain data for people and monitoring."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from smp_daemon.census import ask_all
+from smp_daemon.counters import Counters
+from smp_daemon.errors import ProtocolError
+from smp_daemon.inventory import Inventory
+from smp_daemon.layout import SnapshotId
+from smp_daemon.slots import SlotState
+from smp_daemon.sources import Address
+
+if TYPE_CHECKING:
+    from smp_daemon.service import Smp
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One SMP.
+
+    Attributes:
+        pid: its process. `up_s`: how long that has run.
+        arena: the directory of its slots. `arena_bytes`: how much memory is reserved there.
+        slots: how many slots are in each `SlotState`.
+        rss_bytes: memory of the process, with what it has mapped of the arena.
+        ages_s: seconds since the newest shard here of each snapshot was sealed.
+        counters: see `smp_daemon.counters.Counts`.
+    """
+
+    inventory: Inventory
+    pid: int
+    up_s: float
+    arena: str
+    arena_bytes: int
+    slots: dict[str, int]
+    rss_bytes: int
+    ages_s: dict[SnapshotId, float]
+    counters: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        ages = sorted([*snapshot, seconds] for snapshot, seconds in self.ages_s.items())
+        return data | {"inventory": self.inventory.to_json(), "ages_s": ages}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Status:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+        try:
+            return cls(
+                inventory=Inventory.from_json(data["inventory"]),
+                pid=int(data["pid"]),
+                up_s=float(data["up_s"]),
+                arena=str(data["arena"]),
+                arena_bytes=int(data["arena_bytes"]),
+                slots={str(state): int(count) for state, count in data["slots"].items()},
+                rss_bytes=int(data["rss_bytes"]),
+                ages_s={SnapshotId(int(e), int(s)): float(seconds) for e, s, seconds in data["ages_s"]},
+                counters={str(name): int(count) for name, count in data["counters"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ProtocolError(f"not a status: {error!r}") from error
+
+
+def take_status(smp: Smp) -> Status:
+    """How it is now. Thread-safe; holds the store's lock for as long as it takes to look at every slot."""
+    store, now = smp.store, time.time()
+    inventory = smp.inventory()
+    ages: dict[SnapshotId, float] = {}
+    slots = dict.fromkeys(map(str, SlotState), 0)
+    reserved = 0
+    with store.changed:
+        for pool in store.arena.pools():
+            for slot in pool.slots:
+                slots[slot.state] += 1
+                reserved += slot.bytes
+                if slot.state is SlotState.SEALED and slot.snapshot is not None:
+                    age = max(0.0, now - pool.record_path(slot).stat().st_mtime)
+                    ages[slot.snapshot] = min(age, ages.get(slot.snapshot, age))
+    process = psutil.Process()
+    return Status(
+        inventory,
+        os.getpid(),
+        max(0.0, now - process.create_time()),
+        str(store.arena.path),
+        reserved,
+        slots,
+        process.memory_info().rss,
+        ages,
+        store.counters.read(),
+    )
+
+
+def take_statuses(job: str, addresses: Collection[Address], counters: Counters) -> list[Status]:
+    """Of all SMPs of a job that answer, by node. Blocks as `smp_daemon.census.take_census`."""
+    found = ask_all({"op": "status", "job": job}, addresses, counters, lambda r: Status.from_json(r["status"]))
+    return sorted(found, key=lambda status: status.inventory.node)

@@ -1,0 +1,160 @@
+"""What an SMP shows to people and monitoring, over HTTP on loopback: a page, ``/status.json`` and ``/metrics``.
+
+Read-only. A browser is answered only under a name of this machine's own, so that no web page elsewhere can read it
+through a name that it controls (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+
+from smp_daemon.errors import ConfigError
+from smp_daemon.metrics import exposition
+from smp_daemon.overview import Overview, look
+from smp_daemon.service import Smp
+from smp_daemon.status import take_status
+
+HOST = "127.0.0.1"
+REQUEST_DEADLINE_S = 5.0
+FRESH_S = 1.0
+"""Other SMPs are asked no more often than that, however many requests come."""
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+log = logging.getLogger(__name__)
+
+
+def parse_port(text: str) -> int | None:
+    """What ``--http`` says: a port; 0 for ``auto``; None for ``off``. Raises `ConfigError`."""
+    if text == "off":
+        return None
+    if text == "auto":
+        return 0
+    if not text.isdigit() or not 0 < int(text) < 1 << 16:
+        raise ConfigError(f"--http takes a port from 1 to 65535, auto or off, not {text!r}")
+    return int(text)
+
+
+def show(smp: Smp, port: int | None) -> Web | None:
+    """Have `smp` show itself on `port`; 0: where its predecessor did, if that is free, or anywhere; None: not at all.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    if port is None:
+        smp.shown_at(0)
+        return None
+    try:
+        web = Web(smp, port or smp.owner.http_port)
+    except ConfigError:
+        if port:
+            raise
+        web = Web(smp)
+    smp.shown_at(web.port)
+    return web
+
+
+class Web:
+    """The server, in threads of its own until `close`."""
+
+    def __init__(self, smp: Smp, port: int = 0) -> None:
+        """Serve on `port` of loopback; 0: any free one. Raises `ConfigError` if it is taken."""
+        self._smp = smp
+        self._lock = threading.Lock()
+        self._overview: Overview | None = None
+        self._looked = 0.0
+        try:
+            self._server = _Server((HOST, port), self)
+        except OSError as error:
+            raise ConfigError(
+                f"the SMP cannot show itself on {HOST}:{port}: {error.strerror}; choose another with --http"
+            ) from error
+        threading.Thread(target=self._server.serve_forever, name="web", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.server_address[1])
+
+    def overview(self) -> Overview:
+        """The job now, or up to `FRESH_S` ago. Blocks for some seconds at most, if other SMPs do not answer."""
+        with self._lock:
+            if self._overview is None or time.monotonic() - self._looked > FRESH_S:
+                owner = self._smp.owner
+                self._overview = look(owner.job, (owner.host, owner.bulk_port))
+                self._looked = time.monotonic()
+            return self._overview
+
+    def pages(self) -> dict[str, Callable[[], tuple[str, bytes]]]:
+        """What is there: by path, the content type and the body."""
+        return {
+            "/": lambda: ("text/html; charset=utf-8", page()),
+            "/status.json": lambda: ("application/json", json.dumps(self.overview().to_json()).encode()),
+            "/metrics": lambda: (
+                "text/plain; version=0.0.4; charset=utf-8",
+                exposition(take_status(self._smp), self.overview()),
+            ),
+        }
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def page() -> bytes:
+    """The page: it asks for ``/status.json`` by itself, and needs nothing else."""
+    return resources.files(__package__).joinpath("page.html").read_bytes()
+
+
+def is_local(host: str) -> bool:
+    """Whether a request's Host header names this machine by address, or ``localhost``."""
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    try:
+        return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], web: Web) -> None:
+        self.web = web
+        super().__init__(address, _Request)
+
+
+class _Request(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = REQUEST_DEADLINE_S
+
+    def do_GET(self) -> None:
+        if not is_local(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.FORBIDDEN, "ask for 127.0.0.1 or localhost")
+            return
+        made = self.server.web.pages().get(self.path.partition("?")[0])
+        if made is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        kind, body = made()
+        self.send_response(HTTPStatus.OK)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        log.debug(format, *args)

@@ -1,0 +1,237 @@
+"""What operators see: which step is safe against what; ``holdfast status`` and ``top``; the page, and the metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast.cli import main
+from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
+from smp_daemon.inventory import Inventory
+from smp_daemon.layout import SnapshotId
+from smp_daemon.metrics import COUNTERS, GAUGES
+from smp_daemon.overview import Overview, look
+from smp_daemon.paths import read_owner
+from smp_daemon.plan import plan_restore
+from smp_daemon.spawn import smp_command
+from smp_daemon.standing import safest, standings
+from smp_daemon.status import Status
+from smp_daemon.web import is_local, page, parse_port
+from tests.smp_kit import JOB, Ground, Run, SmpProcess, playground, refusal, run_on
+from tests.test_reform import SNAPSHOT, everything, layout_of
+
+ROOT = Path(__file__).parent.parent
+SIZES = [[3000], [3000], [2000], [4000]]
+
+
+# ---------------------------------------------------------------------- what is safe against what
+
+
+@pytest.mark.parametrize(
+    ("nodes", "data", "parity"), [(4, 2, 2), (4, 3, 1), (3, 2, 1), (8, 2, 2), (5, 3, 2), (1, 1, 0)]
+)
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_as_many_losses_are_stood_as_restores_can_be_planned_after(
+    nodes: int, data: int, parity: int, gone: int
+) -> None:
+    layout = layout_of(nodes, data, parity)
+    held = everything(layout, but=[f"node{i}" for i in range(min(gone, nodes - 1))])
+    found = safest(standings(held))
+    assert found is not None
+    names = [inventory.node for inventory in held]
+    survived = -1
+    for losses in range(min(parity, len(held)) + 1):
+        if not all(_can_be_had(held, lost) for lost in combinations(names, losses)):
+            break
+        survived = losses
+    assert found.stands == survived
+    silent = {name for group in found.groups for name in group.silent}
+    assert silent == {f"node{i}" for i in range(nodes)} - set(names)
+
+
+def _can_be_had(held: Sequence[Inventory], lost: Sequence[str]) -> bool:
+    left = [inventory for inventory in held if inventory.node not in lost]
+    try:
+        return plan_restore(left, None) is not None
+    except HoldfastError:
+        return False
+
+
+def test_the_older_snapshot_counts_while_the_newer_is_not_encoded_yet() -> None:
+    layout = layout_of(4, 2, 2)
+    newer = SnapshotId(SNAPSHOT.epoch, SNAPSHOT.step + 1)
+    held = [_with_shards(each, newer) for each in everything(layout)]
+    new, old = standings(held)
+    assert (new.snapshot, new.stands, old.stands) == (newer, 0, 2)
+    assert safest([new, old]) is old
+    assert safest([]) is None
+
+
+def _with_shards(inventory: Inventory, snapshot: SnapshotId) -> Inventory:
+    data = inventory.to_json()
+    data["shards"] += [[*snapshot, coord] for _, coord in inventory.shards]
+    return Inventory.from_json(data)
+
+
+# ---------------------------------------------------------------------- real SMPs
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as ground:
+        yield ground
+
+
+@pytest.fixture
+def smps(ground: Ground) -> list[SmpProcess]:
+    return ground.smps(4)
+
+
+@pytest.fixture
+def job(smps: list[SmpProcess]) -> Run:
+    run = run_on(smps, SIZES, protect="2+2")
+    run.protect(12339)
+    run.protect(12340)
+    return run
+
+
+def fetch(smp: SmpProcess, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    owner = read_owner(smp.arena)
+    assert owner is not None
+    request = urllib.request.Request(f"http://127.0.0.1:{owner.http_port}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, dict(answer.headers), answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), error.read()
+
+
+def test_losses_are_told_as_they_come(ground: Ground, smps: list[SmpProcess], job: Run) -> None:
+    def seen() -> Overview:
+        return look(JOB, smps[3].bulk)
+
+    assert seen().sentence().startswith("step 12,340 is safe against the loss of any 2 nodes; sealed ")
+    for losses, said in enumerate(
+        ["safe against the loss of any 1 node", "here, and not safe against", "cannot be had"]
+    ):
+        smps[losses].lose()
+        overview = seen()
+        assert said in overview.sentence()
+        assert list(overview.silent) == [smp.name for smp in smps[: losses + 1]]
+    status = overview.statuses[0]
+    assert Status.from_json(json.loads(json.dumps(status.to_json()))) == status
+
+
+def test_the_commands_say_it_too(
+    ground: Ground, smps: list[SmpProcess], job: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    where = ["--arena", str(ground.base), "--job", JOB]
+    report = tmp_path / "status.json"
+    assert main(["status", *where, "--json", str(report)]) == 0
+    assert "is safe against the loss of any 2 nodes" in " ".join(capsys.readouterr().out.split())
+    (said,) = json.loads(report.read_text())
+    assert [node["inventory"]["node"] for node in said["nodes"]] == [smp.name for smp in smps]
+    assert main(["top", *where, "--count", "1"]) == 0
+    assert "12,340" in capsys.readouterr().out
+    smps[0].lose()
+    assert main(["status", *where]) == 1
+    assert "silent" in capsys.readouterr().out
+    assert main(["status", "--arena", str(tmp_path)]) == 1
+    assert "no job has snapshots on this machine" in capsys.readouterr().out
+    assert main(["top", "--every", "0"]) == 1
+
+
+def test_the_page_and_what_it_asks_for(smps: list[SmpProcess], job: Run) -> None:
+    status, headers, body = fetch(smps[1], "/")
+    assert (status, body) == (200, page())
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert not re.findall(rb"(?:src|href)\s*=|https?://", body)  # it needs nothing from elsewhere
+    status, _, body = fetch(smps[1], "/status.json")
+    assert status == 200
+    said: dict[str, Any] = json.loads(body)
+    assert said["snapshots"][0]["stands"] == 2
+    assert len(said["nodes"]) == 4
+    assert fetch(smps[1], "/etc/passwd")[0] == 404
+    assert fetch(smps[1], "/status.json", Host="rebound.example:80")[0] == 403
+
+
+def test_metrics_are_what_dashboard_and_alerts_ask_for(smps: list[SmpProcess], job: Run) -> None:
+    status, _, body = fetch(smps[2], "/metrics")
+    assert status == 200
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    assert families.keys() == {*GAUGES, *(f"holdfast_{name}" for name in COUNTERS)}
+    (stands,) = families["holdfast_stands_nodes"].samples
+    assert (stands.value, stands.labels) == (2, {"job": JOB, "node": "node2"})
+    exported = {sample.name for family in families.values() for sample in family.samples}
+    for file in ("grafana.json", "alerts.yml"):
+        asked = set(re.findall(r"\bholdfast_\w+", (ROOT / "deploy" / file).read_text()))
+        assert asked
+        assert asked <= exported
+    assert len(re.findall(r"- alert:", (ROOT / "deploy" / "alerts.yml").read_text())) == 5
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_browser_shows_it(smps: list[SmpProcess], job: Run, tmp_path: Path) -> None:
+    smps[0].lose()
+    owner = read_owner(smps[1].arena)
+    assert owner is not None
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    command += ["--virtual-time-budget=10000", "--dump-dom", f"http://127.0.0.1:{owner.http_port}/"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    assert "step 12,340 is safe against the loss of any 1 node" in done.stdout
+    assert done.stdout.count('class="node"') == 3
+    assert done.stdout.count('class="node bad"') == 1
+
+
+# ---------------------------------------------------------------------- where it listens
+
+
+def test_an_smp_that_comes_back_shows_itself_where_it_did(ground: Ground) -> None:
+    smp = ground.smp()
+    before = read_owner(smp.arena)
+    assert before is not None
+    assert before.http_port > 0
+    smp.kill()
+    smp.restart()
+    after = read_owner(smp.arena)
+    assert after is not None
+    assert after.http_port == before.http_port
+
+
+def test_it_may_be_off_or_on_a_port_of_ones_own(ground: Ground) -> None:
+    off = ground.prepare("node7").launch("--http", "off").wait_ready()
+    assert off.owner.http_port == 0
+    shown = ground.smp("node8").owner.http_port
+    command = smp_command(JOB, "node9", ground.base / "node9" / JOB, ground.host())
+    assert "choose another with --http" in str(refusal([*command, "--http", str(shown)]))
+    assert parse_port("off") is None
+    assert parse_port("auto") == 0
+    for bad in ("0", "65536", "http", "-1"):
+        with pytest.raises(ConfigError, match="--http takes a port from 1 to 65535, auto or off"):
+            parse_port(bad)
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1:8080", "127.3.4.5", "[::1]:80", "[::1]"])
+def test_this_machine_may_be_asked_for(host: str) -> None:
+    assert is_local(host)
+
+
+@pytest.mark.parametrize("host", ["", "example.org", "localhost.example.org", "10.0.0.1:80", "127.0.0.1.example.org"])
+def test_another_name_may_not(host: str) -> None:
+    assert not is_local(host)
+
+
+def test_what_is_no_status_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="not a status"):
+        Status.from_json({})
