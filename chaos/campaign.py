@@ -12,7 +12,7 @@ import psutil
 
 from chaos.cluster import History, VirtualCluster
 from chaos.drill import TARGET
-from chaos.faults import Fault
+from chaos.faults import Fault, obstacle
 from chaos.launcher import Launcher
 from chaos.scenario import WORKLOAD, Scenario
 from chaos.verdict import Verdict, judge
@@ -51,8 +51,8 @@ class Campaign:
 
     def run(self, scenario: Scenario, replay: str) -> Verdict:
         """Run one: undisturbed, if that was not done yet, and with its faults. `replay`: how to run it again."""
-        if scenario.needs_root and os.geteuid() != 0:
-            return Verdict(scenario, (), 0, 0, 0, (), 0, False, False, (), 0.0, History(), skipped="needs root")
+        if reason := obstacle(fault.kind for fault in scenario.faults):
+            return Verdict(scenario, (), 0, 0, 0, (), 0, False, False, (), 0.0, History(), skipped=reason)
         undisturbed = self._reference(scenario)
         began = time.monotonic()
         before = self._ours()
@@ -98,6 +98,7 @@ class Campaign:
             deadline_s=self._deadline_s,
             place=place,
             smp_module=self._smp_module,
+            wired=snapshots and scenario.wired,
         )
 
     def _ours(self) -> set[str]:

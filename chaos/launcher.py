@@ -72,9 +72,10 @@ class Launcher:
             self._await("imported", IMPORT_DEADLINE_S)
             self._ready = True
 
-    def spawn(self, target: str, ranks: list[dict[str, Any]], store_host: str) -> None:
-        """Fork one trainer per element of `ranks`."""
-        self._say({"op": "spawn", "target": target, "ranks": ranks, "store_host": store_host})
+    def spawn(self, target: str, ranks: list[dict[str, Any]], store: tuple[str, str | None]) -> None:
+        """Fork one trainer per element of `ranks`; `store`: address and namespace of their process group's store."""
+        host, namespace = store
+        self._say({"op": "spawn", "target": target, "ranks": ranks, "store_host": host, "store_namespace": namespace})
 
     def kill(self, spare: Sequence[int] = ()) -> None:
         """SIGKILL every trainer of the job that is left. Their ends are reported like any other.

@@ -14,13 +14,13 @@ import random
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from chaos.cluster import SMP_POINTS
-from chaos.faults import CATALOGUE, Fault
+from chaos.faults import CATALOGUE, Fault, check
 from smp_daemon.errors import ConfigError
 from snapshot.arrange import parse_protect
 from snapshot.tuning.profiles import FailureProfile
@@ -71,9 +71,9 @@ class Scenario:
         return self.nodes * self.ranks_per_node
 
     @property
-    def needs_root(self) -> bool:
-        """Whether a fault can only be done by root."""
-        return any(CATALOGUE[fault.kind].rooted for fault in self.faults)
+    def wired(self) -> bool:
+        """Whether its nodes need a `chaos.wire` between them."""
+        return any(CATALOGUE[fault.kind].wired for fault in self.faults)
 
     @property
     def beyond_parity(self) -> bool:
@@ -176,11 +176,11 @@ def _scenario(name: str, table: Any, where: str) -> Scenario:
 def _fault(entry: Mapping[str, Any], ranks_per_node: int) -> Fault:
     rest = dict(entry)
     kind, at = str(rest.pop("kind")), str(rest.pop("at", "train.step"))
-    if kind not in CATALOGUE:
-        raise ConfigError(f"there is no fault {kind!r}: choose one of {', '.join(CATALOGUE)}")
     targets = tuple(int(target) for target in rest.pop("targets", ()))
-    by = rest.pop("by", None) or witness(kind, targets, at, ranks_per_node)
-    return Fault(by, at, rest.pop("step", None), kind, targets, **rest)
+    by = rest.pop("by", None)
+    fault = Fault(by or "", at, rest.pop("step", None), kind, targets, **rest)
+    check(fault)
+    return fault if by else replace(fault, who=witness(kind, targets, at, ranks_per_node))
 
 
 def witness(kind: str, targets: tuple[int, ...], at: str, ranks_per_node: int) -> str:
@@ -248,12 +248,27 @@ def draw(
     )
 
 
-def mixed(first: int, count: int, profile: FailureProfile | None = None) -> Iterator[Scenario]:
+def several(
+    first: int,
+    count: int,
+    faults: int,
+    *,
+    double: bool = False,
+    beyond: bool = False,
+    profile: FailureProfile | None = None,
+) -> Iterator[Scenario]:
+    """So many scenarios from consecutive seeds: of the way that is asked for (see `draw`), or `mixed`."""
+    if not (double or beyond or profile):
+        yield from mixed(first, count)
+        return
+    for seed in range(first, first + count):
+        yield draw(seed, faults, double=double, beyond=beyond, profile=profile)
+
+
+def mixed(first: int, count: int) -> Iterator[Scenario]:
     """So many scenarios from consecutive seeds: every fifth with double faults, every twentieth beyond parity."""
     for seed in range(first, first + count):
-        if profile is not None:
-            yield draw(seed, 4, profile=profile)
-        elif seed % 20 == 7:
+        if seed % 20 == 7:
             yield draw(seed, 2, beyond=True)
         elif seed % 5 == 0:
             yield draw(seed, 3, double=True)

@@ -93,6 +93,9 @@ def judge(
         problems.append(f"{lost} protected steps were lost")
     if injected != scenario.asked:
         problems.append(f"{scenario.asked} faults were asked for, {injected} were done")
+    if failure is None:
+        idle = [event["fault"] for event in disturbed.of("impaired") if not event["packets"]]
+        problems += [f"{kind} met no packet" for kind in idle]
     problems += [f"left behind: {leak}" for leak in leaks]
     problems += [f"an error that an SMP did not expect: {text}" for text in disturbed.tracebacks]
     return Verdict(

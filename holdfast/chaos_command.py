@@ -37,7 +37,9 @@ def add(commands: Any, add_json: Any) -> None:
     run.add_argument("--double", action="store_true", help="drawn: each is followed by one during the recovery")
     run.add_argument("--beyond", action="store_true", help="drawn: the last takes more than parity makes up for")
     run.add_argument("--profile", help="drawn: as a published study saw failures: llama3, ft-hsdp, rsc-1, ...")
-    run.add_argument("--count", type=int, default=1, help="drawn: so many, of all kinds, from consecutive seeds")
+    run.add_argument(
+        "--count", type=int, default=1, help="drawn: so many, from consecutive seeds; of all kinds unless said"
+    )
     run.add_argument("--html", type=Path, metavar="FILE", help="also write a report that needs nothing else")
     run.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
     add_json(run)
@@ -71,7 +73,7 @@ def show_list(parsed: argparse.Namespace) -> int:
 
 def run_scenarios(parsed: argparse.Namespace) -> int:
     """``holdfast chaos run``."""
-    from chaos.scenario import choose, draw, mixed
+    from chaos.scenario import choose, draw, several
     from snapshot.tuning.profiles import profile
 
     mix = profile(parsed.profile) if parsed.profile else None
@@ -83,9 +85,10 @@ def run_scenarios(parsed: argparse.Namespace) -> int:
         raise ConfigError(f"--seed draws a scenario; leave out {parsed.scenarios!r}, or --seed")
     if parsed.count < 1:
         raise ConfigError(f"--count {parsed.count}: draw at least one")
+    how = {"double": parsed.double, "beyond": parsed.beyond, "profile": mix}
     if parsed.count > 1:
-        return _run(parsed, list(mixed(parsed.seed, parsed.count, mix)))
-    return _run(parsed, [draw(parsed.seed, parsed.faults, double=parsed.double, beyond=parsed.beyond, profile=mix)])
+        return _run(parsed, list(several(parsed.seed, parsed.count, parsed.faults, **how)))
+    return _run(parsed, [draw(parsed.seed, parsed.faults, **how)])
 
 
 def run_again(parsed: argparse.Namespace) -> int:

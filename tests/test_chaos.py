@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,7 +15,19 @@ import pytest
 from chaos.campaign import Campaign, summary
 from chaos.cluster import History, Restart
 from chaos.faults import CATALOGUE, Fault
-from chaos.scenario import Scenario, built_in, campaign, choose, draw, from_json, mixed, parse, replay_command, to_json
+from chaos.scenario import (
+    Scenario,
+    built_in,
+    campaign,
+    choose,
+    draw,
+    from_json,
+    mixed,
+    parse,
+    replay_command,
+    several,
+    to_json,
+)
 from chaos.verdict import judge, lost_protected, torn
 from holdfast import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.chaos_report import markdown, page
@@ -50,6 +63,15 @@ def test_a_longer_scenario_ends_as_it_must(running: Campaign, scenario: Scenario
 def test_a_drawn_scenario_ends_as_it_must(running: Campaign, seed: int, how: dict[str, Any]) -> None:
     verdict = running.run(draw(seed, 2, **how), "")
     assert verdict.problems == ()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("name", "status"), [("smp-crashes", -signal.SIGSEGV), ("smp-terminated", -signal.SIGTERM)])
+def test_an_smp_ends_by_the_signal_that_it_was_sent(running: Campaign, name: str, status: int) -> None:
+    (scenario,) = choose(name)
+    verdict = running.run(scenario, "")
+    assert verdict.problems == ()
+    assert [event["status"] for event in verdict.history.of("smp-ended")] == [status]
 
 
 @pytest.mark.cluster
@@ -117,6 +139,15 @@ def test_the_same_seed_draws_the_same_scenario() -> None:
     for how in ways:
         assert draw(5, 3, **how) == draw(5, 3, **how)
         assert draw(5, 3, **how) != draw(6, 3, **how)
+
+
+def test_several_are_drawn_as_was_asked_for() -> None:
+    assert list(several(3, 4, 2, double=True)) == [draw(seed, 2, double=True) for seed in range(3, 7)]
+    assert all(each.beyond_parity for each in several(1, 5, 2, beyond=True))
+    assert list(several(1, 3, 2, profile=PROFILES["rsc-1"])) == [
+        draw(seed, 2, profile=PROFILES["rsc-1"]) for seed in (1, 2, 3)
+    ]
+    assert list(several(1, 30, 4)) == list(mixed(1, 30))
 
 
 def test_drawn_scenarios_survive_json() -> None:
