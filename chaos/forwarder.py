@@ -54,12 +54,12 @@ class Forwarder:
         self._poll.register(self._channel, select.EPOLLIN)
         while True:
             wait_s = max(0.0, self._late[0][0] - time.monotonic()) if self._late else None
-            for fd, _ in self._poll.poll(wait_s):
-                if fd != self._channel.fileno():
-                    self._take(fd)
-                elif not self._listen():
-                    return
+            ready = {fd for fd, _ in self._poll.poll(wait_s)}
+            for device in ready - {self._channel.fileno()}:
+                self._take(device)
             self._send_what_is_due()
+            if self._channel.fileno() in ready and not self._listen():  # last: it may close devices that are ready
+                return
 
     # ------------------------------------------------------------------ packets
 

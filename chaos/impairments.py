@@ -18,6 +18,9 @@ Unit = tuple[int, int] | None
 OVERTAKEN_S = (0.001, 0.02)
 """How much later than its successors a packet may come that is out of order."""
 
+SPOILT_EVERY = 16
+"""Of packets with units; a unit that is sent again and again must come through in the end."""
+
 BUFFER_S = 0.25
 """What a throttled link holds, in seconds of its rate, before it drops."""
 
@@ -123,8 +126,8 @@ def _throttled(self: Impairment, packet: bytes, link: Link, unit: Unit, at: floa
 
 
 def _spoilt(self: Impairment, packet: bytes, link: Link, unit: Unit, at: float) -> Due:
-    """One bit in each of the first packets that carry a unit."""
-    if unit is None or self.hits >= self.amount:
+    """One bit in each of so many packets that carry a unit, one in `SPOILT_EVERY` of them."""
+    if unit is None or self.hits >= self.amount or self.source.randrange(SPOILT_EVERY):
         return [(at, packet)]
     return [(at, flipped(packet, self.source.randrange(unit[0] * 8, unit[1] * 8)))]
 
