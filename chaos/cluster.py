@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.accounting import beyond_access_times
+from chaos.clocks import set_clock
 from chaos.faults import CATALOGUE, Fault, check, inject
 from chaos.launcher import Launcher
 from chaos.node import VirtualNode, Wiring
@@ -92,6 +93,7 @@ class VirtualCluster:
         memory: Path | None = None,
         smp_module: str = "smp_daemon",
         wired: bool = False,
+        clocked: bool = False,
     ) -> None:
         """
         Args:
@@ -104,6 +106,7 @@ class VirtualCluster:
                 that are given the same one, each in a process of its own, run on the same nodes; what they leave of it
                 is the caller's.
             smp_module: what is run as the SMP.
+            clocked: whether nodes have wall clocks that can be set; the launcher was started with `clocks.preloading`.
             wired: whether nodes have network namespaces and a `chaos.wire` between them, not loopback addresses.
         """
         if not 1 <= nodes <= 64 or not 1 <= ranks_per_node <= 16:
@@ -121,6 +124,7 @@ class VirtualCluster:
         self._memory = memory or self._base
         self._smp_module = smp_module
         self._wired = wired
+        self._clocked = clocked
         self._wire: Wire | None = None
         self._lives = [0] * nodes
         self._nodes = [self._new_node(index) for index in range(nodes)]
@@ -143,6 +147,8 @@ class VirtualCluster:
         check(fault)
         if CATALOGUE[fault.kind].wired and not self._wired:
             raise ConfigError(f"{fault.kind} needs a cluster that is made with wired=True")
+        if CATALOGUE[fault.kind].clocked and not self._clocked:
+            raise ConfigError(f"{fault.kind} needs a cluster that is made with clocked=True")
         of = CATALOGUE[fault.kind].of
         limit = {"rank": self._world, "node": len(self._nodes)}.get(of, 0)
         if of and (not fault.targets or not all(0 <= target < limit for target in fault.targets)):
@@ -364,6 +370,11 @@ class VirtualCluster:
         hosts = [self._nodes[index].host for index in fault.targets]
         self._wire.impair(fault.kind, hosts, amount=fault.amount, seed=fault.seed, for_s=fault.for_s)
 
+    def set_clock(self, index: int, ahead_s: int) -> None:
+        clock = self._nodes[index].clock
+        assert clock is not None  # `add` has seen to it
+        set_clock(clock, ahead_s)
+
     def unplug(self, index: int) -> None:
         if self._wire is not None:
             self._wire.unplug(self._nodes[index].host)
@@ -414,6 +425,9 @@ class VirtualCluster:
     def _plug_in(self, node: VirtualNode) -> None:
         if self._wire is not None:
             node.namespace = self._wire.open(node.host)
+        if self._clocked:
+            node.clock = self._base / f"{node.name}.clock"
+            set_clock(node.clock, 0)
 
     def _start_nodes(self, nodes: Sequence[VirtualNode]) -> None:
         for node in nodes:

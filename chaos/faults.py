@@ -19,7 +19,8 @@ from typing import Protocol
 
 import psutil
 
-from chaos.namespaces import inside, unavailable
+from chaos import clocks, namespaces
+from chaos.namespaces import inside
 from smp_daemon.errors import ConfigError
 
 
@@ -33,8 +34,9 @@ class Fault:
         kind: one of `CATALOGUE`.
         targets: ranks or node indices, as the kind says.
         delay_s: how long after the point; the process goes on meanwhile.
-        for_s: how long it lasts, for kinds that pass; of the network's, 0 is to the end.
-        amount: bits to flip, descriptors or bytes to leave, percent of packets, milliseconds, kB/s: as the kind says.
+        for_s: how long it lasts, for kinds that pass; of the network's and the clock's, 0 is to the end.
+        amount: bits to flip, descriptors or bytes to leave, percent of packets, milliseconds, seconds, kB/s: as the
+            kind says.
         seed: for what is drawn.
         fired_at: `time.monotonic`, once it has been done.
     """
@@ -87,6 +89,10 @@ class Ground(Protocol):
         """Spoil what goes over the links of its targets."""
         ...
 
+    def set_clock(self, index: int, ahead_s: int) -> None:
+        """The node's wall clock is so far ahead of this machine's from now on."""
+        ...
+
     def unplug(self, index: int) -> None:
         """Nothing leaves the node any more; where nodes have no links of their own, nothing happens."""
         ...
@@ -122,6 +128,7 @@ class Kind:
         loses: whether a node's memory is gone.
         rooted: whether it needs root.
         wired: whether it needs a `chaos.wire` between the nodes.
+        clocked: whether it needs clocks that can be set (`chaos.clocks`).
         amounts: the least and the most `Fault.amount`; None: it has none, or any will do.
         forever: whether it may last to the end of the run (`Fault.for_s` of 0).
     """
@@ -134,6 +141,7 @@ class Kind:
     loses: bool = False
     rooted: bool = False
     wired: bool = False
+    clocked: bool = False
     amounts: tuple[int, int] | None = None
     forever: bool = True
 
@@ -156,7 +164,9 @@ def obstacle(kinds: Iterable[str]) -> str:
     wanted = [CATALOGUE[kind] for kind in kinds]
     if any(kind.rooted for kind in wanted) and os.geteuid() != 0:
         return "needs root"
-    return unavailable() if any(kind.wired for kind in wanted) else ""
+    if any(kind.wired for kind in wanted) and (reason := namespaces.unavailable()):
+        return reason
+    return clocks.unavailable() if any(kind.clocked for kind in wanted) else ""
 
 
 def inject(ground: Ground, fault: Fault) -> None:
@@ -289,6 +299,19 @@ def _impair(ground: Ground, fault: Fault) -> None:
     ground.impair(fault)
 
 
+# ---------------------------------------------------------------------- clocks
+
+
+def _jump(ground: Ground, fault: Fault) -> None:
+    """The wall clock of every process of a node jumps; back again when it is over."""
+    for index in fault.targets:
+        ground.set_clock(index, fault.amount)
+        if fault.for_s:
+            ground.later(fault.for_s, partial(ground.set_clock, index, 0))
+
+
+YEAR_S = 366 * 24 * 3600
+
 # ---------------------------------------------------------------------- memory and limits
 
 
@@ -404,6 +427,14 @@ CATALOGUE: dict[str, Kind] = {
         Kind("mute-node", "it hears others, and nobody hears it", "node", _impair, wired=True, forever=False),
         Kind("deaf-node", "others hear it, and it hears nobody", "node", _impair, wired=True, forever=False),
         Kind("flip-in-flight", "bits of units flip on its links", "node", _impair, wired=True, amounts=(1, 10_000)),
+        Kind(
+            "jump-clock",
+            "its wall clock is then ahead by: s, or behind",
+            "node",
+            _jump,
+            clocked=True,
+            amounts=(-YEAR_S, YEAR_S),
+        ),
         Kind("flip-shards", "bits flip in its slots", "node", _flip("*.safetensors")),
         Kind("flip-parity", "bits flip in its parity", "node", _flip("*.parity")),
         Kind("cut-shards", "its slot files lose their second half", "node", _cut_short),

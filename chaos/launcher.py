@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from smp_daemon.errors import DeadlineExceeded, HoldfastError
@@ -25,9 +25,13 @@ _numbers = itertools.count()
 class Launcher:
     """A running zygote. Not thread-safe. `close` ends it and every trainer it forked."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        """Start it; returns at once. `wait_ready` says when the modules are imported."""
+    def __init__(self, modules: Sequence[str], settings: Mapping[str, str] | None = None) -> None:
+        """Start it, with more environment variables if given; returns at once.
+
+        `wait_ready` says when the modules are imported.
+        """
         self._modules = tuple(modules)
+        self._settings = dict(settings or {})
         self._buffer = b""
         self._ready = False
         self._scratch = arena_base() / f"launcher-{os.getpid()}-{next(_numbers)}"
@@ -36,12 +40,18 @@ class Launcher:
 
     def _start(self) -> None:
         self._channel, theirs = socket.socketpair()
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "TMPDIR": str(self._scratch),  # tempfile probes its directory by writing to it; nothing is to touch a disk
-        }
+        environment = (
+            os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "TMPDIR": str(
+                    self._scratch
+                ),  # tempfile probes its directory by writing to it; nothing is to touch a disk
+            }
+            | self._settings
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "chaos.zygote", str(theirs.fileno()), *self._modules],
             pass_fds=[theirs.fileno()],

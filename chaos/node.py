@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from chaos.accounting import disk_bytes_written, wait_until_dead
+from chaos.clocks import following, preloading
 from chaos.namespaces import DEVICE, inside
 from smp_daemon import points
 from smp_daemon.errors import DeadlineExceeded
@@ -44,6 +45,7 @@ class VirtualNode:
 
     Attributes:
         namespace: path of the network namespace that its processes are to be in; None: this machine's.
+        clock: the file that sets its processes' wall clock (`chaos.clocks`); None: it is this machine's.
     """
 
     def __init__(self, index: int, life: int, host: str, base: Path, job: str, smp_module: str = "smp_daemon") -> None:
@@ -56,6 +58,7 @@ class VirtualNode:
         self.name = f"node{index}" if life == 0 else f"node{index}-{life}"
         self.host = host
         self.namespace: str | None = None
+        self.clock: Path | None = None
         self.base = base / self.name
         self.job = job
         self._smp_module = smp_module
@@ -83,6 +86,7 @@ class VirtualNode:
             {"HOLDFAST_PRIORITY": "normal"}  # the nodes share this machine's cores: none would ever be to spare
             | os.environ
             | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.base)}
+            | (preloading() | following(self.clock) if self.clock else {})
             | wiring.environment(self.who)
             | (settings or {})
         )
@@ -108,7 +112,8 @@ class VirtualNode:
     def environment(self) -> dict[str, str]:
         """What a trainer on this node needs to find its SMP."""
         found = {ARENA_ENV: str(self.base), "HOLDFAST_JOB": self.job, "HOLDFAST_NODE": self.name}
-        return found | ({"GLOO_SOCKET_IFNAME": DEVICE} if self.namespace else {})
+        found |= {"GLOO_SOCKET_IFNAME": DEVICE} if self.namespace else {}
+        return found | (following(self.clock) if self.clock else {})
 
     @property
     def pid(self) -> int:

@@ -76,6 +76,11 @@ class Scenario:
         return any(CATALOGUE[fault.kind].wired for fault in self.faults)
 
     @property
+    def clocked(self) -> bool:
+        """Whether its nodes need clocks that can be set."""
+        return any(CATALOGUE[fault.kind].clocked for fault in self.faults)
+
+    @property
     def beyond_parity(self) -> bool:
         """Whether too much is lost on purpose."""
         return self.expect == UNRECOVERABLE
@@ -204,6 +209,22 @@ KINDS = (
 )
 """What is drawn, each entry as often as any other."""
 
+ON_THE_NETWORK: dict[str, tuple[int, int]] = {
+    "lose-packets": (5, 15),
+    "delay-packets": (2, 10),
+    "reorder-packets": (5, 40),
+    "repeat-packets": (5, 50),
+    "throttle": (2000, 20_000),
+    "partition": (0, 0),
+    "mute-node": (0, 0),
+    "deaf-node": (0, 0),
+    "flip-in-flight": (1, 5),
+}
+"""What else is drawn where nodes have a wire between them, and with which amounts."""
+
+WIRED_SHARE = 0.1
+"""Of drawn scenarios of all kinds; they take longer, and are left out where a wire cannot be made."""
+
 
 def draw(
     seed: int, faults: int, *, double: bool = False, beyond: bool = False, profile: FailureProfile | None = None
@@ -224,6 +245,7 @@ def draw(
     nodes, protect = source.choice([(3, "auto"), (4, "auto"), (4, "2+2"), (5, "3+2"), (4, "copies:2")])
     parity = parse_protect(protect).parity
     gap = 4
+    wired = not (double or beyond or profile) and random.Random(f"{seed} {faults} wire").random() < WIRED_SHARE
     found: list[Fault] = []
     for number in range(faults):
         step = 3 + gap * number + source.randrange(2)
@@ -232,6 +254,9 @@ def draw(
             break
         if profile is not None and source.random() < profile.shock:
             found.append(_lose(source, nodes, parity, step))
+            continue
+        if wired and number % 2 == 0:
+            found.append(_on_the_network(source, nodes, step))
             continue
         kind = _kind(source, double, profile)
         found += _one(source, kind, nodes, parity, step, double)
@@ -297,6 +322,15 @@ def replay_command(scenario: Scenario) -> str:
 def _lose(source: random.Random, nodes: int, count: int, step: int) -> Fault:
     lost = tuple(sorted(source.sample(range(nodes), min(count, nodes))))
     return Fault(f"rank{lost[0]}", "train.step", step, "lose-node", lost)
+
+
+def _on_the_network(source: random.Random, nodes: int, step: int) -> Fault:
+    kind = source.choice(list(ON_THE_NETWORK))
+    targets = tuple(sorted(source.sample(range(nodes), source.randint(1, nodes - 1))))
+    point = source.choice(TRAINER_POINTS)
+    amount, seed = source.randint(*ON_THE_NETWORK[kind]), source.randrange(1 << 30)
+    for_s = 0.0 if kind == "flip-in-flight" else source.uniform(0.3, 0.8)
+    return Fault(f"rank{targets[0]}", point, step, kind, targets, for_s=for_s, amount=amount, seed=seed)
 
 
 def _kind(source: random.Random, double: bool, profile: FailureProfile | None) -> str:

@@ -96,6 +96,7 @@ def judge(
     if failure is None:
         idle = [event["fault"] for event in disturbed.of("impaired") if not event["packets"]]
         problems += [f"{kind} met no packet" for kind in idle]
+        problems += [f"no trainer saw its clock {ahead_s} s ahead" for ahead_s in unseen_jumps(scenario, disturbed)]
     problems += [f"left behind: {leak}" for leak in leaks]
     problems += [f"an error that an SMP did not expect: {text}" for text in disturbed.tracebacks]
     return Verdict(
@@ -127,6 +128,16 @@ def lost_protected(history: History) -> int:
         known = [e["protected"] or 0 for e in history.of("step") if e["generation"] < started["generation"]]
         lost = max(lost, max(known, default=0) - started["step"])
     return lost
+
+
+def unseen_jumps(scenario: Scenario, history: History) -> list[int]:
+    """By how much clocks were to jump without any trainer reporting such a time.
+
+    Trainers report by both clocks; before the first fault, the wall clock is this machine's.
+    """
+    seen = [event["wall"] - event["at"] for event in history.events if "wall" in event]
+    wanted = [fault.amount for fault in scenario.faults if fault.kind == "jump-clock"]
+    return [amount for amount in wanted if not any(abs(each - seen[0] - amount) < abs(amount) / 2 for each in seen)]
 
 
 def torn(history: History) -> str:
