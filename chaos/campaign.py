@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 
-from chaos.clocks import preloading
 from chaos.cluster import History, VirtualCluster
 from chaos.drill import TARGET
 from chaos.faults import Fault, obstacle
@@ -81,11 +80,11 @@ class Campaign:
         return self._undisturbed[key]
 
     def _launcher_for(self, scenario: Scenario) -> Launcher:
-        """One whose trainers' clocks can be set only where that is wanted: it costs every look at a clock a file's."""
+        """One whose trainers' clocks can be set only where that is wanted; it is started when it is first needed."""
         if not scenario.clocked:
             return self._launcher
         if self._clocked is None:
-            self._clocked = Launcher(self._preload, preloading())
+            self._clocked = Launcher(self._preload, clocked=True)
             self._clocked.wait_ready()
         return self._clocked
 
@@ -114,7 +113,6 @@ class Campaign:
             place=place,
             smp_module=self._smp_module,
             wired=snapshots and scenario.wired,
-            clocked=snapshots and scenario.clocked,
         )
 
     def _ours(self) -> set[str]:

@@ -93,7 +93,6 @@ class VirtualCluster:
         memory: Path | None = None,
         smp_module: str = "smp_daemon",
         wired: bool = False,
-        clocked: bool = False,
     ) -> None:
         """
         Args:
@@ -106,7 +105,6 @@ class VirtualCluster:
                 that are given the same one, each in a process of its own, run on the same nodes; what they leave of it
                 is the caller's.
             smp_module: what is run as the SMP.
-            clocked: whether nodes have wall clocks that can be set; the launcher was started with `clocks.preloading`.
             wired: whether nodes have network namespaces and a `chaos.wire` between them, not loopback addresses.
         """
         if not 1 <= nodes <= 64 or not 1 <= ranks_per_node <= 16:
@@ -124,7 +122,7 @@ class VirtualCluster:
         self._memory = memory or self._base
         self._smp_module = smp_module
         self._wired = wired
-        self._clocked = clocked
+        self._clocked = bool(launcher.shim)
         self._wire: Wire | None = None
         self._lives = [0] * nodes
         self._nodes = [self._new_node(index) for index in range(nodes)]
@@ -148,7 +146,7 @@ class VirtualCluster:
         if CATALOGUE[fault.kind].wired and not self._wired:
             raise ConfigError(f"{fault.kind} needs a cluster that is made with wired=True")
         if CATALOGUE[fault.kind].clocked and not self._clocked:
-            raise ConfigError(f"{fault.kind} needs a cluster that is made with clocked=True")
+            raise ConfigError(f"{fault.kind} needs a launcher that is made with clocked=True")
         of = CATALOGUE[fault.kind].of
         limit = {"rank": self._world, "node": len(self._nodes)}.get(of, 0)
         if of and (not fault.targets or not all(0 <= target < limit for target in fault.targets)):
@@ -431,7 +429,7 @@ class VirtualCluster:
 
     def _start_nodes(self, nodes: Sequence[VirtualNode]) -> None:
         for node in nodes:
-            node.launch(self._wiring(node.who), log=self._base / f"{node.who}.log")
+            node.launch(self._wiring(node.who), self._launcher.shim, log=self._base / f"{node.who}.log")
         for node in nodes:
             node.wait_ready()
 

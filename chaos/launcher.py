@@ -10,10 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
-from smp_daemon.errors import DeadlineExceeded, HoldfastError
+from chaos.clocks import compile_shim
+from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
 from smp_daemon.paths import arena_base
 
 IMPORT_DEADLINE_S = 120.0
@@ -23,19 +24,31 @@ _numbers = itertools.count()
 
 
 class Launcher:
-    """A running zygote. Not thread-safe. `close` ends it and every trainer it forked."""
+    """A running zygote. Not thread-safe. `close` ends it and every trainer it forked.
 
-    def __init__(self, modules: Sequence[str], settings: Mapping[str, str] | None = None) -> None:
-        """Start it, with more environment variables if given; returns at once.
+    Attributes:
+        shim: the environment in which other processes are started whose wall clocks can be set; empty if none can.
+    """
 
-        `wait_ready` says when the modules are imported.
+    def __init__(self, modules: Sequence[str], *, clocked: bool = False) -> None:
+        """Start it; returns at once. `wait_ready` says when the modules are imported.
+
+        Args:
+            clocked: whether trainers' wall clocks can be set, see `chaos.clocks`.
+
+        Raises:
+            ConfigError: clocks cannot be set here.
         """
         self._modules = tuple(modules)
-        self._settings = dict(settings or {})
         self._buffer = b""
         self._ready = False
         self._scratch = arena_base() / f"launcher-{os.getpid()}-{next(_numbers)}"
         self._scratch.mkdir(parents=True, mode=0o700, exist_ok=True)
+        try:
+            self.shim = compile_shim(self._scratch) if clocked else {}
+        except ConfigError:
+            shutil.rmtree(self._scratch)
+            raise
         self._start()
 
     def _start(self) -> None:
@@ -46,11 +59,9 @@ class Launcher:
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
                 "PYTHONDONTWRITEBYTECODE": "1",
-                "TMPDIR": str(
-                    self._scratch
-                ),  # tempfile probes its directory by writing to it; nothing is to touch a disk
+                "TMPDIR": str(self._scratch),  # tempfile probes its directory by writing to it; nothing touches a disk
             }
-            | self._settings
+            | self.shim
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "chaos.zygote", str(theirs.fileno()), *self._modules],

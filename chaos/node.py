@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from chaos import clocks
 from chaos.accounting import disk_bytes_written, wait_until_dead
-from chaos.clocks import following, preloading
 from chaos.namespaces import DEVICE, inside
 from smp_daemon import points
 from smp_daemon.errors import DeadlineExceeded
@@ -86,7 +86,7 @@ class VirtualNode:
             {"HOLDFAST_PRIORITY": "normal"}  # the nodes share this machine's cores: none would ever be to spare
             | os.environ
             | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.base)}
-            | (preloading() | following(self.clock) if self.clock else {})
+            | self._clock()
             | wiring.environment(self.who)
             | (settings or {})
         )
@@ -113,7 +113,10 @@ class VirtualNode:
         """What a trainer on this node needs to find its SMP."""
         found = {ARENA_ENV: str(self.base), "HOLDFAST_JOB": self.job, "HOLDFAST_NODE": self.name}
         found |= {"GLOO_SOCKET_IFNAME": DEVICE} if self.namespace else {}
-        return found | (following(self.clock) if self.clock else {})
+        return found | self._clock()
+
+    def _clock(self) -> dict[str, str]:
+        return {clocks.ENV: str(self.clock)} if self.clock else {}
 
     @property
     def pid(self) -> int:

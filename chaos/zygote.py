@@ -28,6 +28,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from chaos import clocks
 from chaos.accounting import disk_bytes_written
 from chaos.namespaces import enter, inside
 from chaos.trainer import rehearse
@@ -106,6 +107,8 @@ class Zygote:
             self._channel.close()
             if rank["namespace"]:
                 enter(rank["namespace"])
+            if clocks.ENV in rank["env"]:
+                clocks.follow(rank["env"][clocks.ENV])
             log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -16,6 +16,7 @@ from chaos.campaign import Campaign, summary
 from chaos.cluster import History, Restart
 from chaos.faults import CATALOGUE, Fault
 from chaos.scenario import (
+    ON_THE_NETWORK,
     Scenario,
     built_in,
     campaign,
@@ -170,6 +171,23 @@ def test_each_has_a_command_that_runs_it_again(scenario: Scenario, command: str)
     assert replay_command(scenario) == command
 
 
+def test_some_of_what_is_drawn_is_on_the_network() -> None:
+    drawn = [draw(seed, 4) for seed in range(400)]
+    assert 20 <= sum(each.wired for each in drawn) <= 60
+    assert {fault.kind for each in drawn if each.wired for fault in each.faults} >= ON_THE_NETWORK.keys()
+    assert not any(draw(seed, 4, double=True).wired or draw(seed, 2, beyond=True).wired for seed in range(50))
+
+
+@pytest.mark.cluster
+def test_what_this_machine_cannot_do_is_left_out_and_says_why(
+    running: Campaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chaos.namespaces.unavailable", lambda: "needs a wire")
+    monkeypatch.setattr("chaos.clocks.unavailable", lambda: "needs a compiler")
+    for name, reason in (("partitioned", "needs a wire"), ("a-clock-jumps-ahead", "needs a compiler")):
+        assert running.run(choose(name)[0], "").skipped == reason
+
+
 def test_a_profile_draws_failures_as_often_as_its_study_saw_them() -> None:
     mix = PROFILES["ft-hsdp"]
     kinds = [fault.kind for seed in range(400) for fault in draw(seed, 4, profile=mix).faults]
@@ -184,6 +202,14 @@ def test_a_profile_draws_failures_as_often_as_its_study_saw_them() -> None:
         ("[a]\nsize = 3", r"\[a\] has \['size'\]"),
         ("[a]\nwhat = ''\nfault = [{kind = 'burn'}]", "there is no fault 'burn': choose one of kill-trainer"),
         ("[a]\nwhat = ''\nfault = [{kind = 'lose-node', targets = [3]}]", r"lose-node of \[3\]; there are 3"),
+        (
+            "[a]\nwhat = ''\nfault = [{kind = 'lose-packets', targets = [0]}]",
+            "lose-packets with amount = 0: choose 1 to 90",
+        ),
+        (
+            "[a]\nwhat = ''\nfault = [{kind = 'partition', targets = [0]}]",
+            "partition with for_s = 0.0: say after how many",
+        ),
         ("[a]\nwhat = ''\nexpect = 'luck'", "expects 'luck': say identical or unrecoverable"),
         ("[a]\nwhat = ''\nprotect = 'x'", "protect='x'"),
         ("[a]\nfault = []", "missing"),
@@ -285,6 +311,21 @@ def test_each_breach_is_a_problem(
     verdict = verdict_on(history, failure, scenario)
     assert not verdict.held and verdict.replay == "again"
     assert any(problem in each for each in verdict.problems), verdict.problems
+
+
+def test_a_fault_that_did_nothing_is_a_problem() -> None:
+    history = run_of()
+    for event in history.of("step"):
+        event["wall"] = event["at"] + 1000.0
+    history.events += [{"kind": "impaired", "fault": "throttle", "packets": packets} for packets in (0, 5)]
+    jump = Fault("rank0", "train.step", 1, "jump-clock", (0,), amount=3600)
+    problems = verdict_on(history, scenario=replace(ONE, faults=(KILL, jump))).problems
+    assert "throttle met no packet" in problems
+    assert "no trainer saw its clock 3600 s ahead" in problems
+    history.of("step")[-1]["wall"] += 3600.5
+    history.events.pop(-2)
+    problems = verdict_on(history, scenario=replace(ONE, faults=(KILL, jump))).problems
+    assert problems == ("2 faults were asked for, 1 were done",)
 
 
 def test_leaks_and_unexpected_errors_are_problems() -> None:
