@@ -145,6 +145,13 @@ class Kind:
     amounts: tuple[int, int] | None = None
     forever: bool = True
 
+    @property
+    def needs(self) -> str:
+        """What not every machine has, or an empty text."""
+        if self.wired:
+            return "root and /dev/net/tun"
+        return "root" if self.rooted else "a C compiler" if self.clocked else ""
+
 
 def check(fault: Fault) -> None:
     """Raises `ConfigError` if there is no such kind, or not with such an amount or for such a time."""

@@ -65,7 +65,7 @@ def show_list(parsed: argparse.Namespace) -> int:
     console.print()
     kinds = Table("fault", "what", "of", box=None, pad_edge=False)
     for kind in CATALOGUE.values():
-        kinds.add_row(kind.name, kind.what + (" (needs root)" if kind.rooted else ""), kind.of)
+        kinds.add_row(kind.name, kind.what + (f" (needs {kind.needs})" if kind.needs else ""), kind.of)
     console.print(kinds)
     write_json(parsed.json, [{"name": each.name, "what": each.what, "peer": each.peer} for each in scenarios])
     return 0

@@ -48,15 +48,20 @@ def running() -> Iterator[Campaign]:
 @pytest.mark.parametrize("scenario", [each for each in built_in() if each.quick], ids=lambda each: each.name)
 def test_a_scenario_ends_as_it_must(running: Campaign, scenario: Scenario) -> None:
     verdict = running.run(scenario, replay_command(scenario))
+    if verdict.skipped:
+        pytest.skip(verdict.skipped)
     assert verdict.problems == ()
-    assert verdict.skipped or verdict.injected == verdict.asked > 0
+    assert verdict.injected == verdict.asked > 0
 
 
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", [each for each in built_in() if not each.quick], ids=lambda each: each.name)
 def test_a_longer_scenario_ends_as_it_must(running: Campaign, scenario: Scenario) -> None:
-    assert running.run(scenario, replay_command(scenario)).problems == ()
+    verdict = running.run(scenario, replay_command(scenario))
+    if verdict.skipped:
+        pytest.skip(verdict.skipped)
+    assert verdict.problems == ()
 
 
 @pytest.mark.cluster
