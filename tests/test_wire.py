@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -22,6 +24,7 @@ from chaos.namespaces import inhabitants, inside, unavailable
 from chaos.packets import Units, addresses, flipped
 from chaos.wire import Wire
 from smp_daemon.errors import ConfigError
+from smp_daemon.paths import arena_base
 
 SEED = 20261122
 A, B, C = (socket.inet_aton(f"10.77.0.{number}") for number in (1, 2, 3))
@@ -317,6 +320,54 @@ def test_nothing_is_left_when_its_owner_is_killed() -> None:
     finally:
         os.close(ended)
     assert inhabitants({inode}) == []
+
+
+RUN = """
+import json, os, psutil
+from chaos.cluster import VirtualCluster
+from chaos.drill import TARGET
+from chaos.faults import Fault
+from chaos.launcher import Launcher
+from chaos.scenario import WORKLOAD
+
+def tell(event):
+    if event["kind"] == "fault":
+        pids = [child.pid for child in psutil.Process().children(recursive=True)]
+        here, *inodes = (os.stat(f"/proc/{pid}/ns/net").st_ino for pid in ["self", *pids])
+        print(json.dumps({"pids": pids, "inodes": sorted(set(inodes) - {here})}), flush=True)
+
+with Launcher(["chaos.drill", "holdfast.workload"]) as launcher:
+    args = {"job": WORKLOAD, "seed": 1, "steps": 9, "snapshots": True, "hook": {"protect": "auto"}}
+    cluster = VirtualCluster(
+        launcher, nodes=3, ranks_per_node=1, target=TARGET, args=args, on_event=tell, wired=True
+    )
+    cluster.add(Fault("rank1", "train.step", 3, "partition", (1,), for_s=100.0))
+    cluster.run()
+"""
+
+
+@wired
+@pytest.mark.cluster
+def test_nothing_is_left_of_a_run_that_is_killed() -> None:
+    runner = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True)
+    assert runner.stdout is not None
+    with runner.stdout:
+        told = json.loads(runner.stdout.readline())
+    waiting = {pid: os.pidfd_open(pid) for pid in told["pids"]}
+    try:
+        assert len(waiting) == 8  # a zygote, a forwarder, three SMPs and three trainers
+        assert len(told["inodes"]) == 3 and len(inhabitants(set(told["inodes"]))) == 6
+        runner.kill()
+        runner.wait(DEADLINE_S)
+        for pid, ended in waiting.items():
+            assert select.select([ended], [], [], DEADLINE_S)[0], f"process {pid} lives on"
+    finally:
+        runner.kill()
+        for ended in waiting.values():
+            os.close(ended)
+        for path in (*arena_base().glob(f"virtual-{runner.pid}"), *arena_base().glob(f"launcher-{runner.pid}-*")):
+            shutil.rmtree(path, ignore_errors=True)  # an SMP may be removing its own
+    assert inhabitants(set(told["inodes"])) == []
 
 
 def test_without_root_it_is_refused_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
