@@ -436,7 +436,7 @@ CATALOGUE: dict[str, Kind] = {
         Kind("flip-in-flight", "bits of units flip on its links", "node", _impair, wired=True, amounts=(1, 10_000)),
         Kind(
             "jump-clock",
-            "its wall clock is then ahead by: s, or behind",
+            "its wall clock is so many s ahead, or behind",
             "node",
             _jump,
             clocked=True,
