@@ -125,6 +125,8 @@ class Forwarder:
         return {"namespace": f"/proc/{os.getpid()}/fd/{namespace}", "inode": os.fstat(namespace).st_ino}
 
     def _close(self, address: bytes) -> None:
+        if address not in self._devices:
+            return  # a node may be lost twice before it is replaced
         device = self._devices.pop(address)
         self._poll.unregister(device)
         os.close(device)

@@ -34,7 +34,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def enter(path: str) -> None:
     """Put this thread, and what it starts from now on, into the namespace at `path`. Raises `ConfigError`."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"there is no network namespace {path}: its node is gone") from error
     try:
         _set(fd)
     finally:

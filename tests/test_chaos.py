@@ -333,6 +333,15 @@ def test_a_fault_that_did_nothing_is_a_problem() -> None:
     assert problems == ("2 faults were asked for, 1 were done",)
 
 
+def test_an_smp_that_outlives_its_signal_is_a_problem() -> None:
+    history = run_of()
+    history.events += [{"kind": "smp-ended", "by": "SIGKILL", "status": -9}]
+    history.events += [{"kind": "smp-ended", "by": "SIGTERM", "status": status} for status in (-15, 0, None)]
+    assert verdict_on(history).problems == ()
+    history.events += [{"kind": "smp-ended", "by": "SIGTERM", "status": -9}]
+    assert verdict_on(history).problems == ("an SMP outlived SIGTERM and had to be killed",)
+
+
 def test_leaks_and_unexpected_errors_are_problems() -> None:
     history = run_of()
     history.tracebacks = ["smp0: ValueError"]

@@ -278,6 +278,9 @@ def test_an_unplugged_node_says_nothing_and_another_takes_its_place(wire: Wire) 
         one.settimeout(0.2)
         with pytest.raises(TimeoutError):
             one.recv(1)  # no end of file, no reset
+    wire.unplug("10.77.0.2")  # again: harmless
+    with pytest.raises(ConfigError, match=r"there is no network namespace .*: its node is gone"), inside(there):
+        pass
     with inside(wire.open("10.77.0.3")):
         listening = socket.create_server(("10.77.0.3", 0))
     with listening, inside(here), socket.create_connection(listening.getsockname(), DEADLINE_S) as again:
