@@ -12,7 +12,7 @@ import psutil
 
 from chaos.cluster import History, VirtualCluster
 from chaos.drill import TARGET
-from chaos.faults import Fault
+from chaos.faults import Fault, obstacle
 from chaos.launcher import Launcher
 from chaos.scenario import WORKLOAD, Scenario
 from chaos.verdict import Verdict, judge
@@ -38,7 +38,9 @@ class Campaign:
             deadline_s: a run that takes longer hangs.
         """
         self._deadline_s = deadline_s
-        self._launcher = Launcher([*PRELOAD, *preload])
+        self._preload = [*PRELOAD, *preload]
+        self._launcher = Launcher(self._preload)
+        self._clocked: Launcher | None = None
         self._smp_module = smp_module
         self._undisturbed: dict[tuple[Any, ...], History] = {}
 
@@ -48,15 +50,18 @@ class Campaign:
 
     def __exit__(self, *exception: object) -> None:
         self._launcher.close()
+        if self._clocked is not None:
+            self._clocked.close()
 
     def run(self, scenario: Scenario, replay: str) -> Verdict:
         """Run one: undisturbed, if that was not done yet, and with its faults. `replay`: how to run it again."""
-        if scenario.needs_root and os.geteuid() != 0:
-            return Verdict(scenario, (), 0, 0, 0, (), 0, False, False, (), 0.0, History(), skipped="needs root")
+        if reason := obstacle(fault.kind for fault in scenario.faults):
+            return Verdict(scenario, (), 0, 0, 0, (), 0, False, False, (), 0.0, History(), skipped=reason)
         undisturbed = self._reference(scenario)
+        launcher = self._launcher_for(scenario)
         began = time.monotonic()
         before = self._ours()
-        cluster = self._cluster(scenario, snapshots=True)
+        cluster = self._cluster(scenario, launcher, snapshots=True)
         for fault in scenario.faults:
             cluster.add(_fresh(fault))
         failure: HoldfastError | None = None
@@ -71,16 +76,25 @@ class Campaign:
     def _reference(self, scenario: Scenario) -> History:
         key = (scenario.nodes, scenario.ranks_per_node, scenario.steps, scenario.seed, repr(scenario.options))
         if key not in self._undisturbed:
-            self._undisturbed[key] = self._cluster(scenario, snapshots=False).run()
+            self._undisturbed[key] = self._cluster(scenario, self._launcher, snapshots=False).run()
         return self._undisturbed[key]
 
-    def _cluster(self, scenario: Scenario, *, snapshots: bool) -> VirtualCluster:
+    def _launcher_for(self, scenario: Scenario) -> Launcher:
+        """One whose trainers' clocks can be set only where that is wanted; it is started when it is first needed."""
+        if not scenario.clocked:
+            return self._launcher
+        if self._clocked is None:
+            self._clocked = Launcher(self._preload, clocked=True)
+            self._clocked.wait_ready()
+        return self._clocked
+
+    def _cluster(self, scenario: Scenario, launcher: Launcher, *, snapshots: bool) -> VirtualCluster:
         def place(generation: int, rank: int) -> int:
             node = rank // scenario.ranks_per_node
             return (node + generation) % scenario.nodes if scenario.renumber else node
 
         return VirtualCluster(
-            self._launcher,
+            launcher,
             nodes=scenario.nodes,
             ranks_per_node=scenario.ranks_per_node,
             target=TARGET,
@@ -98,12 +112,14 @@ class Campaign:
             deadline_s=self._deadline_s,
             place=place,
             smp_module=self._smp_module,
+            wired=snapshots and scenario.wired,
         )
 
     def _ours(self) -> set[str]:
         """What this process holds on the machine, but for the launcher: descendants, descriptors, shared memory."""
+        launchers = {launcher.pid for launcher in (self._launcher, self._clocked) if launcher is not None}
         children = psutil.Process().children(recursive=True)
-        found = {f"process {child.pid} {child.name()}" for child in children if child.pid != self._launcher.pid}
+        found = {f"process {child.pid} {child.name()}" for child in children if child.pid not in launchers}
         found |= {f"descriptor {path.name}" for path in Path("/proc/self/fd").iterdir()}
         found |= {str(path) for path in arena_base().glob(f"virtual-{os.getpid()}*")}
         return found

@@ -21,6 +21,7 @@ import json
 import os
 import selectors
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -30,10 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from chaos.accounting import beyond_access_times
-from chaos.faults import CATALOGUE, Fault, inject
+from chaos.clocks import set_clock
+from chaos.faults import CATALOGUE, Fault, check, inject
 from chaos.launcher import Launcher
 from chaos.node import VirtualNode, Wiring
 from chaos.trainer import ENV as TRAINER_ENV
+from chaos.wire import Wire
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
 from smp_daemon.paths import arena_base
 
@@ -89,6 +92,7 @@ class VirtualCluster:
         on_event: Callable[[Event], None] | None = None,
         memory: Path | None = None,
         smp_module: str = "smp_daemon",
+        wired: bool = False,
     ) -> None:
         """
         Args:
@@ -101,6 +105,7 @@ class VirtualCluster:
                 that are given the same one, each in a process of its own, run on the same nodes; what they leave of it
                 is the caller's.
             smp_module: what is run as the SMP.
+            wired: whether nodes have network namespaces and a `chaos.wire` between them, not loopback addresses.
         """
         if not 1 <= nodes <= 64 or not 1 <= ranks_per_node <= 16:
             raise ConfigError(f"{nodes} nodes with {ranks_per_node} ranks: choose 1-64 nodes with 1-16 ranks each")
@@ -116,6 +121,9 @@ class VirtualCluster:
         self._base = arena_base() / f"virtual-{os.getpid()}"
         self._memory = memory or self._base
         self._smp_module = smp_module
+        self._wired = wired
+        self._clocked = bool(launcher.shim)
+        self._wire: Wire | None = None
         self._lives = [0] * nodes
         self._nodes = [self._new_node(index) for index in range(nodes)]
         self._faults: list[Fault] = []
@@ -134,8 +142,11 @@ class VirtualCluster:
 
     def add(self, fault: Fault) -> None:
         """Have a fault of any kind of the catalogue done."""
-        if fault.kind not in CATALOGUE:
-            raise ConfigError(f"there is no fault {fault.kind!r}: choose one of {', '.join(CATALOGUE)}")
+        check(fault)
+        if CATALOGUE[fault.kind].wired and not self._wired:
+            raise ConfigError(f"{fault.kind} needs a cluster that is made with wired=True")
+        if CATALOGUE[fault.kind].clocked and not self._clocked:
+            raise ConfigError(f"{fault.kind} needs a launcher that is made with clocked=True")
         of = CATALOGUE[fault.kind].of
         limit = {"rank": self._world, "node": len(self._nodes)}.get(of, 0)
         if of and (not fault.targets or not all(0 <= target < limit for target in fault.targets)):
@@ -181,12 +192,17 @@ class VirtualCluster:
             listening.listen(64)
             self._selector.register(listening, selectors.EVENT_READ, self._accept)
             self._selector.register(self._launcher, selectors.EVENT_READ, self._hear)
+            self._wire = Wire() if self._wired else None
+            for node in self._nodes:
+                self._plug_in(node)
             self._start_nodes(self._nodes if self._smps else [])
             before = self._launcher.disk_bytes_written()
             self._spawn()
             while self._running or self._strays or self._timers:
                 self._turn()
             self._settle()
+            for kind, packets in self._wire.hits() if self._wire else ():
+                self._note({"kind": "impaired", "fault": kind, "packets": packets, "at": time.monotonic()})
             written = self.history.disk_bytes_written + self._launcher.disk_bytes_written() - before
             self.history.disk_bytes_written = beyond_access_times(written)
             return self.history
@@ -241,6 +257,7 @@ class VirtualCluster:
                 self.history.disk_bytes_written += node.disk_bytes_written
                 self._lives[index] += 1
                 self._nodes[index] = self._new_node(index)
+                self._plug_in(self._nodes[index])
                 fresh.append(self._nodes[index])
         self._start_nodes(fresh)
         self._generation += 1
@@ -252,7 +269,8 @@ class VirtualCluster:
         self._restarting = False
         ranks = [self._describe(rank) for rank in range(self._world)]
         self._running = set(range(self._world))
-        self._launcher.spawn(self._target, ranks, self._node_of(0).host)
+        first = self._node_of(0)
+        self._launcher.spawn(self._target, ranks, (first.host, first.namespace))
 
     def _describe(self, rank: int) -> dict[str, Any]:
         trainer = {
@@ -265,7 +283,8 @@ class VirtualCluster:
         who = f"rank{rank}"
         environment = {TRAINER_ENV: json.dumps(trainer), **self._node_of(rank).environment()}
         environment |= self._wiring(who).environment(who)
-        return {"rank": rank, "env": environment, "log": str(self._base / f"{who}.log")}
+        log, namespace = str(self._base / f"{who}.log"), self._node_of(rank).namespace
+        return {"rank": rank, "env": environment, "log": log, "namespace": namespace}
 
     # ------------------------------------------------------------------ events
 
@@ -341,11 +360,29 @@ class VirtualCluster:
     def ranks_on(self, index: int) -> list[int]:
         return self._ranks_on(index)
 
+    def namespaces(self) -> list[str | None]:
+        return [node.namespace for node in self._nodes] if self._wire else [None]
+
+    def impair(self, fault: Fault) -> None:
+        assert self._wire is not None  # `add` has seen to it
+        hosts = [self._nodes[index].host for index in fault.targets]
+        self._wire.impair(fault.kind, hosts, amount=fault.amount, seed=fault.seed, for_s=fault.for_s)
+
+    def set_clock(self, index: int, ahead_s: int) -> None:
+        clock = self._nodes[index].clock
+        assert clock is not None  # `add` has seen to it
+        set_clock(clock, ahead_s)
+
+    def unplug(self, index: int) -> None:
+        if self._wire is not None:
+            self._wire.unplug(self._nodes[index].host)
+
     def power_cut(self, index: int) -> None:
         self._nodes[index].power_cut()
 
-    def replace_smp(self, index: int) -> None:
-        self._nodes[index].kill_smp()
+    def replace_smp(self, index: int, by: signal.Signals = signal.SIGKILL) -> None:
+        status = self._nodes[index].end_smp(by)
+        self._note({"kind": "smp-ended", "node": index, "by": by.name, "status": status, "at": time.monotonic()})
         self._start_nodes([self._nodes[index]])
 
     def end_job(self, spare: Sequence[int] = ()) -> None:
@@ -379,12 +416,20 @@ class VirtualCluster:
 
     def _new_node(self, index: int) -> VirtualNode:
         life = self._lives[index]
-        host = f"127.0.0.{11 + index + life * len(self._lives)}"
+        number = index + life * len(self._lives)
+        host = f"10.77.{number // 250}.{number % 250 + 1}" if self._wired else f"127.0.0.{11 + number}"
         return VirtualNode(index, life, host, self._memory, self._job, self._smp_module)
+
+    def _plug_in(self, node: VirtualNode) -> None:
+        if self._wire is not None:
+            node.namespace = self._wire.open(node.host)
+        if self._clocked:
+            node.clock = self._base / f"{node.name}.clock"
+            set_clock(node.clock, 0)
 
     def _start_nodes(self, nodes: Sequence[VirtualNode]) -> None:
         for node in nodes:
-            node.launch(self._wiring(node.who), log=self._base / f"{node.who}.log")
+            node.launch(self._wiring(node.who), self._launcher.shim, log=self._base / f"{node.who}.log")
         for node in nodes:
             node.wait_ready()
 
@@ -420,6 +465,8 @@ class VirtualCluster:
             self._launcher.end_trainers()
         for node in self._nodes:
             node.close()
+        if self._wire is not None:
+            self.history.leaks += self._wire.close()
         for path in sorted(self._base.glob("smp*.log")):
             _, found, rest = path.read_text(errors="replace").partition("Traceback (most recent call last)")
             if found:

@@ -11,7 +11,7 @@ import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,8 @@ from typing import Protocol
 
 import psutil
 
+from chaos import clocks, namespaces
+from chaos.namespaces import inside
 from smp_daemon.errors import ConfigError
 
 
@@ -32,8 +34,9 @@ class Fault:
         kind: one of `CATALOGUE`.
         targets: ranks or node indices, as the kind says.
         delay_s: how long after the point; the process goes on meanwhile.
-        for_s: how long it lasts, for kinds that pass.
-        amount: bits to flip, descriptors or bytes to leave: as the kind says.
+        for_s: how long it lasts, for kinds that pass; of the network's and the clock's, 0 is to the end.
+        amount: bits to flip, descriptors or bytes to leave, percent of packets, milliseconds, seconds, kB/s: as the
+            kind says.
         seed: for what is drawn.
         fired_at: `time.monotonic`, once it has been done.
     """
@@ -78,12 +81,28 @@ class Ground(Protocol):
         """The trainers of a node."""
         ...
 
+    def namespaces(self) -> Sequence[str | None]:
+        """Where connections of the nodes end: paths of network namespaces, or None for this machine's."""
+        ...
+
+    def impair(self, fault: Fault) -> None:
+        """Spoil what goes over the links of its targets."""
+        ...
+
+    def set_clock(self, index: int, ahead_s: int) -> None:
+        """The node's wall clock is so far ahead of this machine's from now on."""
+        ...
+
+    def unplug(self, index: int) -> None:
+        """Nothing leaves the node any more; where nodes have no links of their own, nothing happens."""
+        ...
+
     def power_cut(self, index: int) -> None:
         """Kill the SMP and wipe the node's memory."""
         ...
 
-    def replace_smp(self, index: int) -> None:
-        """Kill the SMP, and start another in its arena."""
+    def replace_smp(self, index: int, by: signal.Signals = signal.SIGKILL) -> None:
+        """End the SMP by a signal, or SIGKILL if it outlives that; note how it ended; start another in its arena."""
         ...
 
     def end_job(self, spare: Sequence[int] = ()) -> None:
@@ -108,6 +127,10 @@ class Kind:
         ends_job: whether trainers die of it, so that the job is started again.
         loses: whether a node's memory is gone.
         rooted: whether it needs root.
+        wired: whether it needs a `chaos.wire` between the nodes.
+        clocked: whether it needs clocks that can be set (`chaos.clocks`).
+        amounts: the least and the most `Fault.amount`; None: it has none, or any will do.
+        forever: whether it may last to the end of the run (`Fault.for_s` of 0).
     """
 
     name: str
@@ -117,14 +140,47 @@ class Kind:
     ends_job: bool = False
     loses: bool = False
     rooted: bool = False
+    wired: bool = False
+    clocked: bool = False
+    amounts: tuple[int, int] | None = None
+    forever: bool = True
+
+    @property
+    def needs(self) -> str:
+        """What not every machine has, or an empty text."""
+        if self.wired:
+            return "root and /dev/net/tun"
+        return "root" if self.rooted else "a C compiler" if self.clocked else ""
+
+
+def check(fault: Fault) -> None:
+    """Raises `ConfigError` if there is no such kind, or not with such an amount or for such a time."""
+    if fault.kind not in CATALOGUE:
+        raise ConfigError(f"there is no fault {fault.kind!r}: choose one of {', '.join(CATALOGUE)}")
+    kind = CATALOGUE[fault.kind]
+    if kind.amounts is not None and not kind.amounts[0] <= fault.amount <= kind.amounts[1]:
+        raise ConfigError(
+            f"{kind.name} with amount = {fault.amount}: choose {kind.amounts[0]} to {kind.amounts[1]} ({kind.what})"
+        )
+    if fault.for_s < 0 or (not fault.for_s and not kind.forever):
+        raise ConfigError(f"{kind.name} with for_s = {fault.for_s}: say after how many seconds it is over")
+
+
+def obstacle(kinds: Iterable[str]) -> str:
+    """Why this machine does not let us do faults of these kinds, or an empty text."""
+    wanted = [CATALOGUE[kind] for kind in kinds]
+    if any(kind.rooted for kind in wanted) and os.geteuid() != 0:
+        return "needs root"
+    if any(kind.wired for kind in wanted) and (reason := namespaces.unavailable()):
+        return reason
+    return clocks.unavailable() if any(kind.clocked for kind in wanted) else ""
 
 
 def inject(ground: Ground, fault: Fault) -> None:
     """Do it. Raises `ConfigError` if this machine does not let us."""
-    kind = CATALOGUE[fault.kind]
-    if kind.rooted and os.geteuid() != 0:
-        raise ConfigError(f"{kind.name} needs root")
-    kind.do(ground, fault)
+    if reason := obstacle([fault.kind]):
+        raise ConfigError(f"{fault.kind} cannot be done here: {reason}")
+    CATALOGUE[fault.kind].do(ground, fault)
 
 
 # ---------------------------------------------------------------------- trainers
@@ -187,16 +243,10 @@ def _end_launcher(ground: Ground, fault: Fault) -> None:
 # ---------------------------------------------------------------------- SMPs and nodes
 
 
-def _replace_smps(ground: Ground, fault: Fault) -> None:
-    for index in fault.targets:
-        ground.replace_smp(index)
-
-
-def _crash_smps(*signals: signal.Signals) -> Callable[[Ground, Fault], None]:
+def _end_smps(by: signal.Signals) -> Callable[[Ground, Fault], None]:
     def do(ground: Ground, fault: Fault) -> None:
         for index in fault.targets:
-            _signal(ground.pid_of_smp(index), *signals)
-            ground.replace_smp(index)
+            ground.replace_smp(index, by)
 
     return do
 
@@ -228,6 +278,7 @@ def _slow_smps(ground: Ground, fault: Fault) -> None:
 
 def _lose_nodes(ground: Ground, fault: Fault) -> None:
     for index in fault.targets:
+        ground.unplug(index)
         for rank in ground.ranks_on(index):
             _signal(ground.pid_of_rank(rank), signal.SIGKILL)
         ground.power_cut(index)
@@ -244,9 +295,29 @@ def _cut(ground: Ground, fault: Fault) -> None:
     """Every TCP connection to a node breaks at both ends, as after a switch's restart; new ones may be made."""
     for index in fault.targets:
         host = ground.host_of(index)
-        for side in ("dst", "src"):
-            _command("ss", "-K", "-tnH", side, host)
+        for namespace in ground.namespaces():
+            with inside(namespace):
+                for side in ("dst", "src"):
+                    _command("ss", "-K", "-tnH", side, host)
 
+
+def _impair(ground: Ground, fault: Fault) -> None:
+    """What the kind says is done to packets, from now on, by the wire: `chaos.impairments`."""
+    ground.impair(fault)
+
+
+# ---------------------------------------------------------------------- clocks
+
+
+def _jump(ground: Ground, fault: Fault) -> None:
+    """The wall clock of every process of a node jumps; back again when it is over."""
+    for index in fault.targets:
+        ground.set_clock(index, fault.amount)
+        if fault.for_s:
+            ground.later(fault.for_s, partial(ground.set_clock, index, 0))
+
+
+YEAR_S = 366 * 24 * 3600
 
 # ---------------------------------------------------------------------- memory and limits
 
@@ -345,15 +416,32 @@ CATALOGUE: dict[str, Kind] = {
         Kind("zombie-trainer", "stops, is replaced, wakes up", "rank", _zombie, ends_job=True),
         Kind("pause-trainer", "stops for a while", "rank", _pause_ranks),
         Kind("kill-launcher", "SIGKILL; trainers die with it", "", _end_launcher, ends_job=True),
-        Kind("kill-smp", "SIGKILL; another takes over", "node", _replace_smps),
-        Kind("segv-smp", "SIGSEGV; another takes over", "node", _crash_smps(signal.SIGSEGV)),
-        Kind("term-smp", "SIGTERM; another takes over", "node", _crash_smps(signal.SIGTERM)),
+        Kind("kill-smp", "SIGKILL; another takes over", "node", _end_smps(signal.SIGKILL)),
+        Kind("segv-smp", "SIGSEGV; another takes over", "node", _end_smps(signal.SIGSEGV)),
+        Kind("term-smp", "SIGTERM; another takes over", "node", _end_smps(signal.SIGTERM)),
         Kind("pause-smp", "half-open: connected and silent", "node", _pause_smps),
         Kind("slow-smp", "runs a fifth of the time", "node", _slow_smps),
         Kind("freeze", "stays where it is until it dies", "", _freeze),
         Kind("hold", "one thread stays where it is for a while", "", _freeze),
         Kind("lose-node", "power cut: memory gone", "node", _lose_nodes, ends_job=True, loses=True),
         Kind("cut-links", "every connection to it breaks", "node", _cut, rooted=True),
+        Kind("lose-packets", "percent of its packets are lost", "node", _impair, wired=True, amounts=(1, 90)),
+        Kind("delay-packets", "its packets are late: ms, on average", "node", _impair, wired=True, amounts=(1, 500)),
+        Kind("reorder-packets", "percent of its packets are overtaken", "node", _impair, wired=True, amounts=(1, 90)),
+        Kind("repeat-packets", "percent of its packets come twice", "node", _impair, wired=True, amounts=(1, 90)),
+        Kind("throttle", "its links carry so many kB/s", "node", _impair, wired=True, amounts=(10, 1 << 20)),
+        Kind("partition", "they do not reach the others, nor these them", "node", _impair, wired=True, forever=False),
+        Kind("mute-node", "it hears others, and nobody hears it", "node", _impair, wired=True, forever=False),
+        Kind("deaf-node", "others hear it, and it hears nobody", "node", _impair, wired=True, forever=False),
+        Kind("flip-in-flight", "bits of units flip on its links", "node", _impair, wired=True, amounts=(1, 10_000)),
+        Kind(
+            "jump-clock",
+            "its wall clock is so many s ahead, or behind",
+            "node",
+            _jump,
+            clocked=True,
+            amounts=(-YEAR_S, YEAR_S),
+        ),
         Kind("flip-shards", "bits flip in its slots", "node", _flip("*.safetensors")),
         Kind("flip-parity", "bits flip in its parity", "node", _flip("*.parity")),
         Kind("cut-shards", "its slot files lose their second half", "node", _cut_short),

@@ -13,7 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Self
 
-from smp_daemon.errors import DeadlineExceeded, HoldfastError
+from chaos.clocks import compile_shim
+from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
 from smp_daemon.paths import arena_base
 
 IMPORT_DEADLINE_S = 120.0
@@ -23,25 +24,45 @@ _numbers = itertools.count()
 
 
 class Launcher:
-    """A running zygote. Not thread-safe. `close` ends it and every trainer it forked."""
+    """A running zygote. Not thread-safe. `close` ends it and every trainer it forked.
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        """Start it; returns at once. `wait_ready` says when the modules are imported."""
+    Attributes:
+        shim: the environment in which other processes are started whose wall clocks can be set; empty if none can.
+    """
+
+    def __init__(self, modules: Sequence[str], *, clocked: bool = False) -> None:
+        """Start it; returns at once. `wait_ready` says when the modules are imported.
+
+        Args:
+            clocked: whether trainers' wall clocks can be set, see `chaos.clocks`.
+
+        Raises:
+            ConfigError: clocks cannot be set here.
+        """
         self._modules = tuple(modules)
         self._buffer = b""
         self._ready = False
         self._scratch = arena_base() / f"launcher-{os.getpid()}-{next(_numbers)}"
         self._scratch.mkdir(parents=True, mode=0o700, exist_ok=True)
+        try:
+            self.shim = compile_shim(self._scratch) if clocked else {}
+        except ConfigError:
+            shutil.rmtree(self._scratch)
+            raise
         self._start()
 
     def _start(self) -> None:
         self._channel, theirs = socket.socketpair()
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "TMPDIR": str(self._scratch),  # tempfile probes its directory by writing to it; nothing is to touch a disk
-        }
+        environment = (
+            os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "TMPDIR": str(self._scratch),  # tempfile probes its directory by writing to it; nothing touches a disk
+            }
+            | self.shim
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "chaos.zygote", str(theirs.fileno()), *self._modules],
             pass_fds=[theirs.fileno()],
@@ -72,9 +93,10 @@ class Launcher:
             self._await("imported", IMPORT_DEADLINE_S)
             self._ready = True
 
-    def spawn(self, target: str, ranks: list[dict[str, Any]], store_host: str) -> None:
-        """Fork one trainer per element of `ranks`."""
-        self._say({"op": "spawn", "target": target, "ranks": ranks, "store_host": store_host})
+    def spawn(self, target: str, ranks: list[dict[str, Any]], store: tuple[str, str | None]) -> None:
+        """Fork one trainer per element of `ranks`; `store`: address and namespace of their process group's store."""
+        host, namespace = store
+        self._say({"op": "spawn", "target": target, "ranks": ranks, "store_host": host, "store_namespace": namespace})
 
     def kill(self, spare: Sequence[int] = ()) -> None:
         """SIGKILL every trainer of the job that is left. Their ends are reported like any other.

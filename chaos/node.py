@@ -1,4 +1,4 @@
-"""A virtual node: an SMP process, an arena directory and a loopback address of its own."""
+"""A virtual node: an SMP process, an arena directory and an address of its own, on loopback or in a namespace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from chaos import clocks
 from chaos.accounting import disk_bytes_written, wait_until_dead
+from chaos.namespaces import DEVICE, inside
 from smp_daemon import points
 from smp_daemon.errors import DeadlineExceeded
 from smp_daemon.paths import ARENA_ENV, Owner, arena_path
@@ -21,6 +23,7 @@ from smp_daemon.spawn import parse_report, smp_command
 
 START_DEADLINE_S = 30.0
 END_DEADLINE_S = 15.0
+SIGNAL_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,12 @@ class Wiring:
 
 
 class VirtualNode:
-    """One node. Its SMP is a child of this process, and goes when this process goes."""
+    """One node. Its SMP is a child of this process, and goes when this process goes.
+
+    Attributes:
+        namespace: path of the network namespace that its processes are to be in; None: this machine's.
+        clock: the file that sets its processes' wall clock (`chaos.clocks`); None: it is this machine's.
+    """
 
     def __init__(self, index: int, life: int, host: str, base: Path, job: str, smp_module: str = "smp_daemon") -> None:
         """
@@ -49,6 +57,8 @@ class VirtualNode:
         self.index = index
         self.name = f"node{index}" if life == 0 else f"node{index}-{life}"
         self.host = host
+        self.namespace: str | None = None
+        self.clock: Path | None = None
         self.base = base / self.name
         self.job = job
         self._smp_module = smp_module
@@ -71,19 +81,21 @@ class VirtualNode:
         """Start the SMP, with more environment variables if given; returns at once. `log`: where its words go."""
         self.base.mkdir(parents=True, mode=0o700, exist_ok=True)
         command = smp_command(self.job, self.name, self.arena, self.host, self._smp_module)
-        command += ["--owner-pid", str(os.getpid())]
+        command += ["--owner-pid", str(os.getpid()), *(["--insecure"] if self.namespace else [])]
         environment = (
             {"HOLDFAST_PRIORITY": "normal"}  # the nodes share this machine's cores: none would ever be to spare
             | os.environ
             | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.base)}
+            | self._clock()
             | wiring.environment(self.who)
             | (settings or {})
         )
         errors = log.open("a") if log is not None else None
         try:
-            self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
+            with inside(self.namespace):
+                self._process = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
+                )
         finally:
             if errors is not None:
                 errors.close()
@@ -99,7 +111,12 @@ class VirtualNode:
 
     def environment(self) -> dict[str, str]:
         """What a trainer on this node needs to find its SMP."""
-        return {ARENA_ENV: str(self.base), "HOLDFAST_JOB": self.job, "HOLDFAST_NODE": self.name}
+        found = {ARENA_ENV: str(self.base), "HOLDFAST_JOB": self.job, "HOLDFAST_NODE": self.name}
+        found |= {"GLOO_SOCKET_IFNAME": DEVICE} if self.namespace else {}
+        return found | self._clock()
+
+    def _clock(self) -> dict[str, str]:
+        return {clocks.ENV: str(self.clock)} if self.clock else {}
 
     @property
     def pid(self) -> int:
@@ -109,12 +126,23 @@ class VirtualNode:
 
     def kill_smp(self) -> None:
         """SIGKILL the SMP, if it lives; what it held in shared memory stays."""
+        self.end_smp(signal.SIGKILL)
+
+    def end_smp(self, by: signal.Signals) -> int | None:
+        """End the SMP by a signal, or by SIGKILL if it outlives that; blocks until it is gone.
+
+        Returns its exit status, which says by which signal it ended; None if it was not alive.
+        """
         assert self._process is not None
         if not self.alive:
-            return
-        # Not Popen.kill: that reaps a process that has ended, and with it the kernel's account of it.
-        os.kill(self._process.pid, signal.SIGKILL)
-        self.wait_end()
+            return None
+        # Not Popen.send_signal: that reaps a process that has ended, and with it the kernel's account of it.
+        os.kill(self._process.pid, by)
+        try:
+            wait_until_dead(self._process.pid, SIGNAL_DEADLINE_S)
+        except DeadlineExceeded:
+            os.kill(self._process.pid, signal.SIGKILL)
+        return self.wait_end()
 
     def power_cut(self) -> None:
         """SIGKILL the SMP and wipe the node's memory, other jobs' arenas too; these may be wiping it as well."""

@@ -14,13 +14,13 @@ import random
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from chaos.cluster import SMP_POINTS
-from chaos.faults import CATALOGUE, Fault
+from chaos.faults import CATALOGUE, Fault, check
 from smp_daemon.errors import ConfigError
 from snapshot.arrange import parse_protect
 from snapshot.tuning.profiles import FailureProfile
@@ -71,9 +71,14 @@ class Scenario:
         return self.nodes * self.ranks_per_node
 
     @property
-    def needs_root(self) -> bool:
-        """Whether a fault can only be done by root."""
-        return any(CATALOGUE[fault.kind].rooted for fault in self.faults)
+    def wired(self) -> bool:
+        """Whether its nodes need a `chaos.wire` between them."""
+        return any(CATALOGUE[fault.kind].wired for fault in self.faults)
+
+    @property
+    def clocked(self) -> bool:
+        """Whether its nodes need clocks that can be set."""
+        return any(CATALOGUE[fault.kind].clocked for fault in self.faults)
 
     @property
     def beyond_parity(self) -> bool:
@@ -176,11 +181,11 @@ def _scenario(name: str, table: Any, where: str) -> Scenario:
 def _fault(entry: Mapping[str, Any], ranks_per_node: int) -> Fault:
     rest = dict(entry)
     kind, at = str(rest.pop("kind")), str(rest.pop("at", "train.step"))
-    if kind not in CATALOGUE:
-        raise ConfigError(f"there is no fault {kind!r}: choose one of {', '.join(CATALOGUE)}")
     targets = tuple(int(target) for target in rest.pop("targets", ()))
-    by = rest.pop("by", None) or witness(kind, targets, at, ranks_per_node)
-    return Fault(by, at, rest.pop("step", None), kind, targets, **rest)
+    by = rest.pop("by", None)
+    fault = Fault(by or "", at, rest.pop("step", None), kind, targets, **rest)
+    check(fault)
+    return fault if by else replace(fault, who=witness(kind, targets, at, ranks_per_node))
 
 
 def witness(kind: str, targets: tuple[int, ...], at: str, ranks_per_node: int) -> str:
@@ -204,6 +209,22 @@ KINDS = (
 )
 """What is drawn, each entry as often as any other."""
 
+ON_THE_NETWORK: dict[str, tuple[int, int]] = {
+    "lose-packets": (5, 15),
+    "delay-packets": (2, 10),
+    "reorder-packets": (5, 40),
+    "repeat-packets": (5, 50),
+    "throttle": (2000, 20_000),
+    "partition": (0, 0),
+    "mute-node": (0, 0),
+    "deaf-node": (0, 0),
+    "flip-in-flight": (1, 5),
+}
+"""What else is drawn where nodes have a wire between them, and with which amounts."""
+
+WIRED_SHARE = 0.1
+"""Of drawn scenarios of all kinds; they take longer, and are left out where a wire cannot be made."""
+
 
 def draw(
     seed: int, faults: int, *, double: bool = False, beyond: bool = False, profile: FailureProfile | None = None
@@ -224,6 +245,7 @@ def draw(
     nodes, protect = source.choice([(3, "auto"), (4, "auto"), (4, "2+2"), (5, "3+2"), (4, "copies:2")])
     parity = parse_protect(protect).parity
     gap = 4
+    wired = not (double or beyond or profile) and random.Random(f"{seed} {faults} wire").random() < WIRED_SHARE
     found: list[Fault] = []
     for number in range(faults):
         step = 3 + gap * number + source.randrange(2)
@@ -232,6 +254,9 @@ def draw(
             break
         if profile is not None and source.random() < profile.shock:
             found.append(_lose(source, nodes, parity, step))
+            continue
+        if wired and number % 2 == 0:
+            found.append(_on_the_network(source, nodes, step))
             continue
         kind = _kind(source, double, profile)
         found += _one(source, kind, nodes, parity, step, double)
@@ -248,12 +273,27 @@ def draw(
     )
 
 
-def mixed(first: int, count: int, profile: FailureProfile | None = None) -> Iterator[Scenario]:
+def several(
+    first: int,
+    count: int,
+    faults: int,
+    *,
+    double: bool = False,
+    beyond: bool = False,
+    profile: FailureProfile | None = None,
+) -> Iterator[Scenario]:
+    """So many scenarios from consecutive seeds: of the way that is asked for (see `draw`), or `mixed`."""
+    if not (double or beyond or profile):
+        yield from mixed(first, count)
+        return
+    for seed in range(first, first + count):
+        yield draw(seed, faults, double=double, beyond=beyond, profile=profile)
+
+
+def mixed(first: int, count: int) -> Iterator[Scenario]:
     """So many scenarios from consecutive seeds: every fifth with double faults, every twentieth beyond parity."""
     for seed in range(first, first + count):
-        if profile is not None:
-            yield draw(seed, 4, profile=profile)
-        elif seed % 20 == 7:
+        if seed % 20 == 7:
             yield draw(seed, 2, beyond=True)
         elif seed % 5 == 0:
             yield draw(seed, 3, double=True)
@@ -282,6 +322,15 @@ def replay_command(scenario: Scenario) -> str:
 def _lose(source: random.Random, nodes: int, count: int, step: int) -> Fault:
     lost = tuple(sorted(source.sample(range(nodes), min(count, nodes))))
     return Fault(f"rank{lost[0]}", "train.step", step, "lose-node", lost)
+
+
+def _on_the_network(source: random.Random, nodes: int, step: int) -> Fault:
+    kind = source.choice(list(ON_THE_NETWORK))
+    targets = tuple(sorted(source.sample(range(nodes), source.randint(1, nodes - 1))))
+    point = source.choice(TRAINER_POINTS)
+    amount, seed = source.randint(*ON_THE_NETWORK[kind]), source.randrange(1 << 30)
+    for_s = 0.0 if kind == "flip-in-flight" else source.uniform(0.3, 0.8)
+    return Fault(f"rank{targets[0]}", point, step, kind, targets, for_s=for_s, amount=amount, seed=seed)
 
 
 def _kind(source: random.Random, double: bool, profile: FailureProfile | None) -> str:

@@ -66,7 +66,8 @@ class Trainer:
 
     def report(self, kind: str, **what: Any) -> None:
         """Tell the cluster that something happened; blocks until it is handed over."""
-        event = {"kind": kind, "rank": self.rank, "generation": self.generation, "at": time.monotonic(), **what}
+        clocks = {"at": time.monotonic(), "wall": time.time()}
+        event = {"kind": kind, "rank": self.rank, "generation": self.generation, **clocks, **what}
         self._events.sendall(json.dumps(event).encode() + b"\n")
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -93,6 +94,11 @@ def judge(
         problems.append(f"{lost} protected steps were lost")
     if injected != scenario.asked:
         problems.append(f"{scenario.asked} faults were asked for, {injected} were done")
+    if failure is None:
+        idle = [event["fault"] for event in disturbed.of("impaired") if not event["packets"]]
+        problems += [f"{kind} met no packet" for kind in idle]
+        problems += [f"no trainer saw its clock {ahead_s} s ahead" for ahead_s in unseen_jumps(scenario, disturbed)]
+    problems += [f"an SMP outlived {by} and had to be killed" for by in outlived(disturbed)]
     problems += [f"left behind: {leak}" for leak in leaks]
     problems += [f"an error that an SMP did not expect: {text}" for text in disturbed.tracebacks]
     return Verdict(
@@ -124,6 +130,21 @@ def lost_protected(history: History) -> int:
         known = [e["protected"] or 0 for e in history.of("step") if e["generation"] < started["generation"]]
         lost = max(lost, max(known, default=0) - started["step"])
     return lost
+
+
+def outlived(history: History) -> list[str]:
+    """Signals that SMPs were sent and did not end by, so that SIGKILL had to follow."""
+    return [e["by"] for e in history.of("smp-ended", status=-signal.SIGKILL) if e["by"] != signal.SIGKILL.name]
+
+
+def unseen_jumps(scenario: Scenario, history: History) -> list[int]:
+    """By how much clocks were to jump without any trainer reporting such a time.
+
+    Trainers report by both clocks; before the first fault, the wall clock is this machine's.
+    """
+    seen = [event["wall"] - event["at"] for event in history.events if "wall" in event]
+    wanted = [fault.amount for fault in scenario.faults if fault.kind == "jump-clock"]
+    return [amount for amount in wanted if not any(abs(each - seen[0] - amount) < abs(amount) / 2 for each in seen)]
 
 
 def torn(history: History) -> str:

@@ -3,7 +3,8 @@
 Importing takes seconds per process; forking takes milliseconds, and the ranks share what was imported. It runs no
 torch operation and starts no thread itself. It talks JSON lines over one socket (file descriptor in argument 1):
 
-    in   {"op": "spawn", "ranks": [{"rank", "env", "log"}, ...], "target": "module:function"}
+    in   {"op": "spawn", "ranks": [{"rank", "env", "log", "namespace"}, ...], "target": "module:function",
+          "store_host", "store_namespace"}: a namespace is a path, or null for this machine's
          {"op": "kill", "spare": [rank, ...]}   {"op": "end"}   {"op": "written"}
     out  {"kind": "imported"}   {"kind": "spawned", "pids": {rank: pid}}   {"kind": "exit", "rank", "status", "at"}
          {"kind": "ended"}: no trainer is left   {"kind": "stray", "rank", "status", "at"}: one that was spared
@@ -27,7 +28,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from chaos import clocks
 from chaos.accounting import disk_bytes_written
+from chaos.namespaces import enter, inside
 from chaos.trainer import rehearse
 
 PR_SET_PDEATHSIG = 1
@@ -82,7 +85,7 @@ class Zygote:
 
     def _spawn(self, message: dict[str, Any]) -> None:
         world = len(message["ranks"])
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+        with inside(message["store_namespace"]), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
             listening.bind((message["store_host"], 0))
             listening.listen(2 * world)
             store = (*listening.getsockname(), listening.fileno())
@@ -102,6 +105,10 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._channel.close()
+            if rank["namespace"]:
+                enter(rank["namespace"])
+            if clocks.ENV in rank["env"]:
+                clocks.follow(rank["env"][clocks.ENV])
             log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)

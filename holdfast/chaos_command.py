@@ -42,7 +42,9 @@ def add(commands: Any, add_json: Any) -> None:
     run.add_argument("--double", action="store_true", help="drawn: each is followed by one during the recovery")
     run.add_argument("--beyond", action="store_true", help="drawn: the last takes more than parity makes up for")
     run.add_argument("--profile", help="drawn: as a published study saw failures: llama3, ft-hsdp, rsc-1, ...")
-    run.add_argument("--count", type=int, default=1, help="drawn: so many, of all kinds, from consecutive seeds")
+    run.add_argument(
+        "--count", type=int, default=1, help="drawn: so many, from consecutive seeds; of all kinds unless said"
+    )
     run.add_argument("--html", type=Path, metavar="FILE", help="also write a report that needs nothing else")
     run.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
     run.add_argument("--steps", type=int, default=16, help="your own command: how many (default 16)")
@@ -76,7 +78,7 @@ def show_list(parsed: argparse.Namespace) -> int:
     console.print()
     kinds = Table("fault", "what", "of", box=None, pad_edge=False)
     for kind in CATALOGUE.values():
-        kinds.add_row(kind.name, kind.what + (" (needs root)" if kind.rooted else ""), kind.of)
+        kinds.add_row(kind.name, kind.what + (f" (needs {kind.needs})" if kind.needs else ""), kind.of)
     console.print(kinds)
     write_json(parsed.json, [{"name": each.name, "what": each.what, "peer": each.peer} for each in scenarios])
     return 0
@@ -84,12 +86,11 @@ def show_list(parsed: argparse.Namespace) -> int:
 
 def run_scenarios(parsed: argparse.Namespace) -> int:
     """``holdfast chaos run``."""
-    from chaos.scenario import choose, draw, mixed
+    from chaos.scenario import choose, draw, several
+    from snapshot.tuning.profiles import profile
 
     if parsed.command:
         return _run_own(parsed)
-    from snapshot.tuning.profiles import profile
-
     mix = profile(parsed.profile) if parsed.profile else None
     if parsed.seed is None:
         if parsed.double or parsed.beyond or mix or parsed.count != 1:
@@ -99,9 +100,10 @@ def run_scenarios(parsed: argparse.Namespace) -> int:
         raise ConfigError(f"--seed draws a scenario; leave out {parsed.scenarios!r}, or --seed")
     if parsed.count < 1:
         raise ConfigError(f"--count {parsed.count}: draw at least one")
+    how = {"double": parsed.double, "beyond": parsed.beyond, "profile": mix}
     if parsed.count > 1:
-        return _run(parsed, list(mixed(parsed.seed, parsed.count, mix)))
-    return _run(parsed, [draw(parsed.seed, parsed.faults, double=parsed.double, beyond=parsed.beyond, profile=mix)])
+        return _run(parsed, list(several(parsed.seed, parsed.count, parsed.faults, **how)))
+    return _run(parsed, [draw(parsed.seed, parsed.faults, **how)])
 
 
 def _run_own(parsed: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from smp_daemon.transport import Message, SocketStream, connect, receive_reply
 
 
 class Links:
-    """A connection to each address that was asked for. Not thread-safe; calls raise as `Stream` does.
+    """A connection to each address that was asked for; calls raise as `Stream` does. Not thread-safe, save `interrupt`.
 
     A connection that breaks is forgotten, and the next `send` makes a new one.
     """
@@ -85,6 +85,11 @@ class Links:
         """End a connection; replies that were still to come are lost."""
         stream = self._streams.pop(address, None)
         if stream is not None:
+            stream.close()
+
+    def interrupt(self) -> None:
+        """End every connection from another thread: who waits on one, or uses it next, gets `SmpUnavailable`."""
+        for stream in list(self._streams.values()):
             stream.close()
 
     def close(self) -> None:

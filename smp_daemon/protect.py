@@ -66,7 +66,7 @@ class Letter:
 
 
 class Protector:
-    """The thread that encodes. `protect` and `announce` may be called from any thread and return at once.
+    """The thread that encodes. `protect`, `announce` and `hang_up` may be called from any thread and return at once.
 
     Args:
         pacer: caps what it sends.
@@ -83,6 +83,7 @@ class Protector:
         self._queue: queue.SimpleQueue[SnapshotId | None] = queue.SimpleQueue()
         self._store: Store
         self._closed = threading.Event()
+        self._links: Links | None = None
 
     def start(self, store: Store) -> None:
         """Begin to work for `store`."""
@@ -106,6 +107,11 @@ class Protector:
             lambda reason: self._store.fail(snapshot, reason),
         )
 
+    def hang_up(self) -> None:
+        """A newer epoch has begun: wait for no answer of the one before. A node that lost power never gives it."""
+        if self._links is not None:
+            self._links.interrupt()
+
     def close(self) -> None:
         """Stop after the unit at hand."""
         self._closed.set()
@@ -115,8 +121,13 @@ class Protector:
 
     def _run(self) -> None:
         make_background(self._priority)
+        epoch = None
         with Links(self._store.counters) as links:
+            self._links = links
             while (snapshot := self._queue.get()) is not None:
+                if snapshot.epoch != epoch:
+                    links.close()  # `hang_up` may have ended them
+                    epoch = snapshot.epoch
                 layout = self._store.layout
                 if layout is None or layout.epoch != snapshot.epoch or not self._store.is_wanted(snapshot):
                     continue

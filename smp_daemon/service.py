@@ -111,6 +111,7 @@ class Smp:
             backend=self.settings.backend,
             on_sealed=self._protector.protect,
             on_parity=self._protector.announce,
+            on_epoch=self._protector.hang_up,
         )
         self.scratch = Scratch()
         for thread in (self._protector, self._scrubber, self.monitor):

@@ -45,6 +45,7 @@ class Store:
         backend: erasure code backend, see `ec.choose_codec`.
         on_sealed: called (in the thread that sealed) once all shards of this node are sealed and must be encoded.
         on_parity: called once this node's own parity of a snapshot is committed, to tell the group of that layout.
+        on_epoch: called once a newer epoch has begun.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Store:
         backend: str = "auto",
         on_sealed: Callable[[SnapshotId], None],
         on_parity: Callable[[SnapshotId, Layout], None],
+        on_epoch: Callable[[], None],
     ) -> None:
         self.arena = arena
         self.job = job
@@ -76,6 +78,7 @@ class Store:
             on_done=self._settle,
         )
         self._on_sealed = on_sealed
+        self._on_epoch = on_epoch
         self._progress: dict[SnapshotId, Progress] = {}
         self._checked_headers: dict[str, bytes] = {}
         self._adopt()
@@ -119,6 +122,7 @@ class Store:
             self._write_node()
             self.board.reset(epoch)
             self.changed.notify_all()
+        self._on_epoch()
 
     def configure(self, layout: Layout) -> None:
         """Reserve what this node needs in `layout`; harmless if that has been done.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,7 +15,20 @@ import pytest
 from chaos.campaign import Campaign, summary
 from chaos.cluster import History, Restart
 from chaos.faults import CATALOGUE, Fault
-from chaos.scenario import Scenario, built_in, campaign, choose, draw, from_json, mixed, parse, replay_command, to_json
+from chaos.scenario import (
+    ON_THE_NETWORK,
+    Scenario,
+    built_in,
+    campaign,
+    choose,
+    draw,
+    from_json,
+    mixed,
+    parse,
+    replay_command,
+    several,
+    to_json,
+)
 from chaos.verdict import judge, lost_protected, torn
 from holdfast import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.chaos_report import markdown, page
@@ -34,15 +48,20 @@ def running() -> Iterator[Campaign]:
 @pytest.mark.parametrize("scenario", [each for each in built_in() if each.quick], ids=lambda each: each.name)
 def test_a_scenario_ends_as_it_must(running: Campaign, scenario: Scenario) -> None:
     verdict = running.run(scenario, replay_command(scenario))
+    if verdict.skipped:
+        pytest.skip(verdict.skipped)
     assert verdict.problems == ()
-    assert verdict.skipped or verdict.injected == verdict.asked > 0
+    assert verdict.injected == verdict.asked > 0
 
 
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", [each for each in built_in() if not each.quick], ids=lambda each: each.name)
 def test_a_longer_scenario_ends_as_it_must(running: Campaign, scenario: Scenario) -> None:
-    assert running.run(scenario, replay_command(scenario)).problems == ()
+    verdict = running.run(scenario, replay_command(scenario))
+    if verdict.skipped:
+        pytest.skip(verdict.skipped)
+    assert verdict.problems == ()
 
 
 @pytest.mark.cluster
@@ -50,6 +69,15 @@ def test_a_longer_scenario_ends_as_it_must(running: Campaign, scenario: Scenario
 def test_a_drawn_scenario_ends_as_it_must(running: Campaign, seed: int, how: dict[str, Any]) -> None:
     verdict = running.run(draw(seed, 2, **how), "")
     assert verdict.problems == ()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("name", "status"), [("smp-crashes", -signal.SIGSEGV), ("smp-terminated", -signal.SIGTERM)])
+def test_an_smp_ends_by_the_signal_that_it_was_sent(running: Campaign, name: str, status: int) -> None:
+    (scenario,) = choose(name)
+    verdict = running.run(scenario, "")
+    assert verdict.problems == ()
+    assert [event["status"] for event in verdict.history.of("smp-ended")] == [status]
 
 
 @pytest.mark.cluster
@@ -119,6 +147,15 @@ def test_the_same_seed_draws_the_same_scenario() -> None:
         assert draw(5, 3, **how) != draw(6, 3, **how)
 
 
+def test_several_are_drawn_as_was_asked_for() -> None:
+    assert list(several(3, 4, 2, double=True)) == [draw(seed, 2, double=True) for seed in range(3, 7)]
+    assert all(each.beyond_parity for each in several(1, 5, 2, beyond=True))
+    assert list(several(1, 3, 2, profile=PROFILES["rsc-1"])) == [
+        draw(seed, 2, profile=PROFILES["rsc-1"]) for seed in (1, 2, 3)
+    ]
+    assert list(several(1, 30, 4)) == list(mixed(1, 30))
+
+
 def test_drawn_scenarios_survive_json() -> None:
     for scenario in [*mixed(0, 40), *built_in()]:
         assert from_json(json.loads(json.dumps(to_json(scenario)))) == scenario
@@ -139,6 +176,23 @@ def test_each_has_a_command_that_runs_it_again(scenario: Scenario, command: str)
     assert replay_command(scenario) == command
 
 
+def test_some_of_what_is_drawn_is_on_the_network() -> None:
+    drawn = [draw(seed, 4) for seed in range(400)]
+    assert 20 <= sum(each.wired for each in drawn) <= 60
+    assert {fault.kind for each in drawn if each.wired for fault in each.faults} >= ON_THE_NETWORK.keys()
+    assert not any(draw(seed, 4, double=True).wired or draw(seed, 2, beyond=True).wired for seed in range(50))
+
+
+@pytest.mark.cluster
+def test_what_this_machine_cannot_do_is_left_out_and_says_why(
+    running: Campaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chaos.namespaces.unavailable", lambda: "needs a wire")
+    monkeypatch.setattr("chaos.clocks.unavailable", lambda: "needs a compiler")
+    for name, reason in (("partitioned", "needs a wire"), ("a-clock-jumps-ahead", "needs a compiler")):
+        assert running.run(choose(name)[0], "").skipped == reason
+
+
 def test_a_profile_draws_failures_as_often_as_its_study_saw_them() -> None:
     mix = PROFILES["ft-hsdp"]
     kinds = [fault.kind for seed in range(400) for fault in draw(seed, 4, profile=mix).faults]
@@ -153,6 +207,14 @@ def test_a_profile_draws_failures_as_often_as_its_study_saw_them() -> None:
         ("[a]\nsize = 3", r"\[a\] has \['size'\]"),
         ("[a]\nwhat = ''\nfault = [{kind = 'burn'}]", "there is no fault 'burn': choose one of kill-trainer"),
         ("[a]\nwhat = ''\nfault = [{kind = 'lose-node', targets = [3]}]", r"lose-node of \[3\]; there are 3"),
+        (
+            "[a]\nwhat = ''\nfault = [{kind = 'lose-packets', targets = [0]}]",
+            "lose-packets with amount = 0: choose 1 to 90",
+        ),
+        (
+            "[a]\nwhat = ''\nfault = [{kind = 'partition', targets = [0]}]",
+            "partition with for_s = 0.0: say after how many",
+        ),
         ("[a]\nwhat = ''\nexpect = 'luck'", "expects 'luck': say identical or unrecoverable"),
         ("[a]\nwhat = ''\nprotect = 'x'", "protect='x'"),
         ("[a]\nfault = []", "missing"),
@@ -254,6 +316,30 @@ def test_each_breach_is_a_problem(
     verdict = verdict_on(history, failure, scenario)
     assert not verdict.held and verdict.replay == "again"
     assert any(problem in each for each in verdict.problems), verdict.problems
+
+
+def test_a_fault_that_did_nothing_is_a_problem() -> None:
+    history = run_of()
+    for event in history.of("step"):
+        event["wall"] = event["at"] + 1000.0
+    history.events += [{"kind": "impaired", "fault": "throttle", "packets": packets} for packets in (0, 5)]
+    jump = Fault("rank0", "train.step", 1, "jump-clock", (0,), amount=3600)
+    problems = verdict_on(history, scenario=replace(ONE, faults=(KILL, jump))).problems
+    assert "throttle met no packet" in problems
+    assert "no trainer saw its clock 3600 s ahead" in problems
+    history.of("step")[-1]["wall"] += 3600.5
+    history.events.pop(-2)
+    problems = verdict_on(history, scenario=replace(ONE, faults=(KILL, jump))).problems
+    assert problems == ("2 faults were asked for, 1 were done",)
+
+
+def test_an_smp_that_outlives_its_signal_is_a_problem() -> None:
+    history = run_of()
+    history.events += [{"kind": "smp-ended", "by": "SIGKILL", "status": -9}]
+    history.events += [{"kind": "smp-ended", "by": "SIGTERM", "status": status} for status in (-15, 0, None)]
+    assert verdict_on(history).problems == ()
+    history.events += [{"kind": "smp-ended", "by": "SIGTERM", "status": -9}]
+    assert verdict_on(history).problems == ("an SMP outlived SIGTERM and had to be killed",)
 
 
 def test_leaks_and_unexpected_errors_are_problems() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from chaos.accounting import beyond_access_times
 from chaos.cluster import Event, History, JobFailed, VirtualCluster
 from chaos.launcher import Launcher
+from chaos.node import VirtualNode, Wiring
 from smp_daemon.paths import arena_base
 
 pytestmark = pytest.mark.cluster
@@ -306,3 +309,18 @@ def test_replicas_keep_one_copy_among_them_and_each_gets_all_of_it_back(launcher
     assert {event["rank"]: event["random"] for event in ends} == {e["rank"]: e["random"] for e in undisturbed}
     assert all(event["parts"] for event in ends)
     assert history.leaks == []
+
+
+def test_an_smp_that_does_not_end_by_its_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chaos.node.SIGNAL_DEADLINE_S", 0.2)
+    node = VirtualNode(0, 0, "127.0.0.91", arena_base() / f"outlives-{os.getpid()}", "outlives")
+    try:
+        node.launch(Wiring("", []))
+        node.wait_ready()
+        os.kill(node.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, node.pid, os.WSTOPPED)  # every thread of it
+        assert node.end_smp(signal.SIGTERM) == -signal.SIGKILL
+        assert node.end_smp(signal.SIGTERM) is None
+    finally:
+        node.close()
+        shutil.rmtree(node.base.parent, ignore_errors=True)

@@ -106,6 +106,19 @@ class TestWhatGoesOverThem:
         assert links.receive(peer.address) == {"number": 9}
         assert [unit for _, unit in peer.heard] == [b"", b"", b"unit"]
 
+    def test_is_not_waited_for_once_another_thread_interrupts(self, links: Links, peer: Peer) -> None:
+        peer.may_answer.clear()
+        links.send(peer.address, {"number": 1})
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(links.receive, peer.address)
+                links.interrupt()
+                with pytest.raises(SmpUnavailable):
+                    waiting.result(DEADLINE_S)
+        finally:
+            peer.may_answer.set()
+        assert links.call(peer.address, {"number": 2}) == {"number": 2}
+
     def test_is_counted(self, links: Links, peer: Peer, counters: Counters) -> None:
         links.call(peer.address, {"number": 1})
         assert counted(counters) == (0, 0)

@@ -161,6 +161,19 @@ def _parity_of_nothing() -> None:
     _replace(ParityGathering, "fold", zeros)
 
 
+def _units_are_not_checked_on_arrival() -> None:
+    from smp_daemon.parity import ParityGathering
+    from smp_daemon.records import digest
+
+    fold = ParityGathering.fold
+
+    def unchecked(self: ParityGathering, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
+        fold(self, stripe, position, unit, digest(unit))
+        self._folded[stripe][position] = unit_digest
+
+    _replace(ParityGathering, "fold", unchecked)
+
+
 def _the_arena_is_left_behind() -> None:
     from smp_daemon.store import Store
 
@@ -218,6 +231,12 @@ MUTANTS: dict[str, Mutant] = {
         "the protected slot is freed for the next copy", "killed-in-a-copy", "", _the_protected_slot_is_freed
     ),
     "parity-of-nothing": Mutant("zeros are folded into parity", "a-node", "", _parity_of_nothing),
+    "unchecked-on-arrival": Mutant(
+        "a unit that comes for parity is not compared with its digest",
+        "bits-flip-in-flight",
+        "",
+        _units_are_not_checked_on_arrival,
+    ),
     "arena-left-behind": Mutant(
         "the arena stays when the job is over", "pause", "left behind", _the_arena_is_left_behind
     ),
