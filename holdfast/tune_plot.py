@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from holdfast.plan import amount, duration
+from holdfast.plan import amount
 from snapshot.tuning.costs import Costs
 from snapshot.tuning.curves import Curves, Point, curves, nines
+from snapshot.tuning.durations import duration
 from snapshot.tuning.recommend import Recommendation
 
 WIDTH, HEIGHT, TOP, BOTTOM = 460, 330, 48, 284
