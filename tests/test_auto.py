@@ -1,0 +1,66 @@
+"""``every="auto"`` in real jobs: the interval follows the steps, on all ranks alike, and restarts know of failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from chaos.cluster import History, VirtualCluster
+from chaos.launcher import Launcher
+from smp_daemon.errors import ConfigError
+from snapshot.cadence import MTBF_ENV, Cadence
+
+BUDGET = 0.03
+COST_S = 0.03
+"""So a snapshot is within the budget once in a second: every 50 steps of 20 ms, every 16 or 17 of 60 ms."""
+
+
+def run(launcher: Launcher, steps: int, slower_at: int, kill: int | None = None) -> History:
+    args = {"steps": steps, "slower_at": slower_at, "quick_s": 0.02, "slow_s": 0.06, "cost_s": COST_S, "budget": BUDGET}
+    cluster = VirtualCluster(launcher, nodes=2, ranks_per_node=1, target="tests.jobs:paced", args=args)
+    if kill is not None:
+        cluster.kill_trainer(1, at="train.step", step=kill)
+    return cluster.run()
+
+
+@pytest.mark.cluster
+def test_the_interval_follows_steps_that_take_three_times_as_long(launcher: Launcher) -> None:
+    first, second = sorted(run(launcher, 600, 400).of("end"), key=lambda end: end["rank"])
+    assert first["taken"] == second["taken"]  # whoever measured what
+    assert 20 <= first["before"] <= 75
+    assert 0.2 * first["before"] <= first["after"] <= 0.6 * first["before"]
+    assert max(first["overhead"], second["overhead"]) <= 1.2 * BUDGET
+    assert all("snapshots every" in line for line in first["logged"])
+    assert any(f"snapshots every {first['after']} steps" in line for line in first["logged"])
+    assert not second["logged"]  # it is said once for the job
+    assert "a step takes" in first["why"]
+
+
+@pytest.mark.cluster
+def test_a_restart_goes_on_with_the_interval_and_counts_the_failure(launcher: Launcher) -> None:
+    history = run(launcher, 200, 1000, kill=180)
+    last = history.of("step", generation=0)[-1]
+    for start in history.of("started", generation=1):
+        assert start["failures"] == 1
+        assert start["interval"] == last["interval"] > 4
+        assert 180 - 2 * last["interval"] <= start["step"] < 180
+    assert not history.leaks
+
+
+def cadence(**options: Any) -> Cadence:
+    every: Any = options.get("every", "auto")
+    return Cadence(every, 0.01, 3, None)
+
+
+def test_a_wrong_mtbf_or_interval_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="every='often': a snapshot is taken every 1 or more steps, or 'auto'"):
+        cadence(every="often")
+    with pytest.raises(ConfigError, match="every=0"):
+        cadence(every=0)
+    monkeypatch.setenv(MTBF_ENV, "soon")
+    with pytest.raises(ConfigError, match="HOLDFAST_MTBF: 'soon' is no time span"):
+        cadence()
+    monkeypatch.setenv(MTBF_ENV, "0s")
+    with pytest.raises(ConfigError, match="HOLDFAST_MTBF='0s': give more than 0"):
+        cadence()
