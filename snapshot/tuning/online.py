@@ -27,13 +27,13 @@ FIRST = 4
 LONGEST = 1000
 """Steps between snapshots at most: so much may be lost, and at least so often something new is learnt."""
 
-SAME = 0.15
+SAME = 0.2
 """A plan that differs by less is not worth a change: it gains about half of the square of this."""
 
 STALE_STEPS = 1000
 """What a snapshot costs is measured again after so many steps without a quiet one."""
 
-QUIET, SNAPSHOTS = 64, 64
+QUIET, SNAPSHOTS = 256, 128
 """How many of the newest samples count, if nothing changes."""
 
 
