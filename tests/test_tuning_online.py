@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from smp_daemon.errors import ConfigError
-from snapshot.tuning.interval import best_interval
+from snapshot.tuning.interval import choose_interval
 from snapshot.tuning.online import FIRST, LONGEST, STALE_STEPS, Online
 from snapshot.tuning.rates import REMEMBERED, FailureRate
 from snapshot.tuning.samples import EVIDENCE, Recent, Timing
@@ -52,7 +52,7 @@ class Job:
         return intervals.pop()
 
     def best(self) -> int:
-        return best_interval(
+        return choose_interval(
             step_s=self.step_s,
             cost_s=self.cost_s,
             failure_rate=self.ranks[0].rate.per_second,
@@ -60,7 +60,7 @@ class Job:
             encode_s=self.protect_s / 2,
             budget=self.budget,
             longest=LONGEST,
-        )
+        ).steps
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""How often to take snapshots while a job runs: `best_interval`, fed by what the job measures. Pure: no clock.
+"""How often to take snapshots while a job runs: `choose_interval`, fed by what the job measures. Pure: no clock.
 
 It begins with a snapshot every few steps, so that there are steps with and without one to compare. From then on it
 plans anew whenever a snapshot is over: from the time of a quiet step, what a snapshot costs, how long it takes to be
