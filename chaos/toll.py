@@ -73,6 +73,16 @@ class Toll:
         each = [loss + restart for loss, restart in zip(self.losses, self.restarts, strict=True)]
         return error_of_sum(each) / self.useful
 
+    def __add__(self, other: Toll) -> Toll:
+        """Of two runs together."""
+        return Toll(
+            self.useful + other.useful,
+            self.overhead + other.overhead,
+            self.losses + other.losses,
+            self.restarts + other.restarts,
+            self.nodes + other.nodes,
+        )
+
 
 def error_of_sum(values: Sequence[float]) -> float:
     """Standard error of the sum of values that are drawn independently; inf for fewer than 2."""

@@ -177,7 +177,9 @@ class Online:
             self.rate.resume([float(value) for value in notes["failures"]])
             seen = Seen(*measured) if measured else None
         except (LookupError, TypeError, ValueError) as error:
-            raise ConfigError(f"the snapshot's notes on intervals are {notes!r}: {error}; take them out") from error
+            raise ConfigError(
+                f"the snapshot's notes on intervals are {notes!r}: {error}; start once with a number for every="
+            ) from error
         self.rate.failed()
         self._interval = min(max(1, interval), self._longest)
         self._seen = seen
