@@ -44,13 +44,13 @@ class Expected:
         return self.overhead + self.lost + self.restarts
 
 
-def predict(measured: Measured, restarts_s: tuple[float, float], every: int, toll: Toll) -> Expected:
+def predict(measured: Measured, restarts_s: tuple[float, float], period_s: float, toll: Toll) -> Expected:
     """First order: ``c/T + rate (T/2 + latency + R)`` of each class, with as many failures of it as there were.
 
     Args:
         restarts_s: of a process, and of a node.
+        period_s: between snapshots.
     """
-    period_s = every * measured.step_s
     commit_s = measured.copy_s + measured.seal_s
     rates = [(toll.nodes.count(lost)) / toll.useful for lost in (False, True)]
     latencies = (commit_s, commit_s + measured.encode_s)
@@ -105,7 +105,7 @@ def report(
     lines += [
         "",
         f"The prediction of all that is wasted is off by {', '.join(f'{each:.1f}' for each in off)} standard errors. "
-        f"Quiet steps took {steps}: overhead is what steps took beyond them.",
+        f"Quiet steps took {steps}: the period is so many of them, and overhead what steps took beyond them.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -138,7 +138,8 @@ def main() -> None:
                 print(f"round {number}, every {every}: {tolls[every][-1].wasted:.3f}", flush=True)
     found = {every: reduce(add, each) for every, each in tolls.items()}
     restarts_s = pooled(list(found.values()))
-    rows = [(e, fmean(steps_s[e]), toll, predict(measured, restarts_s, e, toll)) for e, toll in found.items()]
+    runs = [(every, toll, fmean(steps_s[every])) for every, toll in found.items()]
+    rows = [(e, step_s, toll, predict(measured, restarts_s, e * step_s, toll)) for e, toll, step_s in runs]
     options = f"--seed {args.seed} --rounds {args.rounds} --steps {args.steps} --mean {args.mean:g}"
     text = report(rows, measured, restarts_s, f"python benchmarks/tune_reality.py {options}")
     print(text)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from smp_daemon.errors import ConfigError, DeadlineExceeded
 
-TAIL_LINES = 20
+TAIL_LINES = 60
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], log: Path, deadline_s: float, what: str) -> int:
