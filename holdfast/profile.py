@@ -78,7 +78,7 @@ def run(plan: Plan) -> Measured:
     """
     output = plan.output.resolve()
     written = output.with_name(f".{output.name}.{os.getpid()}")
-    with tempfile.TemporaryDirectory(prefix="holdfast-profile-", dir="/dev/shm") as text:
+    with tempfile.TemporaryDirectory(prefix=f"holdfast-profile-{os.getpid()}-", dir="/dev/shm") as text:
         folder = Path(text)
         log = folder / "log"
         environment = os.environ | Orders(str(written), plan.steps).to_environment()

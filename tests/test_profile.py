@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from holdfast import ConfigError, HoldfastError
 from holdfast.cli import main
 from holdfast.profile import Plan, run
 from snapshot.tuning.measured import Measured
-from snapshot.tuning.recorder import Alternation, Part, Place, merge
+from snapshot.tuning.recorder import LEAST, Alternation, Part, Place, merge
 from snapshot.tuning.samples import Timing
 
 SCRIPT = """
@@ -65,7 +66,7 @@ def test_a_job_of_two_nodes_is_profiled_ended_and_tuned(
     assert 0 < measured.step_s < 10
     assert min(measured.stall_s, measured.copy_s, measured.seal_s, measured.encode_s) > 0
     assert measured.step_sd_s is not None
-    assert not list(Path("/dev/shm").glob("holdfast-profile-*"))
+    assert not list(Path("/dev/shm").glob(f"holdfast-profile-{os.getpid()}-*"))
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
     tuned = tmp_path / "tune.json"
     assert main(["tune", "--measured", str(file), "--json", str(tuned)]) == 0
@@ -77,7 +78,7 @@ def test_a_job_that_is_too_short_is_told(command: tuple[str, ...], tmp_path: Pat
     with pytest.raises(HoldfastError, match=r"(?s)ended before 40 steps were recorded.*trained to the end"):
         run(Plan((*command, "10"), tmp_path / "profile.json", deadline_s=120))
     assert not (tmp_path / "profile.json").exists()
-    assert not list(Path("/dev/shm").glob("holdfast-profile-*"))
+    assert not list(Path("/dev/shm").glob(f"holdfast-profile-{os.getpid()}-*"))
 
 
 def test_a_job_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
@@ -127,6 +128,17 @@ def test_snapshots_alternate_with_quiet_steps(span: int) -> None:
     assert abs(len(rhythm.busy) - span * len(rhythm.quiet)) <= span
     assert next(iter(rhythm.stalls)) > taken[3]  # every slot was written before
     assert set(list(rhythm.stalls.values())[:-1]) == {0.25 * span}
+
+
+def test_where_snapshots_keep_many_steps_busy_enough_of_them_are_waited_for() -> None:
+    rhythm = Alternation(slots=2)
+    counts = []
+    for steps in range(1, 120):
+        rhythm = Alternation(slots=2)
+        train(rhythm, steps, 9, slots=2)
+        counts.append(rhythm.recorded())
+    first = next(count for count in counts if count)
+    assert first == LEAST * 10
 
 
 def part(node: str, shard: int, copy_s: float, more: tuple[int, ...] = ()) -> Part:

@@ -19,6 +19,9 @@ from snapshot.tuning.samples import Timing
 WARM_STEPS = 4
 """The first steps of a run are longer than those to come."""
 
+LEAST = 4
+"""Of quiet steps, and so of snapshots: where each keeps many steps busy, more are recorded than was asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -114,8 +117,8 @@ class Alternation:
         """It is as it was."""
 
     def recorded(self) -> int:
-        """How many steps count so far, if the last one was quiet, so that nothing is on its way; else 0."""
-        return len(self.quiet) + len(self.busy) if self._was_quiet else 0
+        """How many steps count so far, if nothing is on its way and `LEAST` of them were quiet; else 0."""
+        return len(self.quiet) + len(self.busy) if self._was_quiet and len(self.quiet) >= LEAST else 0
 
 
 def merge(parts: Sequence[Part]) -> Measured:
