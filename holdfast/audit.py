@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,9 @@ from typing import Any
 
 from rich.console import Console
 
-from holdfast.sessions import end
-from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast import sessions
+from holdfast.sessions import tail
+from smp_daemon.errors import ConfigError, HoldfastError
 from smp_daemon.paths import ARENA_ENV
 from smp_daemon.spawn import find_leftovers, remove
 from snapshot.audit import Orders
@@ -243,30 +243,13 @@ def _run(plan: Plan, folder: Path, name: str) -> list[Notes]:
     environment = os.environ | orders.to_environment()
     environment |= {ARENA_ENV: str(arena), "HOLDFAST_JOB": "audit", "HOLDFAST_OVERHEAD_BUDGET": "0"}
     log = notes / "log"
-    process = start(plan.command, environment, log)
-    try:
-        status = process.wait(plan.deadline_s)
-    except subprocess.TimeoutExpired:
-        raise DeadlineExceeded(f"the {name} run took over {plan.deadline_s:.0f} s\n{tail(log)}") from None
-    finally:
-        end(process)
+    status = sessions.run(plan.command, environment, log, plan.deadline_s, f"{name} run")
     if (status != 0) is not (name in KILLED):
         raise HoldfastError(f"the {name} run ended with status {status}\n{tail(log)}")
     ranks = read(notes)
     if not ranks:
         raise HoldfastError(f"the {name} run never entered InMemorySnapshot\n{tail(log)}")
     return [processes[-1] for processes in ranks]
-
-
-def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own; what it prints is added to `log`. Raises `ConfigError`."""
-    with log.open("ab") as out:
-        try:
-            return subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-            )
-        except OSError as error:
-            raise ConfigError(f"{command[0]} cannot be started: {error}") from error
 
 
 def read(folder: Path) -> list[list[Notes]]:
@@ -290,8 +273,3 @@ def _read(file: Path) -> list[Notes]:
         else:
             found[-1].computed[note["step"]] = note["computed"]
     return found
-
-
-def tail(log: Path) -> str:
-    """The last of what a command printed."""
-    return "\n".join(log.read_text(errors="replace").strip().splitlines()[-20:])

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from holdfast import chaos_command, plan, simulate, status, tune
+    from holdfast import chaos_command, plan, profile, simulate, status, tune
 
     parser = argparse.ArgumentParser(
         prog="holdfast", description="Keeps a training run on its step: in-memory snapshots, restored bit for bit."
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     chaos_command.add(commands, _add_json)
     plan.add(commands, _add_json)
+    profile.add(commands, _add_json)
     tune.add(commands, _add_json)
     simulate.add(commands, _add_json)
     return parser

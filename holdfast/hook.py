@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from integrations import adapter_for
 from snapshot.adapter import Stateful
@@ -29,7 +29,9 @@ class InMemorySnapshot(SnapshotHook):
         extra: more objects with ``state_dict`` and ``load_state_dict``, by name; for example a data loader.
         job: id of the training run, the same on every rank and restart; default from the environment:
             ``HOLDFAST_JOB``, torchrun's run id, Slurm's job id.
-        every: take a snapshot every so many steps.
+        every: take a snapshot every so many steps. ``"auto"``: as often as is best, within `overhead_budget`; it is
+            measured while the job runs, and planned anew when steps, costs or failures change. `statistics` say how
+            often, and why. The same on every rank.
         protect: ``"k+m"``, such as ``"4+2"``: any m nodes of each group of k + m or more may be lost, for m/k more
             memory; ``"copies:r"``: each node's bytes whole on r others; ``"auto"``: one parity, groups of at most 8
             nodes; ``"none"``.
@@ -59,7 +61,7 @@ class InMemorySnapshot(SnapshotHook):
         scheduler: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
         job: str | None = None,
-        every: int = 1,
+        every: int | Literal["auto"] = 1,
         protect: str = "auto",
         domains: str | None = None,
         slots: int = 3,

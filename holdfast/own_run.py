@@ -17,8 +17,10 @@ from typing import Any
 
 import psutil
 
-from holdfast.audit import Notes, read, start, tail
+from holdfast import sessions
+from holdfast.audit import Notes, read
 from holdfast.own_command import KINDS, PAUSE_S, STEP, OwnFault, OwnPlan, OwnVerdict, draw, judge
+from holdfast.sessions import tail
 from smp_daemon.errors import DeadlineExceeded, HoldfastError
 from smp_daemon.paths import ARENA_ENV, arena_path, read_owner
 from smp_daemon.points import ENV as POINTS_ENV
@@ -70,13 +72,10 @@ def _undisturbed(plan: OwnPlan, folder: Path, name: str) -> list[Notes]:
     notes = folder / "notes"
     notes.mkdir(parents=True)
     log = folder / "log"
-    process = start(plan.command, _environment(plan, folder), log)
     try:
-        status = process.wait(plan.deadline_s)
-    except subprocess.TimeoutExpired:
-        raise DeadlineExceeded(f"the {name} run took over {plan.deadline_s:.0f} s\n{tail(log)}") from None
+        status = sessions.run(plan.command, _environment(plan, folder), log, plan.deadline_s, f"{name} run")
     finally:
-        _end_all(process, folder)
+        _end_all(folder)
     if status:
         raise HoldfastError(f"the {name} run ended with status {status}\n{tail(log)}")
     ranks = read(notes)
@@ -157,7 +156,7 @@ class _Disturbed:
         rules = sorted({(point, None) for fault in self._faults for point in (fault.point, STEP)})
         points = {"socket": str(self._folder / "points.sock"), "who": "job", "rules": rules}
         environment = _environment(self._plan, self._folder) | {POINTS_ENV: json.dumps(points)}
-        self._process = start(self._plan.command, environment, self._log)
+        self._process = sessions.start(self._plan.command, environment, self._log)
         ended = os.pidfd_open(self._process.pid)
         selector.register(ended, selectors.EVENT_READ)
         try:
@@ -272,7 +271,8 @@ class _Disturbed:
 
     def _end(self) -> None:
         self._wake(float("inf"))
-        _end_all(self._process, self._folder, spare=self._smps())
+        _end_all(self._folder, spare=self._smps())
+        sessions.end(self._process)
 
     def _smps(self) -> tuple[int, ...]:
         owner = read_owner(arena_path(JOB, self._folder / "arena"))
@@ -302,13 +302,11 @@ def processes_of(folder: Path, spare: Sequence[int] = ()) -> list[psutil.Process
     return found
 
 
-def _end_all(process: subprocess.Popen[bytes], folder: Path, spare: Sequence[int] = ()) -> None:
+def _end_all(folder: Path, spare: Sequence[int] = ()) -> None:
     """Kill all that is left of a command, whatever session it is in, and wait until it is gone."""
     left = processes_of(folder, spare)
     for each in left:
         _signal(each.pid, signal.SIGKILL)
-    process.kill()
-    process.wait(END_DEADLINE_S)
     _, alive = psutil.wait_procs(left, END_DEADLINE_S)
     if alive:
         raise DeadlineExceeded(f"processes {[each.pid for each in alive]} did not end within {END_DEADLINE_S:.0f} s")

@@ -5,6 +5,42 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from smp_daemon.errors import ConfigError, DeadlineExceeded
+
+TAIL_LINES = 60
+
+
+def run(command: Sequence[str], environment: Mapping[str, str], log: Path, deadline_s: float, what: str) -> int:
+    """Run a command to its end, what it prints going to `log`; its exit status. Blocks.
+
+    Args:
+        what: names the run in errors.
+
+    Raises:
+        ConfigError: it cannot be started.
+        DeadlineExceeded: it took too long, and was ended; the message ends with what it printed.
+    """
+    process = start(command, environment, log)
+    try:
+        return process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(f"the {what} took over {deadline_s:.0f} s\n{tail(log)}") from None
+    finally:
+        end(process)
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; what it prints is added to `log`. Raises `ConfigError`."""
+    with log.open("ab") as out:
+        try:
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+        except OSError as error:
+            raise ConfigError(f"{command[0]} cannot be started: {error}") from error
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -14,3 +50,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
     except ProcessLookupError:
         pass  # nothing is left
     process.wait()
+
+
+def tail(log: Path) -> str:
+    """The last lines of what was printed."""
+    return "\n".join(log.read_text(errors="replace").strip().splitlines()[-TAIL_LINES:])

@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.plan import amount, duration, parse_duration
+from holdfast.plan import amount
 from holdfast.shapes import parse_shape
 from holdfast.sizing import STATE_BYTES
 from smp_daemon.errors import ConfigError
 from smp_daemon.pacer import parse_rate
 from snapshot.arrange import parse_protect
+from snapshot.tuning.durations import duration, parse_duration
 from snapshot.tuning.profiles import PROFILES, profile
 
 if TYPE_CHECKING:

@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.plan import amount, duration, parse_duration
+from holdfast.plan import amount
 from smp_daemon.errors import ConfigError
 from smp_daemon.pacer import parse_rate
 from snapshot.arrange import parse_protect
 from snapshot.tuning.codes import PLACEMENTS, Domains
 from snapshot.tuning.costs import Assumptions, Costs, assume, from_measured
+from snapshot.tuning.durations import duration, parse_duration
 from snapshot.tuning.failures import BEYOND_S, CLASSES, DAY_S, FailureModel, from_profile, learn, parse_log, span
 from snapshot.tuning.measured import Measured
 from snapshot.tuning.profiles import PROFILES, profile

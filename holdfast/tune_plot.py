@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from holdfast.plan import amount, duration
+from holdfast.plan import amount
 from snapshot.tuning.costs import Costs
 from snapshot.tuning.curves import Curves, Point, curves, nines
+from snapshot.tuning.durations import duration
 from snapshot.tuning.recommend import Recommendation
 
 WIDTH, HEIGHT, TOP, BOTTOM = 460, 330, 48, 284
@@ -105,7 +106,8 @@ def _survival(found: Recommendation) -> list[str]:
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">{title}</circle>')
     x, y = axes.at(next(size for code, size, _ in codes if code == found.code), nines(found.code.risk))
     parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="none" stroke="{OURS}" stroke-width="2"/>')
-    parts.append(_label(x + 10, y - 6, str(found.code), OURS, bold=True))
+    below = y + 22 if y < BOTTOM - 30 else y - 14  # the dots beside it rise to the right
+    parts.append(_label(x - 16, below, str(found.code), OURS, bold=True))
     for m, colour in enumerate(COLOURS, 1):
         parts.append(_label(WIDTH + LEFT + 56 * (m - 1), HEIGHT - 8, f"m = {m}", colour))
     parts.append(_label(WIDTH + LEFT + 230, HEIGHT - 8, "squares: copies"))

@@ -6,8 +6,9 @@ Everything here runs in the training thread, except `Capture.over`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -35,7 +36,11 @@ from snapshot.state import (
 
 
 class Capture:
-    """Takes one rank's state at boundaries."""
+    """Takes one rank's state at boundaries.
+
+    Attributes:
+        notes: asked for plain values that stand in the record beside the state, if it gives some.
+    """
 
     def __init__(self, adapter: Adapter, agreement: Agreement, mover: Mover, job: str, coord: str) -> None:
         self._adapter = adapter
@@ -50,6 +55,7 @@ class Capture:
         self._versions: list[int] = []
         self._thawed = False
         self._staging, self._late_staging = Staging(), Staging()
+        self.notes: Callable[[], dict[str, Any] | None] = lambda: None
 
     def plan(self, snapshot: SnapshotId) -> SlotFormat:
         """The slot format for the state as it is now; used from now on. Walks the state. A collective call.
@@ -61,7 +67,7 @@ class Capture:
         manifest = Manifest(self._adapter, self._sharing)
         early, late = capture_early(self._adapter), capture_late(self._adapter)
         self._adapter.verify()
-        record = encode_record(snapshot, self._coord, early, late, manifest.fixed)
+        record = encode_record(snapshot, self._coord, early, late, manifest.fixed, self.notes())
         leaves = [*manifest.leaves, *early.leaves, *late.leaves]
         form = plan_format(self._job, self._coord, leaves, len(record))
         self._leaves = frozenset(leaves)
@@ -128,7 +134,8 @@ class Capture:
         settled = self._late_staging.take(placed.settled)
         job.release.append(partial(self._late_staging.give_back, settled))
         self._mover.settle()
-        record = partial(encode_record, job.snapshot, self._coord, self._early, late, placed.manifest.fixed)
+        fixed = placed.manifest.fixed
+        record = partial(encode_record, job.snapshot, self._coord, self._early, late, fixed, self.notes())
         job.finalise((*place_tensors(job.form, tensors), *pieces, *settled), record)
 
     def over(self, job: CopyJob) -> None:

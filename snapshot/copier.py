@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,7 @@ class CopyJob:
         late: copies that `finalise` adds; `record` gives the record leaf then.
         copied: set once nothing of the live state is read any more, whatever became of the copy.
         done: set once it is sealed, or has failed with `error`.
+        begun_s, filled_s, sealed_s: `time.monotonic` when it was made, was all in the slot, and was sealed.
     """
 
     snapshot: SnapshotId
@@ -63,6 +65,9 @@ class CopyJob:
     copied: threading.Event = field(default_factory=threading.Event)
     finalised: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
+    begun_s: float = field(default_factory=time.monotonic)
+    filled_s: float = 0.0
+    sealed_s: float = 0.0
 
     def finalise(self, late: tuple[Piece, ...], record: Callable[[], bytes]) -> None:
         """Hand over what was still open when the copy began."""
@@ -189,9 +194,11 @@ class Copier:
         except Exception:
             self._client.abandon(job.snapshot, job.coord)
             raise
+        job.filled_s = time.monotonic()
 
     def _seal(self, job: CopyJob) -> None:
         self._sealing.seal(job.snapshot, job.coord, job.protected)
+        job.sealed_s = time.monotonic()
 
     def _begin_ahead(self, job: CopyJob) -> None:
         """Have a slot for the snapshot that will probably follow, before the SMP is busy sealing this one."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import fmean
 
 from smp_daemon.errors import ConfigError
+from snapshot.tuning.samples import typical
 
 WINDOW = 64
 """How many of the newest snapshots and quiet steps count."""
@@ -100,6 +100,10 @@ class Governor:
         Where no step is quiet it is what the last probe measured, for this interval.
         """
         return self._newest.cost / self._interval if self._newest else None
+
+    def takes(self, step: int) -> bool:
+        """Whether a snapshot is taken after this step."""
+        return step % self.interval == 0
 
     def observe(self, step_s: float, stall_s: float, busy: bool) -> None:
         """Take note of a finished training step.
@@ -188,7 +192,7 @@ class Governor:
         It is compared with the quiet steps around it, so that steps may become slower or faster over time.
         """
         if self._open:
-            base, _ = _typical(list(self._quiet)[-EVIDENCE:])
+            base, _ = typical(list(self._quiet)[-EVIDENCE:])
             if base > 0:
                 took_s, stall_s = (sum(column) for column in zip(*self._open, strict=True))
                 steps = len(self._open)
@@ -199,9 +203,9 @@ class Governor:
     def _measure(self, base: float) -> None:
         if min(len(self._snapshots), self._fresh_quiet) < EVIDENCE:
             return
-        _, base_error = _typical(self._quiet)
-        excess, excess_error = _typical([snapshot.excess for snapshot in self._snapshots])
-        stall, _ = _typical([snapshot.stall for snapshot in self._snapshots])
+        _, base_error = typical(self._quiet)
+        excess, excess_error = typical([snapshot.excess for snapshot in self._snapshots])
+        stall, _ = typical([snapshot.stall for snapshot in self._snapshots])
         error = math.hypot(excess_error, base_error / base * fmean(snapshot.steps for snapshot in self._snapshots))
         full = len(self._snapshots) == len(self._quiet) == WINDOW
         self._measured = self._newest = _Measurement(max(excess, stall), error, full)
@@ -213,18 +217,3 @@ class Governor:
         self._busy_in_a_row = 0
         self._open = None
         self._measured = None
-
-
-def _typical(samples: Collection[float]) -> tuple[float, float]:
-    """The mean of the middle half of `samples`, which a quarter of outliers does not move, and its standard error.
-
-    The error of a trimmed mean is that of Tukey and McLaughlin (Sankhya A 25, 1963).
-    """
-    ordered = sorted(samples)
-    count = len(ordered)
-    cut = count // 4
-    middle = ordered[cut : count - cut]
-    winsorized = [middle[0]] * cut + middle + [middle[-1]] * cut
-    center = fmean(winsorized)
-    variance = sum((value - center) ** 2 for value in winsorized) / max(1, count - 1)
-    return fmean(middle), math.sqrt(variance / count) * count / len(middle)

@@ -34,14 +34,15 @@ from snapshot.agreement import Agreement, Result, default_agreement
 from snapshot.arrange import coordinate_key, parse_domains, parse_protect
 from snapshot.audit import Auditor, orders_from_environment
 from snapshot.boundary import Boundary
+from snapshot.cadence import Cadence
 from snapshot.capture import Capture
 from snapshot.connect import connect, job_from_environment, start_here
 from snapshot.copier import Copier, CopyJob
-from snapshot.governor import Governor
 from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
 from snapshot.pace import Pace
+from snapshot.profile import leave, recording_from_environment
 from snapshot.reserve import reserve
 from snapshot.restore import Restored, restore
 from snapshot.state import Misfit
@@ -59,6 +60,7 @@ class Statistics:
         stall_s: time that the training thread spent in the hook.
         interval: steps from one snapshot to the next, as the ranks agreed.
         overhead: fraction of training time lost to snapshots at that interval; None while it is unknown.
+        why: with ``every="auto"``, what the interval follows from, in words.
     """
 
     taken: int = 0
@@ -68,6 +70,7 @@ class Statistics:
     stall_s: float = 0.0
     interval: int = 1
     overhead: float | None = None
+    why: str = ""
 
 
 class SnapshotHook:
@@ -78,7 +81,7 @@ class SnapshotHook:
         adapter: Adapter,
         *,
         job: str | None = None,
-        every: int = 1,
+        every: int | Literal["auto"] = 1,
         protect: str = "auto",
         domains: str | None = None,
         slots: int = 3,
@@ -89,14 +92,13 @@ class SnapshotHook:
         deadline_s: float = 60.0,
         overhead_budget: float | None = None,
     ) -> None:
-        if every < 1:
-            raise ConfigError(f"every={every}: a snapshot is taken every 1 or more steps")
         if not 2 <= slots <= 16:
             raise ConfigError(f"slots={slots}: a shard has 2 to 16 slots")
         self._adapter = adapter
         self._job = job or job_from_environment()
         budget = budget_from_environment() if overhead_budget is None else overhead_budget
-        self._governor = Governor(budget or None, every)
+        self._recording = recording_from_environment(slots)
+        self._cadence = Cadence(every, budget or None, slots, self._recording)
         self._protection = parse_protect(protect)
         self._domain_text = os.environ.get("HOLDFAST_DOMAINS", "") if domains is None else domains
         self._start = start
@@ -116,9 +118,7 @@ class SnapshotHook:
         self._planned = False
         self._enabled = True
         self._pace = Pace()
-        self._boundary_at: float | None = None
-        self._stalled_s = 0.0
-        self.statistics = Statistics(interval=every)
+        self.statistics = Statistics(interval=self._cadence.rhythm.interval)
 
     # ------------------------------------------------------------------ for the user
 
@@ -241,7 +241,9 @@ class SnapshotHook:
         older = self._restored.protected if self._ledger.slots > 2 else None  # else none would ever be free
         self._ledger = Ledger(self._ledger.slots, self._restored.snapshot, older, known=self._restored.whole)
         self._capture = Capture(self._adapter, self._agreement, self._mover, self._job, self._coord)
-        self._copier = Copier(self._client, self._sealing, self._mover, self._pace, self._reattach, self._capture.over)
+        self._copier = Copier(self._client, self._sealing, self._mover, self._pace, self._reattach, self._over)
+        self._capture.notes = self._cadence.notes
+        self._cadence.enter(lambda: SmpClient(self._arena, self._job), self._agreement, self._restored.notes)
         orders = orders_from_environment()
         if orders is not None:
             self._auditor = Auditor(
@@ -273,6 +275,7 @@ class SnapshotHook:
             self._capture.finalise(self._copy)
         try:
             self._copier.close(self._deadline_s)
+            self._cadence.close(self._deadline_s)
             if kind is None and self._enabled:
                 self._finish()
         except HoldfastError as failure:
@@ -304,11 +307,11 @@ class SnapshotHook:
         began = time.monotonic()
         self._pace.boundary(began)
         self._step += 1
-        self._observe(began)
+        self._cadence.observe(began, self.statistics.stall_s, busy=bool(self._ledger.pending))
         try:
             if self._enabled:
                 self._settle()
-                if self._step % self._governor.interval == 0:
+                if self._cadence.rhythm.takes(self._step):
                     self._take()
         except HoldfastError as error:
             if self._strict or self._layout is None:
@@ -318,6 +321,8 @@ class SnapshotHook:
         self.statistics.stall_s += time.monotonic() - began
         if self._auditor is not None:
             self._auditor.after_step(self._step, lambda: self._agreement.minimum([1])())
+        if self._recording is not None and self._recording.over:
+            self._end_recording()
 
     def on_forward(self) -> None:
         """The next step begins: schedules and options have settled. The model's forward calls it by itself; call it
@@ -330,14 +335,6 @@ class SnapshotHook:
             self.statistics.stall_s += time.monotonic() - began
 
     # ------------------------------------------------------------------ inside
-
-    def _observe(self, now_s: float) -> None:
-        """Tell the governor what the step that just ended took, and what of it was ours."""
-        if self._boundary_at is not None:
-            stall_s = self.statistics.stall_s - self._stalled_s
-            self._governor.observe(now_s - self._boundary_at, stall_s, busy=bool(self._ledger.pending))
-        self._boundary_at = now_s
-        self._stalled_s = self.statistics.stall_s
 
     def _reattach(self) -> None:
         """The SMP went away, and with it what it had not sealed. Go on with its successor, or start one."""
@@ -358,7 +355,7 @@ class SnapshotHook:
         interval that each wants, negative so that the longest wins."""
         outcomes = [self._outcome(snapshot) for snapshot in self._ledger.pending]
         misfit = self._misfit or any(isinstance(copy.error, Misfit) for copy in self._copies.values())
-        return [*outcomes, int(not misfit), -self._governor.wanted()]
+        return [*outcomes, int(not misfit), -self._cadence.rhythm.wanted()]
 
     def _outcome(self, snapshot: SnapshotId) -> Outcome:
         copy = self._copies.get(snapshot)
@@ -369,8 +366,9 @@ class SnapshotHook:
             return
         *outcomes, fits_everywhere, interval = self._outcomes()
         self._outcomes = None
-        self._governor.agree(-interval)
-        self.statistics.interval, self.statistics.overhead = self._governor.interval, self._governor.overhead
+        self._cadence.agree(-interval)
+        rhythm, self.statistics.why = self._cadence.rhythm, self._cadence.why
+        self.statistics.interval, self.statistics.overhead = rhythm.interval, rhythm.overhead
         results = [Outcome(value) for value in outcomes]
         self.statistics.protected += results.count(Outcome.PROTECTED)
         self.statistics.failed += results.count(Outcome.FAILED)
@@ -427,8 +425,22 @@ class SnapshotHook:
             self._ledger.slots,
             self._domains,
         )
+        self._cadence.placed(self._layout)
         self._index = [shard.coord for shard in self._layout.node(self._client.node).shards].index(self._coord)
         self._planned = True
+
+    def _over(self, job: CopyJob) -> None:
+        """A copy is sealed, or was given up. Called in one of the copy threads."""
+        self._capture.over(job)
+        self._cadence.sealed(job)
+
+    def _end_recording(self) -> None:
+        """The profile is complete: it is written, and this process ends well. A collective call."""
+        self._cadence.close(self._deadline_s)
+        if self._recording is not None and self._layout is not None:
+            self._recording.write(self._layout, self._client.node, self._coord, self._agreement)
+        self.close()
+        leave()
 
     def _close(self) -> None:
         self._mover.close()

@@ -24,7 +24,7 @@ from snapshot.loading import check_ranges, load_checked
 from snapshot.movers import Mover
 from snapshot.replicas import is_part_of, part_of, plan_gathering
 from snapshot.shares import Part, parse_part
-from snapshot.state import check_fit, decode_record, decode_values, is_of_record, place_tensors, shared_leaves
+from snapshot.state import NOTES, check_fit, decode_record, decode_values, is_of_record, place_tensors, shared_leaves
 from snapshot.tensors import read_leaf
 
 ATTEMPTS = 3
@@ -43,6 +43,7 @@ class Restored:
         whole: whether `snapshot` had all of its parity, so that it is protected as it is.
         how: ``held``, ``mended``, ``fetched`` or ``rebuilt``; empty on a cold start.
         bytes_fetched: what came over the network for this rank's shard.
+        notes: what the snapshot's record says beside the state; empty if nothing.
         clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
     """
 
@@ -52,6 +53,7 @@ class Restored:
     whole: bool = True
     how: str = ""
     bytes_fetched: int = 0
+    notes: dict[str, Any] = field(default_factory=dict)
     clock: dict[str, float] = field(default_factory=dict)
 
 
@@ -87,8 +89,16 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
                 heal(client, plan, coords, coord)
                 known = [inventory.protected for inventory in inventories if inventory.protected is not None]
                 protected = max((snapshot for snapshot in known if snapshot < plan.snapshot), default=None)
-                whole = not plan.heal
-                return Restored(epoch, plan.snapshot, protected, whole, attempt.how, attempt.shard.bytes_fetched, clock)
+                return Restored(
+                    epoch,
+                    plan.snapshot,
+                    protected,
+                    whole=not plan.heal,
+                    how=attempt.how,
+                    bytes_fetched=attempt.shard.bytes_fetched,
+                    notes=attempt.notes,
+                    clock=clock,
+                )
         log.warning("recovery of %s is tried again: %s", plan.snapshot, failure or "another rank failed")
     raise Unrecoverable(f"recovery failed {ATTEMPTS} times; last: {failure or 'on another rank'}") from failure
 
@@ -116,6 +126,7 @@ class _Attempt:
     def __init__(self, client: SmpClient, plan: RestorePlan, coord: str) -> None:
         self.snapshot = plan.snapshot
         self.how = ""
+        self.notes: dict[str, Any] = {}
         self._client = client
         self._sources = plan.sources
         self._coord = coord
@@ -145,7 +156,9 @@ class _Attempt:
         check_ranges(self.shard, own, self.mend)
         if read_stamp(slot) != self.snapshot:
             raise ProtocolError(f"the slot is stamped {read_stamp(slot)}, not {self.snapshot}")
-        return form, decode_record(slot, form, self.snapshot)
+        record = decode_record(slot, form, self.snapshot)
+        self.notes = record.get(NOTES) or {}
+        return form, record
 
 
 def _failure_of(work: Callable[[], None]) -> HoldfastError | None:

@@ -21,6 +21,7 @@ from snapshot.values import decode, encode
 
 EARLY = "early"
 LATE = "late"
+NOTES = "notes"
 RECORD_PAGE_BYTES = 4096
 
 
@@ -104,8 +105,10 @@ def place_tensors(form: SlotFormat, tensors: Iterable[tuple[str, torch.Tensor]])
     return tuple(Piece(tensor, form.offsets[name][0], form.offsets[name][1].bytes) for name, tensor in tensors)
 
 
-def encode_record(snapshot: SnapshotId, coord: str, early: Values, late: Values, fixed: str) -> bytes:
-    """The record leaf's JSON, not yet padded. `fixed` is JSON already."""
+def encode_record(
+    snapshot: SnapshotId, coord: str, early: Values, late: Values, fixed: str, notes: dict[str, Any] | None = None
+) -> bytes:
+    """The record leaf's JSON, not yet padded. `fixed` is JSON already; `notes` are no state, and need not be there."""
     record = {
         "epoch": snapshot.epoch,
         "step": snapshot.step,
@@ -113,6 +116,8 @@ def encode_record(snapshot: SnapshotId, coord: str, early: Values, late: Values,
         EARLY: early.encoded,
         LATE: late.encoded,
     }
+    if notes is not None:
+        record[NOTES] = notes
     return f'{json.dumps(record, separators=(",", ":"))[:-1]},"{FIXED}":{fixed}}}'.encode()
 
 

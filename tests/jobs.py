@@ -7,7 +7,9 @@ reduction held, and whoever frees the group waits for them and holds it. The pro
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,60 @@ def stamped() -> None:
             optim.step()
             trainer.report("step", step=step + 1, protected=snap.protected_step)
         trainer.report("end", stamps=stamps(model, optim), statistics=_counts(snap.statistics))
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def paced() -> None:
+    """Trains in steps of `quick_s`, and of `slow_s` from step `slower_at` on, with ``every="auto"``. A snapshot holds
+    up the loop for `cost_s`, which is what a slow ``get`` takes. Reports after which steps snapshots were taken."""
+    trainer = Trainer.from_environment()
+    args = trainer.args
+    torch.set_num_threads(1)
+    trainer.init_process_group()
+    os.environ["HOLDFAST_MTBF"] = "10ms"  # so often that the budget alone bounds the interval
+    lines, logger = Lines(), logging.getLogger("snapshot.cadence")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
+    model = Stamped(1000)
+    optim = Stamp(model.parameters())
+    snap = InMemorySnapshot(model, optim, start=False, every="auto", overhead_budget=args["budget"])
+    snap.track("slow", lambda: time.sleep(args["cost_s"]), lambda nothing: None)
+    with snap:
+        statistics = snap.statistics
+        _, _, *failures = (snap._cadence.notes() or {})["failures"]
+        trainer.report("started", step=snap.step, interval=snap._cadence.rhythm.interval, failures=len(failures))
+        taken, before = [], 0
+        for step in range(snap.step, args["steps"]):
+            model(step + 1)
+            reach("train.step", step + 1)
+            time.sleep(args["slow_s"] if step >= args["slower_at"] else args["quick_s"])
+            dist.barrier()
+            count = statistics.taken
+            optim.step()
+            if statistics.taken > count:
+                taken.append(step + 1)
+            if step + 1 == args["slower_at"]:
+                before = statistics.interval
+            trainer.report("step", step=step + 1, interval=statistics.interval)
+        trainer.report(
+            "end",
+            taken=taken,
+            before=before,
+            after=statistics.interval,
+            overhead=statistics.overhead,
+            why=statistics.why,
+            logged=lines.lines,
+        )
 
 
 def replicated() -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from holdfast import ConfigError
 from holdfast.cli import main
-from holdfast.plan import parse_duration
 from holdfast.shapes import PRESETS, parse_shape
 from holdfast.sizing import Job, Machine, activation_bytes, device_bytes, size
 from snapshot.arrange import parse_protect
+from snapshot.tuning.durations import parse_duration
 
 SEVEN = Job(PRESETS["7b"], nodes=8)
 

@@ -10,7 +10,6 @@ import pytest
 
 from smp_daemon.errors import ConfigError
 from snapshot.tuning.interval import (
-    best_interval,
     choose_interval,
     daly,
     expected_time,
@@ -131,7 +130,7 @@ def test_a_persist_that_lasts_holds_one_more_slot() -> None:
 def test_the_interval_in_steps_is_the_best_of_all(seed: int) -> None:
     draw = random.Random(seed)
     step, cost, rate = draw.uniform(0.1, 20), 10 ** draw.uniform(-3, 1), 10 ** draw.uniform(-6, -3)
-    found = best_interval(step_s=step, cost_s=cost, failure_rate=rate, budget=None)
+    found = choose_interval(step_s=step, cost_s=cost, failure_rate=rate, budget=None).steps
     brute = min(range(1, 20_000), key=lambda k: expected_time(k * step, cost, 1 / rate) / (k * step))
     assert found == min(brute, 19_999)
 
@@ -155,9 +154,9 @@ def test_each_bound_is_kept_and_named() -> None:
 
 
 def test_what_costs_nothing_is_done_at_every_step_and_what_never_fails_rarely() -> None:
-    assert best_interval(step_s=1.0, cost_s=-0.1, failure_rate=1e-5) == 1  # noise of the measurement
-    assert best_interval(step_s=1.0, cost_s=0.0, failure_rate=0.0) == 1
-    assert best_interval(step_s=1.0, cost_s=0.1, failure_rate=0.0, longest=5000) == 5000
+    assert choose_interval(step_s=1.0, cost_s=-0.1, failure_rate=1e-5).steps == 1  # noise of the measurement
+    assert choose_interval(step_s=1.0, cost_s=0.0, failure_rate=0.0).steps == 1
+    assert choose_interval(step_s=1.0, cost_s=0.1, failure_rate=0.0, longest=5000).steps == 5000
 
 
 @pytest.mark.parametrize(
@@ -165,4 +164,4 @@ def test_what_costs_nothing_is_done_at_every_step_and_what_never_fails_rarely() 
 )
 def test_impossible_arguments_are_refused(step: float, rate: float, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        best_interval(step_s=step, cost_s=1.0, failure_rate=rate)
+        choose_interval(step_s=step, cost_s=1.0, failure_rate=rate)

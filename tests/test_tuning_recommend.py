@@ -22,7 +22,8 @@ from snapshot.tuning.curves import nines
 from snapshot.tuning.failures import DAY_S, FailureModel, from_profile
 from snapshot.tuning.montecarlo import play
 from snapshot.tuning.profiles import profile
-from snapshot.tuning.recommend import ROUGH, Recommendation, Wishes, levels_of, recommend
+from snapshot.tuning.reasons import reasons
+from snapshot.tuning.recommend import CLOSE, ROUGH, Recommendation, Wishes, levels_of, recommend
 from snapshot.tuning.waste import first_order, overhead
 from tests.test_tuning_measured import FULL
 
@@ -113,6 +114,16 @@ def test_failures_of_all_classes_are_counted_once() -> None:
         code = judge(data, parity, 64, MODEL, Domains(), 600.0)
         levels = levels_of(COSTS, code, MODEL, 64)
         assert sum(level.rate for level in levels) == pytest.approx(sum(rates.values()))
+
+
+def test_every_snapshot_is_encoded_although_less_would_be_best_and_that_is_said() -> None:
+    dear = replace(COSTS, encode_s=20.0, encode_cost_s=5.0, snapshot_cost_s=0.01)
+    result = recommend(dear, MODEL, 64, LABELLED, Wishes())
+    every, gain = result.rarer
+    assert (result.encode_every, every > 1, gain > CLOSE) == (1, True, True)
+    said = " ".join(reasons(result, dear, MODEL, LABELLED, Wishes(), str, str))
+    assert f"one in {every} encoded, would gain {gain:.2%}" in said
+    assert "your job's to do" in said
 
 
 def test_one_node_keeps_only_processes() -> None:

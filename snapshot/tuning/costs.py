@@ -155,8 +155,7 @@ def from_measured(measured: Measured, assumptions: Assumptions) -> Costs:
     """Costs from a measured profile; assumptions only for what it lacks.
 
     What one snapshot took of training is shared out over copying and sealing, and encoding, as their times are.
-    Encoding
-    goes with the parity: with m times as many units it sends and costs m times as much.
+    Encoding goes with the parity: with m times as many units it sends and costs m times as much.
     """
     busy_s = measured.copy_s + measured.seal_s + measured.encode_s
     share = measured.encode_s / busy_s if busy_s and measured.parity else 0.0

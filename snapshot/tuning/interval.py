@@ -146,38 +146,7 @@ def choose_interval(
     shortest: int = 1,
     longest: int = LONGEST_STEPS,
 ) -> Interval:
-    """`best_interval`, and why it is that."""
-    positive("the time of a step", step_s, " s")
-    not_negative("the failure rate", failure_rate, " per second")
-    cost = max(0.0, cost_s)
-    lower = {
-        "step": max(1, shortest),
-        "slots": _ceil(max(commit_s, encode_s, _protect(commit_s, encode_s, slots)) / step_s),
-    }
-    if budget:
-        lower["budget"] = _ceil(cost / (budget * step_s))
-    ideal_s = optimal(cost, 1.0 / failure_rate) if failure_rate else math.inf
-    steps = _round(ideal_s, step_s, cost, failure_rate) if failure_rate and cost else (longest if cost else 1)
-    bound = "optimum"
-    for name, least in lower.items():
-        if least > steps or (name == "step" and least == steps and ideal_s < step_s):
-            steps, bound = least, name
-    return Interval(longest, ideal_s, "longest") if steps >= longest else Interval(steps, ideal_s, bound)
-
-
-def best_interval(
-    *,
-    step_s: float,
-    cost_s: float,
-    failure_rate: float,
-    commit_s: float = 0.0,
-    encode_s: float = 0.0,
-    slots: int = 3,
-    budget: float | None = 0.01,
-    shortest: int = 1,
-    longest: int = LONGEST_STEPS,
-) -> int:
-    """The best interval between snapshots, in steps, when every snapshot is encoded. Takes microseconds; no state.
+    """The best interval between snapshots when every snapshot is encoded. Takes microseconds; no state.
 
     The whole number of steps next to the exact optimum (`optimal`) at which expected wall time is least, moved up, if
     need be, until it is feasible: a slot is free and encoding keeps up, and the visible cost stays within `budget`.
@@ -199,17 +168,22 @@ def best_interval(
     Raises:
         ConfigError: `step_s` is not positive, or the rate negative.
     """
-    return choose_interval(
-        step_s=step_s,
-        cost_s=cost_s,
-        failure_rate=failure_rate,
-        commit_s=commit_s,
-        encode_s=encode_s,
-        slots=slots,
-        budget=budget,
-        shortest=shortest,
-        longest=longest,
-    ).steps
+    positive("the time of a step", step_s, " s")
+    not_negative("the failure rate", failure_rate, " per second")
+    cost = max(0.0, cost_s)
+    lower = {
+        "step": max(1, shortest),
+        "slots": _ceil(max(commit_s, encode_s, _protect(commit_s, encode_s, slots)) / step_s),
+    }
+    if budget:
+        lower["budget"] = _ceil(cost / (budget * step_s))
+    ideal_s = optimal(cost, 1.0 / failure_rate) if failure_rate else math.inf
+    steps = _round(ideal_s, step_s, cost, failure_rate) if failure_rate and cost else (longest if cost else 1)
+    bound = "optimum"
+    for name, least in lower.items():
+        if least > steps or (name == "step" and least == steps and ideal_s < step_s):
+            steps, bound = least, name
+    return Interval(longest, ideal_s, "longest") if steps >= longest else Interval(steps, ideal_s, bound)
 
 
 def _protect(commit_s: float, encode_s: float, slots: int) -> float:

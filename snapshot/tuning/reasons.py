@@ -8,7 +8,7 @@ from dataclasses import replace
 from snapshot.tuning.codes import Code, Domains, judge
 from snapshot.tuning.costs import Costs
 from snapshot.tuning.failures import FailureModel
-from snapshot.tuning.recommend import Recommendation, Wishes
+from snapshot.tuning.recommend import CLOSE, Recommendation, Wishes
 
 Show = Callable[[float], str]
 
@@ -37,7 +37,7 @@ def reasons(
         events = f"{found.played.events:,} failures that were played"
         yield f"first order is rough here: it says {first:.2%} are lost, and {events} say {second:.2%}"
     if costs.assumed:
-        yield f"not measured but assumed: {', '.join(costs.assumed)}; record a profile and give it as --measured"
+        yield f"not measured but assumed: {', '.join(costs.assumed)}; holdfast profile measures it, for --measured"
 
 
 def _failures(found: Recommendation, model: FailureModel, duration: Show) -> str:
@@ -79,20 +79,25 @@ def _interval(found: Recommendation, costs: Costs, wishes: Wishes, duration: Sho
 
 def _encoding(found: Recommendation, costs: Costs, duration: Show) -> str:
     encode_s = duration(found.code.parity * costs.encode_s)
-    if found.encode_every == 1:
+    every, gain = found.rarer
+    if gain <= CLOSE:
         return f"every snapshot is encoded: it takes {encode_s} beside training, and not to would gain less than 0.02 %"
-    return f"one in {found.encode_every} is encoded ({encode_s}): memory is lost so much less often than processes die"
+    return (
+        f"every snapshot is encoded ({encode_s} beside training): SMPs can do no other. More snapshots, and one in "
+        f"{every} encoded, would gain {gain:.2%}"
+    )
 
 
 def _persisting(found: Recommendation, duration: Show) -> str:
     last = found.levels[-1]
     if last.name != "beyond":
         return "there is no storage tier: what is beyond parity ends the run"
+    if not last.rate:
+        return "persisted as rarely as is allowed: nothing is beyond parity"
     return (
         f"persisted for what memory does not survive, once in {duration(1 / last.rate)}; a persist takes "
-        f"{duration(last.cost_s)} of training. Losses of the whole job's memory are in this, not in 'survives 30 days'"
-        if last.rate
-        else "persisted as rarely as is allowed: nothing is beyond parity"
+        f"{duration(last.cost_s)} of training. That is your job's to do, with its own checkpoints: holdfast keeps "
+        "memory alone. Losses of the whole job's memory are in this, not in 'survives 30 days'"
     )
 
 

@@ -74,6 +74,8 @@ class Recommendation:
         waste: first-order share of wall time lost, failures included; `lost` by class.
         played: effective training time ratio by Monte Carlo.
         others: every code that was judged, with the memory it takes in bytes for each node.
+        rarer: in how many snapshots it would be best to encode one, and what share of time that would gain: SMPs
+            encode all of them, so `periods` do.
     """
 
     nodes: int
@@ -93,6 +95,7 @@ class Recommendation:
     seed: int
     others: tuple[tuple[Code, float], ...]
     met: bool
+    rarer: tuple[int, float] = (1, 0.0)
     why: tuple[str, ...] = ()
 
     @property
@@ -182,6 +185,7 @@ def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, w
         seed=wishes.seed,
         others=tuple((other, memory(costs, other)) for other in judged),
         met=bool(good),
+        rarer=chosen.rarer,
     )
 
 
@@ -216,21 +220,21 @@ def from_memory(levels: Sequence[Level], costs: Costs, wishes: Wishes) -> Interv
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Every snapshot is encoded, as the hook does, unless not to gains more than `CLOSE`."""
+    """Every snapshot is encoded, as SMPs do. `rarer`: see `Recommendation`."""
 
     code: Code
     levels: tuple[Level, ...]
     periods: tuple[int, ...]
     waste: float
+    rarer: tuple[int, float]
 
 
 def _plan(costs: Costs, code: Code, model: FailureModel, nodes: int, wishes: Wishes) -> _Plan:
     levels = levels_of(costs, code, model, nodes)
     limits = costs.limits(code.parity, wishes.overhead_budget, wishes.longest_steps)
-    plans = [best_periods(levels, each) for each in (replace(limits, encode_every=(1,)), limits)]
-    wastes = [first_order(levels, [p * costs.step_s for p in periods]) for periods in plans]
-    best = 0 if wastes[0] <= wastes[1] + CLOSE else 1
-    return _Plan(code, levels, plans[best], wastes[best])
+    all_, some = (best_periods(levels, each) for each in (replace(limits, encode_every=(1,)), limits))
+    waste, less = (first_order(levels, [p * costs.step_s for p in periods]) for periods in (all_, some))
+    return _Plan(code, levels, all_, waste, (some[1] // some[0] if code.parity else 1, waste - less))
 
 
 def _refine(plan: _Plan, costs: Costs, wishes: Wishes) -> tuple[tuple[int, ...], Played]:

@@ -1,0 +1,205 @@
+"""What failures really take: a job on virtual nodes is killed at random, and every lost second is accounted for.
+
+Kills are a Poisson process of progress: the steps at which one strikes for the first time have exponential gaps; steps
+that are done again are spared. So the number of kills does not depend on the interval, and all intervals get the same.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+import torch.distributed as dist
+
+from chaos.cluster import Event, History, VirtualCluster
+from chaos.launcher import Launcher
+from chaos.trainer import Trainer
+from holdfast import InMemorySnapshot
+from smp_daemon.errors import ConfigError
+from smp_daemon.points import reach
+from snapshot.profile import Orders
+
+TARGET = "chaos.toll:train"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The job: two nodes of one rank, and their memory.
+
+    Attributes:
+        busy_s: what a step takes but for its optimizer: the loop waits, as for a device.
+        width: of a square matrix, whose weights and two moments are the state.
+    """
+
+    busy_s: float = 0.1
+    width: int = 1024
+    nodes: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Toll:
+    """Where the seconds of one run went, and how many failures there were.
+
+    Attributes:
+        useful: steps that were kept, in quiet time.
+        overhead: what steps took beyond quiet ones.
+        losses: for each failure, time of steps that were done in vain.
+        restarts: for each failure, from the kill to the first step after it, without that step.
+        nodes: for each failure, whether a node was lost.
+    """
+
+    useful: float
+    overhead: float
+    losses: tuple[float, ...]
+    restarts: tuple[float, ...]
+    nodes: tuple[bool, ...]
+
+    @property
+    def wasted(self) -> float:
+        """Seconds that were not useful, for each useful one."""
+        return (self.overhead + sum(self.losses) + sum(self.restarts)) / self.useful
+
+    @property
+    def error(self) -> float:
+        """Standard error of `wasted`, from how much failures differ."""
+        each = [loss + restart for loss, restart in zip(self.losses, self.restarts, strict=True)]
+        return error_of_sum(each) / self.useful
+
+    def __add__(self, other: Toll) -> Toll:
+        """Of two runs together."""
+        return Toll(
+            self.useful + other.useful,
+            self.overhead + other.overhead,
+            self.losses + other.losses,
+            self.restarts + other.restarts,
+            self.nodes + other.nodes,
+        )
+
+
+def error_of_sum(values: Sequence[float]) -> float:
+    """Standard error of the sum of values that are drawn independently; inf for fewer than 2."""
+    return stdev(values) * math.sqrt(len(values)) if len(values) > 1 else math.inf
+
+
+def train() -> None:
+    """One rank. Arguments: those of `Load`, ``steps``, ``every`` (0: no snapshots), and ``profile``: a file to write
+    instead, as `holdfast profile` would."""
+    trainer = Trainer.from_environment()
+    args = trainer.args
+    torch.set_num_threads(1)
+    trainer.init_process_group()
+    torch.manual_seed(trainer.rank)
+    model = torch.nn.Linear(args["width"], args["width"])
+    optim = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    if args["profile"]:
+        os.environ |= Orders(args["profile"], 40).to_environment()
+
+    def step(number: int) -> None:
+        model(torch.ones(1, args["width"]))
+        time.sleep(args["busy_s"])
+        dist.barrier()
+        reach("train.step", number)
+        optim.step()
+        trainer.report("step", step=number)
+
+    if not args["every"]:
+        trainer.report("started", step=0)
+        for number in range(1, args["steps"] + 1):
+            step(number)
+        return
+    with InMemorySnapshot(model, optim, start=False, every=args["every"], overhead_budget=0) as snap:
+        trainer.report("started", step=snap.step)
+        for number in range(snap.step + 1, args["steps"] + 1):
+            step(number)
+
+
+def kills(seed: int, steps: int, mean_steps: float) -> list[int]:
+    """The steps at which something is killed, at least 2 apart, so that each is a step that is new."""
+    source = random.Random(seed)
+    found: list[int] = []
+    at = 1.0
+    while True:
+        at += max(2.0, source.expovariate(1.0 / mean_steps))
+        if at >= steps:
+            return found
+        found.append(round(at))
+
+
+def run(
+    launcher: Launcher,
+    load: Load,
+    *,
+    steps: int,
+    every: int,
+    strikes: Sequence[int] = (),
+    lose_every: int = 4,
+    profile: Path | None = None,
+    deadline_s: float = 300.0,
+) -> History:
+    """One run to its end. Blocks.
+
+    Args:
+        strikes: steps at which a trainer is killed; with every `lose_every`-th a node is lost.
+        profile: where to write a profile instead of training to the end.
+    """
+    args = {"busy_s": load.busy_s, "width": load.width, "steps": steps, "every": every, "profile": str(profile or "")}
+    cluster = VirtualCluster(
+        launcher, nodes=load.nodes, ranks_per_node=1, target=TARGET, args=args, smps=every > 0, deadline_s=deadline_s
+    )
+    for number, step in enumerate(strikes, 1):
+        if number % lose_every == 0:
+            cluster.kill_node(number // lose_every % load.nodes, at="train.step", step=step)
+        else:
+            cluster.kill_trainer(number % load.nodes, at="train.step", step=step)
+    return cluster.run()
+
+
+def quiet_step(history: History, every: int) -> float:
+    """Mean seconds of steps of rank 0 beside which no snapshot is worked on: from the 4th after each snapshot on, or
+    all if none is taken. The first 10 of each generation are left out. Pure.
+
+    Raises:
+        ConfigError: no step is quiet, as snapshots are too close.
+    """
+    found = []
+    for number in range(len(history.restarts) + 1):
+        _, steps = _generation(history, number)
+        for before, after in pairwise(steps[9:]):
+            if not every or (after["step"] - 1) % every >= 3:
+                found.append(after["at"] - before["at"])
+    if not found:
+        raise ConfigError(f"no step is quiet with a snapshot every {every} steps: give 0, or 4 or more")
+    return fmean(found)
+
+
+def account(history: History, step_s: float) -> Toll:
+    """Where the time of a run went, if a quiet step takes `step_s`. Pure."""
+    generations = [_generation(history, number) for number in range(len(history.restarts) + 1)]
+    losses, restarts = [], []
+    for restart, ((_, before), (start, after)) in zip(history.restarts, pairwise(generations), strict=True):
+        done = before[-1]["step"] if before else start["step"]
+        since = before[-1]["at"] if before else restart.killed_at
+        losses.append((done - start["step"]) * step_s + max(0.0, restart.killed_at - since))
+        restarts.append(after[0]["at"] - step_s - restart.killed_at)
+    _, steps = generations[0]
+    useful = generations[-1][1][-1]["step"] * step_s
+    wall = generations[-1][1][-1]["at"] - steps[0]["at"] + step_s
+    overhead = wall - useful - sum(losses) - sum(restarts)
+    nodes = tuple(restart.faults[0].kind == "lose-node" for restart in history.restarts)
+    return Toll(useful, overhead, tuple(losses), tuple(restarts), nodes)
+
+
+def _generation(history: History, number: int) -> tuple[Event, list[Event]]:
+    """Of rank 0: how it started, and its steps."""
+    steps = history.of("step", rank=0, generation=number)
+    return history.of("started", rank=0, generation=number)[0], steps

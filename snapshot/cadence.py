@@ -1,0 +1,150 @@
+"""After which steps a rank takes snapshots: picks who decides, tells them what steps and snapshots take, keeps notes.
+
+With a number of steps the `Governor` decides, with ``"auto"`` `Online` does, and while a profile is recorded
+`Alternation`. The last two need to know how long protecting takes, so a `Watch` runs beside them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from smp_daemon.client import SmpClient
+from smp_daemon.errors import ConfigError
+from smp_daemon.layout import Layout
+from snapshot.agreement import Agreement
+from snapshot.copier import CopyJob
+from snapshot.governor import Governor
+from snapshot.profile import Recording
+from snapshot.rhythm import Rhythm
+from snapshot.tuning.durations import parse_duration
+from snapshot.tuning.failures import from_profile
+from snapshot.tuning.online import Online
+from snapshot.tuning.profiles import profile
+from snapshot.tuning.rates import FailureRate
+from snapshot.watch import Watch
+
+MTBF_ENV = "HOLDFAST_MTBF"
+PUBLISHED = "ft-hsdp"
+"""How often nodes fail as long as nothing else is known; see `snapshot.tuning.profiles`."""
+
+log = logging.getLogger(__name__)
+
+
+class Cadence:
+    """One rank's. Called by the hook, in the training thread, but for `sealed`."""
+
+    def __init__(
+        self, every: int | Literal["auto"], budget: float | None, slots: int, recording: Recording | None
+    ) -> None:
+        """
+        Args:
+            budget: largest fraction of training time that snapshots may take; None: any.
+            recording: of a profile, if one is to be made; then `every` and `budget` do not matter.
+
+        Raises:
+            ConfigError: `every`, the budget or ``HOLDFAST_MTBF`` cannot be.
+        """
+        if every != "auto" and (not isinstance(every, int) or every < 1):
+            raise ConfigError(f"every={every!r}: a snapshot is taken every 1 or more steps, or 'auto'")
+        self._recording = recording
+        self._online: Online | None = None
+        self.rhythm: Rhythm
+        if recording is not None:
+            self.rhythm = recording.rhythm
+        elif every == "auto":
+            self._mtbf_s = mtbf_from_environment()
+            self.rhythm = self._online = Online(budget, FailureRate(self._rate_of(1)), slots)
+        else:
+            self.rhythm = Governor(budget, every)
+        self._watch: Watch | None = None
+        self._boundary_s: float | None = None
+        self._stalled_s = 0.0
+
+    @property
+    def why(self) -> str:
+        """With ``"auto"``, what the interval follows from, in words."""
+        return self._online.why if self._online else ""
+
+    def enter(self, connect: Callable[[], SmpClient], agreement: Agreement, notes: Mapping[str, Any] | None) -> None:
+        """Snapshots can be taken from now on. A collective call with ``"auto"``.
+
+        Args:
+            connect: a further connection to this node's SMP.
+            notes: those of the snapshot that was restored, if it has some.
+        """
+        if self._online is not None:
+            if notes:
+                self._online.resume(notes)
+            self._online.agree(-agreement.minimum([-self._online.interval])()[0])
+            self._leads = agreement.rank == 0
+        if self._online is not None or self._recording is not None:
+            self._watch = Watch(connect)
+
+    def placed(self, layout: Layout) -> None:
+        """The job has this layout now."""
+        if self._online is not None:
+            self._online.rate.prior = self._rate_of(len(layout.nodes))
+
+    def observe(self, now_s: float, stalled_s: float, busy: bool) -> None:
+        """A step is done.
+
+        Args:
+            now_s: the boundary after it.
+            stalled_s: how long the loop was held up since the hook was entered.
+            busy: a snapshot was worked on at some time during it.
+        """
+        for timing in self._watch.take() if self._watch else ():
+            if self._recording is not None:
+                self._recording.timings.append(timing)
+            elif self._online is not None:
+                self._online.timed(timing)
+        if self._boundary_s is not None:
+            self.rhythm.observe(now_s - self._boundary_s, stalled_s - self._stalled_s, busy)
+        self._boundary_s = now_s
+        self._stalled_s = stalled_s
+
+    def agree(self, interval: int) -> None:
+        """All ranks use `interval` from now on. What changes with ``"auto"`` is logged, once for the job."""
+        before = self.rhythm.interval
+        self.rhythm.agree(interval)
+        if self._online is not None and interval != before and self._leads:
+            log.info("snapshots every %d steps, not %d: %s", interval, before, self._online.why)
+
+    def sealed(self, job: CopyJob) -> None:
+        """A snapshot is sealed, or was given up. May be called from any thread; returns at once."""
+        if self._watch is not None:
+            self._watch.sealed(job)
+
+    def notes(self) -> dict[str, Any] | None:
+        """What the next start of the job must know; stands in every snapshot."""
+        return self._online.notes() if self._online else None
+
+    def close(self, deadline_s: float) -> None:
+        """End; for a profile not before what is sealed is timed. Raises `DeadlineExceeded` if that takes too long."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close(deadline_s, wait=self._recording is not None)
+            if self._recording is not None:
+                self._recording.timings += watch.take()
+
+    def _rate_of(self, nodes: int) -> float:
+        """Failures per second of so many nodes that are restored from memory."""
+        rates = from_profile(profile(PUBLISHED), self._mtbf_s).job(nodes)
+        return sum(rate for kind, rate in rates.items() if kind != "beyond")
+
+
+def mtbf_from_environment() -> float | None:
+    """``HOLDFAST_MTBF``, of one node, in seconds; None if it is not set. Raises `ConfigError`."""
+    text = os.environ.get(MTBF_ENV)
+    if not text:
+        return None
+    try:
+        seconds = parse_duration(text)
+    except ConfigError as error:
+        raise ConfigError(f"{MTBF_ENV}: {error}") from error
+    if seconds <= 0:
+        raise ConfigError(f"{MTBF_ENV}={text!r}: give more than 0")
+    return seconds

@@ -1,0 +1,166 @@
+"""``holdfast profile``: a real job under torchrun records what its snapshots cost, and ``holdfast tune`` takes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import ConfigError, HoldfastError
+from holdfast.cli import main
+from holdfast.profile import Plan, run
+from snapshot.tuning.measured import Measured
+from snapshot.tuning.recorder import LEAST, Alternation, Part, Place, merge
+from snapshot.tuning.samples import Timing
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from holdfast import InMemorySnapshot
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+os.environ["HOLDFAST_NODE"] = f"node{rank}"
+os.environ["HOLDFAST_ARENA"] += f"/node{rank}"
+torch.manual_seed(rank)
+model = torch.nn.Linear(256, 512)
+optim = torch.optim.Adam(model.parameters())
+with InMemorySnapshot(model, optim, protect="copies:1") as snap:
+    assert snap.step == 0
+    for step in range(int(sys.argv[1])):
+        loss = model(torch.randn(64, 256)).square().mean()
+        optim.zero_grad(); loss.backward(); dist.all_reduce(loss.detach()); optim.step()
+print("trained to the end", flush=True)
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    return (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+
+
+@pytest.mark.cluster
+def test_a_job_of_two_nodes_is_profiled_ended_and_tuned(
+    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "profile.json"
+    assert main(["profile", "-o", str(file), "--steps", "12", "--deadline", "120", "--", *command, "1000000"]) == 0
+    printed = capsys.readouterr().out
+    assert "on 2 nodes, protect 1+1" in printed
+    measured = Measured.from_json(json.loads(file.read_text()))
+    state = 3 * (256 * 512 + 512) * 4  # weights and two moments
+    assert state <= measured.state_bytes <= state + 65536
+    assert measured.quiet_steps + measured.busy_steps >= 12
+    assert min(measured.quiet_steps, measured.busy_steps, measured.snapshots) >= 2
+    assert measured.snapshots <= measured.busy_steps
+    assert 0 < measured.step_s < 10
+    assert min(measured.stall_s, measured.copy_s, measured.seal_s, measured.encode_s) > 0
+    assert measured.step_sd_s is not None
+    assert not list(Path("/dev/shm").glob(f"holdfast-profile-{os.getpid()}-*"))
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+    tuned = tmp_path / "tune.json"
+    assert main(["tune", "--measured", str(file), "--json", str(tuned)]) == 0
+    assert json.loads(tuned.read_text())["interval_steps"] >= 1
+
+
+@pytest.mark.cluster
+def test_a_job_that_is_too_short_is_told(command: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(HoldfastError, match=r"(?s)ended before 40 steps were recorded.*trained to the end"):
+        run(Plan((*command, "10"), tmp_path / "profile.json", deadline_s=120))
+    assert not (tmp_path / "profile.json").exists()
+    assert not list(Path("/dev/shm").glob(f"holdfast-profile-{os.getpid()}-*"))
+
+
+def test_a_job_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
+    failing = (sys.executable, "-c", "import sys; print('no such corpus'); sys.exit(3)")
+    with pytest.raises(HoldfastError, match=r"(?s)ended with status 3.*no such corpus"):
+        run(Plan(failing, tmp_path / "profile.json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"command": ()}, "what shall be profiled"),
+        ({"steps": 3}, "--steps 3: record 4 or more"),
+        ({"output": Path("/no/such/folder/profile.json")}, "/no/such/folder is no directory"),
+    ],
+)
+def test_an_impossible_profile_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options: dict[str, Any] = {"command": ("true",), "output": Path("profile.json")}
+        Plan(**(options | arguments))
+
+
+# ---------------------------------------------------------------------- what is recorded
+
+
+def train(rhythm: Alternation, steps: int, span: int, slots: int = 3) -> list[int]:
+    """A job whose snapshots keep `span` steps busy; the steps after which one was taken."""
+    taken = []
+    left = 0
+    for step in range(1, steps + 1):
+        if step > 1:
+            rhythm.observe(1.5 if left else 1.0, 0.25 if left else 0.0, bool(left))
+            left = max(0, left - 1)
+        if rhythm.takes(step):
+            taken.append(step)
+            left = span
+    return taken
+
+
+@pytest.mark.parametrize("span", [1, 3])
+def test_snapshots_alternate_with_quiet_steps(span: int) -> None:
+    rhythm = Alternation(slots=3)
+    taken = train(rhythm, 60, span)
+    assert {later - earlier for earlier, later in pairwise(taken)} == {span + 1}
+    assert set(rhythm.quiet) == {1.0}
+    assert set(rhythm.busy) == {1.5}
+    assert abs(len(rhythm.busy) - span * len(rhythm.quiet)) <= span
+    assert next(iter(rhythm.stalls)) > taken[3]  # every slot was written before
+    assert set(list(rhythm.stalls.values())[:-1]) == {0.25 * span}
+
+
+def test_where_snapshots_keep_many_steps_busy_enough_of_them_are_waited_for() -> None:
+    rhythm = Alternation(slots=2)
+    counts = []
+    for steps in range(1, 120):
+        rhythm = Alternation(slots=2)
+        train(rhythm, steps, 9, slots=2)
+        counts.append(rhythm.recorded())
+    first = next(count for count in counts if count)
+    assert first == LEAST * 10
+
+
+def part(node: str, shard: int, copy_s: float, more: tuple[int, ...] = ()) -> Part:
+    timings = [Timing(step, copy_s, 0.1, 0.4) for step in (4, 6, *more)]
+    return Part(Place(node, shard, 3, 1, 1), [1.0, 1.2], [1.5, 1.7, 1.6], {4: 0.1, 6: 0.3, 8: 0.2}, timings)
+
+
+def test_parts_are_merged_by_the_slowest_rank_and_the_largest_node() -> None:
+    measured = merge([part("a", 100, 0.2, (8,)), part("a", 50, 0.3), part("b", 120, 0.1)])
+    assert (measured.state_bytes, measured.nodes) == (150, 2)
+    assert (measured.step_s, measured.snapshot_step_s) == pytest.approx((1.1, 1.6))
+    assert (measured.copy_s, measured.seal_s, measured.encode_s) == pytest.approx((0.3, 0.1, 0.4))
+    assert (measured.quiet_steps, measured.busy_steps, measured.snapshots) == (2, 3, 3)
+    assert measured.visible_s() == pytest.approx(0.5)
+
+
+def test_too_little_is_no_profile() -> None:
+    nothing = Part(Place("a", 1, 3, 0, 0))
+    with pytest.raises(ConfigError, match="0 quiet steps, 0 busy ones and 0 protected snapshots"):
+        merge([nothing])
+
+
+def test_a_part_survives_json() -> None:
+    one = part("a", 100, 0.2)
+    assert Part.from_json(json.loads(json.dumps(one.to_json()))) == one
