@@ -193,7 +193,8 @@ class _Disturbed:
                 said = json.loads(lines.readline() or "null")
             if said is None or not psutil.pid_exists(said["pid"]):
                 return False  # it was killed on its way, or while it waited here
-            due = self._faults[len(self._injected)] if len(self._injected) < len(self._faults) else None
+            left = self._faults[len(self._injected) :] if self._process.poll() is None else ()
+            due = left[0] if left else None
             if due is not None and due.matches(self._rank_of(said["pid"]), said["point"], said["step"]):
                 self._progress(f"{due.kind} at {said['point']} of step {said['step']}, rank {due.rank}")
                 self._inject(due, said["pid"])
@@ -217,7 +218,8 @@ class _Disturbed:
                 for process in self._trainers(pid):
                     _signal(process, signal.SIGKILL)
             case "kill-launcher":
-                _signal(self._process.pid, signal.SIGKILL)
+                self._process.kill()
+                self._process.wait(END_DEADLINE_S)  # what it leaves is in no recovery
             case "stop-trainer":
                 self._stop(pid)
             case "kill-smp":

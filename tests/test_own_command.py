@@ -124,7 +124,7 @@ def test_a_job_under_torchrun_is_killed_over_and_over_and_ends_the_same(
     found: dict[str, Any] = json.loads(report.read_text())
     assert status == 0, found["problems"]
     assert found["faults_asked"] == found["faults_injected"] == len(found["injected"]) > 2
-    assert found["starts"] == 3
+    assert found["starts"] > 2
     assert found["values_compared"] > 300
     assert not list(Path("/dev/shm").glob("holdfast-chaos-*"))
 
