@@ -22,9 +22,10 @@ import torch.distributed as dist
 from chaos.cluster import Event, History, VirtualCluster
 from chaos.launcher import Launcher
 from chaos.trainer import Trainer
-from holdfast import InMemorySnapshot
+from integrations import adapter_for
 from smp_daemon.errors import ConfigError
 from smp_daemon.points import reach
+from snapshot.hook import SnapshotHook
 from snapshot.profile import Orders
 
 TARGET = "chaos.toll:train"
@@ -117,7 +118,8 @@ def train() -> None:
         for number in range(1, args["steps"] + 1):
             step(number)
         return
-    with InMemorySnapshot(model, optim, start=False, every=args["every"], overhead_budget=0) as snap:
+    adapter = adapter_for(model, optim, None, {})
+    with SnapshotHook(adapter, start=False, every=args["every"], overhead_budget=0) as snap:
         trainer.report("started", step=snap.step)
         for number in range(snap.step + 1, args["steps"] + 1):
             step(number)
