@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chaos.sim.seams import RECORDS
 from smp_daemon.points import POINTS
@@ -17,8 +17,11 @@ POINTS_HERE = (
 """Every named place at which a process may be killed. The loading of tensors, and with it ``restore.middle``, is not
 part of the control plane."""
 
-RECOVERY = ("restore.before", "rebuild.middle", "heal.done", "reform.adopt", "reform.encode", "reform.done")
+RECOVERY = ("restore.before", "rebuild.middle", "heal.done")
 """Points that only a job which comes back reaches: struck more often in lives that are not the first."""
+
+REFORM = ("reform.adopt", "reform.encode", "reform.done", "reform.declined")
+"""Points that only survivors without trainers reach."""
 
 PROTECTIONS = ("auto", "1+1", "2+1", "2+2", "3+1", "copies:2")
 
@@ -109,6 +112,10 @@ class Size:
         every, reform_after_s, finals, chances, capacities: of the plan.
         mates: how many ranks a node has, if there are fewer than four.
         quiet: how many snapshots are taken in the quiet after the faults.
+        opening: faults that the first life has besides.
+        later: points that are struck more often in lives that are not the first.
+        gaps: how many seconds pass between two lives.
+        replaced: how likely it is that lost nodes are replaced.
         hazard: how much likelier it is than in a long one that a message is damaged or lost.
         span: within how many awaits of a life its faults strike.
     """
@@ -127,6 +134,10 @@ class Size:
     hazard: int
     quiet: tuple[int, ...]
     span: int
+    opening: tuple[Fault, ...] = ()
+    later: tuple[str, ...] = RECOVERY
+    gaps: tuple[float, ...] = (0.0, 1.0, 5.0, 90.0)
+    replaced: float = 0.7
 
 
 SMALL = Size(
@@ -177,8 +188,28 @@ LARGE = Size(
     quiet=(2,),
     span=1500,
 )
-SIZES = (SMALL,) * 56 + (MEDIUM,) * 3 + (LARGE,)
-"""Most seeds are short, so that there can be many; one in sixty does everything at length."""
+RECOVERING = replace(
+    SMALL,
+    nodes=(2, 2, 3),
+    lives=(2,),
+    faults=(1,),
+    steps=(2,),
+    every=(1,),
+    finals=("stop", "stop", "lose"),
+    opening=(Fault("lose node", awaits=900),),
+)
+REFORMING = replace(
+    RECOVERING,
+    nodes=(3, 3, 4),
+    reform_after_s=(30.0,),
+    opening=(Fault("lose node", awaits=1500), Fault("kill all trainers", awaits=1520)),
+    later=(*REFORM, *RECOVERY),
+    gaps=(90.0, 90.0, 5.0),
+    replaced=0.2,
+)
+SIZES = (SMALL,) * 50 + (RECOVERING,) * 5 + (REFORMING,) + (MEDIUM,) * 3 + (LARGE,)
+"""Most seeds are short, so that there can be many; one in sixty does everything at length. `RECOVERING` and `REFORMING`
+first lose a node, so that faults can strike at what follows."""
 
 
 def draw(seed: int) -> Plan:
@@ -188,7 +219,8 @@ def draw(seed: int) -> Plan:
     nodes = pick.choice(size.nodes)
     ranks = tuple(node for node in range(nodes) for _ in range(pick.choice(size.mates) if nodes < 4 else 1))
     lives = tuple(
-        tuple(_fault(pick, size.span, first=not life) for _ in range(pick.choice(size.faults)))
+        (() if life else size.opening)
+        + tuple(_fault(pick, size, later=life > 0 or size is REFORMING) for _ in range(pick.choice(size.faults)))
         for life in range(pick.choice(size.lives))
     )
     return Plan(
@@ -210,16 +242,16 @@ def draw(seed: int) -> Plan:
         steps=pick.choice(size.steps),
         step_s=pick.choice((0.0, 0.0, 0.05)),
         lives=lives,
-        gaps=tuple(Gap(pick.choice((0.0, 1.0, 5.0, 90.0)), pick.random() < 0.7) for _ in range(len(lives))),
+        gaps=tuple(Gap(pick.choice(size.gaps), pick.random() < size.replaced) for _ in lives),
         final=pick.choice(size.finals),
         quiet=pick.choice(size.quiet),
     )
 
 
-def _fault(pick: random.Random, span: int, *, first: bool) -> Fault:
+def _fault(pick: random.Random, size: Size, *, later: bool) -> Fault:
     if pick.random() < 0.5:
         kind = pick.choice(("kill here", "kill here", "kill here", "lose here"))
-        if not first and pick.random() < 0.5:
-            return Fault(kind, point=pick.choice(RECOVERY))
+        if later and pick.random() < 0.5:
+            return Fault(kind, point=pick.choice(size.later))
         return Fault(kind, point=pick.choice(POINTS_HERE), nth=pick.choice((1, 1, 2, 3, 5)))
-    return Fault(pick.choice(KINDS), awaits=int(pick.random() ** 2 * span))
+    return Fault(pick.choice(KINDS), awaits=int(pick.random() ** 2 * size.span))
