@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from chaos.sim import __main__ as command
-from chaos.sim.memory import Disk, MemoryPath
+from chaos.sim.memory import Disk, MemoryMmap, MemoryOs, MemoryPath
 from chaos.sim.oracle import Oracle
 from chaos.sim.plan import POINTS_HERE, draw
 from chaos.sim.run import simulate
@@ -70,6 +70,56 @@ def test_a_command_says_how_often_each_point_was_hit(tmp_path: Path, capsys: pyt
     assert set(POINTS_HERE) <= set(written["points"])
     assert written["points"]["seal.done"]["hits"] > 0
     assert "3 seeds from 2: 0 broke the promise" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--seeds", "--jobs"])
+def test_a_command_that_would_run_nothing_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main([option, "0"])
+    assert f"{option} 0: give 1 or more" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- the files
+
+
+def test_who_maps_a_file_keeps_it_when_its_name_is_another_files() -> None:
+    system, slot = MemoryOs(), MemoryPath(Disk(), "", "slot")
+    file = system.open(slot, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    system.posix_fallocate(file, 0, 8)
+    mine = memoryview(MemoryMmap.mmap(file, 8))
+    slot.unlink()
+    with pytest.raises(FileNotFoundError):
+        slot.stat()
+    system.posix_fallocate(system.open(slot, os.O_RDWR | os.O_CREAT | os.O_EXCL), 0, 8)
+    mine[:] = b"dead men"
+    assert slot.read_bytes() == bytes(8)
+    with pytest.raises(FileExistsError):
+        system.open(slot, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+
+def test_all_who_map_a_file_share_its_bytes() -> None:
+    system, slot = MemoryOs(), MemoryPath(Disk(), "", "slot")
+    file = system.open(slot, os.O_RDWR | os.O_CREAT)
+    system.ftruncate(file, 4)
+    memoryview(MemoryMmap.mmap(file, 4))[:] = b"both"
+    assert bytes(MemoryMmap.mmap(system.open(slot, os.O_RDWR), 4)) == slot.read_bytes() == b"both"
+    with pytest.raises(ValueError, match="greater than file size"):
+        MemoryMmap.mmap(file, 5)
+
+
+def test_a_rename_replaces_and_a_directory_goes_with_all_that_is_in_it() -> None:
+    disk = Disk()
+    arena = MemoryPath(disk, "", "node") / "job"
+    arena.mkdir(parents=True)
+    (arena / "a.json.part").write_text("new")
+    (arena / "a.json").write_text("old")
+    (arena / "a.json.part").replace(arena / "a.json")
+    assert [path.name for path in arena.glob("*.json*")] == ["a.json"]
+    assert (arena / "a.json").read_text() == "new"
+    disk.remove(str(arena.parent))
+    assert not arena.exists() and not arena.parent.exists()
+    with pytest.raises(FileNotFoundError):
+        (arena / "a.json").write_text("late")
 
 
 # ---------------------------------------------------------------------- the scheduler

@@ -24,7 +24,11 @@ SAY_EVERY_S = 10.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, run, report."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for name in ("seeds", "jobs"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: give 1 or more")
     if options.seed is not None:
         return _one(options.seed, options.trace)
     total, began = Total(), time.perf_counter()

@@ -60,10 +60,10 @@ class File:
 
 
 class Disk:
-    """All directories of one run, by path, each with its files by name."""
+    """All directories of one run, by path (the root's is empty), each with its files by name."""
 
     def __init__(self) -> None:
-        self.directories: dict[str, dict[str, File]] = {"/": {}}
+        self.directories: dict[str, dict[str, File]] = {"": {}}
         self._numbers = itertools.count(1)
 
     def new_file(self) -> File:
@@ -154,7 +154,7 @@ class MemoryPath:
             if not exist_ok:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             return
-        if self._directory and self._directory not in self._disk.directories:
+        if self._directory not in self._disk.directories:
             if not parents:
                 raise _missing(self)
             self.parent.mkdir(mode, parents=True)

@@ -48,7 +48,7 @@ class Report:
 
 
 def simulate(seed: int, trace: Callable[[str], None] | None = None) -> Report:
-    """Run one seed. Call it within `chaos.sim.seams.installed`."""
+    """Run one seed. Call it within `chaos.sim.seams.installed`, always from the same thread."""
     plan = draw(seed)
     scheduler = Scheduler(f"turns {seed}", plan.chance)
     scheduler.trace = trace
