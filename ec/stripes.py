@@ -53,7 +53,7 @@ class Stripes:
         if self.unit_bytes < 1:
             raise ValueError(f"unit_bytes must be positive, not {self.unit_bytes}")
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """n, the nodes of the group."""
         return len(self.segments)
@@ -77,13 +77,11 @@ class Stripes:
 
     def parity_positions(self, stripe: int) -> tuple[int, ...]:
         """Positions holding parity units k, k+1, ... of `stripe`, in that order."""
-        start = self._starts[stripe % self.positions]
-        return tuple((start + j) % self.positions for j in range(self.parity))
+        return self._members[stripe % self.positions][: self.parity]
 
     def data_positions(self, stripe: int) -> tuple[int, ...]:
         """Positions contributing data units 0, 1, ... k-1 to `stripe`, in that order."""
-        start = self._starts[stripe % self.positions] + self.parity
-        return tuple((start + j) % self.positions for j in range(self.data))
+        return self._members[stripe % self.positions][self.parity :]
 
     def parity_rank(self, position: int, stripe: int) -> int:
         """How many stripes before `stripe` have parity on `position`: its place in the parity slot, in units."""
@@ -151,6 +149,12 @@ class Stripes:
         """First position of each of n stripes: every position once."""
         round_length = self.positions // math.gcd(self.parity, self.positions)
         return tuple((r * self.parity + r // round_length) % self.positions for r in range(self.positions))
+
+    @cached_property
+    def _members(self) -> tuple[tuple[int, ...], ...]:
+        """The m + k positions of each of n stripes, parity first."""
+        width = self.parity + self.data
+        return tuple(tuple((start + j) % self.positions for j in range(width)) for start in self._starts)
 
     @cached_property
     def _ranks(self) -> tuple[tuple[tuple[int, int], ...], ...]:

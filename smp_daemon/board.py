@@ -92,4 +92,5 @@ class Board:
 
     def paused_for(self, now_s: float) -> float:
         """How long some trainer still wants quiet, in seconds from `now_s`: at most `MAX_PAUSE_S`, whatever it says."""
-        return min(max(int(self._pauses.max()) / 1e9 - now_s, 0.0), MAX_PAUSE_S)
+        latest: int = max(self._pauses.tolist())
+        return min(max(latest / 1e9 - now_s, 0.0), MAX_PAUSE_S)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import xxhash
@@ -110,11 +110,10 @@ class Layout:
 
     def place(self, name: str) -> tuple[int, int]:
         """(group, position) of the node called `name`."""
-        index = [n.name for n in self.nodes].index(self.node(name).name)
-        for g, members in enumerate(self.groups):
-            if index in members:
-                return g, members.index(index)
-        raise ProtocolError(f"node {name!r} belongs to no group")
+        try:
+            return self._places[name]
+        except KeyError:
+            raise ProtocolError(f"node {name!r} is not part of job {self.job!r} in epoch {self.epoch}") from None
 
     def members(self, group: int) -> tuple[Node, ...]:
         """The nodes of a group, by position."""
@@ -172,6 +171,10 @@ class Layout:
         }
 
     @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        return {self.nodes[i].name: (g, p) for g, members in enumerate(self.groups) for p, i in enumerate(members)}
+
+    @cached_property
     def _tags(self) -> tuple[str, ...]:
         def content(group: int) -> list[Any]:
             members = [[node.name, [[s.coord, s.bytes] for s in node.shards]] for node in self.members(group)]
@@ -195,28 +198,57 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
-        return asdict(self)
+        return {
+            "job": self.job,
+            "epoch": self.epoch,
+            "revision": self.revision,
+            "nodes": [
+                {
+                    "name": node.name,
+                    "host": node.host,
+                    "control_port": node.control_port,
+                    "bulk_port": node.bulk_port,
+                    "shards": [{"coord": shard.coord, "bytes": shard.bytes} for shard in node.shards],
+                    "domains": node.domains,
+                }
+                for node in self.nodes
+            ],
+            "groups": self.groups,
+            "data": self.data,
+            "parity": self.parity,
+            "unit_bytes": self.unit_bytes,
+            "slots": self.slots,
+        }
 
     @classmethod
     def from_json(cls, data: Any) -> Layout:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+        """Raises `ProtocolError` if `data` is not what `to_json` makes.
+
+        Equal layouts are read once: every rank is told of every node's, and they are the same as a rule.
+        """
         try:
-            nodes = tuple(
-                Node(
-                    str(n["name"]),
-                    str(n["host"]),
-                    int(n["control_port"]),
-                    int(n["bulk_port"]),
-                    tuple(Shard(str(s["coord"]), int(s["bytes"])) for s in n["shards"]),
-                    tuple(str(label) for label in n["domains"]),
-                )
-                for n in data["nodes"]
-            )
-            groups = tuple(tuple(int(i) for i in g) for g in data["groups"])
-            numbers = {k: int(data[k]) for k in ("epoch", "revision", "data", "parity", "unit_bytes", "slots")}
-            return cls(job=str(data["job"]), nodes=nodes, groups=groups, **numbers)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            return _read(json.dumps(data))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"not a layout: {error!r}") from error
+
+
+@lru_cache(64)
+def _read(text: str) -> Layout:
+    data = json.loads(text)
+    nodes = tuple(
+        Node(
+            str(n["name"]),
+            str(n["host"]),
+            int(n["control_port"]),
+            int(n["bulk_port"]),
+            tuple(Shard(str(s["coord"]), int(s["bytes"])) for s in n["shards"]),
+            tuple(str(label) for label in n["domains"]),
+        )
+        for n in data["nodes"]
+    )
+    groups = tuple(tuple(int(i) for i in g) for g in data["groups"])
+    numbers = {k: int(data[k]) for k in ("epoch", "revision", "data", "parity", "unit_bytes", "slots")}
+    return Layout(job=str(data["job"]), nodes=nodes, groups=groups, **numbers)
 
 
 class Located(NamedTuple):

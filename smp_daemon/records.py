@@ -15,6 +15,8 @@ from smp_daemon.errors import ArenaTooSmall, ProtocolError
 from smp_daemon.layout import SnapshotId
 from smp_daemon.limits import MAX_RECORD_BYTES
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
 
 def digest(data: memoryview) -> int:
     """xxh3-64 of `data`."""
@@ -140,7 +142,7 @@ def write_json(path: Path, data: Any) -> None:
     """
     part = path.with_name(path.name + ".part")
     try:
-        part.write_text(json.dumps(data, separators=(",", ":")))
+        part.write_text(_encode(data))
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)

@@ -30,6 +30,8 @@ from smp_daemon.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES, MAX_SOCKET_PAT
 Message = dict[str, Any]
 _FRAME = struct.Struct("<4sIQ")
 _MAGIC = b"HFST"
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` would make an encoder for each message
+_decode = json.JSONDecoder().decode
 ACCEPT_AGAIN_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class SocketStream:
         sock.settimeout(deadline_s)
 
     def send(self, message: Message, payload: memoryview | None = None) -> None:
-        body = json.dumps(message, separators=(",", ":")).encode()
+        body = _encode(message).encode()
         if len(body) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"a message of {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}")
         with self._use:
@@ -86,18 +88,19 @@ class SocketStream:
         head = bytearray(_FRAME.size)
         with self._use:
             first = self._sock.recv_into(head)
-        if first == 0:
-            return None
-        self.receive_into(memoryview(head)[first:])
-        magic, length, payload = _FRAME.unpack(head)
-        if magic != _MAGIC:
-            raise ProtocolError("this is not a holdfast message")
-        if length > MAX_MESSAGE_BYTES or payload > MAX_UNIT_BYTES:
-            raise ProtocolError(f"a message of {length} + {payload} bytes is above the limits")
-        body = bytearray(length)
-        self.receive_into(memoryview(body))
+            if first == 0:
+                return None
+            if first < len(head):
+                self._fill(memoryview(head)[first:])
+            magic, length, payload = _FRAME.unpack(head)
+            if magic != _MAGIC:
+                raise ProtocolError("this is not a holdfast message")
+            if length > MAX_MESSAGE_BYTES or payload > MAX_UNIT_BYTES:
+                raise ProtocolError(f"a message of {length} + {payload} bytes is above the limits")
+            body = bytearray(length)
+            self._fill(memoryview(body))
         try:
-            message = json.loads(body)
+            message = _decode(str(body, "utf-8"))
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"a message is not JSON: {error}") from error
         if not isinstance(message, dict):
@@ -106,11 +109,14 @@ class SocketStream:
 
     def receive_into(self, payload: memoryview) -> None:
         with self._use:
-            while payload:
-                count = self._sock.recv_into(payload)
-                if count == 0:
-                    raise SmpUnavailable("the connection ended in the middle of a message")
-                payload = payload[count:]
+            self._fill(payload)
+
+    def _fill(self, buffer: memoryview) -> None:
+        while buffer:
+            count = self._sock.recv_into(buffer)
+            if count == 0:
+                raise SmpUnavailable("the connection ended in the middle of a message")
+            buffer = buffer[count:]
 
     def set_deadline(self, seconds: float | None) -> None:
         with self._use:
@@ -147,7 +153,8 @@ class _Use:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._lock:
             self._calls -= 1
-            self._release()
+            if self.over:
+                self._release()
         if isinstance(error, OSError):
             raise _mapped(error) from error
 
@@ -160,7 +167,7 @@ class _Use:
                 self._release()
 
     def _release(self) -> None:
-        if self.over and not self._calls:
+        if not self._calls:
             self._sock.close()
 
 
@@ -247,7 +254,8 @@ class Listener:
     def __init__(self, sock: socket.socket, converse: Callable[[socket.socket], Conversation]) -> None:
         self._sock = sock
         self._converse = converse
-        self._live: set[SocketStream] = set()
+        self._live: dict[SocketStream, None] = {}
+        """In the order in which they came, so that they always end in that order too."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
@@ -286,7 +294,7 @@ class Listener:
     def _serve(self, sock: socket.socket) -> None:
         stream = SocketStream(sock, deadline_s=None)
         with self._lock:
-            self._live.add(stream)
+            self._live[stream] = None
             if self._closed.is_set():
                 stream.close()
         conversation = None
@@ -304,7 +312,7 @@ class Listener:
                 log.warning("connection ended: %s", error)
         finally:
             with self._lock:
-                self._live.discard(stream)
+                self._live.pop(stream, None)
             stream.close()
             if conversation is not None:
                 conversation.ended()

@@ -5,12 +5,29 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 
-def test_some_seeds_keep_the_promise(tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    command = [sys.executable, "-m", "chaos.sim", "--seeds", "8", "--first", "500", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(file.read_text())["seeds"] == 8
+def run(*arguments: str, deadline_s: float = 120.0) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "report.json"
+        command = [sys.executable, "-m", "chaos.sim", *arguments, "--json", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        report: dict[str, Any] = json.loads(file.read_text())
+        return report
+
+
+def test_two_thousand_seeds_keep_the_promise_and_reach_every_point() -> None:
+    report = run("--seeds", "2000", deadline_s=600.0)
+    assert report["seeds"] == 2000
+    assert not [point for point, counts in report["points"].items() if not counts["hits"]]
+
+
+def test_two_processes_do_what_one_does() -> None:
+    arguments = ("--seeds", "110", "--first", "5000")  # more than one batch
+    alone, together = run(*arguments), run(*arguments, "--jobs", "2")
+    for name in ("seeds", "awaits", "turns", "simulated_s", "faults", "points", "checks"):
+        assert alone[name] == together[name], name

@@ -20,8 +20,6 @@ from smp_daemon.slots import SlotPool, SlotState
 from smp_daemon.store import Store
 from snapshot.hook import SnapshotHook
 
-pytestmark = pytest.mark.slow  # simulated processes that were killed keep their descriptors until this one ends
-
 _fold = ParityGathering.fold
 
 
@@ -56,8 +54,8 @@ def _step_without_waiting(self: SnapshotHook) -> None:
 
 
 MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
-    "the plan ignores what is protected": (0, [("smp_daemon.plan", "candidates", _oldest_first)]),
-    "the slot of the protected snapshot is freed": (1, [(SlotPool, "outdated", _ignore_keep)]),
+    "the plan ignores what is protected": (70, [("smp_daemon.plan", "candidates", _oldest_first)]),
+    "the slot of the protected snapshot is freed": (30, [(SlotPool, "outdated", _ignore_keep)]),
     "what is sealed counts as protected": (0, [(Store, "_settle", _settle_at_once)]),
     "no epoch is checked and none fences": (
         0,
@@ -68,10 +66,10 @@ MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     ),
     "a bit of parity is wrong": (0, [(ParityGathering, "fold", _fold_badly)]),
     "parity is never committed": (0, [(Codings, "_commit_parity", lambda self, coding, gathering: None)]),
-    "the next step does not wait for the copy": (18, [(SnapshotHook, "before_step", _step_without_waiting)]),
-    "lost parity is not healed": (0, [("smp_daemon.local", "heal", lambda *arguments: 0)]),
+    "the next step does not wait for the copy": (0, [(SnapshotHook, "before_step", _step_without_waiting)]),
+    "lost parity is not healed": (130, [("smp_daemon.local", "heal", lambda *arguments: 0)]),
     "digests are not compared": (
-        48,
+        160,
         [
             (Holdings, "damaged_units", lambda self, key: []),
             ("smp_daemon.client.RecoveredShard", "matches", lambda self, unit: True),
@@ -80,7 +78,7 @@ MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
 }
 """By name: the first seed to try, and what is replaced by what."""
 
-SEEDS = 8
+SEEDS = 16
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,7 @@
 """``python -m chaos.sim``: run many seeds, or one of them with its trace.
 
-Exit status 0 only if no seed broke the promise. Speed is per second of one processor's time, and per second.
+Exit status 0 only if no seed broke the promise. Speed is per second of one processor's time, and per second. Seeds are
+run in batches; with ``--jobs``, each in one of so many processes; what comes out is the same.
 """
 
 from __future__ import annotations
@@ -9,66 +10,40 @@ import argparse
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chaos.sim.campaign import Total, run
 from chaos.sim.plan import POINTS_HERE
-from chaos.sim.run import Report, simulate
+from chaos.sim.run import simulate
 from chaos.sim.seams import installed
 
 SAY_EVERY_S = 10.0
 
 
-@dataclass(slots=True)
-class Total:
-    """What all seeds of a command did together."""
-
-    seeds: int = 0
-    awaits: int = 0
-    turns: int = 0
-    simulated_s: float = 0.0
-    failures: dict[int, str] = field(default_factory=dict)
-    faults: Counter[str] = field(default_factory=Counter)
-    hits: Counter[str] = field(default_factory=Counter)
-    crashes: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
-    checks: Counter[str] = field(default_factory=Counter)
-
-    def add(self, report: Report) -> None:
-        """Count one seed."""
-        self.seeds += 1
-        self.awaits += report.awaits
-        self.turns += report.turns
-        self.simulated_s += report.simulated_s
-        for name in ("faults", "hits", "crashes", "kinds", "checks"):
-            getattr(self, name).update(getattr(report, name))
-        if report.violations:
-            self.failures[report.seed] = report.violations[0]
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Parse, run, report."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for name in ("seeds", "jobs"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: give 1 or more")
     if options.seed is not None:
         return _one(options.seed, options.trace)
-    total, wall, cpu = Total(), time.perf_counter(), time.process_time()
-    said = wall
-    with installed():
-        for seed in range(options.first, options.first + options.seeds):
-            report = simulate(seed)
-            total.add(report)
-            if report.violations:
-                print(f"seed {seed}: {report.violations[0].splitlines()[0]}\n  {replay(seed)}", flush=True)
-            now = time.perf_counter()
-            if now - said > SAY_EVERY_S:
-                said = now
-                print(f"{total.seeds} seeds, {total.seeds / (now - wall):.1f} a second", flush=True)
-            if options.seconds and now - wall > options.seconds:
-                break
-    result = summary(total, options.first, time.perf_counter() - wall, time.process_time() - cpu)
+    total, began = Total(), time.perf_counter()
+    said = began
+    for part in run(range(options.first, options.first + options.seeds), options.jobs):
+        total.join(part)
+        for seed, text in part.failures.items():
+            print(f"seed {seed}: {text.splitlines()[0]}\n  {replay(seed)}", flush=True)
+        now = time.perf_counter()
+        if now - said > SAY_EVERY_S:
+            said = now
+            print(f"{total.seeds} seeds, {total.seeds / (now - began):.1f} a second", flush=True)
+        if options.seconds and now - began > options.seconds:
+            break
+    result = summary(total, options.first, time.perf_counter() - began)
     print("\n".join(lines(result)))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -80,16 +55,16 @@ def replay(seed: int) -> str:
     return f"python -m chaos.sim --seed {seed} --trace"
 
 
-def summary(total: Total, first: int, wall_s: float, cpu_s: float) -> dict[str, Any]:
+def summary(total: Total, first: int, wall_s: float) -> dict[str, Any]:
     """All numbers, for machines."""
     return {
         "first": first,
         "seeds": total.seeds,
         "failures": {str(seed): text.splitlines()[0] for seed, text in total.failures.items()},
         "wall_s": round(wall_s, 1),
-        "cpu_s": round(cpu_s, 1),
+        "cpu_s": round(total.cpu_s, 1),
         "seeds_per_s": round(total.seeds / wall_s, 2),
-        "seeds_per_cpu_s": round(total.seeds / cpu_s, 2),
+        "seeds_per_cpu_s": round(total.seeds / total.cpu_s, 2),
         "awaits": total.awaits,
         "turns": total.turns,
         "simulated_s": round(total.simulated_s),
@@ -97,7 +72,6 @@ def summary(total: Total, first: int, wall_s: float, cpu_s: float) -> dict[str, 
         "points": {
             p: {"hits": total.hits[p], "crashes": total.crashes[p]} for p in sorted({*POINTS_HERE, *total.hits})
         },
-        "awaits_by_kind": dict(total.kinds.most_common()),
         "checks": dict(sorted(total.checks.items())),
     }
 
@@ -134,8 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m chaos.sim", description="Simulate jobs under faults, from seeds.")
     parser.add_argument("--seeds", type=int, default=200, help="how many (default 200)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
+    parser.add_argument("--jobs", type=int, default=1, help="in so many processes at the same time (default 1)")
     parser.add_argument(
-        "--seconds", type=float, default=0.0, help="stop after so long, after the seed at hand; 0: never"
+        "--seconds", type=float, default=0.0, help="stop after so long, after the batches at hand; 0: never"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all counts there")
     parser.add_argument("--seed", type=int, help="run this one alone")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from pathlib import Path
 
+from chaos.sim.memory import MemoryPath
 from chaos.sim.plan import Fault
 from chaos.sim.seams import Hooks
 from chaos.sim.tasks import Process
@@ -170,10 +170,8 @@ class Faults:
             lengths[rank] += 17
 
 
-def flip_bit(path: Path, where: float) -> None:
+def flip_bit(path: MemoryPath, where: float) -> None:
     """Flip the bit at that fraction of a file."""
-    with path.open("r+b") as file:
-        content = file.read()
-        bit = int(where * len(content) * 8)
-        file.seek(bit // 8)
-        file.write(bytes([content[bit // 8] ^ 1 << bit % 8]))
+    content = path.file().content
+    bit = int(where * len(content) * 8)
+    content[bit // 8] ^= 1 << bit % 8

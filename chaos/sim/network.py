@@ -12,9 +12,9 @@ import os
 import socket
 import struct
 from collections import Counter, deque
-from pathlib import Path
 from typing import Any
 
+from chaos.sim.memory import Disk
 from chaos.sim.scheduler import Scheduler, active
 from chaos.sim.tasks import Process, Task
 
@@ -32,10 +32,12 @@ class Network:
         latency_s: mean time that bytes take from host to host.
         flip_chance: how likely a payload has a bit flipped on its way.
         counts: faults that struck, by kind.
+        disk: where the names of local sockets stand.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, disk: Disk) -> None:
         self.scheduler = scheduler
+        self.disk = disk
         self.random = scheduler.random
         self.latency_s = 0.0005
         self.flip_chance = 0.0
@@ -55,9 +57,13 @@ class Network:
 
     def is_cut(self, one: str, other: str) -> bool:
         """Whether nothing passes between two hosts just now."""
-        if one == other:
+        if one == other or not (self.cut or self.dark):
             return False
-        return bool(self.cut or self.dark) and not {one, other}.isdisjoint(self.cut | self.dark)
+        return one in self.cut or other in self.cut or one in self.dark or other in self.dark
+
+    def is_dark(self, one: str, other: str) -> bool:
+        """Whether nothing will ever pass between two hosts again."""
+        return bool(self.dark) and one != other and (one in self.dark or other in self.dark)
 
     def delay_s(self, one: str, other: str) -> float:
         """How long something takes from host to host; 0 within one."""
@@ -129,8 +135,8 @@ class SimSocket:
 
     def bind(self, address: Any) -> None:
         if self._local:
-            Path(address).touch()
-            self._address = str(address)
+            self._network.disk.touch(address)
+            self._address = address
             return
         host, port = address
         port = port or self._network.free_port()
@@ -151,7 +157,7 @@ class SimSocket:
     # ------------------------------------------------------------------ connections
 
     def connect(self, address: Any) -> None:
-        self._scheduler.point("connect")
+        self._scheduler.point()
         target: Address = str(address) if self._local else (str(address[0]), int(address[1]))
         if not self._local:
             self._pass_link(str(target[0]))
@@ -178,7 +184,7 @@ class SimSocket:
             scheduler.sleep(delay)
 
     def accept(self) -> tuple[SimSocket, Any]:
-        self._scheduler.point("accept")
+        self._scheduler.point()
         while not self._backlog:
             if self._closed or self._shut:
                 raise OSError(errno.EINVAL, "the socket does not listen any more")
@@ -188,10 +194,11 @@ class SimSocket:
     # ------------------------------------------------------------------ bytes
 
     def sendall(self, data: Any) -> None:
-        self._scheduler.point("send")
+        self._scheduler.point()
         payload = isinstance(data, memoryview)
         content = bytes(data)
-        self._check_open()
+        if self._closed or self._reset or self._shut:
+            self._check_open()
         peer = self.peer
         if peer is None:
             raise OSError(errno.ENOTCONN, "not connected")
@@ -216,7 +223,7 @@ class SimSocket:
             self._scheduler.at(peer._wire[0][0], peer._arrive)
 
     def recv_into(self, buffer: Any) -> int:
-        self._scheduler.point("receive")
+        self._scheduler.point()
         while not self._inbox:
             if self._closed:
                 raise OSError(errno.EBADF, "the socket is closed")
@@ -233,7 +240,7 @@ class SimSocket:
         if self._offset == len(first):
             self._inbox.popleft()
             self._offset = 0
-            if self.peer is not None:
+            if self.peer is not None and self.peer._waiting:
                 self.peer._wake()
         return count
 
@@ -267,7 +274,8 @@ class SimSocket:
             raise BrokenPipeError(errno.EPIPE, "the connection is shut")
 
     def _is_cut(self, peer: SimSocket) -> bool:
-        return not self._local and self._network.is_cut(self.process.host, peer.process.host)
+        net = self._network
+        return bool(net.cut or net.dark) and not self._local and net.is_cut(self.process.host, peer.process.host)
 
     def _hazards(self, content: bytes, payload: bool) -> bytes:
         """What may happen to bytes between hosts."""
@@ -304,7 +312,8 @@ class SimSocket:
             return
         now = self._scheduler.now
         if self._is_cut(self.peer):
-            self._scheduler.at(now + HELD_EVERY_S, self._arrive)
+            if not self._network.is_dark(self.process.host, self.peer.process.host):
+                self._scheduler.at(now + HELD_EVERY_S, self._arrive)
             return
         while self._wire and self._wire[0][0] <= now:
             self._inbox.append(self._wire.popleft()[1])
@@ -343,6 +352,5 @@ class SimSocket:
             raise TimeoutError("timed out")
 
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            self._scheduler.wake(task)
+        if self._waiting:
+            self._scheduler.wake(self._waiting)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
+
+from chaos.sim.memory import MemoryPath
 
 Snapshot = tuple[int, int]
 """(epoch, step); later ones are greater."""
@@ -88,7 +89,7 @@ class Oracle:
         """A bit of this snapshot's bytes or parity was flipped where it lies."""
         self._flips[snapshot[0], snapshot[1]] += 1
 
-    def committed(self, path: Path, kind: str, data: Any) -> None:
+    def committed(self, path: MemoryPath, kind: str, data: Any) -> None:
         """An SMP has written a record into its arena."""
         if kind == "layout":
             layouts = self._layouts.setdefault(int(data["epoch"]), [])
@@ -97,7 +98,7 @@ class Oracle:
         if kind == "shard":
             self._committed_shard(path, data)
 
-    def _committed_shard(self, path: Path, data: Any) -> None:
+    def _committed_shard(self, path: MemoryPath, data: Any) -> None:
         snapshot: Snapshot = (data["snapshot"][0], data["snapshot"][1])
         coord = str(data["coord"])
         self.checks["committed"] += 1
@@ -172,7 +173,7 @@ class Oracle:
         layouts = self._layouts.get(self.promised[0], []) if self.promised else []
         return min((min(at["parity"], len(group) - 1) for at in layouts for group in at["groups"]), default=0)
 
-    def check_arena(self, arena: Path, slots: int) -> None:
+    def check_arena(self, arena: MemoryPath, slots: int) -> None:
         """At rest: sealed slots are whole but for flipped bits, and no memory is held that serves nothing."""
         self.checks["arena"] += 1
         seen: set[str] = set()

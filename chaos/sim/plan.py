@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chaos.sim.seams import RECORDS
 from smp_daemon.points import POINTS
@@ -16,6 +16,12 @@ POINTS_HERE = (
 )
 """Every named place at which a process may be killed. The loading of tensors, and with it ``restore.middle``, is not
 part of the control plane."""
+
+RECOVERY = ("restore.before", "rebuild.middle", "heal.done")
+"""Points that only a job which comes back reaches: struck more often in lives that are not the first."""
+
+REFORM = ("reform.adopt", "reform.encode", "reform.done", "reform.declined")
+"""Points that only survivors without trainers reach."""
 
 PROTECTIONS = ("auto", "1+1", "2+1", "2+2", "3+1", "copies:2")
 
@@ -67,7 +73,8 @@ class Plan:
         chance: how likely a task gives way at an await.
         step_s: most that a training step takes.
         lives, gaps: the faults of each start of the job, and what follows it.
-        final: what is done in the quiet that follows; one of `FINALS`.
+        quiet: how many snapshots are to become protected in the quiet that follows; 0: the job must only come back.
+        final: what is done then; one of `FINALS`.
     """
 
     seed: int
@@ -89,19 +96,132 @@ class Plan:
     step_s: float
     lives: tuple[tuple[Fault, ...], ...]
     gaps: tuple[Gap, ...]
+    quiet: int
     final: str
 
 
 FINALS = ("stop", "stop", "stop", "finish", "lose", "lose", "lose twice", "lose too many", "reform")
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much a seed does. Each value is drawn from a tuple.
+
+    Attributes:
+        nodes, lives, faults, steps, units: how many nodes, lives, faults a life, steps a life, bytes a unit.
+        every, reform_after_s, finals, chances, capacities: of the plan.
+        mates: how many ranks a node has, if there are fewer than four.
+        quiet: how many snapshots are taken in the quiet after the faults.
+        opening: faults that the first life has besides.
+        later: points that are struck more often in lives that are not the first.
+        gaps: how many seconds pass between two lives.
+        replaced: how likely it is that lost nodes are replaced.
+        hazard: how much likelier it is than in a long one that a message is damaged or lost.
+        span: within how many awaits of a life its faults strike.
+    """
+
+    nodes: tuple[int, ...]
+    mates: tuple[int, ...]
+    lives: tuple[int, ...]
+    faults: tuple[int, ...]
+    steps: tuple[int, ...]
+    every: tuple[int, ...]
+    units: tuple[int, ...]
+    reform_after_s: tuple[float, ...]
+    finals: tuple[str, ...]
+    chances: tuple[float, ...]
+    capacities: tuple[int, ...]
+    hazard: int
+    quiet: tuple[int, ...]
+    span: int
+    opening: tuple[Fault, ...] = ()
+    later: tuple[str, ...] = RECOVERY
+    gaps: tuple[float, ...] = (0.0, 1.0, 5.0, 90.0)
+    replaced: float = 0.7
+
+
+SMALL = Size(
+    nodes=(2, 2, 2, 2, 2, 2, 2, 3),
+    mates=(1,),
+    lives=(1, 1, 1, 1, 1, 2),
+    faults=(1, 1, 1, 2),
+    steps=(1, 1, 2),
+    every=(1, 1, 1, 2),
+    units=(256, 512, 512),
+    reform_after_s=(0.0, 0.0, 0.0, 30.0),
+    finals=("stop", "stop", "stop", "stop", "finish", "lose", "lose twice", "lose too many"),
+    chances=(0.01, 0.02, 0.05, 0.1),
+    capacities=(2, 64, 64),
+    hazard=4,
+    quiet=(0, 0, 1),
+    span=600,
+)
+MEDIUM = Size(
+    nodes=(2, 3, 3, 4),
+    mates=(1, 1, 2),
+    lives=(1, 1, 2),
+    faults=(1, 2),
+    steps=(1, 2, 3),
+    every=(1, 1, 2),
+    units=(200, 256, 512),
+    reform_after_s=(0.0, 30.0),
+    finals=FINALS,
+    chances=(0.01, 0.05, 0.2),
+    capacities=(2, 8, 64),
+    hazard=2,
+    quiet=(1,),
+    span=1200,
+)
+LARGE = Size(
+    nodes=(2, 2, 2, 3, 3, 3, 4, 5, 6),
+    mates=(1, 1, 1, 2),
+    lives=(1, 1, 1, 2, 3),
+    faults=(0, 1, 1, 2, 3),
+    steps=(2, 3, 4),
+    every=(1, 1, 2),
+    units=(128, 200, 256, 512),
+    reform_after_s=(0.0, 30.0, 30.0),
+    finals=FINALS,
+    chances=(0.01, 0.05, 0.2),
+    capacities=(2, 8, 64),
+    hazard=1,
+    quiet=(2,),
+    span=1500,
+)
+RECOVERING = replace(
+    SMALL,
+    nodes=(2, 2, 3),
+    lives=(2,),
+    faults=(1,),
+    steps=(2,),
+    every=(1,),
+    finals=("stop", "stop", "lose"),
+    opening=(Fault("lose node", awaits=900),),
+)
+REFORMING = replace(
+    RECOVERING,
+    nodes=(3, 3, 4),
+    reform_after_s=(30.0,),
+    opening=(Fault("lose node", awaits=1500), Fault("kill all trainers", awaits=1520)),
+    later=(*REFORM, *RECOVERY),
+    gaps=(90.0, 90.0, 5.0),
+    replaced=0.2,
+)
+SIZES = (SMALL,) * 50 + (RECOVERING,) * 5 + (REFORMING,) + (MEDIUM,) * 3 + (LARGE,)
+"""Most seeds are short, so that there can be many; one in sixty does everything at length. `RECOVERING` and `REFORMING`
+first lose a node, so that faults can strike at what follows."""
+
+
 def draw(seed: int) -> Plan:
     """The plan of `seed`."""
     pick = random.Random(f"plan {seed}")
-    nodes = pick.choice((2, 2, 2, 3, 3, 3, 4, 5, 6))
-    ranks = tuple(node for node in range(nodes) for _ in range(pick.choice((1, 1, 1, 2)) if nodes < 4 else 1))
+    size = pick.choice(SIZES)
+    nodes = pick.choice(size.nodes)
+    ranks = tuple(node for node in range(nodes) for _ in range(pick.choice(size.mates) if nodes < 4 else 1))
     lives = tuple(
-        tuple(_fault(pick) for _ in range(pick.choice((0, 1, 1, 2, 3)))) for _ in range(pick.choice((1, 1, 1, 2, 3)))
+        (() if life else size.opening)
+        + tuple(_fault(pick, size, later=life > 0 or size is REFORMING) for _ in range(pick.choice(size.faults)))
+        for life in range(pick.choice(size.lives))
     )
     return Plan(
         seed=seed,
@@ -110,25 +230,28 @@ def draw(seed: int) -> Plan:
         lengths=tuple(pick.randint(40, 400) for _ in ranks),
         protect=pick.choice(PROTECTIONS),
         slots=pick.choice((3, 3, 3, 4)),
-        every=pick.choice((1, 1, 2)),
-        unit_bytes=pick.choice((128, 200, 256, 512)),
+        every=pick.choice(size.every),
+        unit_bytes=pick.choice(size.units),
         rebuild=pick.choice(("chain", "decode")),
-        reform_after_s=pick.choice((0.0, 30.0, 30.0)),
-        chance=pick.choice((0.01, 0.05, 0.2)),
+        reform_after_s=pick.choice(size.reform_after_s),
+        chance=pick.choice(size.chances),
         latency_s=pick.choice((0.0, 0.0002, 0.01)),
-        capacity=pick.choice((2, 8, 64)),
-        flip_chance=pick.choice((0.0, 0.0, 0.02)),
-        break_chance=pick.choice((0.0, 0.0, 0.01)),
-        steps=pick.randint(2, 4),
+        capacity=pick.choice(size.capacities),
+        flip_chance=pick.choice((0.0, 0.0, 0.02)) * size.hazard,
+        break_chance=pick.choice((0.0, 0.0, 0.01)) * size.hazard,
+        steps=pick.choice(size.steps),
         step_s=pick.choice((0.0, 0.0, 0.05)),
         lives=lives,
-        gaps=tuple(Gap(pick.choice((0.0, 1.0, 5.0, 90.0)), pick.random() < 0.7) for _ in range(len(lives))),
-        final=pick.choice(FINALS),
+        gaps=tuple(Gap(pick.choice(size.gaps), pick.random() < size.replaced) for _ in lives),
+        final=pick.choice(size.finals),
+        quiet=pick.choice(size.quiet),
     )
 
 
-def _fault(pick: random.Random) -> Fault:
+def _fault(pick: random.Random, size: Size, *, later: bool) -> Fault:
     if pick.random() < 0.5:
         kind = pick.choice(("kill here", "kill here", "kill here", "lose here"))
+        if later and pick.random() < 0.5:
+            return Fault(kind, point=pick.choice(size.later))
         return Fault(kind, point=pick.choice(POINTS_HERE), nth=pick.choice((1, 1, 2, 3, 5)))
-    return Fault(pick.choice(KINDS), awaits=int(pick.random() ** 2 * 1500))
+    return Fault(pick.choice(KINDS), awaits=int(pick.random() ** 2 * size.span))

@@ -92,7 +92,7 @@ class SimServer:
         self._pool.submit(self._answer, call)
 
     def _answer(self, call: _Call) -> None:
-        active().point("rpc")
+        active().point()
         handler = self._handlers[call.method]
         context = _Context()
         try:
@@ -195,6 +195,8 @@ class _Call:
         reachable = not net.is_cut(self._process.host, self._channel.host)
         if server is None and reachable and not self._wait_for_ready:
             self.finish(None, SimRpcError(grpc.StatusCode.UNAVAILABLE, "nobody listens there"))
+        elif net.is_dark(self._process.host, self._channel.host):
+            return  # it times out
         elif server is None or not reachable:
             self._send_after(RETRY_S)
         elif net.break_chance and net.random.random() < net.break_chance:
@@ -204,6 +206,8 @@ class _Call:
             server.handle(self)
 
     def _arrive(self, reply: bytes, error: SimRpcError | None) -> None:
+        if self._ended.is_set() or network().is_dark(self._channel.host, self._process.host):
+            return
         if network().is_cut(self._channel.host, self._process.host):
             self._scheduler.at(self._scheduler.now + RETRY_S, lambda: self._arrive(reply, error))
         else:
@@ -241,7 +245,7 @@ class _Method:
         self._decode = decode
 
     def __call__(self, request: Any, timeout: float) -> Any:
-        active().point("rpc")
+        active().point()
         return self.future(request, timeout).result()
 
     def future(self, request: Any, timeout: float, wait_for_ready: bool = False) -> _Call:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from chaos.sim.faults import Faults
 from chaos.sim.plan import draw
@@ -20,12 +19,16 @@ LIFE_DEADLINE_S = 7200.0
 """A life of the job comes to its end within so much simulated time, whatever happens."""
 
 ATTEMPTS = 3
-QUIET_STEPS = 2
 CALM_S = 45.0
 """After so much quiet no call is under way any more that a fault has touched."""
 
 REST_S = 700.0
 """Longer than any deadline: whatever still waits after so much quiet waits for ever."""
+
+COLLECT_EVERY = 8
+"""After so many runs the memory of those that are over is given back."""
+
+_runs = itertools.count(1)
 
 
 @dataclass(slots=True)
@@ -36,23 +39,22 @@ class Report:
     violations: list[str]
     awaits: int
     turns: int
+    fingerprint: int
     simulated_s: float
     faults: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
     crashes: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
 
 
 def simulate(seed: int, trace: Callable[[str], None] | None = None) -> Report:
-    """Run one seed. Call it within `chaos.sim.seams.installed`."""
+    """Run one seed. Call it within `chaos.sim.seams.installed`, always from the same thread."""
     plan = draw(seed)
     scheduler = Scheduler(f"turns {seed}", plan.chance)
     scheduler.trace = trace
-    root = Path(tempfile.mkdtemp(prefix="holdfast-sim-", dir=_memory()))
-    world = World(plan, scheduler, root)
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL if trace is None else logging.NOTSET)
+    world = World(plan, scheduler)
+    if trace is not None:
+        logging.disable(logging.NOTSET)
     try:
         _Driver(world).drive()
     except Violation as violation:
@@ -60,24 +62,22 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None) -> Report:
             scheduler.violations.append(str(violation))
     finally:
         scheduler.unwind()
-        logging.disable(disabled)
-        shutil.rmtree(root, ignore_errors=True)
+        if trace is not None:
+            logging.disable()
+        if next(_runs) % COLLECT_EVERY == 0:
+            gc.collect()
     return Report(
         seed,
         list(scheduler.violations),
         scheduler.awaits,
         scheduler.turns,
+        scheduler.fingerprint,
         scheduler.now - 1000.0,
         world.faults,
         world.hits,
         world.crashes,
-        scheduler.kinds,
         world.oracle.checks,
     )
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 class _Driver:
@@ -113,6 +113,8 @@ class _Driver:
                     world.ensure_smp(node)
                 except Exception as error:  # a fault struck: the trainers will see
                     scheduler.note(f"the launcher goes on: {error}")
+        if not world.up():
+            return {"killed"}  # the last node was lost while it was made ready
         world.start_trainers(steps, quiet=quiet, ends=ends)
         limit = scheduler.now + LIFE_DEADLINE_S
         self._until(lambda: any(trainer.outcome for trainer in world.trainers), limit)
@@ -168,7 +170,7 @@ class _Driver:
     def _quiet(self) -> None:
         world, final = self._world, self._plan.final
         self._calm()
-        if not self._recover(QUIET_STEPS, "after the faults", progress=True):
+        if not self._recover(self._plan.quiet, "after the faults", progress=self._plan.quiet > 0):
             return
         if final in ("lose", "lose twice"):
             self._lose(world.oracle.survivable())

@@ -5,24 +5,26 @@ threads could take turns, and the draw says so. When nobody can run, the clock j
 deadlines takes a moment.
 
 A process that is killed stops where it stands: none of its tasks ever goes on, as after SIGKILL, and no ``finally`` of
-it touches an arena. Only when the run is over, and judged, are they unwound, so that their threads can be used again.
+it touches an arena. Only when the run is over, and judged, are they unwound, so that what they hold is free.
 """
 
 from __future__ import annotations
 
-import _thread
 import heapq
 import itertools
+import math
 import random
 import traceback
-from collections import Counter
 from collections.abc import Callable
 
-from chaos.sim.tasks import IDLE, Killed, Process, Task, Violation, Worker
+from greenlet import getcurrent, greenlet
+
+from chaos.sim.tasks import Killed, Process, Task, Violation
 
 DEFAULT_TURNS = 400_000
 """A run that takes more turns than this does not come to rest."""
 
+WORD = (1 << 64) - 1
 
 _active: Scheduler | None = None
 
@@ -39,7 +41,9 @@ class Scheduler:
     Args:
         seed: everything is drawn from it.
         chance: how likely it is, at an await, that another task goes on.
-        on_await: called at awaits whose number was asked for with `call_at`.
+
+    Attributes:
+        fingerprint: of all turns so far: who took each, and at which await. Two runs of a seed have the same.
     """
 
     def __init__(self, seed: str, chance: float, turns: int = DEFAULT_TURNS) -> None:
@@ -49,7 +53,7 @@ class Scheduler:
         self.now = 1_000.0
         self.awaits = 0
         self.turns = 0
-        self.kinds: Counter[str] = Counter()
+        self.fingerprint = 0
         self.violations: list[str] = []
         self.trace: Callable[[str], None] | None = None
         self.unwinding = False
@@ -61,22 +65,20 @@ class Scheduler:
         self._tasks: list[Task] = []
         self._planned: list[tuple[int, Callable[[], None]]] = []
         self.root = Process("driver", "driver")
-        self._main = Task(self.root, "main", lambda: None)
-        self._main.baton = _thread.allocate_lock()
-        self._main.baton.acquire()
-        self._main.started = True
+        self._main = Task(self.root, "main", 0, lambda: None)
+        self._main.stack = getcurrent()
         self.current = self._main
-        self._next_stop = 0
+        self.next_stop = 0
+        """The await at which something is to be done; `point` is spelled out where it is passed most often."""
         self._draw_stop()
 
     # ------------------------------------------------------------------ for the simulated primitives
 
-    def point(self, kind: str) -> None:
+    def point(self) -> None:
         """An await: the task may have to give way, and a fault may strike here."""
-        self.kinds[kind] += 1
         self.awaits += 1
-        if self.awaits >= self._next_stop or self.unwinding:
-            self._stop_here()
+        if self.awaits >= self.next_stop:
+            self.stop_here()
 
     def block(self, where: str, timeout: float | None = None) -> bool:
         """Wait until `wake`, at most `timeout` seconds; whether it was woken."""
@@ -87,14 +89,20 @@ class Scheduler:
         task.blocked = True
         task.where = where
         if timeout is not None:
-            heapq.heappush(self._timers, (self.now + max(0.0, timeout), next(self._numbers), task, task.token, None))
+            time_s = self.now + timeout if timeout > 0 else self.now
+            heapq.heappush(self._timers, (time_s, next(self._numbers), task, task.token, None))
         self._give_way(task)
         return task.woken
 
-    def wake(self, task: Task) -> None:
-        """A task that is blocked may go on."""
-        if task.blocked:
-            self._unblock(task, True)
+    def wake(self, tasks: list[Task]) -> None:
+        """Those of `tasks` that are blocked may go on; the list is empty then."""
+        for task in tasks:
+            if task.blocked:
+                task.blocked = False
+                task.woken = True
+                task.token += 1
+                self._ready.append(task)
+        tasks.clear()
 
     def sleep(self, seconds: float) -> None:
         """Wait so long."""
@@ -108,7 +116,7 @@ class Scheduler:
         """Start a task."""
         if self.unwinding:
             raise Killed
-        task = Task(process, name, work)
+        task = Task(process, name, len(self._tasks) + 1, work)
         process.live_tasks += 1
         self._tasks.append(task)
         self._ready.append(task)
@@ -120,7 +128,7 @@ class Scheduler:
         """Call `action`, which must not block, at the await of that number."""
         self._planned.append((awaits, action))
         self._planned.sort(key=lambda item: -item[0])
-        self._next_stop = min(self._next_stop, awaits)
+        self.next_stop = min(self.next_stop, awaits)
 
     def kill(self, process: Process) -> None:
         """SIGKILL."""
@@ -170,13 +178,13 @@ class Scheduler:
         ]
 
     def unwind(self) -> None:
-        """The run is over: end every task, so that its thread is free. Called by the driver."""
+        """The run is over: end every task. Called by the driver."""
         self.unwinding = True
+        self.next_stop = 0
         for task in self._tasks:
-            if task.started and not task.done:
+            if task.stack is not None and not task.done:
                 self.current = task
-                task.baton.release()
-                self._main.baton.acquire()
+                task.stack.throw(Killed)
         self._tasks.clear()
         self._ready.clear()
         self._timers.clear()
@@ -185,7 +193,7 @@ class Scheduler:
     # ------------------------------------------------------------------ inside
 
     def run_task(self, task: Task) -> None:
-        """The whole life of a task, on the calling thread."""
+        """The whole life of a task, on the current stack."""
         try:
             task.work()
         except Killed:
@@ -198,32 +206,24 @@ class Scheduler:
         task.done = True
         task.process.live_tasks -= 1
 
-    def hand_on(self, worker: Worker) -> bool:
-        """The task of `worker` has ended: somebody else goes on. Whether it is a new task, on the same worker."""
-        if self.unwinding:
-            IDLE.append(worker)
-            self._main.baton.release()
-            return False
-        following = self._pick()
+    def hand_on(self, stack: greenlet) -> tuple[Scheduler, Task]:
+        """The task on the current stack has ended, and somebody else goes on; returns whom the stack is to run next."""
+        following = self._main if self.unwinding else self._pick()
         self.current = following
-        if following.started:
-            IDLE.append(worker)
-            following.baton.release()
-            return False
-        self._assign(worker, following)
-        return True
-
-    def _assign(self, worker: Worker, task: Task) -> None:
-        task.started = True
-        task.baton = worker.baton
-        worker.task, worker.scheduler = task, self
+        if following.stack is None:
+            following.stack = stack
+            return self, following
+        IDLE.append(stack)
+        scheduler, task = following.stack.switch()
+        return scheduler, task
 
     def _draw_stop(self) -> None:
-        gap = self.random.expovariate(self._chance) if self._chance else 1e9
+        gap = -math.log(1.0 - self.random.random()) / self._chance if self._chance else 1e9
         self._switch_at = self.awaits + 1 + int(gap)
-        self._next_stop = min(self._switch_at, self._planned[-1][0]) if self._planned else self._switch_at
+        self.next_stop = min(self._switch_at, self._planned[-1][0]) if self._planned else self._switch_at
 
-    def _stop_here(self) -> None:
+    def stop_here(self) -> None:
+        """The rest of `point`, where something is to be done."""
         if self.unwinding:
             raise Killed
         while self._planned and self._planned[-1][0] <= self.awaits:
@@ -242,24 +242,16 @@ class Scheduler:
         self._ready.append(task)
         self._give_way(task)
 
-    def _unblock(self, task: Task, woken: bool) -> None:
-        task.blocked = False
-        task.woken = woken
-        task.token += 1
-        self._ready.append(task)
-
     def _give_way(self, task: Task) -> None:
         """Let others run; returns when it is this task's turn again."""
         following = self._pick()
         if following is not task:
             self.current = following
-            if following.started:
-                following.baton.release()
+            if following.stack is not None:
+                following.stack.switch()
             else:
-                worker = IDLE.pop() if IDLE else Worker()
-                self._assign(worker, following)
-                worker.baton.release()
-            task.baton.acquire()
+                following.stack = IDLE.pop() if IDLE else greenlet(_serve, self._main.stack)
+                following.stack.switch(self, following)
         if self.unwinding:
             raise Killed
         if task is self._main and self.violations:
@@ -273,8 +265,9 @@ class Scheduler:
         ready = self._ready
         while True:
             while ready:
-                index = int(self.random.random() * len(ready))
-                ready[index], ready[-1] = ready[-1], ready[index]
+                if len(ready) > 1:
+                    index = int(self.random.random() * len(ready))
+                    ready[index], ready[-1] = ready[-1], ready[index]
                 task = ready.pop()
                 process = task.process
                 if not process.alive:
@@ -282,15 +275,19 @@ class Scheduler:
                 if process.frozen:
                     process.frozen_tasks.append(task)
                     continue
+                self.fingerprint = (self.fingerprint * 1_000_003 + task.number * 65_537 + self.awaits) & WORD
                 return task
             if not self._timers:
                 return self._end_early()
             time_s, _, waiting, token, action = heapq.heappop(self._timers)
-            self.now = max(self.now, time_s)
+            if time_s > self.now:
+                self.now = time_s
             if action is not None:
                 action()
             elif waiting is not None and waiting.blocked and waiting.token == token:
-                self._unblock(waiting, False)
+                waiting.blocked = waiting.woken = False
+                waiting.token += 1
+                ready.append(waiting)
 
     def _end_early(self) -> Task:
         """The driver is to give up: it is woken where it waits, and finds the violation."""
@@ -300,3 +297,15 @@ class Scheduler:
         self._main.blocked = False
         self._main.token += 1
         return self._main
+
+
+IDLE: list[greenlet] = []
+"""Stacks without a task, also of earlier runs: a new one costs as much as some turns."""
+
+
+def _serve(scheduler: Scheduler, task: Task) -> None:
+    """A stack runs tasks, one after another, also of later runs."""
+    stack = getcurrent()
+    while True:
+        scheduler.run_task(task)
+        scheduler, task = scheduler.hand_on(stack)

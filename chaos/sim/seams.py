@@ -7,18 +7,20 @@ trainer (`chaos.sim.trainer`), and how an SMP's process is started.
 from __future__ import annotations
 
 import fcntl
+import gc
+import logging
 import os
 import queue
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import smp_daemon.service  # noqa: F401  # so that every module to patch is there
 from chaos.sim import threads, trainer
+from chaos.sim.memory import Disk, MemoryMmap, MemoryOs, MemoryPath, MemoryShutil
 from chaos.sim.network import SimSocket
 from chaos.sim.rpc import SimGrpc
 from chaos.sim.scheduler import active
@@ -67,10 +69,10 @@ class Hooks:
     """What the run at hand listens to. `chaos.sim.world` fills it in."""
 
     reach: Callable[[str, int], None]
-    start_smp: Callable[[Path], None]
+    start_smp: Callable[[MemoryPath], None]
     agreement: Callable[[], Any]
     captured: Callable[[Any, str, bytes], None]
-    committed: Callable[[Path, str, Any], None]
+    committed: Callable[[MemoryPath, str, Any], None]
     unit_bytes: Callable[[int, int], int]
     is_due: Callable[[str], bool]
     locks: dict[str, Process]
@@ -78,7 +80,7 @@ class Hooks:
 
 def reach(point: str, step: int = -1) -> None:
     """`smp_daemon.points.reach`: an await with a name, at which a crash may be planned."""
-    active().point("point")
+    active().point()
     Hooks.reach(point, step)
 
 
@@ -96,11 +98,11 @@ class SimFcntl:
         Hooks.locks[file.name] = process
 
 
-class SimOs:
-    """`os`, with simulated processes' ids."""
+class SimOs(MemoryOs):
+    """`os`, with simulated processes' ids, and arenas in memory."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+    O_CLOEXEC, O_CREAT, O_EXCL, O_NOFOLLOW, O_RDWR = os.O_CLOEXEC, os.O_CREAT, os.O_EXCL, os.O_NOFOLLOW, os.O_RDWR
+    getuid = staticmethod(os.getuid)
 
     def getpid(self) -> int:
         return id(active().current.process)
@@ -111,9 +113,18 @@ class SimOs:
                 return process
         raise ProcessLookupError("no such process")
 
-    def close(self, fd: Any) -> None:
-        if not isinstance(fd, Process):
-            os.close(fd)
+    def close(self, fd: object) -> None:
+        """Descriptors are the files and processes themselves."""
+
+
+class SimPsutil:
+    """`psutil`, for when the process of an SMP was made."""
+
+    class Process:
+        """Of the calling process."""
+
+        def create_time(self) -> float:
+            return 0.0
 
 
 class SimSelect:
@@ -131,7 +142,7 @@ class SimSelect:
         return [process] if not process.alive else [], [], []
 
 
-def kind_of(path: Path) -> str:
+def kind_of(path: MemoryPath) -> str:
     """What a JSON file of an arena says; one of `RECORDS`."""
     name = path.name
     if name.endswith(".safetensors.json"):
@@ -139,14 +150,14 @@ def kind_of(path: Path) -> str:
     return "parity" if name.endswith(".parity.json") else name.partition(".")[0].partition("-")[0]
 
 
-def _write_json(path: Path, data: Any) -> None:
+def _write_json(path: MemoryPath, data: Any) -> None:
     """`smp_daemon.records.write_json`, with crashes planned before it, in the middle and after."""
     kind = kind_of(path)
     reach(f"record.{kind}.before")
     if Hooks.is_due(f"record.{kind}.part"):  # else what it leaves is overwritten at once
         path.with_name(path.name + ".part").write_text('{"cut')
     reach(f"record.{kind}.part")
-    write_json(path, data)
+    write_json(path, data)  # type: ignore[arg-type]  # what stands for a path here
     Hooks.committed(path, kind, data)
     reach(f"record.{kind}.done")
 
@@ -158,15 +169,32 @@ def _digest_units(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
     return digests
 
 
-def _start_smp(job: str, node: str, arena: Path, **options: object) -> None:
+def _start_smp(job: str, node: str, arena: MemoryPath, **options: object) -> None:
     Hooks.start_smp(arena)
 
 
 @contextmanager
+def _without_collector() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
 def installed() -> Iterator[None]:
-    """Run holdfast on simulated threads, time and sockets. Pins the calling thread, and those made in the block, to one
-    processor: turns are taken much faster there.
+    """Run holdfast on simulated threads, time, sockets and files, without its log.
+
+    The collector of garbage does not run by itself in the block: it would look again and again at all that was there
+    before. `chaos.sim.run.simulate` calls it.
     """
+    system = SimOs()
     replacements: dict[str, Any] = {
         "threading": THREADING,
         "time": TIME,
@@ -176,11 +204,15 @@ def installed() -> Iterator[None]:
         "reach": reach,
     }
     targets = {f"smp_daemon.{m}.{name}": replacements[name] for name, modules in MODULES.items() for m in modules}
+    targets |= {f"smp_daemon.{module}.os": system for module in ("arena", "board", "client", "local", "records")}
+    targets |= {f"smp_daemon.{module}.mmap": MemoryMmap for module in ("arena", "board", "client")}
     targets |= {
         "smp_daemon.peers.grpc": SimGrpc,
         "smp_daemon.arena.fcntl": SimFcntl,
-        "smp_daemon.client.os": SimOs(),
-        "smp_daemon.local.os": SimOs(),
+        "smp_daemon.arena.SHMEM_HUGE": MemoryPath(Disk(), "/sys", "shmem_enabled"),
+        "smp_daemon.arena.shutil": MemoryShutil,
+        "smp_daemon.service.psutil": SimPsutil,
+        "smp_daemon.transport.Path": MemoryPath,
         "smp_daemon.client.select": SimSelect,
         "smp_daemon.slotfile.PAGE_BYTES": PAGE_BYTES,
         "smp_daemon.store.digest_units": _digest_units,
@@ -205,10 +237,10 @@ def installed() -> Iterator[None]:
         "snapshot.hook.default_agreement": lambda: Hooks.agreement(),
         "chaos.sim.trainer.captured": lambda *what: Hooks.captured(*what),
     }
-    allowed = os.sched_getaffinity(0)
     with ExitStack() as stack:
-        os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
-        stack.callback(os.sched_setaffinity, 0, allowed)
+        stack.enter_context(_without_collector())
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable()
         for target, new in targets.items():
             stack.enter_context(patch(target, new))
         yield

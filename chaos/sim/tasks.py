@@ -1,14 +1,10 @@
-"""Processes, their tasks, and the operating system threads that tasks run on."""
+"""Processes, and their tasks, each a greenlet: it has a stack of its own, and goes on where it left off."""
 
 from __future__ import annotations
 
-import _thread
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from chaos.sim.scheduler import Scheduler
+from greenlet import greenlet
 
 
 class Killed(BaseException):
@@ -37,45 +33,25 @@ class Process:
 
 
 class Task:
-    """One thread of a process."""
+    """One thread of a process.
 
-    __slots__ = ("baton", "blocked", "done", "failure", "name", "process", "started", "token", "where", "woken", "work")
+    Attributes:
+        number: which of the run's tasks it is.
+        stack: where it runs; None until it is first its turn. Those of tasks that have ended are used again.
+    """
 
-    def __init__(self, process: Process, name: str, work: Callable[[], None]) -> None:
+    __slots__ = ("blocked", "done", "failure", "name", "number", "process", "stack", "token", "where", "woken", "work")
+
+    def __init__(self, process: Process, name: str, number: int, work: Callable[[], None]) -> None:
         self.process = process
         self.name = name
+        self.number = number
         self.work = work
-        self.baton: Any = None
-        self.started = self.done = self.blocked = self.woken = False
+        self.stack: greenlet | None = None
+        self.done = self.blocked = self.woken = False
         self.token = 0
         self.where = ""
         self.failure: BaseException | None = None
 
     def __repr__(self) -> str:
         return f"{self.process.name}/{self.name}"
-
-
-class Worker:
-    """An operating system thread that tasks run on, one after another, also of later runs."""
-
-    def __init__(self) -> None:
-        self.baton = _thread.allocate_lock()
-        self.baton.acquire()
-        self.task: Task | None = None
-        self.scheduler: Scheduler | None = None
-        threading.Thread(target=self._serve, name="simulated", daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            self.baton.acquire()
-            mine = True
-            while mine:
-                assert self.task is not None and self.scheduler is not None
-                task, scheduler = self.task, self.scheduler
-                self.task = self.scheduler = None
-                scheduler.run_task(task)
-                mine = scheduler.hand_on(self)  # else look at nothing: it may be somebody else's already
-
-
-IDLE: list[Worker] = []
-"""Workers without a task."""

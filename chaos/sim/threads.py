@@ -26,51 +26,62 @@ class Lock:
     def __init__(self) -> None:
         self._scheduler = active()
         self._held = False
-        self._waiting: deque[Task] = deque()
+        self._waiting: list[Task] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        scheduler = self._scheduler
-        scheduler.point("lock")
-        while self._held:
+        self._scheduler.point()
+        if self._held:
             if not blocking:
                 return False
-            self._waiting.append(scheduler.current)
-            scheduler.block("a lock")
+            self._wait()
         self._held = True
         return True
 
     def release(self) -> None:
         self._held = False
-        while self._waiting:
-            self._scheduler.wake(self._waiting.popleft())
+        self._scheduler.wake(self._waiting)
 
     def locked(self) -> bool:
         return self._held
 
     def __enter__(self) -> bool:
-        return self.acquire()
+        scheduler = self._scheduler
+        scheduler.awaits += 1
+        if scheduler.awaits >= scheduler.next_stop:
+            scheduler.stop_here()
+        if self._held:
+            self._wait()
+        self._held = True
+        return True
 
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._held = False
+        if self._waiting:
+            self.release()
+
+    def _wait(self) -> None:
+        while self._held:
+            self._waiting.append(self._scheduler.current)
+            self._scheduler.block("a lock")
 
 
 class RLock:
     """`threading.RLock`."""
 
-    __slots__ = ("_count", "_owner", "_scheduler", "_waiting")
-
     def __init__(self) -> None:
         self._scheduler = active()
         self._owner: Task | None = None
         self._count = 0
-        self._waiting: deque[Task] = deque()
+        self._waiting: list[Task] = []
 
     def acquire(self) -> bool:
         scheduler = self._scheduler
         if self._owner is scheduler.current:
             self._count += 1
             return True
-        scheduler.point("lock")
+        scheduler.awaits += 1
+        if scheduler.awaits >= scheduler.next_stop:
+            scheduler.stop_here()
         while self._owner is not None:
             self._waiting.append(scheduler.current)
             scheduler.block("a lock")
@@ -86,8 +97,8 @@ class RLock:
         self._count -= 1
         if not self._count:
             self._owner = None
-            while self._waiting:
-                self._scheduler.wake(self._waiting.popleft())
+            if self._waiting:
+                self._scheduler.wake(self._waiting)
 
     def give_up(self) -> int:
         """Release it whole, for a wait; how often it was held."""
@@ -105,34 +116,29 @@ class RLock:
     def __enter__(self) -> bool:
         return self.acquire()
 
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._count == 1 and not self._waiting and self._owner is self._scheduler.current:
+            self._owner, self._count = None, 0  # as a rule
+        else:
+            self.release()
 
 
-class Condition:
-    """`threading.Condition`, over an `RLock`."""
+class Condition(RLock):
+    """`threading.Condition`. Its lock is its own: the one that is given may be nobody else's."""
 
     def __init__(self, lock: RLock | None = None) -> None:
-        self._scheduler = active()
-        self._lock = lock or RLock()
-        self._waiting: list[Task] = []
-        self.acquire, self.release = self._lock.acquire, self._lock.release
-
-    def __enter__(self) -> bool:
-        return self._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
+        super().__init__()
+        self._waiting_here: list[Task] = []
 
     def wait(self, timeout: float | None = None) -> bool:
         scheduler = self._scheduler
-        scheduler.point("wait")
-        self._waiting.append(scheduler.current)
-        count = self._lock.give_up()
+        scheduler.point()
+        self._waiting_here.append(scheduler.current)
+        count = self.give_up()
         woken = scheduler.block("a condition", timeout)
-        if not woken and scheduler.current in self._waiting:
-            self._waiting.remove(scheduler.current)
-        self._lock.take_back(count)
+        if not woken and scheduler.current in self._waiting_here:
+            self._waiting_here.remove(scheduler.current)
+        self.take_back(count)
         return woken
 
     def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
@@ -145,9 +151,7 @@ class Condition:
         return result
 
     def notify_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            self._scheduler.wake(task)
+        self._scheduler.wake(self._waiting_here)
 
 
 class Event:
@@ -163,16 +167,14 @@ class Event:
 
     def set(self) -> None:
         self._set = True
-        waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            self._scheduler.wake(task)
+        self._scheduler.wake(self._waiting)
 
     def clear(self) -> None:
         self._set = False
 
     def wait(self, timeout: float | None = None) -> bool:
         scheduler = self._scheduler
-        scheduler.point("wait")
+        scheduler.point()
         if self._set:
             return True
         self._waiting.append(scheduler.current)
@@ -196,7 +198,7 @@ class Thread:
         self._task: Task | None = None
 
     def start(self) -> None:
-        self._scheduler.point("thread")
+        self._scheduler.point()
         self._task = self._scheduler.spawn(self._process, self.name, self._run)
 
     def is_alive(self) -> bool:
@@ -218,17 +220,17 @@ class SimpleQueue(Generic[T]):
     def __init__(self) -> None:
         self._scheduler = active()
         self._items: deque[T] = deque()
-        self._waiting: deque[Task] = deque()
+        self._waiting: list[Task] = []
 
     def put(self, item: T) -> None:
-        self._scheduler.point("queue")
+        self._scheduler.point()
         self._items.append(item)
-        while self._waiting:
-            self._scheduler.wake(self._waiting.popleft())
+        if self._waiting:
+            self._scheduler.wake(self._waiting)
 
     def get(self, block: bool = True, timeout: float | None = None) -> T:
         scheduler = self._scheduler
-        scheduler.point("queue")
+        scheduler.point()
         end = None if timeout is None else scheduler.now + timeout
         while not self._items:
             left = None if end is None else end - scheduler.now
@@ -325,9 +327,7 @@ class Signal:
 
     def notify(self) -> None:
         """Have all who wait look again."""
-        waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            self._scheduler.wake(task)
+        self._scheduler.wake(self._waiting)
 
 
 def monotonic() -> float:

@@ -48,7 +48,7 @@ class Circle:
         self.changed.notify()
 
     def post(self, turn: tuple[str, int], rank: int, value: Any) -> None:
-        active().point("collective")
+        active().point()
         self._rounds.setdefault(turn, {})[rank] = value
         self.changed.notify()
 
@@ -111,7 +111,7 @@ class SimAdapter:
         fresh = _expand(hashlib.blake2b(bytes(self.live) + self._secret.encode()).digest(), len(self.live))
         half = len(fresh) // 2
         self.live[:half] = fresh[:half]
-        active().point("step")
+        active().point()
         self.live[half:] = fresh[half:]
 
     def resize(self, length: int) -> None:
@@ -211,7 +211,7 @@ class SimMover:
     """`snapshot.movers.Mover` for bytes: each piece in two halves, with an await before, between and after."""
 
     def mark(self) -> None:
-        active().point("copy")
+        active().point()
 
     def settle(self) -> None:
         """Nothing to note."""
@@ -222,14 +222,14 @@ class SimMover:
             half = piece.bytes // 2
             for begin, end in ((0, half), (half, piece.bytes)):
                 pause(end - begin)
-                active().point("copy")
+                active().point()
                 slot[piece.offset + begin : piece.offset + end] = live[begin:end]
 
     def fence(self) -> None:
         """Nothing is under way once `copy` has returned."""
 
     def finish(self) -> None:
-        active().point("copy")
+        active().point()
 
     def close(self) -> None:
         """Nothing is held."""

@@ -1,0 +1,90 @@
+"""Many seeds, in batches, on as many processes as are wanted; and what they did together.
+
+What a seed does is the same whichever process it runs in, and whatever ran there before.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+from chaos.sim.run import Report, simulate
+from chaos.sim.seams import installed
+
+BATCH = 100
+BATCH_DEADLINE_S = 600.0
+"""A batch takes seconds; what takes this long hangs."""
+
+
+@dataclass(slots=True)
+class Total:
+    """What many seeds did together. `cpu_s` is time of a processor, not simulated."""
+
+    seeds: int = 0
+    awaits: int = 0
+    turns: int = 0
+    simulated_s: float = 0.0
+    cpu_s: float = 0.0
+    failures: dict[int, str] = field(default_factory=dict)
+    faults: Counter[str] = field(default_factory=Counter)
+    hits: Counter[str] = field(default_factory=Counter)
+    crashes: Counter[str] = field(default_factory=Counter)
+    checks: Counter[str] = field(default_factory=Counter)
+
+    def add(self, report: Report) -> None:
+        """Count one seed."""
+        self.seeds += 1
+        self.awaits += report.awaits
+        self.turns += report.turns
+        self.simulated_s += report.simulated_s
+        for name in ("faults", "hits", "crashes", "checks"):
+            getattr(self, name).update(getattr(report, name))
+        if report.violations:
+            self.failures[report.seed] = report.violations[0]
+
+    def join(self, other: Total) -> None:
+        """Count what other seeds did."""
+        for name in ("seeds", "awaits", "turns", "simulated_s", "cpu_s"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("faults", "hits", "crashes", "checks"):
+            getattr(self, name).update(getattr(other, name))
+        self.failures.update(other.failures)
+
+
+def run_batch(seeds: Iterable[int]) -> Total:
+    """Run these seeds, one after another, in this process."""
+    total, cpu = Total(), time.process_time()
+    with installed():
+        for seed in seeds:
+            total.add(simulate(seed))
+    total.cpu_s = time.process_time() - cpu
+    return total
+
+
+def run(seeds: range, jobs: int) -> Iterator[Total]:
+    """What each batch of `seeds` did, in order, in so many processes of their own; 1: in this one. Blocks for a batch.
+
+    To close it before its end also ends the processes, after the batches that they are at.
+
+    Raises:
+        TimeoutError: a batch hangs.
+    """
+    batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
+    if jobs <= 1:
+        yield from map(run_batch, batches)
+        return
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+    try:
+        waiting = []
+        for batch in batches:
+            waiting.append(pool.submit(run_batch, batch))
+            if len(waiting) > 2 * jobs:
+                yield waiting.pop(0).result(BATCH_DEADLINE_S)
+        for future in waiting:
+            yield future.result(BATCH_DEADLINE_S)
+    finally:
+        pool.shutdown(cancel_futures=True)

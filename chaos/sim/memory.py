@@ -1,0 +1,285 @@
+"""Arenas in memory: the files and directories of simulated nodes, behind the names by which modules know the real ones.
+
+A file is an inode, and its mapping is its memory: who has mapped it keeps it when its name is gone, or is another
+file's. A rename is one step. What dies with a process is nothing of this; what dies with a node is its directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterator
+from fnmatch import translate
+from functools import lru_cache
+from re import compile as compiled
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+ROOM_BYTES = 1 << 30
+"""What the file system says it has left."""
+
+
+class Status(NamedTuple):
+    """`os.stat_result`, as far as it is asked for."""
+
+    st_ino: int
+    st_size: int
+    st_mode: int
+    st_uid: int
+
+
+class Room(NamedTuple):
+    """`os.statvfs_result`."""
+
+    f_bavail: int
+    f_frsize: int
+
+
+class Mapped(bytearray):
+    """The memory of a file: `mmap.mmap`, which every process that maps the file shares."""
+
+    def madvise(self, advice: int) -> None:
+        """Nothing is swapped or dumped here."""
+
+
+class File:
+    """An inode."""
+
+    __slots__ = ("content", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.content = Mapped()
+
+    def status(self) -> Status:
+        """Its `os.stat`."""
+        return Status(self.number, len(self.content), stat.S_IFREG | 0o600, os.getuid())
+
+
+class Disk:
+    """All directories of one run, by path (the root's is empty), each with its files by name."""
+
+    def __init__(self) -> None:
+        self.directories: dict[str, dict[str, File]] = {"": {}}
+        self._numbers = itertools.count(1)
+
+    def new_file(self) -> File:
+        """An empty one, without a name."""
+        return File(next(self._numbers))
+
+    def touch(self, path: str) -> None:
+        """Make a file of that name if there is none. Raises `KeyError` if its directory is gone."""
+        directory, _, name = path.rpartition("/")
+        self.directories[directory].setdefault(name, self.new_file())
+
+    def remove(self, path: str) -> None:
+        """A directory goes, with all below it."""
+        for each in [each for each in self.directories if each == path or each.startswith(path + "/")]:
+            del self.directories[each]
+
+
+class MemoryPath:
+    """`pathlib.Path` on a `Disk`, as far as it is used."""
+
+    __slots__ = ("_directory", "_disk", "name")
+
+    def __init__(self, disk: Disk, directory: str, name: str) -> None:
+        self._disk = disk
+        self._directory = directory
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"{self._directory}/{self.name}"
+
+    __repr__ = __str__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MemoryPath) and (self._directory, self.name) == (other._directory, other.name)
+
+    def __hash__(self) -> int:
+        return hash((self._directory, self.name))
+
+    def __lt__(self, other: MemoryPath) -> bool:
+        return (self._directory, self.name) < (other._directory, other.name)
+
+    def __truediv__(self, name: str) -> MemoryPath:
+        return MemoryPath(self._disk, f"{self._directory}/{self.name}", name)
+
+    @property
+    def parent(self) -> MemoryPath:
+        directory, _, name = self._directory.rpartition("/")
+        return MemoryPath(self._disk, directory, name)
+
+    def with_name(self, name: str) -> MemoryPath:
+        return MemoryPath(self._disk, self._directory, name)
+
+    def with_suffix(self, suffix: str) -> MemoryPath:
+        return self.with_name(self.name.rpartition(".")[0] + suffix)
+
+    # ------------------------------------------------------------------ names
+
+    def _files(self) -> dict[str, File]:
+        """Of the directory that it is in. Raises `FileNotFoundError`."""
+        try:
+            return self._disk.directories[self._directory]
+        except KeyError:
+            raise _missing(self) from None
+
+    def file(self) -> File:
+        """The inode of that name. Raises `FileNotFoundError`."""
+        try:
+            return self._disk.directories[self._directory][self.name]
+        except KeyError:
+            raise _missing(self) from None
+
+    def create(self, *, exclusive: bool = False) -> File:
+        """The inode of that name, made if there is none. Raises `FileNotFoundError`, `FileExistsError`."""
+        files = self._files()
+        known = files.get(self.name)
+        if known is None:
+            known = files[self.name] = self._disk.new_file()
+        elif exclusive:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self))
+        return known
+
+    def exists(self) -> bool:
+        return self.name in self._disk.directories.get(self._directory, ()) or str(self) in self._disk.directories
+
+    def mkdir(self, mode: int = 0o700, parents: bool = False, exist_ok: bool = False) -> None:
+        path = str(self)
+        if path in self._disk.directories:
+            if not exist_ok:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            return
+        if self._directory not in self._disk.directories:
+            if not parents:
+                raise _missing(self)
+            self.parent.mkdir(mode, parents=True)
+        self._disk.directories[path] = {}
+
+    def touch(self) -> None:
+        self.create()
+
+    def chmod(self, mode: int) -> None:
+        """Everything is this user's alone as it is."""
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def stat(self) -> Status:
+        return self.file().status()
+
+    def lstat(self) -> Status:
+        """Of a directory. Raises `FileNotFoundError`."""
+        if str(self) not in self._disk.directories:
+            raise _missing(self)
+        return Status(0, 0, stat.S_IFDIR | 0o700, os.getuid())
+
+    def glob(self, pattern: str) -> Iterator[MemoryPath]:
+        matches, path = _matcher(pattern), str(self)
+        for name in list(self._disk.directories.get(path, ())):
+            if matches(name):
+                yield MemoryPath(self._disk, path, name)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        if self._disk.directories.get(self._directory, {}).pop(self.name, None) is None and not missing_ok:
+            raise _missing(self)
+
+    def replace(self, target: MemoryPath) -> None:
+        file = self.file()
+        target._files()[target.name] = file
+        del self._files()[self.name]
+
+    # ------------------------------------------------------------------ contents
+
+    def open(self, mode: str) -> Handle:
+        return Handle(self, self.create() if mode == "a" else self.file())
+
+    def read_bytes(self) -> bytes:
+        return bytes(self.file().content)
+
+    def read_text(self) -> str:
+        return self.file().content.decode()
+
+    def write_text(self, text: str) -> None:
+        self.create().content = Mapped(text.encode())
+
+
+class Handle:
+    """An open file: `fileno` gives what `SimOs` takes."""
+
+    __slots__ = ("_file", "name")
+
+    def __init__(self, path: MemoryPath, file: File) -> None:
+        self.name = str(path)
+        self._file = file
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to give back."""
+
+    def fileno(self) -> File:
+        return self._file
+
+    def read(self) -> bytes:
+        return bytes(self._file.content)
+
+
+class MemoryOs:
+    """The calls of `os` on files. A descriptor is the `File`."""
+
+    def open(self, path: MemoryPath, flags: int, mode: int = 0o600) -> File:
+        return path.create(exclusive=bool(flags & os.O_EXCL)) if flags & os.O_CREAT else path.file()
+
+    def ftruncate(self, file: File, length: int) -> None:
+        self.posix_fallocate(file, 0, length)
+
+    def posix_fallocate(self, file: File, offset: int, length: int) -> None:
+        if len(file.content) < length:
+            file.content += bytes(length - len(file.content))
+
+    def fstat(self, file: File) -> Status:
+        return file.status()
+
+    def statvfs(self, path: MemoryPath) -> Room:
+        return Room(ROOM_BYTES, 1)
+
+
+class MemoryMmap:
+    """The module `mmap`: what is mapped is the file's memory itself."""
+
+    PAGESIZE = mmap.PAGESIZE
+    MADV_DONTDUMP = mmap.MADV_DONTDUMP
+    MADV_HUGEPAGE = mmap.MADV_HUGEPAGE
+    MAP_SHARED = mmap.MAP_SHARED
+    MAP_POPULATE = mmap.MAP_POPULATE
+
+    @staticmethod
+    def mmap(file: File, length: int, flags: int = 0) -> Mapped:
+        if len(file.content) < length:
+            raise ValueError("mmap length is greater than file size")
+        return file.content
+
+
+class MemoryShutil:
+    """The module `shutil`."""
+
+    @staticmethod
+    def rmtree(path: MemoryPath, ignore_errors: bool = False) -> None:
+        path._disk.remove(str(path))
+
+
+@lru_cache(64)
+def _matcher(pattern: str) -> Callable[[str], Any]:
+    return compiled(translate(pattern)).match
+
+
+def _missing(path: MemoryPath) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
