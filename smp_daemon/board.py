@@ -77,10 +77,15 @@ class Board:
         """What became of a snapshot; one that nothing was said of is pending, one of an older epoch has failed."""
         if self._words[0] != epoch:
             return Outcome.FAILED if self._words[0] > epoch else Outcome.PENDING
+        posted = self.posted(step)
+        return Outcome.PENDING if posted is None else posted
+
+    def posted(self, step: int) -> Outcome | None:
+        """What was said of the snapshot of `step` in this epoch; None: nothing, or too long ago."""
         for word in self._words[1:].tolist():
             if word and word >> 2 == step:
                 return Outcome((word & 3) - 1)
-        return Outcome.PENDING
+        return None
 
     def pause(self, index: int, until_s: float) -> None:
         """The trainer `index` of this node wants no encoding traffic until `until_s` (`time.monotonic`) or `resume`."""

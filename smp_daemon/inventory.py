@@ -21,6 +21,8 @@ class Inventory:
         layouts: by (epoch, revision), for every epoch that it holds bytes of.
         shards: sealed shards, as (snapshot, coordinate).
         parities: complete parity slots, as (snapshot, tag of the group, position).
+        unpromised: of the snapshots that it holds, those that were certainly never reported as protected: this node
+            took part, and was not done with them.
     """
 
     node: str
@@ -33,6 +35,7 @@ class Inventory:
     layouts: dict[tuple[int, int], Layout] = field(default_factory=dict)
     shards: frozenset[tuple[SnapshotId, str]] = frozenset()
     parities: frozenset[tuple[SnapshotId, str, int]] = frozenset()
+    unpromised: frozenset[SnapshotId] = frozenset()
 
     @property
     def bulk(self) -> tuple[str, int]:
@@ -52,6 +55,7 @@ class Inventory:
             "layouts": [layout.to_json() for layout in self.layouts.values()],
             "shards": sorted([*snapshot, coord] for snapshot, coord in self.shards),
             "parities": sorted([*snapshot, tag, position] for snapshot, tag, position in self.parities),
+            "unpromised": sorted(map(list, self.unpromised)),
         }
 
     @classmethod
@@ -70,6 +74,7 @@ class Inventory:
                 layouts={(layout.epoch, layout.revision): layout for layout in layouts},
                 shards=frozenset((SnapshotId(int(e), int(s)), str(c)) for e, s, c in data["shards"]),
                 parities=frozenset((SnapshotId(int(e), int(s)), str(t), int(p)) for e, s, t, p in data["parities"]),
+                unpromised=frozenset(SnapshotId(int(e), int(s)) for e, s in data["unpromised"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"not an inventory: {error!r}") from error

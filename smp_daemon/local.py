@@ -129,9 +129,11 @@ class TrainerConversation:
         check = message.get("check", True)
         if not isinstance(check, bool):
             raise ProtocolError(f"'check' must be true or false, not {check!r}")
+        sources = Sources.from_json(message.get("sources"))
+        self._store.is_restored(sources.snapshot)
         recovered = recover(
             self._store,
-            Sources.from_json(message.get("sources")),
+            sources,
             text(message, "coord"),
             self._smp.settings.rebuild,
             check,

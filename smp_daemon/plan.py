@@ -31,12 +31,17 @@ class RestorePlan:
         return self.sources.snapshot
 
 
-def plan_restore(inventories: Sequence[Inventory], coords: Collection[str] | None) -> RestorePlan | None:
+def plan_restore(
+    inventories: Sequence[Inventory],
+    coords: Collection[str] | None,
+    without: Collection[SnapshotId] = frozenset(),
+) -> RestorePlan | None:
     """The newest snapshot of which every byte is held or can be decoded; None if none was ever protected.
 
     Args:
         inventories: one per SMP that answers.
         coords: the coordinates of the ranks that are to be restored; None: any.
+        without: snapshots that turned out not to be had, and that were never promised: they are passed over.
 
     Raises:
         Unrecoverable: a snapshot was protected, and neither it nor a younger one can be had any more. Never an
@@ -46,6 +51,8 @@ def plan_restore(inventories: Sequence[Inventory], coords: Collection[str] | Non
     protected = max((inv.protected for inv in inventories if inv.protected), default=None)
     reasons: list[str] = []
     for snapshot in candidates(inventories, protected):
+        if snapshot in without and snapshot != protected:
+            continue
         sources = choose_sources(inventories, snapshot)
         if sources is None:
             reasons.append(f"{snapshot}: no SMP knows the layout of epoch {snapshot.epoch}")

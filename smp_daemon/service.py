@@ -149,6 +149,7 @@ class Smp:
                 layouts=dict(self._arena.layouts),
                 shards=frozenset((key.snapshot, key.coord) for key in keys if isinstance(key, ShardKey)),
                 parities=frozenset((key.snapshot, key.tag, key.position) for key in keys if isinstance(key, ParityKey)),
+                unpromised=frozenset(self.store.unpromised()),
             )
 
     def shown_at(self, port: int) -> None:

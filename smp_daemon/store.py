@@ -68,6 +68,7 @@ class Store:
         self.board = Board(arena.path / "board", create=True)
         self.epoch = 0
         self.protected: SnapshotId | None = None
+        self._unpromised: set[SnapshotId] = set()
         self.codings = Codings(
             arena,
             node,
@@ -116,6 +117,7 @@ class Store:
                 raise StaleEpoch(f"epoch {epoch} is over: job {self.job!r} is in epoch {self.epoch}")
             if epoch == self.epoch:
                 return
+            self._unpromised = self.unpromised()
             self._forget(lambda snapshot: True)
             self.arena.fence()
             self.epoch = epoch
@@ -225,6 +227,21 @@ class Store:
                 self._on_sealed(snapshot)
             self._settle(snapshot)
 
+    def unpromised(self) -> set[SnapshotId]:
+        """Snapshots held here that no trainer can have been told to be protected: this node was never done with them.
+
+        As far as is known: of the current epoch, and of the one before until its snapshots are restored.
+        """
+        with self.changed:
+            held = {key.snapshot for key in self.holdings.held()}
+            current = {snapshot for snapshot in held if snapshot.epoch == self.epoch and self._is_open(snapshot)}
+            return current | self._unpromised & held
+
+    def is_restored(self, snapshot: SnapshotId) -> None:
+        """It is brought back from here, and what comes back whole is reported as protected."""
+        with self.changed:
+            self._unpromised.discard(snapshot)
+
     def is_wanted(self, snapshot: SnapshotId) -> bool:
         """Whether a snapshot of this epoch may still become protected: it has not failed and was not given up."""
         with self.changed:
@@ -325,6 +342,12 @@ class Store:
         self.arena.release(keep, before)
         self.holdings.keep_only(stays)
         self.changed.notify_all()
+
+    def _is_open(self, snapshot: SnapshotId) -> bool:
+        """Whether this node took part in a snapshot of this epoch, and has not posted it as protected."""
+        progress = self._progress.get(snapshot)
+        outcome = progress.outcome if progress is not None else self.board.posted(snapshot.step)
+        return outcome is not None and outcome is not Outcome.PROTECTED
 
     def _forget(self, gone: Callable[[SnapshotId], bool]) -> None:
         """Stop all work for snapshots that are given up."""

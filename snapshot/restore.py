@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,9 @@ from snapshot.shares import Part, parse_part
 from snapshot.state import NOTES, check_fit, decode_record, decode_values, is_of_record, place_tensors, shared_leaves
 from snapshot.tensors import read_leaf
 
-ATTEMPTS = 3
+ATTEMPTS = 4
+ENOUGH_FAILURES = 2
+"""So often is a snapshot tried that was never promised, if it cannot be had after all."""
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +63,8 @@ class Restored:
 def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mover) -> Restored:
     """Bring the newest snapshot back that can be had. A collective call; blocks.
 
-    A copy that turns out to be damaged is no longer counted, and planning starts again.
+    A copy that turns out to be damaged is no longer counted, and planning starts again. A snapshot that failed twice,
+    and was never promised, is passed over: an older one may be whole, down to the one that was promised.
 
     Raises:
         StateMismatch: see `check_fit`. Nothing was written on any rank.
@@ -69,9 +73,13 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
     coord = adapter.coordinate()
     clock = {"enter": time.monotonic()}
     failure: HoldfastError | None = None
+    failures: Counter[SnapshotId] = Counter()
+    unpromised: set[SnapshotId] = set()
     for _ in range(ATTEMPTS):
         inventories, coords = exchange(client, agreement, coord)
-        plan = plan_restore(inventories, coords)
+        unpromised.update(*(inventory.unpromised for inventory in inventories))
+        hopeless = {snapshot for snapshot, count in failures.items() if count >= ENOUGH_FAILURES}
+        plan = plan_restore(inventories, coords, hopeless & unpromised)
         epoch = max(inv.epoch for inv in inventories) + 1
         client.join(epoch)
         agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
@@ -99,6 +107,7 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
                     notes=attempt.notes,
                     clock=clock,
                 )
+        failures[plan.snapshot] += 1
         log.warning("recovery of %s is tried again: %s", plan.snapshot, failure or "another rank failed")
     raise Unrecoverable(f"recovery failed {ATTEMPTS} times; last: {failure or 'on another rank'}") from failure
 

@@ -30,6 +30,7 @@ inventories = st.builds(
     layouts=st.lists(layouts(), max_size=2).map(lambda many: {(each.epoch, each.revision): each for each in many}),
     shards=st.frozensets(st.tuples(snapshots, names), max_size=4),
     parities=st.frozensets(st.tuples(snapshots, tags, positions), max_size=4),
+    unpromised=st.frozensets(snapshots, max_size=3),
 )
 
 
