@@ -19,7 +19,7 @@ demo: setup
 	@$(BIN)/holdfast demo $(DEMO)
 
 test: setup
-	@$(BIN)/pytest -n 2 --dist loadfile $(TESTS)
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 slow: setup
 	@$(BIN)/pytest -m slow $(TESTS)

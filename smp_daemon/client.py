@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, PROTOCOL_VERSION
 from smp_daemon.paths import socket_path
+from smp_daemon.pidfds import await_end
 from smp_daemon.records import digest
 from smp_daemon.sources import Sources
 from smp_daemon.transport import Message, SocketStream, call, connect
@@ -187,7 +187,7 @@ class SmpClient:
                 self._call({"op": "finish", "epoch": epoch})
             except SmpUnavailable:
                 pass  # it may be gone before its answer is on the way
-            if not select.select([ended], [], [], CALL_DEADLINE_S)[0]:
+            if not await_end(ended, CALL_DEADLINE_S):
                 raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
         finally:
             os.close(ended)

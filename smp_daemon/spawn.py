@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import psutil
 
 from smp_daemon.errors import BY_NAME, ConfigError, DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable
 from smp_daemon.paths import Owner, arena_base, read_owner
+from smp_daemon.pidfds import await_end
 
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 10.0
@@ -143,7 +143,7 @@ def _end(smp: psutil.Process) -> None:
         return
     try:
         smp.kill()
-        if not select.select([ended], [], [], STOP_DEADLINE_S)[0]:
+        if not await_end(ended, STOP_DEADLINE_S):
             raise DeadlineExceeded(f"SMP {smp.pid} did not end within {STOP_DEADLINE_S:.0f} s")
     except psutil.NoSuchProcess:
         pass  # it was faster

@@ -36,8 +36,10 @@ import torch
 
 from holdfast import HoldfastError, InMemorySnapshot
 from smp_daemon.arena import Pool
+from smp_daemon.holdings import ParityKey
 from smp_daemon.local import checked_peer
 from smp_daemon.paths import ARENA_ENV
+from smp_daemon.protect import Protector
 from smp_daemon.service import Settings, Smp
 from smp_daemon.spawn import find_leftovers, remove
 from smp_daemon.store import Store
@@ -347,6 +349,20 @@ class World:
         self.encoded = NEVER
         self.seen["nodes lost"] += 1
 
+    def damage_parity(self, smp: Smp, step: int) -> None:
+        """Flip a bit in the parity of that step which the SMP holds, once it does."""
+        found: list[ParityKey] = []
+
+        def holds() -> bool:
+            held = smp.store.holdings.held()
+            found[:] = [key for key in held if isinstance(key, ParityKey) and key.snapshot.step == step]
+            return bool(found)
+
+        with smp.store.changed:
+            assert smp.store.changed.wait_for(holds, DEADLINE_S)
+            view, _ = smp.store.holdings.open(found[0])
+            view[0] ^= 1
+
     def kill_smp(self) -> None:
         smp = self.smps[0]
         assert smp is not None
@@ -617,6 +633,24 @@ def test_a_restored_snapshot_takes_the_place_of_the_protected_one_only_when_it_i
         made.least = 1
         made.lose(1)
         made.live(Plan("step 1, or a younger one, comes back"))
+
+
+def test_a_snapshot_that_was_never_promised_and_cannot_be_had_gives_way_to_the_one_that_was() -> None:
+    def encode(protector: Protector, *work: Any) -> None:
+        if protector._store.node != "node0":
+            send(protector, *work)
+
+    send = Protector._encode
+    with world(nodes=2) as made:
+        made.live(Plan("step 1 is protected", steps=1))
+        with patch.object(Protector, "_encode", encode), patch("smp_daemon.local.heal"):
+            made.live(Plan("step 2 is sealed, and has parity on the first node alone", steps=1, waits_for="sealed"))
+            left = made.smps[0]
+            assert left is not None
+            made.damage_parity(left, step=2)
+        made.lose(1)
+        made.live(Plan("step 1 comes back, after step 2 was tried", steps=1))
+    assert made.journal[max(made.journal)].step == 2
 
 
 def test_a_trainer_that_hangs_before_it_opens_its_slot_writes_into_nothing() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
 from smp_daemon.layout import SnapshotId
 from smp_daemon.paths import ARENA_ENV, Owner
+from smp_daemon.pidfds import await_end
 from smp_daemon.spawn import find_leftovers, parse_report, remove, start_smp
 from tests.smp_kit import (
     DEADLINE_S,
@@ -487,3 +489,21 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_the_end_of_a_process_is_awaited_on_a_descriptor_above_1023() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this process may not have so many descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        low = os.pidfd_open(process.pid)
+        high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1500)
+        try:
+            assert not await_end(high, 0.01)
+            process.kill()
+            assert await_end(high, 10)
+        finally:
+            os.close(low)
+            os.close(high)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

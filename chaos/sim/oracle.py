@@ -148,17 +148,34 @@ class Oracle:
     def unrecoverable(self, reason: str) -> None:
         """In a life without faults, the trainers were told that nothing can be had."""
         self.checks["unrecoverable"] += 1
-        if self.must_survive():
+        if self.must_survive() and not self._may_have_been_promised():
             self._violate(f"{self.promised} was protected and little enough was lost, yet: {reason}")
 
     def must_survive(self) -> bool:
         """Whether what was lost since the promised snapshot began is within the promise."""
-        if self.promised is None:
-            return True
-        since = self._losses[self._losses_before[self.promised] :]
-        layouts = self._layouts.get(self.promised[0], [])
+        return self.promised is None or self._stands(self.promised)
+
+    def _may_have_been_promised(self) -> bool:
+        """Whether too much is lost of a younger snapshot that those who are left may take for protected.
+
+        Every shard of it was sealed; that the last node was not done with it, nobody can know once that is lost. To go
+        back further then could break a promise, so to fail is right.
+        """
+        younger = [
+            each for each in self._flips if self._flips[each] and (self.promised is None or each > self.promised)
+        ]
+        return any(self._is_sealed(each) and not self._stands(each) for each in younger)
+
+    def _is_sealed(self, snapshot: Snapshot) -> bool:
+        shards = self._contents.get(snapshot, {})
+        return bool(shards) and all((snapshot, coord) in self._sealed for coord in shards)
+
+    def _stands(self, snapshot: Snapshot) -> bool:
+        """Whether what was lost of a snapshot since it began is no more than its parity makes up for."""
+        since = self._losses[self._losses_before.get(snapshot, 0) :]
+        layouts = self._layouts.get(snapshot[0], [])
         reformed = any(layout["revision"] for layout in layouts)
-        flips = self._flips[self.promised]
+        flips = self._flips[snapshot]
         for layout in layouts:
             names = [node["name"] for node in layout["nodes"]]
             for group in layout["groups"]:

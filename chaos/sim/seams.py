@@ -127,19 +127,13 @@ class SimPsutil:
             return 0.0
 
 
-class SimSelect:
-    """`select`, which waits for the end of a simulated process."""
-
-    @staticmethod
-    def select(
-        reading: list[Any], writing: Any, failing: Any, timeout: float
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        process: Process = reading[0]
-        ended = threads.Event()
-        process.on_death[id(ended)] = ended.set
-        ended.wait(timeout)
-        process.on_death.pop(id(ended), None)
-        return [process] if not process.alive else [], [], []
+def _await_end(process: Process, deadline_s: float) -> bool:
+    """`smp_daemon.pidfds.await_end` of a simulated process."""
+    ended = threads.Event()
+    process.on_death[id(ended)] = ended.set
+    ended.wait(deadline_s)
+    process.on_death.pop(id(ended), None)
+    return not process.alive
 
 
 def kind_of(path: MemoryPath) -> str:
@@ -213,7 +207,7 @@ def installed() -> Iterator[None]:
         "smp_daemon.arena.shutil": MemoryShutil,
         "smp_daemon.service.psutil": SimPsutil,
         "smp_daemon.transport.Path": MemoryPath,
-        "smp_daemon.client.select": SimSelect,
+        "smp_daemon.client.await_end": _await_end,
         "smp_daemon.slotfile.PAGE_BYTES": PAGE_BYTES,
         "smp_daemon.store.digest_units": _digest_units,
         "smp_daemon.store.write_json": _write_json,
