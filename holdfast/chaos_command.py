@@ -45,6 +45,7 @@ def add(commands: Any, add_json: Any) -> None:
     run.add_argument(
         "--count", type=int, default=1, help="drawn: so many, from consecutive seeds; of all kinds unless said"
     )
+    run.add_argument("--shard", default="1/1", metavar="I/N", help="only every N-th scenario, from the I-th on")
     run.add_argument("--html", type=Path, metavar="FILE", help="also write a report that needs nothing else")
     run.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
     run.add_argument("--steps", type=int, default=16, help="your own command: how many (default 16)")
@@ -162,7 +163,16 @@ def run_again(parsed: argparse.Namespace) -> int:
     if not failed:
         raise ConfigError(f"nothing failed in {parsed.report}")
     parsed.html = parsed.markdown = None
+    parsed.shard = "1/1"
     return _run(parsed, failed)
+
+
+def shard(scenarios: Sequence[Any], text: str) -> Sequence[Any]:
+    """Every N-th scenario from the I-th on, as ``I/N`` says. Raises `ConfigError`."""
+    first, _, count = text.partition("/")
+    if not (first.isdigit() and count.isdigit() and 1 <= int(first) <= int(count)):
+        raise ConfigError(f"--shard takes I/N, as 1/2 and 2/2 for two halves, not {text!r}")
+    return scenarios[int(first) - 1 :: int(count)]
 
 
 def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
@@ -171,6 +181,7 @@ def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
     from holdfast.chaos_report import markdown, page
     from holdfast.cli import write_json
 
+    scenarios = shard(scenarios, parsed.shard)
     console = Console(stderr=parsed.json == "-", highlight=False)
     began = time.monotonic()
     verdicts = []

@@ -17,7 +17,7 @@ from smp_daemon.board import Board, Outcome
 from smp_daemon.errors import DeadlineExceeded, ProtocolError, SmpUnavailable, StaleEpoch
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import CALL_DEADLINE_S, PROTOCOL_VERSION
+from smp_daemon.limits import CALL_DEADLINE_S, MAX_SAYING, PROTOCOL_VERSION
 from smp_daemon.paths import socket_path
 from smp_daemon.pidfds import await_end
 from smp_daemon.records import digest
@@ -164,6 +164,10 @@ class SmpClient:
     def heal(self, sources: Sources, group: int, position: int) -> None:
         """Have the SMP compute the parity of a lost node in the background."""
         self._call({"op": "heal", "sources": sources.to_json(), "group": group, "position": position})
+
+    def say(self, text: str) -> None:
+        """Have the SMP show the first `MAX_SAYING` characters of `text` to whoever looks, not what was said before."""
+        self._call({"op": "say", "text": text[:MAX_SAYING]})
 
     def counters(self) -> dict[str, int]:
         """What the SMP has counted since it started; see `smp_daemon.counters.Counts`."""

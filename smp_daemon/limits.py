@@ -25,6 +25,9 @@ MAX_COUNT = 1 << 53
 MAX_LEAVES = 1_000_000
 MAX_NAME_BYTES = 512
 
+MAX_SAYING = 1000
+"""Characters of what a trainer has its SMP show."""
+
 MAX_SOCKET_PATH_BYTES = 107
 """What fits in ``sockaddr_un.sun_path`` with its closing zero."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
 from smp_daemon.fields import number, seconds, snapshot_id, text
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_SAYING, PROTOCOL_VERSION
 from smp_daemon.rebuild import heal, recover, verify
 from smp_daemon.scrub import scrub
 from smp_daemon.sources import Sources
@@ -52,6 +52,7 @@ class TrainerConversation:
             "counters": lambda message: smp.store.counters.read(),
             "scrub": self._scrub,
             "verify": self._verify,
+            "say": self._say,
             "finish": self._finish,
         }
 
@@ -194,6 +195,13 @@ class TrainerConversation:
             claim.release()
             raise
         return {"started": True}
+
+    def _say(self, message: Message) -> Message:
+        said = message.get("text")
+        if not isinstance(said, str) or len(said) > MAX_SAYING:
+            raise ProtocolError(f"'text' must be a string of at most {MAX_SAYING} characters")
+        self._smp.said = said
+        return {}
 
     def _finish(self, message: Message) -> Message:
         self._store.check_epoch(number(message, "epoch"))

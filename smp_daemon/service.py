@@ -93,6 +93,7 @@ class Smp:
         self.settings = settings or Settings()
         self.stopped = threading.Event()
         self.trainers = 0
+        self.said = ""
         self._finished = False
         self._arena = Arena(arena)
         before = read_owner(arena)

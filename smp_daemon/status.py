@@ -33,6 +33,7 @@ class Status:
         rss_bytes: memory of the process, with what it has mapped of the arena.
         ages_s: seconds since the newest shard here of each snapshot was sealed.
         counters: see `smp_daemon.counters.Counts`.
+        said: what a trainer wants operators to know; empty if nothing.
     """
 
     inventory: Inventory
@@ -44,6 +45,7 @@ class Status:
     rss_bytes: int
     ages_s: dict[SnapshotId, float]
     counters: dict[str, int]
+    said: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
@@ -65,6 +67,7 @@ class Status:
                 rss_bytes=int(data["rss_bytes"]),
                 ages_s={SnapshotId(int(e), int(s)): float(seconds) for e, s, seconds in data["ages_s"]},
                 counters={str(name): int(count) for name, count in data["counters"].items()},
+                said=str(data["said"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProtocolError(f"not a status: {error!r}") from error
@@ -96,6 +99,7 @@ def take_status(smp: Smp) -> Status:
         process.memory_info().rss,
         ages,
         store.counters.read(),
+        smp.said,
     )
 
 

@@ -82,6 +82,7 @@ class Cadence:
             self._leads = agreement.rank == 0
         if self._online is not None or self._recording is not None:
             self._watch = Watch(connect)
+        self._say()
 
     def placed(self, layout: Layout) -> None:
         """The job has this layout now."""
@@ -112,6 +113,7 @@ class Cadence:
         self.rhythm.agree(interval)
         if self._online is not None and interval != before and self._leads:
             log.info("snapshots every %d steps, not %d: %s", interval, before, self._online.why)
+            self._say()
 
     def sealed(self, job: CopyJob) -> None:
         """A snapshot is sealed, or was given up. May be called from any thread; returns at once."""
@@ -129,6 +131,11 @@ class Cadence:
             watch.close(deadline_s, wait=self._recording is not None)
             if self._recording is not None:
                 self._recording.timings += watch.take()
+
+    def _say(self) -> None:
+        """Show operators what is done, and why."""
+        if self._online is not None and self._watch is not None and self._leads:
+            self._watch.say(f"a snapshot every {self._online.interval} steps: {self._online.why}")
 
     def _rate_of(self, nodes: int) -> float:
         """Failures per second of so many nodes that are restored from memory."""

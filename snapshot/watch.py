@@ -1,4 +1,5 @@
-"""A thread that learns when snapshots are protected, so that it is known how long copying, sealing and encoding take.
+"""A thread that learns when snapshots are protected, so that it is known how long copying, sealing and encoding take,
+and tells the SMP what operators should know.
 
 It has a connection of its own to the SMP, in which it waits; neither the training loop nor the copy threads do.
 """
@@ -27,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 class Watch:
-    """Times snapshots. `sealed` may be called from any thread; all else is the training thread's."""
+    """Times snapshots. `sealed` and `say` may be called from any thread; all else is the training thread's."""
 
     def __init__(self, connect: Callable[[], SmpClient]) -> None:
         """`connect`: a connection to this node's SMP; called in the watching thread, again if the SMP went away."""
         self._connect = connect
         self._client: SmpClient | None = None
         self._hurry = threading.Event()
-        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[CopyJob | str | None] = queue.SimpleQueue()
         self._timings: queue.SimpleQueue[Timing] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holdfast-watch", daemon=True)
         self._thread.start()
@@ -43,6 +44,10 @@ class Watch:
         """A snapshot is sealed, or was given up. Returns at once."""
         if job.error is None:
             self._jobs.put(job)
+
+    def say(self, text: str) -> None:
+        """Have the SMP show this to whoever looks. Returns at once."""
+        self._jobs.put(text)
 
     def take(self) -> list[Timing]:
         """What became known since the last call. Never blocks."""
@@ -60,19 +65,22 @@ class Watch:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                self._time(job)
+                if self._client is None:
+                    self._client = self._connect()
+                if isinstance(job, str):
+                    self._client.say(job)
+                else:
+                    self._time(self._client, job)
             except HoldfastError as error:
-                log.info("%s is not timed: %s", job.snapshot, error)
+                log.info("%s: %s", "not said" if isinstance(job, str) else f"{job.snapshot} is not timed", error)
                 self._hang_up()
         self._hang_up()
 
-    def _time(self, job: CopyJob) -> None:
-        if self._client is None:
-            self._client = self._connect()
+    def _time(self, client: SmpClient, job: CopyJob) -> None:
         limit_s = time.monotonic() + AWAIT_DEADLINE_S
         outcome, over_s = Outcome.PENDING, 0.0
         while outcome is Outcome.PENDING and over_s < limit_s and not self._hurry.is_set():
-            outcome = self._client.await_outcome(job.snapshot, SLICE_S)
+            outcome = client.await_outcome(job.snapshot, SLICE_S)
             over_s = time.monotonic()
         if outcome is not Outcome.PROTECTED:
             return

@@ -27,6 +27,8 @@ from chaos import drill
 from chaos.trainer import Trainer
 from holdfast import InMemorySnapshot
 from integrations.dcp import MemoryReader, MemoryWriter
+from smp_daemon.overview import look
+from smp_daemon.paths import arena_path, read_owner
 from smp_daemon.points import reach
 
 DRAIN_DEADLINE_S = 1.0
@@ -148,7 +150,15 @@ def paced() -> None:
             overhead=statistics.overhead,
             why=statistics.why,
             logged=lines.lines,
+            shown=shown(),
         )
+
+
+def shown() -> list[str]:
+    """What the SMP of this node shows to operators of what trainers have said, on all nodes."""
+    owner = read_owner(arena_path(os.environ["HOLDFAST_JOB"]))
+    assert owner is not None
+    return [status.said for status in look(owner.job, (owner.host, owner.bulk_port)).statuses if status.said]
 
 
 def replicated() -> None:

@@ -30,6 +30,7 @@ def from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_a_job_that_tracks_all_of_its_state_is_exact() -> None:
     report = audit("acp_sgd")
     assert report.exact, report.differences

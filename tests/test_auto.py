@@ -35,6 +35,9 @@ def test_the_interval_follows_steps_that_take_three_times_as_long(launcher: Laun
     assert any(f"snapshots every {first['after']} steps" in line for line in first["logged"])
     assert not second["logged"]  # it is said once for the job
     assert "a step takes" in first["why"]
+    (said,) = first["shown"]
+    assert said.startswith("a snapshot every ")
+    assert "a step takes" in said
 
 
 @pytest.mark.cluster

@@ -96,6 +96,7 @@ def test_the_command_measures_and_writes_json_and_markdown(tmp_path: Path) -> No
         assert "pyeclib" in text
 
 
+@pytest.mark.slow
 def test_the_script_does_the_same_from_anywhere(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/ec.py"), "--quick", "--seed", "7", "--json", "ec.json"],

@@ -31,6 +31,7 @@ from chaos.scenario import (
 )
 from chaos.verdict import judge, lost_protected, torn
 from holdfast import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.chaos_command import shard
 from holdfast.chaos_report import markdown, page
 from holdfast.cli import main
 from snapshot.tuning.profiles import PROFILES
@@ -380,3 +381,14 @@ def test_figures_count_what_ran_and_reports_show_it() -> None:
     }
     Checker().feed(page([good, bad], figures))
     assert "1 protected steps were lost" in markdown([good, bad], figures)
+
+
+def test_shards_are_all_scenarios_together() -> None:
+    every = built_in()
+    assert sorted(each.name for i in (1, 2, 3) for each in shard(every, f"{i}/3")) == sorted(
+        each.name for each in every
+    )
+    assert shard(every, "1/1") == every
+    for bad in ("0/2", "3/2", "1", "a/b", ""):
+        with pytest.raises(ConfigError, match="--shard takes I/N"):
+            shard(every, bad)

@@ -92,7 +92,7 @@ train = partial(run, SCRIPT)
 @pytest.mark.parametrize(
     ("kind", "stops"),
     [
-        ("plain", [10]),
+        pytest.param("plain", [10], marks=pytest.mark.slow),  # as the example is, in `test_examples`
         pytest.param("plain", [4, 10, 17], marks=pytest.mark.slow),
         pytest.param("accumulate", [4, 6], marks=pytest.mark.slow),
         pytest.param("unseeded", [13], marks=pytest.mark.slow),

@@ -8,10 +8,7 @@ from chaos.campaign import Campaign
 from tests.mutants import ENV, MUTANTS
 
 pytestmark = pytest.mark.cluster
-QUICK = {
-    *("no-fence", "no-digests", "every-rank-alone", "promise-forgotten", "protected-slot-freed", "parity-of-nothing"),
-    "unchecked-on-arrival",
-}
+QUICK = {"no-fence", "no-digests", "promise-forgotten", "unchecked-on-arrival"}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from holdfast.cli import main
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import SnapshotId
+from smp_daemon.limits import MAX_SAYING
 from smp_daemon.metrics import COUNTERS, GAUGES
 from smp_daemon.overview import Overview, look
 from smp_daemon.paths import read_owner
@@ -131,6 +132,15 @@ def test_losses_are_told_as_they_come(ground: Ground, smps: list[SmpProcess], jo
         assert list(overview.silent) == [smp.name for smp in smps[: losses + 1]]
     status = overview.statuses[0]
     assert Status.from_json(json.loads(json.dumps(status.to_json()))) == status
+
+
+def test_what_a_trainer_says_is_shown(ground: Ground, smps: list[SmpProcess], job: Run) -> None:
+    client = job["dp1"].client
+    client.say("a snapshot every 51 steps: cost and loss balance")
+    client.say("a snapshot every 18 steps: " + "because " * 1000)
+    said = look(JOB, smps[0].bulk).to_json()["nodes"][1]["said"]
+    assert said.startswith("a snapshot every 18 steps: because ")
+    assert len(said) == MAX_SAYING
 
 
 def test_the_commands_say_it_too(

@@ -122,8 +122,8 @@ def _what_was_promised_is_forgotten() -> None:
 
     plan_restore: Any = vars(restore)["plan_restore"]
 
-    def plan(inventories: Any, coords: Any) -> Any:
-        return plan_restore([replace(inventory, protected=None) for inventory in inventories], coords)
+    def plan(inventories: Any, *rest: Any) -> Any:
+        return plan_restore([replace(inventory, protected=None) for inventory in inventories], *rest)
 
     _replace(restore, "plan_restore", plan)
 
