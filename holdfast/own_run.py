@@ -19,7 +19,7 @@ import psutil
 
 from holdfast import sessions
 from holdfast.audit import Notes, read
-from holdfast.own_command import KINDS, PAUSE_S, STEP, OwnFault, OwnPlan, OwnVerdict, draw, judge
+from holdfast.own_command import IN_A_RECOVERY, KINDS, PAUSE_S, STEP, OwnFault, OwnPlan, OwnVerdict, draw, judge
 from holdfast.sessions import tail
 from smp_daemon.errors import DeadlineExceeded, HoldfastError
 from smp_daemon.paths import ARENA_ENV, arena_path, read_owner
@@ -98,6 +98,8 @@ class _Disturbed:
         self._stopped: list[tuple[float, int]] = []
         self._leaks: list[str] = []
         self._ranks: dict[int, int] = {}
+        self._dying: set[int] = set()
+        self._before: set[int] = set()
         self._process: subprocess.Popen[bytes]
         self._log = folder / "log"
 
@@ -193,8 +195,7 @@ class _Disturbed:
                 said = json.loads(lines.readline() or "null")
             if said is None or not psutil.pid_exists(said["pid"]):
                 return False  # it was killed on its way, or while it waited here
-            left = self._faults[len(self._injected) :] if self._process.poll() is None else ()
-            due = left[0] if left else None
+            due = self._next(said["pid"])
             if due is not None and due.matches(self._rank_of(said["pid"]), said["point"], said["step"]):
                 self._progress(f"{due.kind} at {said['point']} of step {said['step']}, rank {due.rank}")
                 self._inject(due, said["pid"])
@@ -205,8 +206,19 @@ class _Disturbed:
                 connection.sendall(b"g")
             return due is not None and KINDS[due.kind].ends
 
+    def _next(self, pid: int) -> OwnFault | None:
+        """What may be done next where `pid` is. Nothing to what is dying; and a recovery is of other processes."""
+        left = self._faults[len(self._injected) :]
+        if not left or pid in self._dying or self._process.poll() is not None:
+            return None
+        return None if left[0].point in IN_A_RECOVERY and pid in self._before else left[0]
+
     def _inject(self, fault: OwnFault, pid: int) -> None:
         """Do it. `pid`: of the process that has come to the point."""
+        if KINDS[fault.kind].ends:
+            self._before = self._trainers(pid)
+        if fault.kind in ("kill-trainer", "term-trainer", "segv-trainer"):
+            self._dying.add(pid)  # which takes a moment: it may come to another point
         match fault.kind:
             case "kill-trainer":
                 _signal(pid, signal.SIGKILL)

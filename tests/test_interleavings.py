@@ -818,5 +818,5 @@ def test_memory_is_flat_over_2000_snapshots() -> None:
     assert said["counts"] == {"taken": steps, "failed": 0, "skipped": 0, "protected": steps - 1}  # the last is not told
     for who, seen in zip(("trainer", "SMP"), zip(*said["seen"], strict=True), strict=True):
         early, late = ([sample[0] for sample in part] for part in (seen[200:400], seen[-200:]))
-        assert fmean(late) == pytest.approx(fmean(early), rel=0.01), who
+        assert fmean(late) <= 1.01 * fmean(early), who  # less is fine: a kernel may take back pages that nobody uses
         assert len({tuple(sample[1:]) for sample in seen[200:]}) == 1, f"files and threads of the {who}"
