@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import select
 from pathlib import Path
 
 from smp_daemon.errors import ConfigError, DeadlineExceeded
+from smp_daemon.pidfds import await_end
 
 ACCESS_TIMES_BYTES = 16 * 4096
 
@@ -40,7 +40,7 @@ def wait_until_dead(pid: int, deadline_s: float) -> None:
     """Block until a child has ended, without reaping it. Raises `DeadlineExceeded`."""
     pidfd = os.pidfd_open(pid)
     try:
-        if not select.select([pidfd], [], [], deadline_s)[0]:
+        if not await_end(pidfd, deadline_s):
             raise DeadlineExceeded(f"process {pid} did not end within {deadline_s:.0f} s")
     finally:
         os.close(pidfd)

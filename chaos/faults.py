@@ -189,7 +189,7 @@ def inject(ground: Ground, fault: Fault) -> None:
 def _to_ranks(*signals: signal.Signals) -> Callable[[Ground, Fault], None]:
     def do(ground: Ground, fault: Fault) -> None:
         for rank in fault.targets:
-            _signal(ground.pid_of_rank(rank), *signals)
+            send_signals(ground.pid_of_rank(rank), *signals)
 
     return do
 
@@ -280,7 +280,7 @@ def _lose_nodes(ground: Ground, fault: Fault) -> None:
     for index in fault.targets:
         ground.unplug(index)
         for rank in ground.ranks_on(index):
-            _signal(ground.pid_of_rank(rank), signal.SIGKILL)
+            send_signals(ground.pid_of_rank(rank), signal.SIGKILL)
         ground.power_cut(index)
 
 
@@ -377,7 +377,7 @@ _no_space = _limit(psutil.RLIMIT_FSIZE, lambda process: 0)
 # ---------------------------------------------------------------------- tools
 
 
-def _signal(pid: int | None, *signals: signal.Signals) -> None:
+def send_signals(pid: int | None, *signals: signal.Signals) -> None:
     """Send signals, if the process is there: it may have ended by itself."""
     for each in signals if pid is not None else ():
         try:
@@ -388,7 +388,7 @@ def _signal(pid: int | None, *signals: signal.Signals) -> None:
 
 def _signal_all(pids: Sequence[int | None], each: signal.Signals) -> None:
     for pid in pids:
-        _signal(pid, each)
+        send_signals(pid, each)
 
 
 def _stop_for_a_while(ground: Ground, fault: Fault, pids: Sequence[int | None]) -> None:

@@ -246,7 +246,12 @@ def _run(plan: Plan, folder: Path, name: str) -> list[Notes]:
     status = sessions.run(plan.command, environment, log, plan.deadline_s, f"{name} run")
     if (status != 0) is not (name in KILLED):
         raise HoldfastError(f"the {name} run ended with status {status}\n{tail(log)}")
-    ranks = read(notes)
+    return read_last(notes, log, name)
+
+
+def read_last(folder: Path, log: Path, name: str) -> list[Notes]:
+    """What the last process of each rank noted there. Raises `HoldfastError` if none did in the run of that name."""
+    ranks = read(folder)
     if not ranks:
         raise HoldfastError(f"the {name} run never entered InMemorySnapshot\n{tail(log)}")
     return [processes[-1] for processes in ranks]

@@ -17,12 +17,13 @@ from typing import Any
 
 import psutil
 
+from chaos.faults import send_signals
 from holdfast import sessions
-from holdfast.audit import Notes, read
+from holdfast.audit import Notes, read, read_last
 from holdfast.own_command import IN_A_RECOVERY, KINDS, PAUSE_S, STEP, OwnFault, OwnPlan, OwnVerdict, draw, judge
 from holdfast.sessions import tail
 from smp_daemon.errors import DeadlineExceeded, HoldfastError
-from smp_daemon.paths import ARENA_ENV, arena_path, read_owner
+from smp_daemon.paths import ARENA_ENV, arena_base, arena_path, read_owner
 from smp_daemon.points import ENV as POINTS_ENV
 from smp_daemon.spawn import find_leftovers, remove
 from snapshot.audit import Orders
@@ -34,6 +35,7 @@ PATIENCE_S = 30.0
 LOOK_EVERY_S = 0.5
 ANSWER_DEADLINE_S = 5.0
 END_DEADLINE_S = 10.0
+SIGNALS = {"kill-trainer": signal.SIGKILL, "term-trainer": signal.SIGTERM, "segv-trainer": signal.SIGSEGV}
 
 
 def run(plan: OwnPlan, progress: Callable[[str], None]) -> OwnVerdict:
@@ -42,7 +44,9 @@ def run(plan: OwnPlan, progress: Callable[[str], None]) -> OwnVerdict:
     Raises:
         HoldfastError: an undisturbed run did not do what it should; the message ends with what it printed.
     """
-    with tempfile.TemporaryDirectory(prefix="holdfast-chaos-", dir="/dev/shm") as text:
+    base = arena_base()
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="chaos-", dir=base) as text:
         folder = Path(text)
         try:
             undisturbed = []
@@ -78,10 +82,7 @@ def _undisturbed(plan: OwnPlan, folder: Path, name: str) -> list[Notes]:
         _end_all(folder)
     if status:
         raise HoldfastError(f"the {name} run ended with status {status}\n{tail(log)}")
-    ranks = read(notes)
-    if not ranks:
-        raise HoldfastError(f"the {name} run never entered InMemorySnapshot\n{tail(log)}")
-    return [processes[-1] for processes in ranks]
+    return read_last(notes, log, name)
 
 
 class _Disturbed:
@@ -217,30 +218,25 @@ class _Disturbed:
         """Do it. `pid`: of the process that has come to the point."""
         if KINDS[fault.kind].ends:
             self._before = self._trainers(pid)
-        if fault.kind in ("kill-trainer", "term-trainer", "segv-trainer"):
-            self._dying.add(pid)  # which takes a moment: it may come to another point
         match fault.kind:
-            case "kill-trainer":
-                _signal(pid, signal.SIGKILL)
-            case "term-trainer":
-                _signal(pid, signal.SIGTERM)
-            case "segv-trainer":
-                _signal(pid, signal.SIGSEGV)
+            case "kill-trainer" | "term-trainer" | "segv-trainer":
+                self._dying.add(pid)  # which takes a moment: it may come to another point
+                send_signals(pid, SIGNALS[fault.kind])
             case "kill-trainers":
                 for process in self._trainers(pid):
-                    _signal(process, signal.SIGKILL)
+                    send_signals(process, signal.SIGKILL)
             case "kill-launcher":
                 self._process.kill()
                 self._process.wait(END_DEADLINE_S)  # what it leaves is in no recovery
             case "stop-trainer":
                 self._stop(pid)
             case "kill-smp":
-                _signal(self._smp(), signal.SIGKILL)
+                send_signals(self._smp(), signal.SIGKILL)
             case "stop-smp":
                 self._stop(self._smp())
             case "kill-other":
                 for other in self._others():
-                    _signal(other, signal.SIGKILL)
+                    send_signals(other, signal.SIGKILL)
 
     def _trainers(self, pid: int) -> set[int]:
         newest = [processes[-1] for processes in read(self._folder / "notes") if processes]
@@ -274,23 +270,19 @@ class _Disturbed:
         return owner.pid
 
     def _stop(self, pid: int) -> None:
-        _signal(pid, signal.SIGSTOP)
+        send_signals(pid, signal.SIGSTOP)
         self._stopped.append((time.monotonic() + PAUSE_S, pid))
 
     def _wake(self, now: float) -> None:
         """Let those go on whose time has come."""
         for each in [each for each in self._stopped if each[0] <= now]:
             self._stopped.remove(each)
-            _signal(each[1], signal.SIGCONT)
+            send_signals(each[1], signal.SIGCONT)
 
     def _end(self) -> None:
         self._wake(float("inf"))
-        _end_all(self._folder, spare=self._smps())
+        _end_all(self._folder)
         sessions.end(self._process)
-
-    def _smps(self) -> tuple[int, ...]:
-        owner = read_owner(arena_path(JOB, self._folder / "arena"))
-        return (owner.pid,) if owner is not None else ()
 
 
 def _rank_in_environment(pid: int) -> int | None:
@@ -302,12 +294,12 @@ def _rank_in_environment(pid: int) -> int | None:
     return next((int(rank) for rank in said if rank.isdigit()), None)
 
 
-def processes_of(folder: Path, spare: Sequence[int] = ()) -> list[psutil.Process]:
-    """Those that a command left that was started with `folder` in its environment, but for SMPs and `spare`."""
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Those that a command left that was started with `folder` in its environment, but for SMPs."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid in spare or process.status() == psutil.STATUS_ZOMBIE:
+            if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             if str(folder) in "".join(process.environ().values()) and "smp_daemon" not in process.cmdline():
                 found.append(process)
@@ -316,19 +308,11 @@ def processes_of(folder: Path, spare: Sequence[int] = ()) -> list[psutil.Process
     return found
 
 
-def _end_all(folder: Path, spare: Sequence[int] = ()) -> None:
+def _end_all(folder: Path) -> None:
     """Kill all that is left of a command, whatever session it is in, and wait until it is gone."""
-    left = processes_of(folder, spare)
+    left = processes_of(folder)
     for each in left:
-        _signal(each.pid, signal.SIGKILL)
+        send_signals(each.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(left, END_DEADLINE_S)
     if alive:
         raise DeadlineExceeded(f"processes {[each.pid for each in alive]} did not end within {END_DEADLINE_S:.0f} s")
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    """Send it, if the process is there: it may have ended by itself."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return

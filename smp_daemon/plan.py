@@ -48,7 +48,7 @@ def plan_restore(
             older one: that would silently undo what was promised.
         StateMismatch: the snapshot is of other coordinates than `coords`.
     """
-    protected = max((inv.protected for inv in inventories if inv.protected), default=None)
+    protected = newest_protected(inventories)
     reasons: list[str] = []
     for snapshot in candidates(inventories, protected):
         if snapshot in without and snapshot != protected:
@@ -77,6 +77,11 @@ def plan_restore(
     )
 
 
+def newest_protected(inventories: Sequence[Inventory]) -> SnapshotId | None:
+    """The newest snapshot that any SMP was told to be protected; None if none was."""
+    return max((inventory.protected for inventory in inventories if inventory.protected), default=None)
+
+
 def candidates(inventories: Sequence[Inventory], protected: SnapshotId | None) -> list[SnapshotId]:
     """Every snapshot that anybody holds some of and that is not older than `protected`, the newest first."""
     found = {s for inv in inventories for s, _ in inv.shards} | {s for inv in inventories for s, _, _ in inv.parities}
@@ -85,7 +90,7 @@ def candidates(inventories: Sequence[Inventory], protected: SnapshotId | None) -
 
 def newest_whole(inventories: Sequence[Inventory]) -> SnapshotId | None:
     """The newest snapshot of which every byte is held or can be computed, not older than what was protected."""
-    protected = max((inv.protected for inv in inventories if inv.protected), default=None)
+    protected = newest_protected(inventories)
     for snapshot in candidates(inventories, protected):
         sources = choose_sources(inventories, snapshot)
         if sources is not None and not _undecodable(sources):

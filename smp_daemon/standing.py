@@ -8,7 +8,7 @@ from itertools import combinations
 
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import SnapshotId
-from smp_daemon.plan import candidates, choose_sources
+from smp_daemon.plan import candidates, choose_sources, newest_protected
 from smp_daemon.sources import Sources
 
 MOST_TRIED = 3
@@ -50,7 +50,7 @@ class Standing:
 
 def standings(inventories: Sequence[Inventory]) -> list[Standing]:
     """How each snapshot that a restart might go back to stands, the newest first."""
-    protected = max((inventory.protected for inventory in inventories if inventory.protected), default=None)
+    protected = newest_protected(inventories)
     found = []
     for snapshot in candidates(inventories, protected):
         sources = choose_sources(inventories, snapshot)
