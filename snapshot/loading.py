@@ -76,13 +76,18 @@ def check_ranges(shard: RecoveredShard, ranges: Iterable[tuple[int, int]], mend:
         DamagedSnapshot: a unit does not match, and neither does it after `mend`.
         ProtocolError: a range does not lie within the shard.
     """
+    checking = _Loading(shard, runs.make_runs([]))
+    _make_whole(checking, checking.take(sorted(units_of(shard, ranges))), mend)
+
+
+def units_of(shard: RecoveredShard, ranges: Iterable[tuple[int, int]]) -> set[int]:
+    """The units that (offset, bytes) ranges of a shard lie in. Raises `ProtocolError` if one is not within it."""
     units: set[int] = set()
     for offset, length in ranges:
         if not 0 <= offset <= offset + length <= shard.view.nbytes:
             raise ProtocolError(f"{length} bytes at {offset} are not within the {shard.view.nbytes} of the slot")
         units.update(range(offset // shard.unit_bytes, -(-(offset + length) // shard.unit_bytes)))
-    checking = _Loading(shard, runs.make_runs([]))
-    _make_whole(checking, checking.take(sorted(units)), mend)
+    return units
 
 
 def cut(table: runs.Runs, unit_bytes: int) -> runs.Runs:

@@ -21,7 +21,7 @@ from smp_daemon.points import reach
 from smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement
-from snapshot.loading import check_ranges, load_checked
+from snapshot.loading import check_ranges, load_checked, units_of
 from snapshot.movers import Mover
 from snapshot.replicas import is_part_of, part_of, plan_gathering
 from snapshot.shares import Part, parse_part
@@ -139,6 +139,7 @@ class _Attempt:
         self._client = client
         self._sources = plan.sources
         self._coord = coord
+        self._taken: set[int] = set()
 
     def recover(self) -> None:
         """Have the shard here. Raises what stands against it."""
@@ -146,8 +147,30 @@ class _Attempt:
         self.how = self.shard.how
 
     def mend(self, units: list[int]) -> None:
-        """Have damaged units mended in place. Raises `DamagedSnapshot` if that cannot be."""
+        """Have damaged units mended in place.
+
+        Raises:
+            DamagedSnapshot: that cannot be; or values were taken from one of them that may have been damaged already.
+        """
+        if changed := self._taken.intersection(units):
+            raise DamagedSnapshot(f"unit {min(changed)} of the slot changed after it was read: start again")
         self.how = self._client.recover(self._sources, self._coord).how
+
+    def read_format(self) -> SlotFormat:
+        """The slot's format, its header checked.
+
+        Raises:
+            DamagedSnapshot: it cannot be mended.
+            ProtocolError: it is not what a trainer wrote for this snapshot.
+        """
+        slot = self.shard.view
+        check_ranges(self.shard, [(0, min(slot.nbytes, PAGE_BYTES))], self.mend)
+        header = min(8 + int.from_bytes(slot[:8], "little"), slot.nbytes)
+        self._check_and_take([(0, header)])
+        form, _ = read_format(slot)
+        if read_stamp(slot) != self.snapshot:
+            raise ProtocolError(f"the slot is stamped {read_stamp(slot)}, not {self.snapshot}")
+        return form
 
     def read(self) -> tuple[SlotFormat, dict[str, Any]]:
         """The slot's format and its record, and all tensors checked that belong to the record.
@@ -156,18 +179,21 @@ class _Attempt:
             DamagedSnapshot: they cannot be mended.
             ProtocolError: they are not what a trainer wrote.
         """
-        slot = self.shard.view
-        check_ranges(self.shard, [(0, min(slot.nbytes, PAGE_BYTES))], self.mend)
-        header = min(8 + int.from_bytes(slot[:8], "little"), slot.nbytes)
-        check_ranges(self.shard, [(0, header)], self.mend)
-        form, _ = read_format(slot)
-        own = [(offset, leaf.bytes) for name, (offset, leaf) in form.offsets.items() if is_of_record(name)]
-        check_ranges(self.shard, own, self.mend)
-        if read_stamp(slot) != self.snapshot:
-            raise ProtocolError(f"the slot is stamped {read_stamp(slot)}, not {self.snapshot}")
-        record = decode_record(slot, form, self.snapshot)
+        form = self.read_format()
+        self._check_and_take(
+            [(offset, leaf.bytes) for name, (offset, leaf) in form.offsets.items() if is_of_record(name)]
+        )
+        record = decode_record(self.shard.view, form, self.snapshot)
         self.notes = record.get(NOTES) or {}
         return form, record
+
+    def midway(self) -> None:
+        """Half of it is loaded."""
+        reach("restore.middle", self.snapshot.step)
+
+    def _check_and_take(self, ranges: list[tuple[int, int]]) -> None:
+        check_ranges(self.shard, ranges, self.mend)
+        self._taken |= units_of(self.shard, ranges)
 
 
 def _failure_of(work: Callable[[], None]) -> HoldfastError | None:
@@ -215,11 +241,7 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Move
     gathering = plan_gathering(agreement, adapter.replica_set(), held, shared)
     tensors = {item.name: item.tensor for item in live}
     pieces = place_tensors(form, _own(tensors, held, shared))
-
-    def midway() -> None:
-        reach("restore.middle", attempt.snapshot.step)
-
-    failure = _failure_of(lambda: load_checked(mover, pieces, attempt.shard, attempt.mend, midway=midway))
+    failure = _failure_of(lambda: load_checked(mover, pieces, attempt.shard, attempt.mend, midway=attempt.midway))
     if agreement.minimum([int(failure is None)])() == [1]:
         if gathering is not None:
             gathering.fill(agreement, tensors)

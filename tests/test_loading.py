@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -16,12 +17,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_daemon.client import RecoveredShard
+from smp_daemon.client import RecoveredShard, SmpClient
 from smp_daemon.errors import DamagedSnapshot, ProtocolError, SmpUnavailable
+from smp_daemon.plan import RestorePlan
 from smp_daemon.records import digest_units
-from snapshot import loading, runs
+from smp_daemon.slotfile import SlotFormat, write_stamp
+from smp_daemon.sources import Sources
+from snapshot import loading, restore, runs
 from snapshot.loading import check_ranges, cut, load_checked
 from snapshot.movers import LOAD_THREADS, CpuMover, Mover, Piece
+from tests.test_state import SNAPSHOT, toy, whole_slot
 from tests.test_tensors import bits, random_bits
 
 quick = settings(deadline=None, derandomize=True, max_examples=150)
@@ -355,7 +360,7 @@ def test_as_many_threads_work_at_once_as_there_are_cores(
 LOAD_256_MB = """
 import mmap, tempfile
 import torch
-from smp_daemon.client import RecoveredShard
+from smp_daemon.client import RecoveredShard, SmpClient
 from smp_daemon.records import digest_units
 from snapshot.loading import load_checked
 from snapshot.movers import CpuMover, Piece
@@ -388,3 +393,58 @@ def test_memory_does_not_grow_while_256_mb_are_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", LOAD_256_MB], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 16 << 20
+
+
+class Peers:
+    """A client whose SMP holds one shard, and can have any unit of it mended."""
+
+    unit_bytes = 8
+    """So short that a tensor has some for itself."""
+
+    def __init__(self, form: SlotFormat, slot: memoryview) -> None:
+        slot[: len(form.header)] = form.header
+        write_stamp(slot, SNAPSHOT)
+        self.whole = bytes(slot)
+        self.slot = slot
+        self.shard = RecoveredShard(slot, "held", 0, self.unit_bytes, digest_units(slot, self.unit_bytes))
+        self.record, _ = form.record
+
+    def recover(self, sources: object, coord: str, *, check: bool = True) -> RecoveredShard:
+        if check:
+            self.slot[:] = self.whole
+        return self.shard
+
+    def attempt(self) -> restore._Attempt:
+        plan = RestorePlan(cast(Sources, SimpleNamespace(snapshot=SNAPSHOT)), (), ())
+        attempt = restore._Attempt(cast(SmpClient, self), plan, "dp0")
+        attempt.recover()
+        return attempt
+
+
+def test_what_is_damaged_before_it_is_read_is_mended() -> None:
+    peers = Peers(*whole_slot(toy()))
+    peers.slot[peers.record + 1] ^= 1
+    _, record = peers.attempt().read()
+    assert record["coord"] == "dp0"
+
+
+@pytest.mark.parametrize("where", ["header", "record"])
+def test_values_that_were_read_before_their_unit_changed_are_not_believed(where: str) -> None:
+    peers = Peers(*whole_slot(toy()))
+    attempt = peers.attempt()
+    attempt.read()
+    peers.slot[20 if where == "header" else peers.record + 1] ^= 1
+    with pytest.raises(DamagedSnapshot, match="changed after it was read"):
+        load_checked(CpuMover(), [], attempt.shard, attempt.mend)
+
+
+def test_a_tensor_whose_unit_changes_after_the_header_was_read_is_mended() -> None:
+    form, slot = whole_slot(toy())
+    peers = Peers(form, slot)
+    attempt = peers.attempt()
+    attempt.read()
+    offset, leaf = form.offsets["model.weight"]
+    slot[offset + leaf.bytes // 2] ^= 1
+    tensor = torch.zeros(leaf.bytes, dtype=torch.uint8)
+    load_checked(CpuMover(), [Piece(tensor, offset, leaf.bytes)], attempt.shard, attempt.mend)
+    assert tensor.numpy().tobytes() == peers.whole[offset : offset + leaf.bytes]

@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from chaos.sim.scheduler import active
 from chaos.sim.threads import Event, Signal
 from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
 from smp_daemon.layout import SnapshotId
-from smp_daemon.slotfile import Leaf, SlotFormat, plan_slot, read_format, read_stamp
+from smp_daemon.slotfile import Leaf, SlotFormat, plan_slot
 from snapshot.agreement import AgreementLost, Result
 from snapshot.copier import CopyJob
-from snapshot.loading import check_ranges
-from snapshot.movers import Piece
+from snapshot.loading import load_checked
+from snapshot.movers import CpuMover, Piece
 from snapshot.state import Misfit
 
 RECORD_CAPACITY = 64
@@ -236,16 +238,11 @@ class SimMover:
 
 
 def load(attempt: Any, agreement: Member, adapter: SimAdapter, mover: SimMover) -> HoldfastError | None:
-    """`snapshot.restore._load` for a `SimAdapter`: the same checks, agreements and errors, and no tensors."""
+    """`snapshot.restore._load` for a `SimAdapter`: the same checks, copies, agreements and errors, for one tensor."""
     problem: HoldfastError | None = None
-    shard = attempt.shard
     try:
-        check_ranges(shard, [(0, shard.view.nbytes)], attempt.mend)
-        form, _ = read_format(shard.view)
-        if read_stamp(shard.view) != attempt.snapshot:
-            raise ProtocolError(f"the slot is stamped {read_stamp(shard.view)}, not {attempt.snapshot}")
+        form = attempt.read_format()
         offset, leaf = form.offsets[LEAF]
-        content = bytes(shard.view[offset : offset + leaf.bytes])
     except HoldfastError as error:
         problem = error
     damaged = isinstance(problem, DamagedSnapshot)
@@ -254,6 +251,13 @@ def load(attempt: Any, agreement: Member, adapter: SimAdapter, mover: SimMover) 
         raise problem or ProtocolError("the snapshot does not fit on another rank")
     if not whole:
         return problem
-    adapter.take_over(attempt.snapshot, content)
-    agreement.minimum([1])()
-    return None
+    live = torch.zeros(leaf.bytes, dtype=torch.uint8)
+    failure: HoldfastError | None = None
+    try:
+        pieces = [Piece(live, offset, leaf.bytes)]
+        load_checked(CpuMover(), pieces, attempt.shard, attempt.mend, midway=attempt.midway)
+    except HoldfastError as error:
+        failure = error
+    if agreement.minimum([int(failure is None)])() == [1]:
+        adapter.take_over(attempt.snapshot, live.numpy().tobytes())
+    return failure
