@@ -49,6 +49,9 @@ def add(commands: Any, add_json: Any) -> None:
     run.add_argument("--html", type=Path, metavar="FILE", help="also write a report that needs nothing else")
     run.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
     run.add_argument("--steps", type=int, default=16, help="your own command: how many (default 16)")
+    run.add_argument(
+        "--nodes", type=int, default=1, help="your own command: start it on so many virtual nodes (default 1)"
+    )
     run.add_argument("--other", default="", metavar="WORD", help="your own command: kill what has WORD in its, too")
     run.add_argument(
         "--ignore", action="append", default=[], metavar="PATTERN", help="your own command: names that do not matter"
@@ -116,7 +119,8 @@ def _run_own(parsed: argparse.Namespace) -> int:
 
     if parsed.scenarios or parsed.beyond or parsed.profile or parsed.count != 1 or parsed.html or parsed.markdown:
         raise ConfigError(
-            "a command of your own takes --seed, --faults, --double, --steps, --ignore, --deadline, --json"
+            "a command of your own takes --seed, --faults, --double, --steps, --nodes, --other, --ignore, --deadline, "
+            "--json"
         )
     seed = parsed.seed if parsed.seed is not None else random.SystemRandom().randrange(1 << 20)
     plan = OwnPlan(
@@ -126,6 +130,7 @@ def _run_own(parsed: argparse.Namespace) -> int:
         parsed.double,
         parsed.other,
         parsed.steps,
+        parsed.nodes,
         tuple(parsed.ignore),
         parsed.deadline,
     )
@@ -133,6 +138,7 @@ def _run_own(parsed: argparse.Namespace) -> int:
     console.print(f"seed {seed}")
     verdict = run(plan, lambda text: console.print(text, markup=False))
     options = [f"--seed {seed} --faults {plan.faults} --steps {plan.steps}", *["--double"] * plan.double]
+    options += [f"--nodes {plan.nodes}"] * (plan.nodes > 1)
     options += [f"--other {shlex.quote(plan.other)}"] * bool(plan.other)
     options += [f"--ignore {shlex.quote(pattern)}" for pattern in plan.ignore]
     replay = f"holdfast chaos run {' '.join(options)} -- {shlex.join(plan.command)}"

@@ -20,6 +20,7 @@ from smp_daemon.errors import ConfigError
 FIRST_STEP = 3
 """No fault comes before it, so that there is something to restore."""
 
+MOST_NODES = 16
 PAUSE_S = 1.5
 """How long those that are stopped stand still."""
 
@@ -46,7 +47,9 @@ KINDS = {
     "kill-smp": Kind("SIGKILL to the SMP of this node", False),
     "stop-smp": Kind(f"SIGSTOP to the SMP, and SIGCONT {PAUSE_S:.1f} s later", False),
     "kill-other": Kind("SIGKILL to another process of the command, by a word in its command line: a raylet, say", True),
+    "lose-node": Kind("SIGKILL to all of a node, its SMP too, and its memory is gone; a spare takes its place", True),
 }
+"""The last two only where there are such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class OwnPlan:
     Attributes:
         command: as it would be started by hand; it enters `InMemorySnapshot`.
         double: each fault that ends training is followed by one during the recovery from it.
+        nodes: on so many the command is started, each with an SMP of its own, all on this machine; from 2 on they
+            are lost, too.
         other: a word in the command line of other processes that may be killed, too; none if empty.
         ignore: regular expressions; names in which one is found are not compared.
         deadline_s: for each undisturbed run, and for that with faults as often as it is started.
@@ -87,10 +92,13 @@ class OwnPlan:
     double: bool = False
     other: str = ""
     steps: int = 16
+    nodes: int = 1
     ignore: tuple[str, ...] = ()
     deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= MOST_NODES:
+            raise ConfigError(f"--nodes {self.nodes}: choose 1 to {MOST_NODES}, all of which run on this machine")
         most = self.steps - FIRST_STEP
         if not 1 <= self.faults <= most:
             raise ConfigError(
@@ -145,15 +153,17 @@ class OwnVerdict:
 
 
 def draw(
-    seed: int, faults: int, ranks: int, steps: int, *, double: bool = False, other: bool = False
+    seed: int, faults: int, ranks: int, steps: int, *, double: bool = False, other: bool = False, several: bool = False
 ) -> tuple[OwnFault, ...]:
     """So many faults, one after another in steps that do not come back; the same for the same arguments. Pure.
 
     Args:
-        double: see `OwnPlan`. `other`: whether there are other processes to kill.
+        double: see `OwnPlan`.
+        other: whether there are other processes to kill. `several`: whether there are nodes to lose.
     """
-    source = random.Random(f"own {seed} {faults} {ranks} {steps} {double} {other}")
-    kinds = [kind for kind in KINDS if other or kind != "kill-other"]
+    source = random.Random(f"own {seed} {faults} {ranks} {steps} {double} {other}" + " several" * several)
+    there = {"kill-other": other, "lose-node": several}
+    kinds = [kind for kind in KINDS if there.get(kind, True)]
     found: list[OwnFault] = []
     for step in sorted(source.sample(range(FIRST_STEP, steps), faults)):
         kind = source.choice(kinds)

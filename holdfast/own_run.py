@@ -7,7 +7,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,23 +17,24 @@ from typing import Any
 import psutil
 
 from chaos.faults import send_signals
-from holdfast import sessions
 from holdfast.audit import Notes, read, read_last
 from holdfast.own_command import IN_A_RECOVERY, KINDS, PAUSE_S, STEP, OwnFault, OwnPlan, OwnVerdict, draw, judge
+from holdfast.own_nodes import END_DEADLINE_S, JOB, OwnNode
 from holdfast.sessions import tail
 from smp_daemon.errors import DeadlineExceeded, HoldfastError
+from smp_daemon.overview import look
 from smp_daemon.paths import ARENA_ENV, arena_base, arena_path, read_owner
 from smp_daemon.points import ENV as POINTS_ENV
-from smp_daemon.spawn import find_leftovers, remove
-from snapshot.audit import Orders
 
-JOB = "chaos"
 PATIENCE_S = 30.0
 """A command that has neither ended nor trained for so long after a fault is ended, as a scheduler would."""
 
+PATIENCE_OF_SEVERAL_S = 90.0
+"""Launchers that work together first have to find that one is gone, by its silence, and to meet again."""
+
 LOOK_EVERY_S = 0.5
 ANSWER_DEADLINE_S = 5.0
-END_DEADLINE_S = 10.0
+SAFE_DEADLINE_S = 20.0
 SIGNALS = {"kill-trainer": signal.SIGKILL, "term-trainer": signal.SIGTERM, "segv-trainer": signal.SIGSEGV}
 
 
@@ -48,41 +48,47 @@ def run(plan: OwnPlan, progress: Callable[[str], None]) -> OwnVerdict:
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="chaos-", dir=base) as text:
         folder = Path(text)
-        try:
-            undisturbed = []
-            for number, name in enumerate(("undisturbed", "undisturbed again")):
-                progress(name)
-                undisturbed.append(_undisturbed(plan, folder / f"run{number}", name))
-            first, second = undisturbed
-            if len(first) != len(second):
-                raise HoldfastError(f"{len(first)} ranks trained undisturbed, and {len(second)} the second time")
-            faults = draw(plan.seed, plan.faults, len(first), plan.steps, double=plan.double, other=bool(plan.other))
-            return _Disturbed(plan, folder / "run2", faults, progress).run(first, second)
-        finally:
-            for leftover in find_leftovers(folder):
-                remove(leftover)
+        undisturbed = []
+        for number, name in enumerate(("undisturbed", "undisturbed again")):
+            progress(name)
+            undisturbed.append(_undisturbed(plan, folder / f"run{number}", name))
+        first, second = undisturbed
+        if len(first) != len(second):
+            raise HoldfastError(f"{len(first)} ranks trained undisturbed, and {len(second)} the second time")
+        several = plan.nodes > 1
+        faults = draw(
+            plan.seed, plan.faults, len(first), plan.steps, double=plan.double, other=bool(plan.other), several=several
+        )
+        return _Disturbed(plan, folder / "run2", faults, progress).run(first, second)
 
 
-def _environment(plan: OwnPlan, folder: Path) -> dict[str, str]:
-    orders = Orders(str(folder / "notes"), plan.steps)
-    return (
-        os.environ
-        | orders.to_environment()
-        | {ARENA_ENV: str(folder / "arena"), "HOLDFAST_JOB": JOB, "HOLDFAST_OVERHEAD_BUDGET": "0"}
-    )
+@contextmanager
+def _nodes(plan: OwnPlan, folder: Path) -> Iterator[list[OwnNode]]:
+    """The nodes of one run, on which nothing is started yet; everything on them is ended and freed at the end."""
+    (folder / "notes").mkdir(parents=True)
+    nodes = [OwnNode(f"node{index}", folder) for index in range(plan.nodes)]
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            node.end()
+        for node in nodes:
+            node.clear()
 
 
 def _undisturbed(plan: OwnPlan, folder: Path, name: str) -> list[Notes]:
-    notes = folder / "notes"
-    notes.mkdir(parents=True)
     log = folder / "log"
-    try:
-        status = sessions.run(plan.command, _environment(plan, folder), log, plan.deadline_s, f"{name} run")
-    finally:
-        _end_all(folder)
-    if status:
-        raise HoldfastError(f"the {name} run ended with status {status}\n{tail(log)}")
-    return read_last(notes, log, name)
+    limit = time.monotonic() + plan.deadline_s
+    with _nodes(plan, folder) as nodes:
+        for node in nodes:
+            node.start(plan, {})
+        for node in nodes:
+            status = node.wait(limit - time.monotonic())
+            if status is None:
+                raise DeadlineExceeded(f"the {name} run took over {plan.deadline_s:.0f} s\n{tail(log)}")
+            if status:
+                raise HoldfastError(f"the {name} run ended with status {status}\n{tail(log)}")
+    return read_last(folder / "notes", log, name)
 
 
 class _Disturbed:
@@ -97,34 +103,32 @@ class _Disturbed:
         self._progress = progress
         self._injected: list[OwnFault] = []
         self._stopped: list[tuple[float, int]] = []
-        self._leaks: list[str] = []
         self._ranks: dict[int, int] = {}
         self._dying: set[int] = set()
         self._before: set[int] = set()
-        self._process: subprocess.Popen[bytes]
-        self._log = folder / "log"
+        self._lost = 0
+        self._nodes: list[OwnNode] = []
+        rules = sorted({(point, None) for fault in faults for point in (fault.point, STEP)})
+        points = {"socket": str(folder / "points.sock"), "who": "job", "rules": rules}
+        self._environment = {POINTS_ENV: json.dumps(points)}
 
     def run(self, first: Sequence[Notes], second: Sequence[Notes]) -> OwnVerdict:
-        """Until the command has ended well, hangs, or has ended badly more often than there are faults."""
-        notes = self._folder / "notes"
-        notes.mkdir(parents=True)
-        began, starts, status, hang = time.monotonic(), 0, 1, False
-        most = sum(KINDS[fault.kind].ends for fault in self._faults) + 1
-        problems: list[str] = []
-        with self._hearing() as selector:
+        """Until the command has ended well, hangs, or has ended badly too often for the faults that were done."""
+        notes, began = self._folder / "notes", time.monotonic()
+        with _nodes(self._plan, self._folder) as self._nodes, self._hearing() as selector:
             try:
-                while status and starts < most and not hang:
-                    starts += 1
-                    self._progress("with faults" if starts == 1 else f"started again ({starts - 1})")
-                    status, hang = self._live(selector)
+                starts, hang = self._train(selector)
+                statuses = [node.status for node in self._nodes]
+                leaks = self._leaks() if not any(statuses) else ()
             finally:
-                self._end()
-        leaks = tuple(self._leaks)
+                self._wake(float("inf"))
         report, again, lost, found = judge(first, second, read(notes), self._plan.ignore, self._plan.steps)
+        problems: list[str] = []
         if hang:
             problems.append(f"it did not end within {self._plan.deadline_s:.0f} s")
-        elif status:
-            problems.append(f"it ended with status {status} in the end: {tail(self._log)[-600:]}")
+        elif any(statuses):
+            said = tail(self._folder / "log")[-600:]
+            problems.append(f"it ended with status {', '.join(map(str, statuses))} in the end: {said}")
         problems += found
         if len(self._injected) < len(self._faults):
             problems.append(f"{len(self._faults)} faults were asked for, {len(self._injected)} were done")
@@ -144,6 +148,11 @@ class _Disturbed:
             tuple(problems),
         )
 
+    def _leaks(self) -> tuple[str, ...]:
+        left = [process for node in self._nodes for process in node.processes()]
+        _, alive = psutil.wait_procs(left, END_DEADLINE_S)
+        return tuple(f"{process.pid} {process.name()}" for process in alive)
+
     @contextmanager
     def _hearing(self) -> Iterator[selectors.BaseSelector]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, selectors.DefaultSelector() as selector:
@@ -151,41 +160,61 @@ class _Disturbed:
             listener.listen(64)
             listener.settimeout(ANSWER_DEADLINE_S)
             selector.register(listener, selectors.EVENT_READ)
-            yield selector
+            try:
+                yield selector
+            finally:
+                for key in list(selector.get_map().values()):
+                    if key.data == "ended":
+                        os.close(key.fd)
 
-    def _live(self, selector: selectors.BaseSelector) -> tuple[int, bool]:
-        """One start of the command: its status, and whether it hung."""
-        limit = time.monotonic() + self._plan.deadline_s
-        rules = sorted({(point, None) for fault in self._faults for point in (fault.point, STEP)})
-        points = {"socket": str(self._folder / "points.sock"), "who": "job", "rules": rules}
-        environment = _environment(self._plan, self._folder) | {POINTS_ENV: json.dumps(points)}
-        self._process = sessions.start(self._plan.command, environment, self._log)
-        ended = os.pidfd_open(self._process.pid)
-        selector.register(ended, selectors.EVENT_READ)
-        try:
-            size, moved, hurt = -1, time.monotonic(), False
-            while self._process.poll() is None:
-                now = time.monotonic()
-                for key, _ in selector.select(LOOK_EVERY_S):
-                    if key.fd != ended:
-                        hurt |= self._hear(key.fileobj)
-                self._wake(now)
-                noted = sum(file.stat().st_size for file in (self._folder / "notes").iterdir())
-                size, moved = (noted, now) if noted != size else (size, moved)
-                if now > limit:
-                    return 1, True
-                if hurt and now - moved > PATIENCE_S:
-                    self._progress(f"it has not trained for {PATIENCE_S:.0f} s, and is ended")
-                    break
-            status = self._process.poll()
-            if status == 0:
-                _, left = psutil.wait_procs(processes_of(self._folder), END_DEADLINE_S)
-                self._leaks += [f"{process.pid} {process.name()}" for process in left]
-            return 1 if status is None else status, False
-        finally:
-            selector.unregister(ended)
-            os.close(ended)
-            self._end()
+    # ------------------------------------------------------------------ starting it, again and again
+
+    def _train(self, selector: selectors.BaseSelector) -> tuple[int, bool]:
+        """Start the command on every node, and again wherever it ends badly: how often, and whether it hung."""
+        most = 1 + len(self._nodes) * sum(KINDS[fault.kind].ends for fault in self._faults)
+        starts, limit = 0, 0.0
+        size, moved, hurt = -1, time.monotonic(), False
+        while True:
+            idle = [node for node in self._nodes if not node.runs and node.status != 0]
+            if idle:
+                if starts == most:
+                    return starts, False
+                starts += 1
+                self._progress("with faults" if starts == 1 else f"started again ({starts - 1})")
+                limit, moved = time.monotonic() + self._plan.deadline_s, time.monotonic()
+                for node in idle:
+                    node.end()
+                    node.start(self._plan, self._environment)
+                    self._watch(selector, node)
+            elif not any(node.runs for node in self._nodes):
+                return starts, False
+            hurt |= self._listen(selector)
+            now = time.monotonic()
+            self._wake(now)
+            noted = sum(file.stat().st_size for file in (self._folder / "notes").iterdir())
+            size, moved = (noted, now) if noted != size else (size, moved)
+            if now > limit:
+                return starts, True
+            patience = PATIENCE_OF_SEVERAL_S if len(self._nodes) > 1 else PATIENCE_S
+            if hurt and now - moved > patience:
+                self._progress(f"it has not trained for {patience:.0f} s, and is ended")
+                for node in self._nodes:
+                    node.end()
+
+    def _watch(self, selector: selectors.BaseSelector, node: OwnNode) -> None:
+        ended = os.pidfd_open(node.pid)
+        selector.register(ended, selectors.EVENT_READ, "ended")
+
+    def _listen(self, selector: selectors.BaseSelector) -> bool:
+        """Wait a moment for something to happen, and deal with it; whether training ends of it."""
+        hurt = False
+        for key, _ in selector.select(LOOK_EVERY_S):
+            if key.data == "ended":
+                selector.unregister(key.fd)
+                os.close(key.fd)
+            else:
+                hurt |= self._hear(key.fileobj)
+        return hurt
 
     def _hear(self, listener: Any) -> bool:
         """A process has come to a point: do what is due there, and let it go on. Whether training ends of it."""
@@ -196,10 +225,10 @@ class _Disturbed:
                 said = json.loads(lines.readline() or "null")
             if said is None or not psutil.pid_exists(said["pid"]):
                 return False  # it was killed on its way, or while it waited here
-            due = self._next(said["pid"])
-            if due is not None and due.matches(self._rank_of(said["pid"]), said["point"], said["step"]):
-                self._progress(f"{due.kind} at {said['point']} of step {said['step']}, rank {due.rank}")
-                self._inject(due, said["pid"])
+            node, due = self._node_of(said["pid"]), self._next(said["pid"])
+            if node and due and due.matches(self._rank_of(said["pid"]), said["point"], said["step"]):
+                self._progress(f"{due.kind} at {said['point']} of step {said['step']}, rank {due.rank}, {node.name}")
+                self._inject(due, said["pid"], node)
                 self._injected.append(due)
             else:
                 due = None
@@ -210,12 +239,12 @@ class _Disturbed:
     def _next(self, pid: int) -> OwnFault | None:
         """What may be done next where `pid` is. Nothing to what is dying; and a recovery is of other processes."""
         left = self._faults[len(self._injected) :]
-        if not left or pid in self._dying or self._process.poll() is not None:
+        if not left or pid in self._dying:
             return None
         return None if left[0].point in IN_A_RECOVERY and pid in self._before else left[0]
 
-    def _inject(self, fault: OwnFault, pid: int) -> None:
-        """Do it. `pid`: of the process that has come to the point."""
+    def _inject(self, fault: OwnFault, pid: int, node: OwnNode) -> None:
+        """Do it. `pid`: of the process that has come to the point, on `node`."""
         if KINDS[fault.kind].ends:
             self._before = self._trainers(pid)
         match fault.kind:
@@ -226,14 +255,15 @@ class _Disturbed:
                 for process in self._trainers(pid):
                     send_signals(process, signal.SIGKILL)
             case "kill-launcher":
-                self._process.kill()
-                self._process.wait(END_DEADLINE_S)  # what it leaves is in no recovery
+                node.kill()  # what it leaves is in no recovery
             case "stop-trainer":
                 self._stop(pid)
             case "kill-smp":
-                send_signals(self._smp(), signal.SIGKILL)
+                send_signals(node.smp(), signal.SIGKILL)
             case "stop-smp":
-                self._stop(self._smp())
+                self._stop(node.smp())
+            case "lose-node":
+                self._lose(node)
             case "kill-other":
                 for other in self._others():
                     send_signals(other, signal.SIGKILL)
@@ -242,10 +272,33 @@ class _Disturbed:
         newest = [processes[-1] for processes in read(self._folder / "notes") if processes]
         return {pid, *(notes.pid for notes in newest)}
 
+    def _node_of(self, pid: int) -> OwnNode | None:
+        """Where a process runs, if its launcher does; None if it has ended, or has another arena than it was given."""
+        with suppress(psutil.Error):
+            memory = psutil.Process(pid).environ().get(ARENA_ENV)
+            return next((node for node in self._nodes if node.runs and str(node.memory) == memory), None)
+        return None
+
+    def _lose(self, node: OwnNode) -> None:
+        """Cut the power of a node once its loss must do no harm, and put a spare in its place."""
+        owner = read_owner(arena_path(JOB, node.memory))
+        limit = time.monotonic() + SAFE_DEADLINE_S
+        while owner is not None:
+            overview = look(JOB, (owner.host, owner.bulk_port))
+            if overview.safest is not None and overview.safest.stands > 0 and not overview.silent:
+                break
+            if time.monotonic() > limit:
+                raise HoldfastError(f"not safe against a loss within {SAFE_DEADLINE_S:.0f} s: {overview.sentence()}")
+            time.sleep(LOOK_EVERY_S)
+        node.lose()
+        self._lost += 1
+        spare = OwnNode(f"node{len(self._nodes) + self._lost - 1}", self._folder)
+        self._nodes[self._nodes.index(node)] = spare
+
     def _others(self) -> list[int]:
         """Processes that the plan's word names. Raises `HoldfastError` if there is none."""
         word, found = self._plan.other, []
-        for process in processes_of(self._folder):
+        for process in (process for node in self._nodes for process in node.processes()):
             with suppress(psutil.Error):  # it has just ended
                 if any(word in part for part in process.cmdline()):
                     found.append(process.pid)
@@ -263,12 +316,6 @@ class _Disturbed:
                 self._ranks |= {notes.pid: noted for notes in processes}
         return self._ranks.get(pid)
 
-    def _smp(self) -> int:
-        owner = read_owner(arena_path(JOB, self._folder / "arena"))
-        if owner is None:
-            raise HoldfastError(f"no SMP serves the job\n{tail(self._log)}")
-        return owner.pid
-
     def _stop(self, pid: int) -> None:
         send_signals(pid, signal.SIGSTOP)
         self._stopped.append((time.monotonic() + PAUSE_S, pid))
@@ -279,11 +326,6 @@ class _Disturbed:
             self._stopped.remove(each)
             send_signals(each[1], signal.SIGCONT)
 
-    def _end(self) -> None:
-        self._wake(float("inf"))
-        _end_all(self._folder)
-        sessions.end(self._process)
-
 
 def _rank_in_environment(pid: int) -> int | None:
     try:
@@ -292,27 +334,3 @@ def _rank_in_environment(pid: int) -> int | None:
         return None
     said = [environment.get(name, "") for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")]
     return next((int(rank) for rank in said if rank.isdigit()), None)
-
-
-def processes_of(folder: Path) -> list[psutil.Process]:
-    """Those that a command left that was started with `folder` in its environment, but for SMPs."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            if str(folder) in "".join(process.environ().values()) and "smp_daemon" not in process.cmdline():
-                found.append(process)
-        except psutil.Error:
-            continue  # it has ended, or is another user's
-    return found
-
-
-def _end_all(folder: Path) -> None:
-    """Kill all that is left of a command, whatever session it is in, and wait until it is gone."""
-    left = processes_of(folder)
-    for each in left:
-        send_signals(each.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(left, END_DEADLINE_S)
-    if alive:
-        raise DeadlineExceeded(f"processes {[each.pid for each in alive]} did not end within {END_DEADLINE_S:.0f} s")
