@@ -91,6 +91,21 @@ def job_from_environment() -> str:
     return job
 
 
+def warn_of_stale_store() -> None:
+    """Log it if torchrun was started in a way in which its own restarts of workers fail.
+
+    By default its agents keep one TCPStore for all restarts, in which the next workers find the addresses of the dead
+    ones (pytorch/pytorch#135712).
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and restarts != "0":
+        log.warning(
+            "torchrun may restart workers %s times, and then they fail to connect, as they find addresses of dead ones "
+            "in its store; start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend=c10d",
+            restarts,
+        )
+
+
 def _host_name() -> str:
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in os.uname().nodename)
     return name[:64].lstrip("._-") or "node"

@@ -36,7 +36,7 @@ from snapshot.audit import Auditor, orders_from_environment
 from snapshot.boundary import Boundary
 from snapshot.cadence import Cadence
 from snapshot.capture import Capture
-from snapshot.connect import connect, job_from_environment, start_here
+from snapshot.connect import connect, job_from_environment, start_here, warn_of_stale_store
 from snapshot.copier import Copier, CopyJob
 from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
@@ -226,6 +226,8 @@ class SnapshotHook:
             self._adapter.track(piece)
         self._entered = True
         self._agreement: Agreement = default_agreement()
+        if self._agreement.rank == 0:
+            warn_of_stale_store()
         self._coord = self._adapter.coordinate()
         self._domains = parse_domains(self._domain_text, self._coord)
         self._client = connect(self._arena, self._job, start=self._start)

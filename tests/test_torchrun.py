@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from smp_daemon.paths import ARENA_ENV, read_owner
+from snapshot.connect import warn_of_stale_store
 
 pytestmark = pytest.mark.cluster
 
@@ -82,3 +83,15 @@ def test_a_killed_run_that_is_launched_again_goes_on_bit_for_bit(arena: Path, tm
     assert [result[0] for result in again] == ["6", "6", "6"]
     assert [result[1:] for result in again] == [result[1:] for result in undisturbed]
     assert not (arena / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shared", "warned"), [("3", "True", True), ("0", "True", False), ("3", "False", False)]
+)
+def test_restarts_that_torch_cannot_do_are_warned_of(
+    restarts: str, shared: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    warn_of_stale_store()
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) is warned
