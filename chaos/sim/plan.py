@@ -9,13 +9,13 @@ from chaos.sim.seams import RECORDS
 from smp_daemon.points import POINTS
 
 POINTS_HERE = (
-    *(point for point in POINTS if point != "restore.middle"),
+    *(point for point in POINTS if point != "restore.middle" and not point.startswith("persist.")),
     "seal.digest",
     "seal.digested",
     *(f"record.{kind}.{when}" for kind in RECORDS for when in ("before", "part", "done")),
 )
 """Every named place at which a process may be killed. The loading of tensors, and with it ``restore.middle``, is not
-part of the control plane."""
+part of the control plane, and nothing is persisted."""
 
 RECOVERY = ("restore.before", "rebuild.middle", "heal.done")
 """Points that only a job which comes back reaches: struck more often in lives that are not the first."""
