@@ -25,7 +25,7 @@ from smp_daemon.sources import Sources
 from smp_daemon.transport import Message, SocketStream, call, connect
 
 RECOVER_DEADLINE_S = 600.0
-PLACE_DEADLINE_S = 120.0
+PLACE_DEADLINE_S = 60.0
 """How long the storage of persisted snapshots may take to say what is there."""
 
 

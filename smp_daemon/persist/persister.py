@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from smp_daemon.errors import ConfigError, DamagedSnapshot, HoldfastError, PlaceError, ProtocolError
@@ -26,6 +26,7 @@ from smp_daemon.persist.manifest import Manifest
 from smp_daemon.persist.options import Options
 from smp_daemon.persist.place import Place, open_place
 from smp_daemon.persist.reading import find, look, read_shard
+from smp_daemon.persist.standing import Standing
 from smp_daemon.persist.writing import publish, tidy, write_node
 from smp_daemon.points import reach
 from smp_daemon.priority import make_background
@@ -39,31 +40,6 @@ LOOK_FIRST_S, LOOK_MOST_S = 0.05, 5.0
 """How long to wait before the place is looked at again for what other nodes write."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """How the tier is on this node, for people.
-
-    Attributes:
-        place: where; without passwords.
-        state: ``waiting``, ``due``, ``writing`` or ``stuck``.
-        persisted: the newest snapshot that this node knows to be whole there. `at_s`: when, seconds since 1970.
-        problem: why the last one failed; empty if it did not.
-    """
-
-    place: str
-    every_s: float
-    keep: int
-    state: str = "waiting"
-    persisted: SnapshotId | None = None
-    at_s: float = 0.0
-    problem: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return data | {"persisted": list(self.persisted) if self.persisted else None}
 
 
 class Persister:
