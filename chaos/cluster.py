@@ -24,7 +24,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,10 @@ from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
 from smp_daemon.paths import arena_base
 
 Event = dict[str, Any]
-SMP_POINTS = ("seal.done", "encode.middle", "rebuild.middle", "heal.done")
+SMP_POINTS = (
+    *("seal.done", "encode.middle", "rebuild.middle", "heal.done"),
+    *("persist.middle", "persist.written", "persist.done"),
+)
 
 
 class JobFailed(HoldfastError):
@@ -93,6 +96,7 @@ class VirtualCluster:
         memory: Path | None = None,
         smp_module: str = "smp_daemon",
         wired: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
@@ -106,6 +110,7 @@ class VirtualCluster:
                 is the caller's.
             smp_module: what is run as the SMP.
             wired: whether nodes have network namespaces and a `chaos.wire` between them, not loopback addresses.
+            environment: more environment variables of the SMPs.
         """
         if not 1 <= nodes <= 64 or not 1 <= ranks_per_node <= 16:
             raise ConfigError(f"{nodes} nodes with {ranks_per_node} ranks: choose 1-64 nodes with 1-16 ranks each")
@@ -122,6 +127,7 @@ class VirtualCluster:
         self._memory = memory or self._base
         self._smp_module = smp_module
         self._wired = wired
+        self._environment = dict(environment or {})
         self._clocked = bool(launcher.shim)
         self._wire: Wire | None = None
         self._lives = [0] * nodes
@@ -429,7 +435,8 @@ class VirtualCluster:
 
     def _start_nodes(self, nodes: Sequence[VirtualNode]) -> None:
         for node in nodes:
-            node.launch(self._wiring(node.who), self._launcher.shim, log=self._base / f"{node.who}.log")
+            settings = {**(self._launcher.shim or {}), **self._environment}
+            node.launch(self._wiring(node.who), settings, log=self._base / f"{node.who}.log")
         for node in nodes:
             node.wait_ready()
 

@@ -69,7 +69,13 @@ def train() -> None:
             snap = stack.enter_context(job.protect(start=False, overhead_budget=0, **args.get("hook", {})))
             restored = snap.restored
             trainer.report(
-                "started", step=snap.step, how=restored.how, bytes_fetched=restored.bytes_fetched, clock=restored.clock
+                "started",
+                step=snap.step,
+                how=restored.how,
+                bytes_fetched=restored.bytes_fetched,
+                clock=restored.clock,
+                tier=restored.tier,
+                passed_over=restored.passed_over,
             )
         for step in range(snap.step if snap else 0, args["steps"]):
 

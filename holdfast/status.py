@@ -102,6 +102,7 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     parts: list[RenderableType] = [Text.assemble((overview.job, "bold"), ": ", (overview.sentence(), style))]
     if owner.http_port:
         parts.append(Text(f"http://127.0.0.1:{owner.http_port}/", style="dim"))
+    parts += [Text(line, style="yellow" if "not persisted" in line else "") for line in overview.tiers]
     parts += [Text(status.said) for status in overview.statuses if status.said]
     table = Table(box=None, pad_edge=False)
     for heading in ("node", "address"):

@@ -38,6 +38,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
         make_idle()  # before the first thread is made: threads inherit it, the process has no say
 
     from smp_daemon.pacer import parse_rate, parse_turns
+    from smp_daemon.persist.options import parse_options
     from smp_daemon.service import Settings, Smp, watch  # NumPy makes threads when it is imported
     from smp_daemon.web import parse_port, show
 
@@ -52,6 +53,12 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             reform_after_s=arguments.reform_after,
             rebuild=arguments.rebuild,
             priority=arguments.priority,
+            persist=parse_options(
+                arguments.persist,
+                arguments.persist_every,
+                arguments.persist_keep,
+                parse_rate(arguments.persist_bandwidth),
+            ),
         )
         smp = Smp(
             arguments.job,
@@ -135,6 +142,31 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get("HOLDFAST_REBUILD", "chain"),
         help="how the shards of a lost node are computed: chain (helpers pass partial sums on) or decode (default "
         "HOLDFAST_REBUILD or chain)",
+    )
+    parser.add_argument(
+        "--persist",
+        default=os.environ.get("HOLDFAST_PERSIST", ""),
+        metavar="URL",
+        help="where protected snapshots are also written: a directory that all nodes share, or a URL that fsspec "
+        "knows; empty: nowhere (default HOLDFAST_PERSIST or nowhere)",
+    )
+    parser.add_argument(
+        "--persist-every",
+        default=os.environ.get("HOLDFAST_PERSIST_EVERY", "30min"),
+        metavar="SECONDS",
+        help="how often, at most, such as 600 or 30min (default HOLDFAST_PERSIST_EVERY or 30min)",
+    )
+    parser.add_argument(
+        "--persist-keep",
+        default=os.environ.get("HOLDFAST_PERSIST_KEEP", "2"),
+        metavar="N",
+        help="how many persisted snapshots are kept (default HOLDFAST_PERSIST_KEEP or 2)",
+    )
+    parser.add_argument(
+        "--persist-bandwidth",
+        default=os.environ.get("HOLDFAST_PERSIST_BANDWIDTH", "0"),
+        help="most bytes per second that are read from memory to be persisted; 0: no limit (default "
+        "HOLDFAST_PERSIST_BANDWIDTH or 0)",
     )
     parser.add_argument("--detach", action="store_true", help="serve in a session of its own and return")
     parser.add_argument(

@@ -214,21 +214,24 @@ class Arena:
             raise
         self._wanted = wanted
 
-    def release(self, keep: Collection[SnapshotId], before: SnapshotId) -> None:
-        """Free sealed slots of snapshots older than `before` that are not in `keep`.
+    def release(
+        self, keep: Collection[SnapshotId], before: SnapshotId, held: Collection[SnapshotId] = frozenset()
+    ) -> None:
+        """Free sealed slots of snapshots older than `before` that are not in `keep`, nor shards of one that is `held`.
 
         Slots that `reserve` was not asked for go with their files, and so do layouts that nothing refers to.
         """
         for pool in self.pools():
             length, _ = self._wanted.get(pool, (None, 0))
-            for slot in pool.outdated(keep, before):
+            is_shard = pool.suffix == SHARD_SUFFIX
+            for slot in pool.outdated({*keep, *held} if is_shard else keep, before):
                 if slot.bytes == length:
                     pool.discard(slot)
                 else:
                     pool.remove(slot)
         newest = max((epoch for epoch, _ in self.layouts), default=0)
         for epoch, revision in list(self.layouts):
-            if epoch < newest and all(epoch != snapshot.epoch for snapshot in keep):
+            if epoch < newest and all(epoch != snapshot.epoch for snapshot in (*keep, *held)):
                 del self.layouts[epoch, revision]
                 self._layout_path(epoch, revision).unlink(missing_ok=True)
 

@@ -2,8 +2,9 @@
 
 Trainers map it, and read and write it without a system call, so it costs the training loop nothing, however busy or
 starved the SMP is. Word 0 is the epoch; each of the next is ``step * 4 + 1 + outcome``, or 0 if it says nothing. The
-last `PAUSE_WORDS`, one per trainer, say until when the SMP shall send no encoding traffic: nanoseconds of
-`time.monotonic`, which all processes of a host share; 0: it may.
+next `PAUSE_WORDS`, one per trainer, say until when the SMP shall send no encoding traffic: nanoseconds of
+`time.monotonic`, which all processes of a host share; 0: it may. The last word is the SMP's again: whether a snapshot
+is due to be persisted.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class Board:
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
-        length = (WORDS + PAUSE_WORDS) * 8
+        length = (WORDS + PAUSE_WORDS + 1) * 8
         try:
             if create:
                 os.ftruncate(fd, length)
             words = np.frombuffer(mmap.mmap(fd, length), dtype=np.int64)
         finally:
             os.close(fd)
-        self._words, self._pauses = words[:WORDS], words[WORDS:]
+        self._words, self._pauses, self._due = words[:WORDS], words[WORDS:-1], words[-1:]
         self._next = 0
 
     @property
@@ -86,6 +87,15 @@ class Board:
             if word and word >> 2 == step:
                 return Outcome((word & 3) - 1)
         return None
+
+    def post_due(self, due: bool) -> None:
+        """Say whether this node is ready to persist a snapshot."""
+        self._due[0] = due
+
+    @property
+    def due(self) -> bool:
+        """Whether this node is ready to persist a snapshot."""
+        return bool(self._due[0])
 
     def pause(self, index: int, until_s: float) -> None:
         """The trainer `index` of this node wants no encoding traffic until `until_s` (`time.monotonic`) or `resume`."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from smp_daemon.board import Board, Outcome
 from smp_daemon.errors import DeadlineExceeded, ProtocolError, SmpUnavailable, StaleEpoch
-from smp_daemon.inventory import Inventory
+from smp_daemon.inventory import Inventory, Persisted
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_SAYING, PROTOCOL_VERSION
 from smp_daemon.paths import socket_path
@@ -25,6 +25,8 @@ from smp_daemon.sources import Sources
 from smp_daemon.transport import Message, SocketStream, call, connect
 
 RECOVER_DEADLINE_S = 600.0
+PLACE_DEADLINE_S = 60.0
+"""How long the storage of persisted snapshots may take to say what is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class RecoveredShard:
 
     Attributes:
         view: its slot file, mapped.
-        how: ``held``, ``mended``, ``fetched`` or ``rebuilt``.
+        how: ``held``, ``mended``, ``fetched``, ``rebuilt`` or ``persisted``.
         bytes_fetched: what came over the network for it.
         unit_bytes: length of its units; the last may be shorter.
         digests: of each unit, as it was sealed.
@@ -153,6 +155,24 @@ class SmpClient:
             int(reply["unit_bytes"]),
             tuple(map(int, reply["digests"])),
         )
+
+    @property
+    def persist_due(self) -> bool:
+        """Whether this node is ready to persist a snapshot. Reads shared memory; never blocks."""
+        return self._board.due
+
+    def persist(self, snapshot: SnapshotId) -> bool:
+        """Have the SMP persist its part of a snapshot that it holds, in the background; whether it does."""
+        return bool(self._call({"op": "persist", "snapshot": snapshot})["accepted"])
+
+    def persisted(self) -> Persisted:
+        """What is persisted, as the SMP sees it. Raises `PlaceError` if the storage fails."""
+        return Persisted.from_json(self._call({"op": "persisted"}, PLACE_DEADLINE_S))
+
+    def persisted_layout(self, snapshot: SnapshotId) -> Layout:
+        """The layout that a persisted snapshot was taken in. Raises `PlaceError`, `DamagedSnapshot`."""
+        reply = self._call({"op": "persisted_layout", "snapshot": snapshot}, PLACE_DEADLINE_S)
+        return Layout.from_json(reply["layout"])
 
     def verify(self) -> bool:
         """Have the newest sealed shards that the SMP holds checked, and mended where they are bad, in the background.

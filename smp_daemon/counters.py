@@ -19,6 +19,9 @@ class Counts:
         reconnects: connections to other SMPs that broke and were made anew.
         pauses: how often encoding made way for a trainer that communicates.
         reforms: how often this node took part in re-forming groups.
+        snapshots_persisted: snapshots that were persisted, whole, with this node's part in them.
+        bytes_persisted: what this node wrote for that.
+        persist_failures: snapshots that were to be persisted and were not, as far as this node knows.
     """
 
     bytes_sent: int = 0
@@ -30,6 +33,9 @@ class Counts:
     reconnects: int = 0
     pauses: int = 0
     reforms: int = 0
+    snapshots_persisted: int = 0
+    bytes_persisted: int = 0
+    persist_failures: int = 0
 
 
 class Counters:

@@ -43,6 +43,10 @@ class StateMismatch(HoldfastError):
     """The snapshot does not fit the model, the optimizer or the world; nothing was written."""
 
 
+class PlaceError(HoldfastError):
+    """The storage of persisted snapshots failed, or cannot be reached."""
+
+
 class DeadlineExceeded(HoldfastError):
     """Something that had to happen did not happen in time."""
 
@@ -60,6 +64,7 @@ BY_NAME: dict[str, type[HoldfastError]] = {
         DamagedSnapshot,
         Unrecoverable,
         StateMismatch,
+        PlaceError,
         DeadlineExceeded,
     )
 }

@@ -161,10 +161,10 @@ class Holdings:
                 pool.discard(slot)
             self._forget(key)
 
-    def keep_only(self, stays: Callable[[SnapshotId], bool]) -> None:
+    def keep_only(self, stays: Callable[[Key], bool]) -> None:
         """Forget what the arena has released."""
         with self._lock:
-            for key in [key for key in self._records if not stays(key.snapshot)]:
+            for key in [key for key in self._records if not stays(key)]:
                 self._forget(key)
 
     # ------------------------------------------------------------------ taking in

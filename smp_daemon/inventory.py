@@ -78,3 +78,46 @@ class Inventory:
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"not an inventory: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Persisted:
+    """What an SMP sees at the place where snapshots are persisted.
+
+    Attributes:
+        place: its name; empty if this SMP has no persist tier.
+        epoch: the newest epoch of which there is anything; 0 if there is nothing.
+        snapshots: those that are whole.
+        others: why each of the others is not.
+        problem: why nothing could be seen; empty if it could.
+    """
+
+    place: str
+    epoch: int = 0
+    snapshots: frozenset[SnapshotId] = frozenset()
+    others: tuple[str, ...] = ()
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return {
+            "place": self.place,
+            "epoch": self.epoch,
+            "snapshots": sorted(map(list, self.snapshots)),
+            "others": list(self.others),
+            "problem": self.problem,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Persisted:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+        try:
+            return cls(
+                str(data["place"]),
+                int(data["epoch"]),
+                frozenset(SnapshotId(int(e), int(s)) for e, s in data["snapshots"]),
+                tuple(str(reason) for reason in data["others"]),
+                str(data["problem"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"not what is persisted: {error!r}") from error

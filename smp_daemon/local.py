@@ -49,6 +49,11 @@ class TrainerConversation:
             "await": self._await,
             "recover": self._recover,
             "heal": self._heal,
+            "persist": lambda message: {"accepted": smp.persister.order(snapshot_id(message, "snapshot"))},
+            "persisted": lambda message: smp.persister.look().to_json(),
+            "persisted_layout": lambda message: {
+                "layout": smp.persister.layout_of(snapshot_id(message, "snapshot")).to_json()
+            },
             "counters": lambda message: smp.store.counters.read(),
             "scrub": self._scrub,
             "verify": self._verify,
@@ -132,13 +137,11 @@ class TrainerConversation:
             raise ProtocolError(f"'check' must be true or false, not {check!r}")
         sources = Sources.from_json(message.get("sources"))
         self._store.is_restored(sources.snapshot)
-        recovered = recover(
-            self._store,
-            sources,
-            text(message, "coord"),
-            self._smp.settings.rebuild,
-            check,
-        )
+        coord = text(message, "coord")
+        if sources.persisted:
+            recovered = self._smp.persister.recover(sources.snapshot, coord, check)
+        else:
+            recovered = recover(self._store, sources, coord, self._smp.settings.rebuild, check)
         if len(recovered.digests) > MAX_DIGESTS:
             raise ConfigError(
                 f"{message['coord']} has {len(recovered.digests)} units of {recovered.unit_bytes} bytes, and a message "

@@ -23,6 +23,8 @@ GAUGES = {
     "holdfast_silent_nodes": "nodes of the job whose SMP does not answer this one",
     "holdfast_safe_step": "the newest step that stands most losses of nodes",
     "holdfast_stands_nodes": "how many more nodes may be lost before that step cannot be had; -1: it cannot",
+    "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
+    "holdfast_persist_failing": "1 if the last snapshot that was to be persisted was not, 0 if it was, or none was",
 }
 COUNTERS = {
     "bytes_sent": "bytes sent to other SMPs",
@@ -34,6 +36,9 @@ COUNTERS = {
     "reconnects": "connections to other SMPs made anew",
     "pauses": "times that encoding made way for a trainer that communicates",
     "reforms": "times that this node took part in re-forming groups",
+    "snapshots_persisted": "snapshots persisted, with this node's part in them",
+    "bytes_persisted": "bytes written for them",
+    "persist_failures": "snapshots that were to be persisted and were not",
 }
 
 
@@ -64,6 +69,7 @@ class _Snapshot(Collector):
 
 def _gauges(mine: Status, overview: Overview) -> dict[str, float | None]:
     inventory, safe = mine.inventory, overview.safest
+    persisted = mine.tier.persisted if mine.tier else None
     sealed = max((snapshot for snapshot, _ in inventory.shards), default=None)
     return {
         "holdfast_up_seconds": mine.up_s,
@@ -77,4 +83,6 @@ def _gauges(mine: Status, overview: Overview) -> dict[str, float | None]:
         "holdfast_silent_nodes": len(overview.silent),
         "holdfast_safe_step": safe.snapshot.step if safe else None,
         "holdfast_stands_nodes": safe.stands if safe else None,
+        "holdfast_persisted_step": persisted.step if persisted else -1,
+        "holdfast_persist_failing": bool(mine.tier and mine.tier.problem),
     }

@@ -33,6 +33,26 @@ class Overview:
         """The newest snapshot that stands most."""
         return safest(self.standings)
 
+    @property
+    def tiers(self) -> list[str]:
+        """How the persist tier is, in words: one line if it is on and well, and one for every node with a problem."""
+        on = [status for status in self.statuses if status.tier is not None]
+        if not on:
+            return []
+        tiers = [status.tier for status in on if status.tier is not None]
+        newest = max(
+            (tier for tier in tiers if tier.persisted), key=lambda tier: tier.persisted or (0, 0), default=None
+        )
+        if newest is None or newest.persisted is None:
+            lines = [f"nothing is persisted yet at {tiers[0].place}"]
+        else:
+            ago_s = max(0.0, time.time() - newest.at_s)
+            lines = [f"step {newest.persisted.step:,} is persisted at {newest.place}, {ago_s:,.0f} s ago"]
+        return [
+            *lines,
+            *(f"{s.inventory.node}: not persisted: {s.tier.problem}" for s in on if s.tier and s.tier.problem),
+        ]
+
     def age_s(self, standing: Standing) -> float | None:
         """Seconds since the last shard of a snapshot was sealed; None if no SMP that answers knows."""
         ages = [status.ages_s[standing.snapshot] for status in self.statuses if standing.snapshot in status.ages_s]
@@ -45,6 +65,7 @@ class Overview:
             "at": time.time(),
             "safe": self.sentence(),
             "silent": self.silent,
+            "persisted": self.tiers,
             "snapshots": [
                 {
                     "epoch": standing.snapshot.epoch,

@@ -62,7 +62,7 @@ def plan_restore(
             reasons.extend(f"{snapshot}: {reason}" for reason in missing)
             continue
         if coords is not None:
-            _check_world(sources.layout, coords)
+            check_world(sources.layout, coords)
         return RestorePlan(
             sources,
             tuple(c for c in sources.layout.coords if c not in sources.shards),
@@ -75,6 +75,12 @@ def plan_restore(
         + "; ".join(reasons or ["no SMP that answers holds any of it"])
         + ". Bring the lost nodes' SMPs back, or give this run up with `holdfast gc` and start from a checkpoint"
     )
+
+
+def plan_persisted(snapshot: SnapshotId, layout: Layout, coords: Collection[str]) -> RestorePlan:
+    """Every shard from where it was persisted. Raises `StateMismatch` if it is of other coordinates."""
+    check_world(layout, coords)
+    return RestorePlan(Sources(snapshot, layout, {}, {}, persisted=True), (), ())
 
 
 def newest_protected(inventories: Sequence[Inventory]) -> SnapshotId | None:
@@ -156,7 +162,8 @@ def healer(layout: Layout, group: int, position: int) -> str:
     return own[0].coord if own else layout.coords[0]
 
 
-def _check_world(layout: Layout, coords: Collection[str]) -> None:
+def check_world(layout: Layout, coords: Collection[str]) -> None:
+    """Raises `StateMismatch` unless a layout is of just these coordinates."""
     wanted, held = set(coords), set(layout.coords)
     if wanted != held:
         raise StateMismatch(

@@ -27,6 +27,9 @@ POINTS = (
     "reform.adopt",
     "reform.encode",
     "reform.done",
+    "persist.middle",
+    "persist.written",
+    "persist.done",
     "restore.before",
     "restore.middle",
 )

@@ -31,7 +31,8 @@ class Recovered:
     """A shard that is here again: its slot file, how it came, and the bytes that came over the network for it.
 
     Attributes:
-        how: ``held``, ``mended`` (units of it were damaged), ``fetched`` from another node, or ``rebuilt``.
+        how: ``held``, ``mended`` (units of it were damaged), ``fetched`` from another node, ``rebuilt``, or read from
+            where it was ``persisted``.
         unit_bytes, digests: of its commit record.
     """
 
@@ -60,7 +61,7 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
     key = ShardKey(sources.snapshot, coord)
     if store.holdings.holds(key):
         if not check:
-            return _recovered(store, key, "held", 0)
+            return recovered(store, key, "held", 0)
         damaged = store.holdings.damaged_units(key)
         with Links(store.counters) as links:
             fetcher = Fetcher(store, sources, links)
@@ -70,12 +71,12 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
                 except (Unrecoverable, DamagedSnapshot) as error:
                     store.holdings.drop(key)
                     raise DamagedSnapshot(f"{key} is damaged and cannot be mended: {error}") from error
-            return _recovered(store, key, "mended" if damaged else "held", links.bytes_received)
+            return recovered(store, key, "mended" if damaged else "held", links.bytes_received)
     store.keep_layout(sources.layout)
     with store.receiving_shard(key, sources.layout) as view:
         how = "fetched" if coord in sources.shards else "rebuilt"
         count = _receive(store, sources, coord, view, by_chain=how == "rebuilt" and method == "chain")
-    return _recovered(store, key, how, count)
+    return recovered(store, key, how, count)
 
 
 def verify(store: Store) -> None:
@@ -203,8 +204,8 @@ def _place(layout: Layout, key: Key, index: int) -> tuple[int, int, int]:
     return place.group, stripe, stripes.data_positions(stripe).index(place.position)
 
 
-def _recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> Recovered:
-    """Raises `ProtocolError` if it was given up meanwhile."""
+def recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> Recovered:
+    """A shard that is held again. Raises `ProtocolError` if it was given up meanwhile."""
     with store.changed:
         _, record = store.holdings.open(key)
         file = store.arena.shard_pool(key.coord).path_of(key.snapshot)

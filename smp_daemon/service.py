@@ -24,6 +24,8 @@ from smp_daemon.monitor import Monitor
 from smp_daemon.pacer import MAX_TURNS, Pacer
 from smp_daemon.paths import Owner, read_owner, socket_path
 from smp_daemon.peers import PeerClient, PeerServer
+from smp_daemon.persist.options import Options
+from smp_daemon.persist.persister import Persister
 from smp_daemon.protect import Protector
 from smp_daemon.rebuild import METHODS
 from smp_daemon.records import write_json
@@ -48,6 +50,7 @@ class Settings:
         reform_after_s: how long a node may be missing before the survivors re-form their groups; 0: they never do.
         rebuild: how lost shards are computed, see `smp_daemon.rebuild.recover`.
         priority: how much encoding, folding and the scrub press on the trainers, see `smp_daemon.priority`.
+        persist: the persist tier; None: it is off.
     """
 
     backend: str = "auto"
@@ -57,6 +60,7 @@ class Settings:
     reform_after_s: float = 30.0
     rebuild: str = "chain"
     priority: str = "normal"
+    persist: Options | None = None
 
     def __post_init__(self) -> None:
         if self.rebuild not in METHODS:
@@ -104,6 +108,7 @@ class Smp:
             self._peer_client, Pacer(self.settings.bandwidth), self.settings.turns, self.settings.priority
         )
         self._scrubber = Scrubber(Pacer(self.settings.scrub), self.settings.priority)
+        self.persister = Persister(self.settings.persist, self.settings.priority)
         self.monitor = Monitor(self._peer_client, self.settings.reform_after_s, self.settings.rebuild)
         self.store = Store(
             self._arena,
@@ -113,9 +118,10 @@ class Smp:
             on_sealed=self._protector.protect,
             on_parity=self._protector.announce,
             on_epoch=self._protector.hang_up,
+            spare=self.persister.spare,
         )
         self.scratch = Scratch()
-        for thread in (self._protector, self._scrubber, self.monitor):
+        for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)
         self._bulk = Listener(bind_tcp(host, bulk_port), lambda sock: PeerConversation(self))
         self._control = PeerServer(self.store, host, port)
@@ -165,7 +171,15 @@ class Smp:
 
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; else it stays for a successor."""
-        for part in (self.monitor, self._scrubber, self._protector, self._bulk, self._control, self._peer_client):
+        for part in (
+            self.persister,
+            self.monitor,
+            self._scrubber,
+            self._protector,
+            self._bulk,
+            self._control,
+            self._peer_client,
+        ):
             part.close()
         if self._finished:
             self.store.retire()

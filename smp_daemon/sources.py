@@ -21,12 +21,14 @@ class Sources:
         layout: a layout of the snapshot's epoch.
         shards: by coordinate, the SMP that holds that shard.
         parities: by (group of `layout`, position), the SMP that holds that parity.
+        persisted: whether it is read from where it was persisted, not from memory.
     """
 
     snapshot: SnapshotId
     layout: Layout
     shards: dict[str, Address]
     parities: dict[tuple[int, int], Address]
+    persisted: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
@@ -35,6 +37,7 @@ class Sources:
             "layout": self.layout.to_json(),
             "shards": self.shards,
             "parities": [[*place, *address] for place, address in self.parities.items()],
+            "persisted": self.persisted,
         }
 
     @classmethod
@@ -47,6 +50,7 @@ class Sources:
                 Layout.from_json(data["layout"]),
                 {str(coord): (str(host), int(port)) for coord, (host, port) in data["shards"].items()},
                 {(int(g), int(p)): (str(host), int(port)) for g, p, host, port in data["parities"]},
+                data["persisted"] is True,
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProtocolError(f"not the sources of a snapshot: {error!r}") from error

@@ -15,6 +15,7 @@ from smp_daemon.counters import Counters
 from smp_daemon.errors import ProtocolError
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import SnapshotId
+from smp_daemon.persist.standing import Standing
 from smp_daemon.slots import SlotState
 from smp_daemon.sources import Address
 
@@ -34,6 +35,7 @@ class Status:
         ages_s: seconds since the newest shard here of each snapshot was sealed.
         counters: see `smp_daemon.counters.Counts`.
         said: what a trainer wants operators to know; empty if nothing.
+        tier: how the persist tier is here; None if it is off.
     """
 
     inventory: Inventory
@@ -46,12 +48,14 @@ class Status:
     ages_s: dict[SnapshotId, float]
     counters: dict[str, int]
     said: str = ""
+    tier: Standing | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
         data = {name: getattr(self, name) for name in self.__dataclass_fields__}
         ages = sorted([*snapshot, seconds] for snapshot, seconds in self.ages_s.items())
-        return data | {"inventory": self.inventory.to_json(), "ages_s": ages}
+        tier = self.tier.to_json() if self.tier else None
+        return data | {"inventory": self.inventory.to_json(), "ages_s": ages, "tier": tier}
 
     @classmethod
     def from_json(cls, data: Any) -> Status:
@@ -68,6 +72,7 @@ class Status:
                 ages_s={SnapshotId(int(e), int(s)): float(seconds) for e, s, seconds in data["ages_s"]},
                 counters={str(name): int(count) for name, count in data["counters"].items()},
                 said=str(data["said"]),
+                tier=Standing.from_json(data["tier"]) if data["tier"] else None,
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProtocolError(f"not a status: {error!r}") from error
@@ -100,6 +105,7 @@ def take_status(smp: Smp) -> Status:
         ages,
         store.counters.read(),
         smp.said,
+        smp.persister.standing,
     )
 
 

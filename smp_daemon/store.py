@@ -46,6 +46,7 @@ class Store:
         on_sealed: called (in the thread that sealed) once all shards of this node are sealed and must be encoded.
         on_parity: called once this node's own parity of a snapshot is committed, to tell the group of that layout.
         on_epoch: called once a newer epoch has begun.
+        spare: slots for each shard beside those that the layout names, for snapshots that are held.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Store:
         on_sealed: Callable[[SnapshotId], None],
         on_parity: Callable[[SnapshotId, Layout], None],
         on_epoch: Callable[[], None],
+        spare: int = 0,
     ) -> None:
         self.arena = arena
         self.job = job
@@ -80,6 +82,8 @@ class Store:
         )
         self._on_sealed = on_sealed
         self._on_epoch = on_epoch
+        self._spare = spare
+        self._held: set[SnapshotId] = set()
         self._progress: dict[SnapshotId, Progress] = {}
         self._checked_headers: dict[str, bytes] = {}
         self._adopt()
@@ -283,6 +287,23 @@ class Store:
                 self.arena.add_layout(layout)
                 self.codings.reformed(layout)
 
+    def hold(self, snapshot: SnapshotId) -> bool:
+        """Keep this node's shards of a snapshot until `let_go`, whatever the trainers say; False: some are not here.
+
+        There is room for one, if there is a spare slot: see `Store`.
+        """
+        with self.changed:
+            wanted = self.layout.node(self.node).shards if self.layout is not None else ()
+            if self._held or not all(self.holdings.holds(ShardKey(snapshot, shard.coord)) for shard in wanted):
+                return False
+            self._held.add(snapshot)
+            return True
+
+    def let_go(self, snapshot: SnapshotId) -> None:
+        """It is held no longer, and is freed with the next snapshot that begins; harmless if it was not held."""
+        with self.changed:
+            self._held.discard(snapshot)
+
     def retire(self) -> None:
         """The job is over: remove everything. Whoever is still at work for it is turned away."""
         with self.changed:
@@ -294,7 +315,8 @@ class Store:
     # ------------------------------------------------------------------ inside
 
     def _reserve(self, layout: Layout) -> None:
-        wanted = {self.arena.shard_pool(s.coord): (s.bytes, layout.slots) for s in layout.node(self.node).shards}
+        count = layout.slots + self._spare
+        wanted = {self.arena.shard_pool(s.coord): (s.bytes, count) for s in layout.node(self.node).shards}
         group, position = layout.place(self.node)
         if layout.protects(group):
             pool = self.arena.parity_pool(layout.tag(group), position)
@@ -338,9 +360,10 @@ class Store:
         def stays(snapshot: SnapshotId) -> bool:
             return snapshot in keep or snapshot >= before
 
+        held = set(self._held)
         self._forget(lambda snapshot: not stays(snapshot))
-        self.arena.release(keep, before)
-        self.holdings.keep_only(stays)
+        self.arena.release(keep, before, self._held)
+        self.holdings.keep_only(lambda key: stays(key.snapshot) or (isinstance(key, ShardKey) and key.snapshot in held))
         self.changed.notify_all()
 
     def _is_open(self, snapshot: SnapshotId) -> bool:

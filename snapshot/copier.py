@@ -40,6 +40,7 @@ class CopyJob:
         once, versions: tensors that need no copy where the slot has them in these versions.
         settling: live tensors, copied once the snapshot is finalised.
         release: called when the copies that were made at once are not needed any more.
+        persist: a snapshot that the SMP is to persist; None: none.
         late: copies that `finalise` adds; `record` gives the record leaf then.
         copied: set once nothing of the live state is read any more, whatever became of the copy.
         done: set once it is sealed, or has failed with `error`.
@@ -59,6 +60,7 @@ class CopyJob:
     versions: tuple[int, ...] = ()
     settling: tuple[Piece, ...] = ()
     release: list[Callable[[], None]] = field(default_factory=list)
+    persist: SnapshotId | None = None
     late: tuple[Piece, ...] = ()
     record: Callable[[], bytes] = bytes
     error: HoldfastError | None = None
@@ -188,6 +190,8 @@ class Copier:
             self._ahead = None
             self._reattach()
             self._attached = True
+        if job.persist is not None:
+            self._client.persist(job.persist)  # before any slot is asked for that may take its
         slot = self._take_slot(job)
         try:
             self._fill(job, slot)

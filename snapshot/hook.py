@@ -115,6 +115,7 @@ class SnapshotHook:
         self._entered = False
         self._auditor: Auditor | None = None
         self._misfit = False
+        self._due = 0
         self._planned = False
         self._enabled = True
         self._pace = Pace()
@@ -353,11 +354,11 @@ class SnapshotHook:
             self._client.configure(self._layout)
 
     def _report(self) -> list[int]:
-        """What the ranks take the minimum of: what became of each pending snapshot, whether the layout holds, and the
-        interval that each wants, negative so that the longest wins."""
+        """What the ranks take the minimum of: what became of each pending snapshot, whether the layout holds, the
+        interval that each wants, negative so that the longest wins, and whether its node is ready to persist one."""
         outcomes = [self._outcome(snapshot) for snapshot in self._ledger.pending]
         misfit = self._misfit or any(isinstance(copy.error, Misfit) for copy in self._copies.values())
-        return [*outcomes, int(not misfit), -self._cadence.rhythm.wanted()]
+        return [*outcomes, int(not misfit), -self._cadence.rhythm.wanted(), int(self._client.persist_due)]
 
     def _outcome(self, snapshot: SnapshotId) -> Outcome:
         copy = self._copies.get(snapshot)
@@ -366,7 +367,7 @@ class SnapshotHook:
     def _settle(self) -> None:
         if self._outcomes is None:
             return
-        *outcomes, fits_everywhere, interval = self._outcomes()
+        *outcomes, fits_everywhere, interval, self._due = self._outcomes()
         self._outcomes = None
         self._cadence.agree(-interval)
         rhythm, self.statistics.why = self._cadence.rhythm, self._cadence.why
@@ -404,6 +405,8 @@ class SnapshotHook:
                 raise
             log.error("no snapshot of step %d: %s", self._step, error)
         else:
+            if self._due and protected is not None and protected.epoch == self._epoch:
+                self._copy.persist = protected
             self._copies[snapshot] = self._copy
             self._copier.submit(self._copy)
 

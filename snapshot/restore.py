@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +12,18 @@ from typing import Any
 import torch
 
 from smp_daemon.client import RecoveredShard, SmpClient
-from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError, StateMismatch, Unrecoverable
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import SnapshotId
-from smp_daemon.plan import RestorePlan, healer, plan_restore
+from smp_daemon.errors import (
+    DamagedSnapshot,
+    DeadlineExceeded,
+    HoldfastError,
+    PlaceError,
+    ProtocolError,
+    StateMismatch,
+    Unrecoverable,
+)
+from smp_daemon.inventory import Inventory, Persisted
+from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.plan import RestorePlan, healer, newest_protected, plan_persisted, plan_restore
 from smp_daemon.points import reach
 from smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
 from snapshot.adapter import Adapter
@@ -27,10 +34,7 @@ from snapshot.replicas import is_part_of, part_of, plan_gathering
 from snapshot.shares import Part, parse_part
 from snapshot.state import NOTES, check_fit, decode_record, decode_values, is_of_record, place_tensors, shared_leaves
 from snapshot.tensors import read_leaf
-
-ATTEMPTS = 4
-ENOUGH_FAILURES = 2
-"""So often is a snapshot tried that was never promised, if it cannot be had after all."""
+from snapshot.tiers import PERSISTED, Course, tier_of
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +48,12 @@ class Restored:
         snapshot: what was restored, or None on a cold start.
         protected: the newest snapshot that every node knew to be protected, if it is an older one.
         whole: whether `snapshot` had all of its parity, so that it is protected as it is.
-        how: ``held``, ``mended``, ``fetched`` or ``rebuilt``; empty on a cold start.
+        how: ``held``, ``mended``, ``fetched``, ``rebuilt`` or ``persisted``; empty on a cold start.
         bytes_fetched: what came over the network for this rank's shard.
         notes: what the snapshot's record says beside the state; empty if nothing.
         clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
+        tier: what the job as a whole came back from, see `snapshot.tiers`; empty on a cold start.
+        passed_over: why what would have been better was not taken.
     """
 
     epoch: int
@@ -58,29 +64,32 @@ class Restored:
     bytes_fetched: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
     clock: dict[str, float] = field(default_factory=dict)
+    tier: str = ""
+    passed_over: tuple[str, ...] = ()
 
 
 def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mover) -> Restored:
-    """Bring the newest snapshot back that can be had. A collective call; blocks.
+    """Bring the newest snapshot back that can be had, tier by tier: see `snapshot.tiers`. A collective call; blocks.
 
     A copy that turns out to be damaged is no longer counted, and planning starts again. A snapshot that failed twice,
-    and was never promised, is passed over: an older one may be whole, down to the one that was promised.
+    and was never promised, is passed over: an older one may be whole, down to the one that was promised. What is
+    persisted is only looked at if memory has nothing that may be taken.
 
     Raises:
         StateMismatch: see `check_fit`. Nothing was written on any rank.
         Unrecoverable: see `plan_restore`; or every copy turned out to be damaged, and tensors may be filled in part.
+        ConfigError, PlaceError: see `Course.choose_persisted`.
     """
     coord = adapter.coordinate()
     clock = {"enter": time.monotonic()}
     failure: HoldfastError | None = None
-    failures: Counter[SnapshotId] = Counter()
+    course = Course()
     unpromised: set[SnapshotId] = set()
-    for _ in range(ATTEMPTS):
+    while True:
         inventories, coords = exchange(client, agreement, coord)
         unpromised.update(*(inventory.unpromised for inventory in inventories))
-        hopeless = {snapshot for snapshot, count in failures.items() if count >= ENOUGH_FAILURES}
-        plan = plan_restore(inventories, coords, hopeless & unpromised)
-        epoch = max(inv.epoch for inv in inventories) + 1
+        plan, newest = _plan(client, agreement, inventories, coords, course, unpromised, failure)
+        epoch = max(newest, *(inv.epoch for inv in inventories)) + 1
         client.join(epoch)
         agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
         clock["plan"] = time.monotonic()
@@ -89,27 +98,98 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
         reach("restore.before", plan.snapshot.step)
         attempt = _Attempt(client, plan, coord)
         failure = _failure_of(attempt.recover)
-        if agreement.minimum([int(failure is None)])() == [1]:
+        whole, unspoilt = agreement.minimum([int(failure is None), int(not isinstance(failure, DamagedSnapshot))])()
+        if whole:
             clock["fetch"] = time.monotonic()
             failure = _load(attempt, agreement, adapter, mover)
-            if agreement.minimum([int(failure is None)])() == [1]:
-                clock["load"] = time.monotonic()
-                heal(client, plan, coords, coord)
-                known = [inventory.protected for inventory in inventories if inventory.protected is not None]
-                protected = max((snapshot for snapshot in known if snapshot < plan.snapshot), default=None)
-                return Restored(
-                    epoch,
-                    plan.snapshot,
-                    protected,
-                    whole=not plan.heal,
-                    how=attempt.how,
-                    bytes_fetched=attempt.shard.bytes_fetched,
-                    notes=attempt.notes,
-                    clock=clock,
-                )
-        failures[plan.snapshot] += 1
+            whole, unspoilt = agreement.minimum([int(failure is None), int(not isinstance(failure, DamagedSnapshot))])()
+        if whole:
+            clock["load"] = time.monotonic()
+            heal(client, plan, coords, coord)
+            tier = tier_of(plan, inventories, coords)
+            _say_what_is_lost(plan, inventories, course)
+            known = [inventory.protected for inventory in inventories if inventory.protected is not None]
+            protected = max((snapshot for snapshot in known if snapshot < plan.snapshot), default=None)
+            return Restored(
+                epoch,
+                plan.snapshot,
+                protected,
+                whole=not plan.heal and tier != PERSISTED,
+                how=attempt.how,
+                bytes_fetched=attempt.shard.bytes_fetched,
+                notes=attempt.notes,
+                clock=clock,
+                tier=tier,
+                passed_over=tuple(course.passed_over),
+            )
+        course.failed(plan, str(failure or "another rank failed"), damaged=not unspoilt)
         log.warning("recovery of %s is tried again: %s", plan.snapshot, failure or "another rank failed")
-    raise Unrecoverable(f"recovery failed {ATTEMPTS} times; last: {failure or 'on another rank'}") from failure
+
+
+def _plan(
+    client: SmpClient,
+    agreement: Agreement,
+    inventories: Sequence[Inventory],
+    coords: dict[str, str],
+    course: Course,
+    unpromised: set[SnapshotId],
+    failure: HoldfastError | None,
+) -> tuple[RestorePlan | None, int]:
+    """What to restore, and the newest epoch that anything is persisted of; (None, ...): start from nothing. A
+    collective call.
+
+    Raises:
+        Unrecoverable: there was something, and nothing of it can be had.
+    """
+    lost = Unrecoverable(course.given_up) if course.given_up else None
+    if lost is None:
+        try:
+            plan = plan_restore(inventories, coords, course.hopeless(unpromised))
+        except Unrecoverable as error:
+            lost = error
+        else:
+            if plan is not None:
+                return plan, 0
+    course.note(f"memory: {lost or 'no SMP that answers holds a snapshot'}")
+    answers = _ask_what_is_persisted(client, agreement)
+    newest = max(answer.epoch for answer in answers)
+    while (snapshot := course.choose_persisted(answers)) is not None:
+        layout, problem = _layout_of(client, snapshot)
+        if agreement.minimum([int(layout is not None)])() == [1] and layout is not None:
+            return plan_persisted(snapshot, layout, coords), newest
+        course.passed(snapshot, problem or "another rank cannot see it")
+    if course.persisted_failures:
+        lost = Unrecoverable("; ".join(course.passed_over))
+    if lost is not None:
+        raise lost from failure
+    return None, newest
+
+
+def _layout_of(client: SmpClient, snapshot: SnapshotId) -> tuple[Layout | None, str]:
+    try:
+        return client.persisted_layout(snapshot), ""
+    except HoldfastError as error:
+        return None, str(error)
+
+
+def _ask_what_is_persisted(client: SmpClient, agreement: Agreement) -> list[Persisted]:
+    """As every rank's SMP sees it. A collective call."""
+    mine: Persisted
+    try:
+        mine = client.persisted()
+    except (PlaceError, DeadlineExceeded) as error:
+        mine = Persisted(PERSISTED, problem=str(error))
+    return [Persisted.from_json(json.loads(t)) for t in agreement.gather(json.dumps(mine.to_json()).encode())]
+
+
+def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], course: Course) -> None:
+    for reason in course.passed_over:
+        log.warning("passed over: %s", reason)
+    if not plan.sources.persisted:
+        return
+    protected = newest_protected(inventories)
+    after = f"steps after it, up to {protected}, which was protected, are lost" if protected else "later steps are lost"
+    log.error("going back to %s, which was persisted: %s", plan.snapshot, after)
 
 
 def exchange(client: SmpClient, agreement: Agreement, coord: str) -> tuple[list[Inventory], dict[str, str]]:

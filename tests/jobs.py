@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,15 @@ from torch.distributed.tensor import DTensor
 from chaos import drill
 from chaos.trainer import Trainer
 from holdfast import InMemorySnapshot
+from holdfast.workload import Workload
 from integrations.dcp import MemoryReader, MemoryWriter
+from smp_daemon.errors import DeadlineExceeded
 from smp_daemon.overview import look
 from smp_daemon.paths import arena_path, read_owner
 from smp_daemon.points import reach
 
 DRAIN_DEADLINE_S = 1.0
+PERSIST_DEADLINE_S = 30.0
 
 
 class Stamp(torch.optim.Optimizer):
@@ -292,3 +296,35 @@ def deepspeed() -> None:
 def _checkpoint_state(model: Any, optim: Any) -> dict[str, Any]:
     model_state, optim_state = get_state_dict(model, optim)
     return {"model": model_state, "optim": optim_state}
+
+
+class Persisting(Workload):
+    """Waits, in the middle of some steps, until so many snapshots are persisted, and another one is due; not in a job
+    that came back.
+
+    Args:
+        waits: ``[[step, count], ...]``.
+    """
+
+    def __init__(self, seed: int, waits: list[tuple[int, int]]) -> None:
+        super().__init__(seed)
+        self._waits = {int(step): int(count) for step, count in waits}
+        self._snap: InMemorySnapshot | None = None
+
+    def protect(self, **options: Any) -> InMemorySnapshot:
+        self._snap = super().protect(**options)
+        return self._snap
+
+    def step(self, step: int, middle: Callable[[], None]) -> float:
+        def wait() -> None:
+            count = self._waits.get(step + 1)
+            if self._snap is not None and self._snap.restored.snapshot is None and count is not None:
+                limit = time.monotonic() + PERSIST_DEADLINE_S
+                client = self._snap._client
+                while client.counters()["snapshots_persisted"] < count or not client.persist_due:
+                    if time.monotonic() > limit:
+                        raise DeadlineExceeded(f"{count} snapshots were not persisted by step {step + 1}")
+                dist.barrier()
+            middle()
+
+        return super().step(step, wait)

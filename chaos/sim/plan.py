@@ -9,12 +9,12 @@ from chaos.sim.seams import RECORDS
 from smp_daemon.points import POINTS
 
 POINTS_HERE = (
-    *POINTS,
+    *(point for point in POINTS if not point.startswith("persist.")),
     "seal.digest",
     "seal.digested",
     *(f"record.{kind}.{when}" for kind in RECORDS for when in ("before", "part", "done")),
 )
-"""Every named place at which a process may be killed."""
+"""Every named place at which a process may be killed. Nothing is persisted."""
 
 RECOVERY = ("restore.before", "restore.middle", "rebuild.middle", "heal.done")
 """Points that only a job which comes back reaches: struck more often in lives that are not the first."""

@@ -1,0 +1,270 @@
+"""The thread that persists: when one is due, at the word of the trainers, without holding anybody up.
+
+All nodes must write the same snapshots, and there is no coordinator. So an SMP only says on its board that one is due
+for it. The trainers take the minimum of that over all ranks, with what they agree on at every boundary anyway, and if
+it is due everywhere they tell their SMPs to persist the newest snapshot that is then known to be protected. Each holds
+its shards of it in a slot that was reserved for this, so that no slot is missing where snapshots are taken.
+
+Storage may hang for ever. What touches it runs in a thread that is given up after `STUCK_S` without progress: the slot
+is let go, the failure is counted and shown, and nothing more is begun until that thread has come back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+from smp_daemon.errors import ConfigError, DamagedSnapshot, HoldfastError, PlaceError, ProtocolError
+from smp_daemon.holdings import ShardKey
+from smp_daemon.inventory import Persisted
+from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.pacer import Pacer
+from smp_daemon.persist.manifest import Manifest
+from smp_daemon.persist.options import Options
+from smp_daemon.persist.place import Place, open_place
+from smp_daemon.persist.reading import find, look, read_shard
+from smp_daemon.persist.standing import Standing
+from smp_daemon.persist.writing import publish, tidy, write_node
+from smp_daemon.points import reach
+from smp_daemon.priority import make_background
+from smp_daemon.rebuild import Recovered, recovered
+from smp_daemon.store import Store
+
+STUCK_S = 60.0
+"""A storage that has not taken or given a unit for so long is given up."""
+
+LOOK_FIRST_S, LOOK_MOST_S = 0.05, 5.0
+"""How long to wait before the place is looked at again for what other nodes write."""
+
+log = logging.getLogger(__name__)
+
+
+class Persister:
+    """The tier on one node. Every method is thread-safe, and only those that say so touch the storage."""
+
+    def __init__(self, options: Options | None, priority: str = "normal") -> None:
+        """`options`: None: the tier is off. `priority`: see `smp_daemon.priority`. Raises `ConfigError`."""
+        self._options = options
+        self._priority = priority
+        self._place: Place | None = open_place(options.url) if options else None
+        self._pacer = Pacer(options.bandwidth if options else 0.0)
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._order: tuple[SnapshotId, Layout] | None = None
+        self._accepted: SnapshotId | None = None
+        self._failing = False
+        self._standing = Standing(self._place.name, options.every_s, options.keep) if options and self._place else None
+        self._store: Store
+
+    @property
+    def spare(self) -> int:
+        """How many slots it takes for each shard."""
+        return int(self._options is not None)
+
+    @property
+    def standing(self) -> Standing | None:
+        """How it is; None if the tier is off."""
+        with self._changed:
+            return self._standing
+
+    def start(self, store: Store) -> None:
+        """Begin to work for `store`."""
+        self._store = store
+        store.board.post_due(False)
+        if self._options is not None:
+            threading.Thread(target=self._run, args=(self._options,), name="persist", daemon=True).start()
+
+    def close(self) -> None:
+        """Give up what is at hand; returns at once."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def order(self, snapshot: SnapshotId) -> bool:
+        """The trainers have agreed to persist `snapshot`; whether this node does. Returns at once."""
+        with self._store.changed, self._changed:  # in this order: whoever holds the first may wait for the second
+            if snapshot == self._accepted:
+                return True  # another rank of this node was faster
+            layout = self._store.layout
+            due = self._standing is not None and self._standing.state == "due"
+            if not due or layout is None or layout.epoch != snapshot.epoch or not self._store.hold(snapshot):
+                log.info("%s is not persisted by this node", snapshot)
+                return False
+            self._store.board.post_due(False)
+            self._accepted, self._order = snapshot, (snapshot, layout)
+            self._changed.notify_all()
+            return True
+
+    # ------------------------------------------------------------------ going back
+
+    def look(self) -> Persisted:
+        """What is at the place. Blocks for as long as the storage takes; raises `PlaceError`."""
+        if self._place is None:
+            return Persisted("")
+        found = find(self._place, self._store.job)
+        return Persisted(
+            self._place.name,
+            max((each.snapshot.epoch for each in found), default=0),
+            frozenset(each.snapshot for each in found if each.manifest is not None),
+            tuple(f"{each.snapshot}: {each.reason}" for each in found if each.manifest is None),
+        )
+
+    def layout_of(self, snapshot: SnapshotId) -> Layout:
+        """The layout of a persisted snapshot. Blocks. Raises `PlaceError`; `DamagedSnapshot` if it is not whole."""
+        return self._manifest(snapshot).layout
+
+    def recover(self, snapshot: SnapshotId, coord: str, check: bool) -> Recovered:
+        """Make sure that this node holds a shard of a persisted snapshot. Blocks.
+
+        Args:
+            check: read a shard that is held already; one that is damaged is read from the place again.
+
+        Raises:
+            DamagedSnapshot: the file is not what was written.
+            PlaceError: the storage fails.
+        """
+        store, key = self._store, ShardKey(snapshot, coord)
+        if store.holdings.holds(key):
+            if not check or not store.holdings.damaged_units(key):
+                return recovered(store, key, "held", 0)
+            store.holdings.drop(key)
+        whole = self._manifest(snapshot)
+        store.keep_layout(whole.layout)
+        with store.receiving_shard(key, whole.layout) as view:
+            count = read_shard(self._its_place, whole, coord, view)
+        return recovered(store, key, "persisted", count)
+
+    @property
+    def _its_place(self) -> Place:
+        if self._place is None:
+            raise ConfigError("this node has no persist tier: set HOLDFAST_PERSIST on all of them")
+        return self._place
+
+    def _manifest(self, snapshot: SnapshotId) -> Manifest:
+        found = look(self._its_place, self._store.job, snapshot)
+        if found.manifest is None:
+            raise DamagedSnapshot(f"{snapshot} at {self._its_place.name} is not whole: {found.reason}")
+        return found.manifest
+
+    # ------------------------------------------------------------------ writing
+
+    def _run(self, options: Options) -> None:
+        due_s = time.monotonic() + options.every_s
+        while (order := self._await_order(due_s)) is not None:
+            due_s = time.monotonic() + options.every_s
+            self._watch(_Work(self, options, *order))
+
+    def _await_order(self, due_s: float) -> tuple[SnapshotId, Layout] | None:
+        """Block until one is due, say so, and block until it is ordered; None: the SMP ends."""
+        with self._changed:
+            while not self._closed.is_set():
+                if self._order is not None:
+                    order, self._order = self._order, None
+                    self._say(state="writing")
+                    return order
+                wait_s = due_s - time.monotonic()
+                if wait_s <= 0 and self._standing is not None and self._standing.state != "due":
+                    self._say(state="due")
+                    self._store.board.post_due(True)
+                self._changed.wait(wait_s if wait_s > 0 else None)
+        return None
+
+    def _watch(self, work: _Work) -> None:
+        """Have it done, and give it up if the storage hangs; returns once its thread has ended."""
+        thread = threading.Thread(target=work.run, name="persist-write", daemon=True)
+        thread.start()
+        while thread.is_alive() and not self._closed.is_set():
+            thread.join(max(0.0, work.moved_s + STUCK_S - time.monotonic()))
+            if thread.is_alive() and time.monotonic() >= work.moved_s + STUCK_S:
+                work.cancelled.set()
+                self._store.let_go(work.snapshot)
+                self._fail(work.snapshot, f"the storage has not answered for {STUCK_S:.0f} s", state="stuck")
+                thread.join()
+        if not self._closed.is_set():
+            self._say(state="waiting")
+
+    def _done(self, snapshot: SnapshotId, stored: int) -> None:
+        self._failing = False
+        self._store.counters.add(snapshots_persisted=1, bytes_persisted=stored)
+        self._say(persisted=snapshot, at_s=time.time(), problem="")
+        log.info("%s is persisted; this node wrote %d bytes", snapshot, stored)
+
+    def _fail(self, snapshot: SnapshotId, problem: str, state: str = "waiting") -> None:
+        if self._closed.is_set():
+            return
+        self._store.counters.add(persist_failures=1)
+        self._say(problem=f"{snapshot}: {problem}", state=state)
+        log.log(logging.INFO if self._failing else logging.ERROR, "%s is not persisted: %s", snapshot, problem)
+        self._failing = True  # said once, until it works again
+
+    def _say(self, **changes: Any) -> None:
+        with self._changed:
+            if self._standing is not None:
+                self._standing = replace(self._standing, **changes)
+
+
+class _Work:
+    """One snapshot on its way to the place, in a thread of its own.
+
+    Attributes:
+        moved_s: `time.monotonic` of the last progress.
+        cancelled: set by whoever gives it up.
+    """
+
+    def __init__(self, persister: Persister, options: Options, snapshot: SnapshotId, layout: Layout) -> None:
+        self.snapshot = snapshot
+        self.moved_s = time.monotonic()
+        self.cancelled = threading.Event()
+        self._persister = persister
+        self._options = options
+        self._layout = layout
+
+    def run(self) -> None:
+        persister, store = self._persister, self._persister._store
+        make_background(persister._priority)
+        try:
+            try:
+                stored = write_node(
+                    persister._its_place, store.holdings, self._layout, store.node, self.snapshot, self._pace
+                )
+            finally:
+                store.let_go(self.snapshot)
+            reach("persist.written", self.snapshot.step)
+            self._await_others()
+            persister._done(self.snapshot, sum(stored.values()))
+            reach("persist.done", self.snapshot.step)
+            if store.node == next(node.name for node in self._layout.nodes if node.shards):
+                tidy(persister._its_place, self._layout.job, self._options.keep)
+        except HoldfastError as error:
+            if not self.cancelled.is_set():
+                persister._fail(self.snapshot, str(error))
+        except Exception as error:  # a bug of ours, or of a storage's, must not end the tier
+            log.exception("%s is not persisted", self.snapshot)
+            persister._fail(self.snapshot, f"{type(error).__name__}: {error}")
+
+    def _await_others(self) -> None:
+        """Until it is whole. Whoever writes its part last makes it count, so giving up here loses nothing."""
+        limit = time.monotonic() + max(self._options.every_s, STUCK_S)
+        wait_s = LOOK_FIRST_S
+        while missing := publish(self._persister._its_place, self._layout, self.snapshot):
+            self._moved()
+            if time.monotonic() > limit:
+                raise PlaceError(f"{', '.join(missing[:8])} have not written their part")
+            self._wait(wait_s)
+            wait_s = min(2 * wait_s, LOOK_MOST_S)
+
+    def _pace(self, count: int) -> None:
+        self._moved()
+        wait_s = self._persister._pacer.wait_s(count, time.monotonic())
+        self._wait(wait_s)
+        self._moved()
+
+    def _moved(self) -> None:
+        self.moved_s = time.monotonic()
+
+    def _wait(self, seconds: float) -> None:
+        if self._persister._closed.wait(seconds) or self.cancelled.is_set():
+            raise ProtocolError("it was given up")

@@ -1,0 +1,291 @@
+"""Where persisted snapshots are: a directory, or any URL that fsspec knows. The only module that touches either.
+
+Paths are relative to the place, with slashes. Every call blocks for as long as the storage takes, which may be for
+ever: call them in a thread that nobody waits for without a deadline. Failures are `PlaceError`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, Protocol
+from urllib.parse import urlsplit, urlunsplit
+
+from smp_daemon.errors import ConfigError, HoldfastError, PlaceError
+
+FLUSH_BYTES = 64 << 20
+"""So often is a local file brought to disk while it is written, lest everything else waits for it at its end."""
+
+
+class Readable(Protocol):
+    """A file that is read from its beginning."""
+
+    def read(self, count: int, /) -> bytes:
+        """So many bytes, or fewer where the file ends."""
+        ...
+
+
+class Writable(Protocol):
+    """A file that is written from its beginning."""
+
+    def write(self, data: bytes, /) -> object:
+        """All of `data`."""
+        ...
+
+
+class Place(Protocol):
+    """What is asked of a storage.
+
+    Attributes:
+        name: to be shown; without passwords.
+    """
+
+    name: str
+
+    def files(self, path: str) -> dict[str, int]:
+        """Names and lengths of the files in a directory; empty if there is no such directory."""
+        ...
+
+    def directories(self, path: str) -> list[str]:
+        """Names of the directories in a directory; empty if there is no such directory."""
+        ...
+
+    def read(self, path: str, most: int) -> bytes:
+        """A small file. Raises `PlaceError` if it is longer than `most`."""
+        ...
+
+    def open(self, path: str) -> AbstractContextManager[Readable]:
+        """A context manager that gives a binary file to read from."""
+        ...
+
+    def create(self, path: str) -> AbstractContextManager[Writable]:
+        """A context manager that gives a binary file to write to. The file is there, whole, if the block ends well,
+        and not if it does not."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a directory with all that is in it; harmless if it is not there."""
+        ...
+
+
+def open_place(url: str) -> Place:
+    """The place that `url` names: a path, or a URL. Nothing is read or written yet.
+
+    Raises:
+        ConfigError: fsspec, or what it needs for that kind of URL, is not installed, or there is no such kind.
+    """
+    if url.startswith("file://"):
+        return Directory(Path(urlsplit(url).path))
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:(:|//)", url):
+        return Remote(url)
+    if not url:
+        raise ConfigError("the place for persisted snapshots is empty: give a directory or a URL such as s3://...")
+    return Directory(Path(url).absolute())
+
+
+@contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Whatever a storage raises becomes a `PlaceError`: fsspec's backends raise anything."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise PlaceError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+class Directory:
+    """A directory on a file system that all nodes share."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.name = str(root)
+
+    def files(self, path: str) -> dict[str, int]:
+        with _reported(f"{self._root / path} cannot be listed"):
+            try:
+                with os.scandir(self._root / path) as entries:
+                    return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+            except FileNotFoundError:
+                return {}
+
+    def directories(self, path: str) -> list[str]:
+        with _reported(f"{self._root / path} cannot be listed"):
+            try:
+                with os.scandir(self._root / path) as entries:
+                    return [entry.name for entry in entries if entry.is_dir()]
+            except FileNotFoundError:
+                return []
+
+    def read(self, path: str, most: int) -> bytes:
+        with self.open(path) as file:
+            return _limited(file, path, most)
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[Readable]:
+        with _reported(f"{self._root / path} cannot be read"):
+            with (self._root / path).open("rb", buffering=0) as file:
+                yield _Whole(file)
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[Writable]:
+        target = self._root / path
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        with _reported(f"{target} cannot be written"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with part.open("wb", buffering=0) as file:
+                    yield _Flushing(file)
+                    _to_disk(file)
+                part.replace(target)
+                _sync_directory(target.parent)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+
+    def remove(self, path: str) -> None:
+        target = self._root / path
+        with _reported(f"{target} cannot be removed"):
+            if target.is_dir():
+                shutil.rmtree(target, ignore_errors=True)
+                if target.exists():
+                    shutil.rmtree(target)
+            else:
+                target.unlink(missing_ok=True)
+
+
+class Remote:
+    """What fsspec reaches. Files appear when they are closed, as they do in every object store."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec
+        except ImportError as error:
+            raise ConfigError(f"{_shown(url)} needs fsspec: pip install fsspec") from error
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{_shown(url)} cannot be used: {error}") from error
+        self.name = _shown(url)
+
+    def files(self, path: str) -> dict[str, int]:
+        return {_last(entry): int(entry["size"] or 0) for entry in self._list(path) if entry["type"] == "file"}
+
+    def directories(self, path: str) -> list[str]:
+        return [_last(entry) for entry in self._list(path) if entry["type"] == "directory"]
+
+    def read(self, path: str, most: int) -> bytes:
+        with self.open(path) as file:
+            return _limited(file, path, most)
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[Readable]:
+        with _reported(f"{self.name}/{path} cannot be read"):
+            with self._fs.open(self._at(path), "rb", cache_type="readahead") as file:
+                yield file
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[Writable]:
+        with _reported(f"{self.name}/{path} cannot be written"):
+            self._fs.makedirs(self._fs._parent(self._at(path)), exist_ok=True)
+            file = self._fs.open(self._at(path), "wb")
+            try:
+                yield file
+            except BaseException:
+                _discard(file)
+                raise
+            file.close()
+
+    def remove(self, path: str) -> None:
+        with _reported(f"{self.name}/{path} cannot be removed"):
+            try:
+                self._fs.rm(self._at(path), recursive=True)
+            except FileNotFoundError:
+                pass
+
+    def _list(self, path: str) -> list[dict[str, Any]]:
+        with _reported(f"{self.name}/{path} cannot be listed"):
+            self._fs.invalidate_cache()
+            try:
+                found: list[dict[str, Any]] = self._fs.ls(self._at(path), detail=True)
+            except FileNotFoundError:
+                return []
+            return [entry for entry in found if _last(entry)]
+
+    def _at(self, path: str) -> str:
+        return f"{self._root.rstrip('/')}/{path}"
+
+
+def _discard(file: Any) -> None:
+    """Give up a file of fsspec's that is being written. What may appear of it all the same is on nobody's list."""
+    with suppress(Exception):  # the failure that led here is the one to report
+        file.discard()
+    with suppress(Exception):
+        file.closed = True  # else it would be flushed when it is forgotten
+
+
+class _Whole:
+    """Reads as many bytes as are asked for, unless the file ends."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def read(self, count: int) -> bytes:
+        parts = []
+        while count > 0 and (part := self._file.read(min(count, 16 << 20))):
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+
+class _Flushing:
+    """Writes, and every `FLUSH_BYTES` waits for the disk: no gigabytes of dirty pages, and none left in the cache."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._dirty = 0
+
+    def write(self, data: bytes) -> int:
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
+        self._dirty += len(data)
+        if self._dirty >= FLUSH_BYTES:
+            _to_disk(self._file)
+            self._dirty = 0
+        return len(data)
+
+
+def _to_disk(file: IO[bytes]) -> None:
+    os.fsync(file.fileno())
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _limited(file: Any, path: str, most: int) -> bytes:
+    content: bytes = file.read(most + 1)
+    if len(content) > most:
+        raise PlaceError(f"{path} is longer than {most} bytes")
+    return content
+
+
+def _last(entry: dict[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rpartition("/")[2]
+
+
+def _shown(url: str) -> str:
+    """A URL without the password that may stand in it."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, host, parts.path, "", "")) if host != parts.netloc or parts.query else url

@@ -1,0 +1,95 @@
+"""What is at a place, and a shard out of it, checked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from smp_daemon.errors import DamagedSnapshot
+from smp_daemon.layout import SnapshotId
+from smp_daemon.persist import manifest
+from smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, Manifest
+from smp_daemon.persist.place import Place
+from smp_daemon.persist.shardfile import Header, StoredUnit, decode_unit, read_header, read_units
+
+DECODERS = 4
+"""Threads that decode a shard while it is read."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A directory of a snapshot.
+
+    Attributes:
+        manifest: what it holds; None if it is not whole.
+        reason: why it is not; empty if it is.
+    """
+
+    snapshot: SnapshotId
+    manifest: Manifest | None
+    reason: str = ""
+
+
+def find(place: Place, job: str) -> list[Found]:
+    """Every snapshot of a job, whole or not, the newest first. Blocks; raises `PlaceError`."""
+    names = place.directories(job)
+    found = [snapshot for snapshot in map(manifest.snapshot_of, names) if snapshot is not None]
+    return [look(place, job, snapshot) for snapshot in sorted(found, reverse=True)]
+
+
+def look(place: Place, job: str, snapshot: SnapshotId) -> Found:
+    """One of them. Blocks; raises `PlaceError` if the storage fails, not if it is not whole."""
+    folder = f"{job}/{manifest.directory(snapshot)}"
+    files = place.files(folder)
+    if SNAPSHOT not in files:
+        return Found(snapshot, None, "not all of its nodes have written their part")
+    try:
+        whole = Manifest.from_json(manifest.unseal(place.read(f"{folder}/{SNAPSHOT}", MAX_MANIFEST_BYTES)))
+    except DamagedSnapshot as error:
+        return Found(snapshot, None, f"its manifest is damaged: {error}")
+    if whole.snapshot != snapshot or whole.layout.job != job:
+        return Found(snapshot, None, f"its manifest is of {whole.snapshot} of job {whole.layout.job!r}")
+    missing = whole.missing(files)
+    return Found(snapshot, None if missing else whole, "; ".join(missing[:4]))
+
+
+def read_shard(
+    place: Place, whole: Manifest, coord: str, out: memoryview, step: Callable[[int], None] = lambda count: None
+) -> int:
+    """Fill `out`, as long as the shard, with what was sealed; how many bytes were read. Blocks.
+
+    Args:
+        step: called with the number of each unit before it is decoded.
+
+    Raises:
+        DamagedSnapshot: the file is not what was written. `out` is filled in part.
+        PlaceError: the storage fails.
+    """
+    job, length = whole.layout.job, whole.layout.shard_bytes(coord)
+    path = f"{job}/{manifest.directory(whole.snapshot)}/{manifest.shard_name(coord)}"
+    expected = Header(job, *whole.snapshot, coord, length, whole.layout.unit_bytes)
+    with place.open(path) as file, ThreadPoolExecutor(DECODERS, "persist-decode") as pool:
+        try:
+            header = read_header(file.read)
+            if header != expected:
+                raise DamagedSnapshot(f"it says that it is {header}, not {expected}")
+            waiting: list[Future[None]] = []
+            for unit in read_units(file.read, header):
+                step(unit.number)
+                if len(waiting) == 2 * DECODERS:
+                    waiting.pop(0).result()
+                waiting.append(pool.submit(_decode, unit, header, out))
+            for each in waiting:
+                each.result()
+        except DamagedSnapshot as error:
+            raise DamagedSnapshot(f"{coord} of {whole.snapshot} at {place.name} is damaged: {error}") from error
+    return whole.stored[coord]
+
+
+def _decode(unit: StoredUnit, header: Header, out: memoryview) -> None:
+    start = unit.number * header.unit_bytes
+    decode_unit(unit, out[start : start + unit.length])

@@ -1,0 +1,126 @@
+"""A node's part of one snapshot, from its arena to a place; the lists that make it whole; and what may go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from smp_daemon.errors import DamagedSnapshot, PlaceError
+from smp_daemon.holdings import Holdings, ShardKey
+from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.persist import manifest, planes
+from smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, Manifest
+from smp_daemon.persist.place import Place
+from smp_daemon.persist.reading import find
+from smp_daemon.persist.shardfile import Encoder, Header
+from smp_daemon.points import reach
+from smp_daemon.records import ShardRecord, digest
+from smp_daemon.slotfile import read_format
+
+log = logging.getLogger(__name__)
+
+Pace = Callable[[int], None]
+"""Called with the length of each unit before it is read; waits, and raises if the work is given up."""
+
+
+def write_node(
+    place: Place, holdings: Holdings, layout: Layout, node: str, snapshot: SnapshotId, pace: Pace
+) -> Mapping[str, int]:
+    """Write all shards that `node` holds of a snapshot, and its list. Blocks; holds a few units in memory.
+
+    Returns the length of each file.
+
+    Raises:
+        PlaceError: the storage fails.
+        DamagedSnapshot: a unit in memory does not match its digest.
+        ProtocolError: the snapshot was released meanwhile.
+    """
+    job, index = layout.job, [each.name for each in layout.nodes].index(node)
+    folder = f"{job}/{manifest.directory(snapshot)}"
+    stored = {
+        shard.coord: _write_shard(place, holdings, job, folder, ShardKey(snapshot, shard.coord), pace)
+        for shard in layout.nodes[index].shards
+    }
+    with place.create(f"{folder}/{manifest.node_name(index)}") as file:
+        file.write(manifest.seal(manifest.node_list(snapshot, stored)))
+    return stored
+
+
+def _write_shard(place: Place, holdings: Holdings, job: str, folder: str, key: ShardKey, pace: Pace) -> int:
+    view, record = holdings.open(key)
+    assert isinstance(record, ShardRecord)  # it is a shard's key
+    form, _ = read_format(view)
+    header = Header(job, *key.snapshot, key.coord, record.bytes, record.unit_bytes)
+    encoder, length = Encoder(header), 0
+    buffer = memoryview(bytearray(record.unit_bytes))
+    with place.create(f"{folder}/{manifest.shard_name(key.coord)}") as file:
+
+        def put(content: bytes) -> None:
+            nonlocal length
+            file.write(content)
+            length += len(content)
+
+        put(encoder.begin())
+        for number, width in enumerate(planes.widths(form, record.unit_bytes)):
+            if number == len(record.digests) // 2:
+                reach("persist.middle", key.snapshot.step)
+            offset, count = record.unit(number)
+            pace(count)
+            unit = buffer[:count]
+            np.copyto(np.frombuffer(unit, np.uint8), np.frombuffer(view[offset : offset + count], np.uint8))
+            if digest(unit) != record.digests[number]:  # of the copy: this is what is written
+                holdings.checked_unit(key, number)  # notes the damage, so that the scrub mends it
+                raise DamagedSnapshot(f"unit {number} of {key} was damaged while it was read")
+            put(encoder.unit(unit, record.digests[number], width))
+        put(encoder.end())
+    return length
+
+
+def publish(place: Place, layout: Layout, snapshot: SnapshotId) -> list[str]:
+    """Make the snapshot count if every node has written its part; the names of those that have not, none if it counts.
+
+    Raises:
+        PlaceError: the storage fails.
+        DamagedSnapshot: what the nodes have written does not fit together.
+    """
+    folder = f"{layout.job}/{manifest.directory(snapshot)}"
+    files = place.files(folder)
+    if SNAPSHOT in files:
+        return []
+    missing = manifest.missing_nodes(layout, files)
+    if missing:
+        return missing
+    names = [manifest.node_name(i) for i, node in enumerate(layout.nodes) if node.shards]
+    lists = [manifest.unseal(place.read(f"{folder}/{name}", MAX_MANIFEST_BYTES)) for name in names]
+    whole = manifest.combine(snapshot, layout, lists)
+    if gone := whole.missing(files):
+        raise DamagedSnapshot(f"{snapshot} is not whole at {place.name}: {'; '.join(gone[:4])}")
+    with place.create(f"{folder}/{SNAPSHOT}") as file:
+        file.write(manifest.seal(whole.to_json()))
+    return []
+
+
+def tidy(place: Place, job: str, keep: int) -> Sequence[SnapshotId]:
+    """Remove what is not needed any more; what was. Raises `PlaceError` if the storage does not say what is there."""
+    found = find(place, job)
+    whole = [each.snapshot for each in found if each.manifest is not None]
+    others = [each.snapshot for each in found if each.manifest is None]
+    gone = manifest.expendable(whole, others, keep)
+    for snapshot in gone:
+        folder = f"{job}/{manifest.directory(snapshot)}"
+        try:
+            place.remove(f"{folder}/{SNAPSHOT}")  # first: from here on it does not count
+            place.remove(folder)
+        except PlaceError as error:
+            log.warning("%s is not removed from %s: %s", snapshot, place.name, error)
+    return gone
+
+
+def describe(whole: Manifest) -> str:
+    """A whole snapshot in words."""
+    ratio = whole.bytes / max(1, whole.stored_bytes)
+    return (
+        f"{whole.snapshot}: {len(whole.stored)} shards, {whole.bytes:,} bytes in {whole.stored_bytes:,} ({ratio:.2f}x)"
+    )

@@ -1,0 +1,327 @@
+"""One SMP's part of the persist tier, with real arenas and real files: what is written, held, given up and counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp_daemon.client import SmpClient
+from smp_daemon.errors import ConfigError, DamagedSnapshot, DeadlineExceeded, PlaceError
+from smp_daemon.inventory import Persisted
+from smp_daemon.layout import SnapshotId
+from smp_daemon.overview import look as overview_of
+from smp_daemon.persist import persister, place
+from smp_daemon.persist.manifest import directory, shard_name
+from smp_daemon.persist.options import Options
+from smp_daemon.persist.place import Directory, Remote, open_place
+from smp_daemon.persist.reading import find, look, read_shard
+from smp_daemon.persist.writing import tidy
+from smp_daemon.service import Settings, Smp
+from smp_daemon.sources import Sources
+from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, flip_a_byte, playground, run_on
+
+DEADLINE_S = 30.0
+EVERY_S = "0.1"
+
+
+@pytest.fixture
+def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    with playground() as ground:
+        monkeypatch.setenv("HOLDFAST_PERSIST", str(ground.base / "place"))
+        monkeypatch.setenv("HOLDFAST_PERSIST_EVERY", EVERY_S)
+        yield ground
+
+
+def await_(happened: Callable[[], Any]) -> Any:
+    limit = time.monotonic() + DEADLINE_S
+    while not (found := happened()):
+        if time.monotonic() > limit:
+            raise DeadlineExceeded("it did not happen")
+    return found
+
+
+def place_of(ground: Ground) -> Directory:
+    return Directory(ground.base / "place")
+
+
+def persist(run: Run, snapshot: SnapshotId) -> None:
+    """Have every node persist a snapshot, as trainers do that have agreed on it."""
+    clients = [trainer.client for trainer in run]
+    await_(lambda: all(client.counters() and client.persist_due for client in clients))
+    for client in clients:
+        assert client.persist(snapshot)
+
+
+def await_persisted(client: SmpClient, count: int) -> None:
+    await_(lambda: client.counters()["snapshots_persisted"] >= count)
+
+
+def test_what_is_persisted_is_what_was_sealed_on_every_node(ground: Ground) -> None:
+    smps = ground.smps(3)
+    run = run_on(smps, [[5000, 40], [900], [3000]])
+    snapshot = run.protect(7)
+    persist(run, snapshot)
+    await_persisted(run["dp0"].client, 1)
+    (found,) = find(place_of(ground), JOB)
+    assert found.snapshot == snapshot
+    assert found.manifest is not None
+    for trainer in run:
+        out = memoryview(bytearray(trainer.form.total_bytes))
+        read_shard(place_of(ground), found.manifest, trainer.coord, out)
+        assert bytes(out) == trainer.image(snapshot)
+        assert trainer.client.persisted() == Persisted(str(ground.base / "place"), 1, frozenset({snapshot}))
+        assert trainer.client.persisted_layout(snapshot) == run.layout
+    tiers = overview_of(JOB, smps[0].bulk).tiers
+    assert len(tiers) == 1
+    assert tiers[0].startswith(f"step 7 is persisted at {ground.base / 'place'}")
+
+
+def test_a_snapshot_is_held_while_it_is_written_and_no_slot_is_missing(ground: Ground) -> None:
+    smp = ground.smp(rules=[("persist.middle", 1)])
+    run = run_on([smp], [[3000]])
+    first = run.protect(1)
+    persist(run, first)
+    held = ground.points.wait(smp.name, "persist.middle", 1)
+    for step in range(2, 8):
+        run.protect(step)  # each takes a slot, keeps one, and frees the one before
+        assert first in {snapshot for snapshot, _ in run["dp0"].client.inventory().shards}
+    held.go()
+    await_persisted(run["dp0"].client, 1)
+    run.protect(8)
+    assert first not in {snapshot for snapshot, _ in run["dp0"].client.inventory().shards}
+    (found,) = find(place_of(ground), JOB)
+    out = memoryview(bytearray(run["dp0"].form.total_bytes))
+    assert found.manifest is not None
+    read_shard(place_of(ground), found.manifest, "dp0", out)
+    assert bytes(out) == run["dp0"].image(first)
+
+
+def test_an_order_that_does_not_fit_is_refused(ground: Ground) -> None:
+    run = run_on([ground.smp()], [[300]])
+    client = run["dp0"].client
+    snapshot = run.protect(1)
+    await_(lambda: client.persist_due)
+    assert not client.persist(SnapshotId(1, 99))  # nobody has it
+    assert not client.persist(SnapshotId(7, 1))
+    assert client.persist_due
+    assert client.persist(snapshot)
+    assert client.persist(snapshot)  # the word of another rank of this node
+    await_persisted(client, 1)
+
+
+def test_half_of_a_snapshot_is_none_and_is_swept_up_when_a_newer_one_is_whole(ground: Ground) -> None:
+    smps = ground.smps(2, rules={1: [("persist.middle", 1)]})
+    run = run_on(smps, [[3000], [3000]])
+    first = run.protect(1)
+    persist(run, first)
+    ground.points.wait("node1", "persist.middle", 1)
+    smps[1].rules = ()
+    smps[1].restart()  # and what it was writing is never finished
+    client = run["dp0"].client
+    (found,) = find(place_of(ground), JOB)
+    assert found.manifest is None
+    assert not client.persisted().snapshots
+    assert "not all of its nodes" in client.persisted().others[0]
+    smps[0].restart()  # else it would wait for the other for a minute
+    for trainer in run:
+        trainer.client.reconnect()
+    second = run.protect(2)
+    persist(run, second)
+    await_persisted(client, 1)
+    await_(lambda: [found.snapshot for found in find(place_of(ground), JOB)] == [second])
+
+
+def test_memory_is_bounded_however_large_the_shard_is(ground: Ground) -> None:
+    smp = ground.smp(rules=[("persist.middle", 1), ("persist.done", 1)])
+    run = run_on([smp], [[24_000_000]])
+    assert run["dp0"].form.total_bytes > 100e6
+    snapshot = run.protect(1)
+    before = anonymous(smp)
+    persist(run, snapshot)
+    held = ground.points.wait(smp.name, "persist.middle", 1)
+    middle = anonymous(smp)
+    held.go()
+    ground.points.wait(smp.name, "persist.done", 1).go()
+    assert max(middle, anonymous(smp)) - before < 48 << 20
+
+
+def anonymous(smp: SmpProcess) -> int:
+    """Memory of the process, less what it has mapped."""
+    lines = Path(f"/proc/{smp.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def test_a_shard_comes_back_from_the_place_and_a_damaged_one_does_not(ground: Ground) -> None:
+    smp = ground.smp()
+    run = run_on([smp], [[3000]])
+    snapshot = run.protect(1)
+    persist(run, snapshot)
+    await_persisted(run["dp0"].client, 1)
+    smp.lose()
+    smp.launch().wait_ready()
+    client = run["dp0"].client
+    client.reconnect()
+    client.join(2)
+    sources = Sources(snapshot, run.layout, {}, {}, persisted=True)
+    shard = client.recover(sources, "dp0")
+    assert (bytes(shard.view), shard.how) == (run["dp0"].image(snapshot), "persisted")
+    assert client.recover(sources, "dp0").how == "held"
+    smp.lose()
+    smp.launch().wait_ready()
+    client.reconnect()
+    file = ground.base / "place" / JOB / directory(snapshot) / shard_name("dp0")
+    flip_a_byte(file, at=file.stat().st_size // 2)
+    with pytest.raises(DamagedSnapshot, match=r"dp0 of step 1 .* is damaged: unit 0"):
+        client.recover(sources, "dp0")
+    assert not client.inventory().shards
+
+
+# ---------------------------------------------------------------------- storage that fails
+
+
+class Moody(Directory):
+    """A directory that fails, or hangs, when it is told to."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.fails = False
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[Any]:
+        assert self.goes_on.wait(DEADLINE_S)
+        if self.fails:
+            raise PlaceError(f"{path}: no space left")
+        with super().create(path) as file:
+            yield file
+
+
+@pytest.fixture
+def moody(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Smp, Run, Moody]]:
+    """An SMP in this process, one trainer, and storage at the test's mercy."""
+    at = Moody(ground.base / "place")
+    monkeypatch.setattr(persister, "open_place", lambda url: at)
+    monkeypatch.setattr(persister, "STUCK_S", 0.2)
+    prepared = ground.prepare()
+    options = Options("moody", 0.1)
+    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, settings=Settings(scrub=0, persist=options))
+    prepared.owner = smp.owner
+    run = run_on([prepared], [[3000]])
+    yield smp, run, at
+    at.goes_on.set()
+    run["dp0"].client.close()
+    smp.close()
+
+
+def counted(client: SmpClient, failures: int) -> bool:
+    return client.counters()["persist_failures"] == failures
+
+
+def test_storage_that_fails_is_counted_and_shown_and_tried_again(
+    moody: tuple[Smp, Run, Moody], caplog: pytest.LogCaptureFixture
+) -> None:
+    smp, run, at = moody
+    client = run["dp0"].client
+    at.fails = True
+    for step in (1, 2):
+        persist(run, run.protect(step))
+        await_(partial(counted, client, step))
+    assert smp.persister.standing is not None
+    assert "no space left" in smp.persister.standing.problem
+    assert len([r for r in caplog.records if r.levelname == "ERROR" and "is not persisted" in r.getMessage()]) == 1
+    assert any(
+        "node0: not persisted: step 2" in line for line in overview_of(JOB, (smp.owner.host, smp.owner.bulk_port)).tiers
+    )
+    at.fails = False
+    persist(run, run.protect(3))
+    await_persisted(client, 1)
+    assert smp.persister.standing.problem == ""
+
+
+def test_storage_that_hangs_is_given_up_and_holds_up_nothing(moody: tuple[Smp, Run, Moody]) -> None:
+    smp, run, at = moody
+    client = run["dp0"].client
+    at.goes_on.clear()
+    first = run.protect(1)
+    persist(run, first)
+    await_(lambda: smp.persister.standing is not None and smp.persister.standing.state == "stuck")
+    assert client.counters()["persist_failures"] == 1
+    for step in range(2, 6):
+        assert run.outcomes(run.protect(step)) == {PROTECTED}
+    assert first not in {snapshot for snapshot, _ in client.inventory().shards}  # the slot was let go
+    assert not client.persist_due  # and no more is begun there
+    at.goes_on.set()
+    persist(run, run.protect(6))  # which waits until it is due again
+    await_persisted(client, 1)
+    assert [found.snapshot.step for found in find(at, JOB) if found.manifest is not None] == [6]
+
+
+# ---------------------------------------------------------------------- places
+
+
+@pytest.fixture(params=["directory", "memory"])
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> place.Place:
+    if request.param == "directory":
+        return open_place(f"file://{tmp_path}/deep/er")
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").rm("/", recursive=True)
+    return open_place("memory://bucket/prefix")
+
+
+def test_a_place_keeps_files(anywhere: place.Place) -> None:
+    assert anywhere.files("job/one") == {}
+    assert anywhere.directories("job") == []
+    for name, content in (("a", b"12345"), ("b", b"")):
+        with anywhere.create(f"job/one/{name}") as file:
+            file.write(content)
+    assert anywhere.files("job/one") == {"a": 5, "b": 0}
+    assert anywhere.directories("job") == ["one"]
+    assert anywhere.read("job/one/a", 5) == b"12345"
+    with pytest.raises(PlaceError, match="longer than 4 bytes"):
+        anywhere.read("job/one/a", 4)
+    with anywhere.open("job/one/a") as source:
+        assert (source.read(2), source.read(9), source.read(1)) == (b"12", b"345", b"")
+    with pytest.raises(PlaceError):
+        anywhere.read("job/one/c", 4)
+    anywhere.remove("job/one/a")
+    anywhere.remove("job/one/a")
+    assert anywhere.files("job/one") == {"b": 0}
+    anywhere.remove("job/one")
+    anywhere.remove("job/one")
+    assert anywhere.directories("job") == []
+
+
+def test_a_file_that_is_given_up_is_not_there(tmp_path: Path) -> None:
+    at = Directory(tmp_path)
+    with pytest.raises(PlaceError, match=r"cannot be written: RuntimeError"):
+        with at.create("job/one/a") as file:
+            file.write(b"123")
+            raise RuntimeError("the writer died")
+    assert list((tmp_path / "job/one").iterdir()) == []
+
+
+def test_a_place_is_shown_without_its_password() -> None:
+    pytest.importorskip("fsspec")
+    assert Remote("memory://me:secret@bucket/prefix").name == "memory://bucket/prefix"
+    with pytest.raises(ConfigError, match=r"nosuch://bucket cannot be used"):
+        open_place("nosuch://me:secret@bucket")
+
+
+def test_what_is_not_whole_says_why(ground: Ground) -> None:
+    run = run_on([ground.smp()], [[3000]])
+    snapshot = run.protect(1)
+    persist(run, snapshot)
+    await_persisted(run["dp0"].client, 1)
+    at, folder = place_of(ground), ground.base / "place" / JOB / directory(snapshot)
+    assert look(at, JOB, snapshot).reason == ""
+    flip_a_byte(folder / "snapshot.json", at=20)
+    assert "its manifest is damaged" in look(at, JOB, snapshot).reason
+    assert tidy(at, JOB, 1) == []  # the newest of all stays, whatever it is
