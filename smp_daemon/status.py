@@ -34,6 +34,7 @@ class Status:
         ages_s: seconds since the newest shard here of each snapshot was sealed.
         counters: see `smp_daemon.counters.Counts`.
         said: what a trainer wants operators to know; empty if nothing.
+        access: how it tells friend from foe, see `smp_daemon.credentials.access_of`.
     """
 
     inventory: Inventory
@@ -46,6 +47,7 @@ class Status:
     ages_s: dict[SnapshotId, float]
     counters: dict[str, int]
     said: str = ""
+    access: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
@@ -68,6 +70,7 @@ class Status:
                 ages_s={SnapshotId(int(e), int(s)): float(seconds) for e, s, seconds in data["ages_s"]},
                 counters={str(name): int(count) for name, count in data["counters"].items()},
                 said=str(data["said"]),
+                access=str(data["access"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProtocolError(f"not a status: {error!r}") from error
@@ -100,6 +103,7 @@ def take_status(smp: Smp) -> Status:
         ages,
         store.counters.read(),
         smp.said,
+        smp.access,
     )
 
 
