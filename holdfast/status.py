@@ -103,6 +103,11 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     if owner.http_port:
         parts.append(Text(f"http://127.0.0.1:{owner.http_port}/", style="dim"))
     parts += [Text(line, style="yellow" if "not persisted" in line else "") for line in overview.tiers]
+    insecure = [status.inventory.node for status in overview.statuses if status.access == "insecure"]
+    if insecure:
+        parts.append(
+            Text(f"INSECURE: anybody on the network may read and spoil {', '.join(insecure)}", style=COLOURS[-1])
+        )
     parts += [Text(status.said) for status in overview.statuses if status.said]
     table = Table(box=None, pad_edge=False)
     for heading in ("node", "address"):

@@ -6,7 +6,6 @@ Says one line of JSON on standard output once it serves, ``{"ready": {...}}``, o
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import json
 import logging
 import logging.handlers
@@ -18,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from smp_daemon.errors import ConfigError, HoldfastError
+from smp_daemon.credentials import access_of, current
+from smp_daemon.errors import HoldfastError
 from smp_daemon.priority import PRIORITIES, make_idle, make_session_nice
 
 
@@ -44,7 +44,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
 
     try:
         http_port = parse_port(arguments.http)
-        _check_host(arguments.host, arguments.insecure)
+        access = access_of(arguments.host, arguments.insecure, current())
         settings = Settings(
             backend=arguments.backend,
             bandwidth=parse_rate(arguments.bandwidth),
@@ -68,6 +68,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             arguments.port,
             arguments.bulk_port,
             settings,
+            access,
         )
         web = show(smp, http_port)
     except HoldfastError as error:
@@ -75,6 +76,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
         return 1
     _log_to(arguments.arena / "smp.log", arguments)
     _log_backend(settings.backend)
+    _log_access(access, arguments.host)
     _say(out, {"ready": asdict(smp.owner)})
     watch(smp, arguments.owner_pid)
     if web is not None:
@@ -172,25 +174,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="listen off loopback although nothing is encrypted or authenticated",
+        help="listen off loopback although nothing is encrypted or authenticated: no token, no certificates",
     )
     return parser
 
 
 def _absolute(text: str) -> Path:
     return Path(text).absolute()
-
-
-def _check_host(host: str, insecure: bool) -> None:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError as error:
-        raise ConfigError(f"--host takes an IP address, not {host!r}") from error
-    if not address.is_loopback and not insecure:
-        raise ConfigError(
-            f"{host} is not a loopback address, and traffic between SMPs is neither encrypted nor authenticated: "
-            "say --insecure on a network that only this job's nodes can reach"
-        )
 
 
 def _detach() -> int:
@@ -237,6 +227,15 @@ def _log_backend(backend: str) -> None:
         logging.getLogger(__name__).warning("parity is computed by %s, slowly: %s", name, reason)
     else:
         logging.getLogger(__name__).info("parity is computed by %s", name)
+
+
+def _log_access(access: str, host: str) -> None:
+    if access == "insecure":
+        logging.getLogger(__name__).warning(
+            "INSECURE: whoever reaches %s can read and spoil this job's snapshots: see SECURITY.md", host
+        )
+    else:
+        logging.getLogger(__name__).info("other SMPs are let in by: %s", access)
 
 
 def _log_to(path: Path, arguments: argparse.Namespace) -> None:

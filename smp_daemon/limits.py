@@ -25,6 +25,9 @@ MAX_COUNT = 1 << 53
 MAX_LEAVES = 1_000_000
 MAX_NAME_BYTES = 512
 
+MAX_CONNECTIONS = 1024
+"""That one socket of an SMP serves at a time; each has a thread."""
+
 MAX_SAYING = 1000
 """Characters of what a trainer has its SMP show."""
 

@@ -36,7 +36,7 @@ class Links:
     def send(self, address: Address, message: Message, payload: memoryview | None = None) -> None:
         """Send a message; its reply is `receive`d later, in order."""
         if address not in self._streams:
-            self._streams[address] = connect(address)
+            self._streams[address] = connect(address, job=str(message.get("job", "")))
             self._streams[address].set_deadline(self._deadline_s)
         try:
             self._streams[address].send(message, payload)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from smp_daemon.rebuild import heal, recover, verify
 from smp_daemon.scrub import scrub
 from smp_daemon.sources import Sources
 from smp_daemon.transport import Message, Stream
+from smp_daemon.uids import peer_of
 
 if TYPE_CHECKING:
     from smp_daemon.service import Smp
@@ -214,7 +214,7 @@ class TrainerConversation:
 
 def checked_peer(sock: socket.socket) -> int:
     """The pid at the other end of a unix socket. Raises `ConfigError` if it is another user's."""
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid, uid = peer_of(sock)
     if uid != os.getuid():
         raise ConfigError(f"process {pid} of user {uid} may not use this SMP")
-    return int(pid)
+    return pid

@@ -1,4 +1,4 @@
-"""Control between the SMPs of a group: gRPC, small messages, a deadline on each."""
+"""Control between the SMPs of a group: gRPC, small messages, a deadline on each. Who may call: `smp_daemon.control`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ import grpc
 
 from smp_daemon import peer_pb2, peer_pb2_grpc
 from smp_daemon.codings import Coding
+from smp_daemon.control import CALL_KEY, Guard, Signer
+from smp_daemon.credentials import Credentials
 from smp_daemon.errors import ConfigError, HoldfastError
-from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.layout import Layout, Node, SnapshotId
 from smp_daemon.store import Store
 
 NOTIFY_DEADLINE_S = 20.0
+MAX_CALLS = 64
+"""Under way at a time; more are refused."""
+
 _OPTIONS = [
     ("grpc.max_receive_message_length", 1 << 20),
     ("grpc.so_reuseport", 0),
     ("grpc.enable_http_proxy", 0),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.server_handshake_timeout_ms", 5000),
 ]
 
 log = logging.getLogger(__name__)
@@ -28,18 +35,28 @@ log = logging.getLogger(__name__)
 class PeerServer(peer_pb2_grpc.PeerServicer):  # type: ignore[misc]  # generated, untyped
     """Answers the other SMPs of the job."""
 
-    def __init__(self, store: Store, host: str, port: int) -> None:
+    def __init__(self, store: Store, host: str, port: int, credentials: Credentials) -> None:
         """Starts to serve. Raises `ConfigError` if the port is taken."""
         self._store = store
-        self._server = grpc.server(ThreadPoolExecutor(2, "peer"), options=_OPTIONS)
+        guard = Guard(credentials, store.job)
+        self._server = grpc.server(
+            ThreadPoolExecutor(2, "peer"), options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
+        )
         peer_pb2_grpc.add_PeerServicer_to_server(self, self._server)
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{port}")
+            self.port = guard.port = self._listen(f"{host}:{port}", credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"the SMP cannot listen on {host}:{port}; choose another with --host or --port"
             ) from error
         self._server.start()
+
+    def _listen(self, address: str, credentials: Credentials) -> int:
+        tls = credentials.tls
+        if tls is None:
+            return int(self._server.add_insecure_port(address))
+        shown = grpc.ssl_server_credentials([(tls.key, tls.cert)], root_certificates=tls.ca, require_client_auth=True)
+        return int(self._server.add_secure_port(address, shown))
 
     def close(self) -> None:
         """Stop serving; waits at most a second for calls in progress."""
@@ -70,7 +87,10 @@ class PeerServer(peer_pb2_grpc.PeerServicer):  # type: ignore[misc]  # generated
 class PeerClient:
     """Tells the group's other SMPs. Thread-safe; one channel per peer, kept open."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: Credentials = Credentials(), job: str = "") -> None:  # noqa: B008  # frozen
+        """`job` is needed with a token only."""
+        self._credentials = credentials
+        self._signer = Signer(credentials.token, job) if credentials.token else None
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
 
@@ -89,18 +109,65 @@ class PeerClient:
         )
         for member in layout.members(group):
             if member.name != node:
-                stub = peer_pb2_grpc.PeerStub(self._channel(member.control))
-                call = stub.ParityDone.future(request, timeout=NOTIFY_DEADLINE_S, wait_for_ready=True)
-                call.add_done_callback(_reporter(member.name, failed))
+                self._tell(member, request, failed, again=True)
 
     def ping(self, address: str, job: str, deadline_s: float) -> peer_pb2.PingReply:
         """Ask who is there. Raises `HoldfastError` if nobody answers in time, or answers for another job."""
         stub = peer_pb2_grpc.PeerStub(self._channel(address))
+        request = peer_pb2.PingRequest(job=job)
         try:
-            reply: peer_pb2.PingReply = stub.Ping(peer_pb2.PingRequest(job=job), timeout=deadline_s)
+            if self._signer is not None:
+                return self._signed_ping(self._signer, stub, address, request, deadline_s)
+            reply: peer_pb2.PingReply = stub.Ping(request, timeout=deadline_s)
             return reply
         except grpc.RpcError as error:
             raise HoldfastError(f"{address} does not answer: {error.code().name}: {error.details()}") from error
+
+    def _signed_ping(
+        self,
+        signer: Signer,
+        stub: peer_pb2_grpc.PeerStub,
+        address: str,
+        request: peer_pb2.PingRequest,
+        deadline_s: float,
+    ) -> peer_pb2.PingReply:
+        def ask() -> tuple[peer_pb2.PingReply, grpc.Call, bytes]:
+            sign = signer.sign(address, "/holdfast.v1.Peer/Ping", request.SerializeToString())
+            return *stub.Ping.with_call(request, timeout=deadline_s, metadata=((CALL_KEY, sign),)), sign
+
+        try:
+            reply, call, sign = ask()
+        except grpc.RpcError as error:
+            if not signer.learn(address, error):
+                raise
+            reply, call, sign = ask()
+        if not signer.is_genuine(sign, call, reply.SerializeToString()):
+            raise HoldfastError(f"what answers at {address} does not know this job's token")
+        return reply
+
+    def _tell(
+        self, member: Node, request: peer_pb2.ParityDoneRequest, failed: Callable[[str], None], *, again: bool
+    ) -> None:
+        stub = peer_pb2_grpc.PeerStub(self._channel(member.control))
+        signer, signed = self._signer, {}
+        if signer is not None:
+            sign = signer.sign(member.control, "/holdfast.v1.Peer/ParityDone", request.SerializeToString())
+            signed = {"metadata": ((CALL_KEY, sign),)}
+
+        def done(call: grpc.Future[peer_pb2.Ack]) -> None:
+            if call.cancelled():
+                return
+            error = call.exception()
+            if error is None:
+                return
+            if again and signer is not None and signer.learn(member.control, error):
+                self._tell(member, request, failed, again=False)
+                return
+            detail = error.details() if isinstance(error, grpc.Call) else error
+            failed(f"node {member.name!r} could not be told: {detail}")
+
+        call = stub.ParityDone.future(request, timeout=NOTIFY_DEADLINE_S, wait_for_ready=True, **signed)
+        call.add_done_callback(done)
 
     def close(self) -> None:
         """Close every channel."""
@@ -112,17 +179,12 @@ class PeerClient:
     def _channel(self, address: str) -> grpc.Channel:
         with self._lock:
             if address not in self._channels:
-                self._channels[address] = grpc.insecure_channel(address, options=_OPTIONS)
+                self._channels[address] = self._connected(address)
             return self._channels[address]
 
-
-def _reporter(peer: str, failed: Callable[[str], None]) -> Callable[[grpc.Future[peer_pb2.Ack]], None]:
-    def done(call: grpc.Future[peer_pb2.Ack]) -> None:
-        if call.cancelled():
-            return
-        error = call.exception()
-        if error is not None:
-            detail = error.details() if isinstance(error, grpc.Call) else error
-            failed(f"node {peer!r} could not be told: {detail}")
-
-    return done
+    def _connected(self, address: str) -> grpc.Channel:
+        tls = self._credentials.tls
+        if tls is None:
+            return grpc.insecure_channel(address, options=_OPTIONS)
+        shown = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+        return grpc.secure_channel(address, shown, options=[*_OPTIONS, ("grpc.ssl_target_name_override", tls.name)])

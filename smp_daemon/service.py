@@ -16,9 +16,12 @@ import psutil
 
 from ec import choose_codec
 from smp_daemon.arena import Arena
+from smp_daemon.credentials import current
 from smp_daemon.errors import ConfigError
+from smp_daemon.gate import Gate
 from smp_daemon.holdings import ParityKey, ShardKey
 from smp_daemon.inventory import Inventory
+from smp_daemon.listener import Listener, bind_tcp, bind_unix
 from smp_daemon.local import TrainerConversation, checked_peer
 from smp_daemon.monitor import Monitor
 from smp_daemon.pacer import MAX_TURNS, Pacer
@@ -33,7 +36,6 @@ from smp_daemon.remote import PeerConversation
 from smp_daemon.scratch import Scratch
 from smp_daemon.scrub import Scrubber
 from smp_daemon.store import Store
-from smp_daemon.transport import Listener, bind_tcp, bind_unix
 
 START_DEADLINE_S = 10.0
 
@@ -85,10 +87,14 @@ class Smp:
         port: int = 0,
         bulk_port: int = 0,
         settings: Settings | None = None,
+        access: str = "loopback",
     ) -> None:
         """Take over the arena and start to serve.
 
         Ports of 0 mean: the ones a predecessor in this arena had, else any free ones.
+
+        Args:
+            access: how friend is told from foe, for people; see `smp_daemon.credentials.access_of`.
 
         Raises:
             ConfigError: the arena or a port is taken, or the address is not this machine's.
@@ -96,6 +102,7 @@ class Smp:
         """
         self.settings = settings or Settings()
         self.stopped = threading.Event()
+        self.access = access
         self.trainers = 0
         self.said = ""
         self._finished = False
@@ -103,7 +110,8 @@ class Smp:
         before = read_owner(arena)
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
-        self._peer_client = PeerClient()
+        credentials = current()
+        self._peer_client = PeerClient(credentials, job)
         self._protector = Protector(
             self._peer_client, Pacer(self.settings.bandwidth), self.settings.turns, self.settings.priority
         )
@@ -123,8 +131,8 @@ class Smp:
         self.scratch = Scratch()
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)
-        self._bulk = Listener(bind_tcp(host, bulk_port), lambda sock: PeerConversation(self))
-        self._control = PeerServer(self.store, host, port)
+        self._bulk = Listener(bind_tcp(host, bulk_port), lambda sock: PeerConversation(self), Gate(credentials, job))
+        self._control = PeerServer(self.store, host, port, credentials)
         self.owner = Owner(
             os.getpid(),
             psutil.Process().create_time(),

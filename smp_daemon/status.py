@@ -36,6 +36,7 @@ class Status:
         counters: see `smp_daemon.counters.Counts`.
         said: what a trainer wants operators to know; empty if nothing.
         tier: how the persist tier is here; None if it is off.
+        access: how it tells friend from foe, see `smp_daemon.credentials.access_of`.
     """
 
     inventory: Inventory
@@ -49,6 +50,7 @@ class Status:
     counters: dict[str, int]
     said: str = ""
     tier: Standing | None = None
+    access: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
@@ -73,6 +75,7 @@ class Status:
                 counters={str(name): int(count) for name, count in data["counters"].items()},
                 said=str(data["said"]),
                 tier=Standing.from_json(data["tier"]) if data["tier"] else None,
+                access=str(data["access"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProtocolError(f"not a status: {error!r}") from error
@@ -106,6 +109,7 @@ def take_status(smp: Smp) -> Status:
         store.counters.read(),
         smp.said,
         smp.persister.standing,
+        smp.access,
     )
 
 

@@ -1,4 +1,4 @@
-"""Messages over sockets: a JSON object and, if any, raw bytes. The only module that touches a stream socket.
+"""Messages over sockets: a JSON object and, if any, raw bytes. Listening is `smp_daemon.listener`.
 
 Frame: magic ``HFST``, length of the JSON (4 bytes), length of the raw bytes (8 bytes), both little endian; then
 the JSON; then the bytes, straight from and into the caller's memory. A reply that carries ``error`` becomes an
@@ -8,33 +8,38 @@ exception again on the asking side.
 from __future__ import annotations
 
 import json
-import logging
+import os
 import socket
 import struct
 import threading
-from collections.abc import Callable
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from smp_daemon.credentials import current
 from smp_daemon.errors import (
     BY_NAME,
-    ConfigError,
     DeadlineExceeded,
     HoldfastError,
     ProtocolError,
     SmpUnavailable,
 )
-from smp_daemon.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES, MAX_SOCKET_PATH_BYTES, MAX_UNIT_BYTES
+from smp_daemon.handshake import MAGIC as TOKEN_MAGIC
+from smp_daemon.handshake import prove_to_server
+from smp_daemon.limits import (
+    CALL_DEADLINE_S,
+    MAX_MESSAGE_BYTES,
+    MAX_UNIT_BYTES,
+)
+from smp_daemon.uids import peer_of
 
 Message = dict[str, Any]
 _FRAME = struct.Struct("<4sIQ")
 _MAGIC = b"HFST"
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` would make an encoder for each message
 _decode = json.JSONDecoder().decode
-ACCEPT_AGAIN_S = 0.5
-
-log = logging.getLogger(__name__)
+FIRST_PIECE_BYTES = 1 << 16
 
 
 class Stream(Protocol):
@@ -73,14 +78,13 @@ class SocketStream:
     def __init__(self, sock: socket.socket, deadline_s: float | None = CALL_DEADLINE_S) -> None:
         self._sock = sock
         self._use = _Use(sock)
+        self._deadline_s = deadline_s
         sock.settimeout(deadline_s)
 
     def send(self, message: Message, payload: memoryview | None = None) -> None:
-        body = _encode(message).encode()
-        if len(body) > MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"a message of {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+        data = frame(message, payload.nbytes if payload else 0)
         with self._use:
-            self._sock.sendall(_FRAME.pack(_MAGIC, len(body), payload.nbytes if payload else 0) + body)
+            self._sock.sendall(data)
             if payload:
                 self._sock.sendall(payload)
 
@@ -90,15 +94,18 @@ class SocketStream:
             first = self._sock.recv_into(head)
             if first == 0:
                 return None
+            if self._deadline_s is None:  # a message may be waited for without end, the rest of one may not
+                self._sock.settimeout(CALL_DEADLINE_S)
             if first < len(head):
                 self._fill(memoryview(head)[first:])
-            magic, length, payload = _FRAME.unpack(head)
-            if magic != _MAGIC:
-                raise ProtocolError("this is not a holdfast message")
-            if length > MAX_MESSAGE_BYTES or payload > MAX_UNIT_BYTES:
-                raise ProtocolError(f"a message of {length} + {payload} bytes is above the limits")
-            body = bytearray(length)
-            self._fill(memoryview(body))
+            length, payload = _lengths(head)
+            body = bytearray()
+            while len(body) < length:  # takes no more memory than twice what has come
+                start = len(body)
+                body += bytes(min(length - start, max(start, FIRST_PIECE_BYTES)))
+                self._fill(memoryview(body)[start:])
+            if self._deadline_s is None:
+                self._sock.settimeout(None)
         try:
             message = _decode(str(body, "utf-8"))
         except (ValueError, RecursionError) as error:
@@ -112,13 +119,17 @@ class SocketStream:
             self._fill(payload)
 
     def _fill(self, buffer: memoryview) -> None:
+        limit = time.monotonic() + (self._deadline_s or CALL_DEADLINE_S)
         while buffer:
             count = self._sock.recv_into(buffer)
             if count == 0:
                 raise SmpUnavailable("the connection ended in the middle of a message")
             buffer = buffer[count:]
+            if buffer and time.monotonic() > limit:  # it comes byte by byte, to keep us waiting
+                raise TimeoutError
 
     def set_deadline(self, seconds: float | None) -> None:
+        self._deadline_s = seconds
         with self._use:
             self._sock.settimeout(seconds)
 
@@ -163,12 +174,34 @@ class _Use:
             if not self.over:
                 self.over = True
                 with suppress(OSError):  # the other side was faster
-                    self._sock.shutdown(socket.SHUT_RDWR)
+                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # TLS's own would pull it from under a call
                 self._release()
 
     def _release(self) -> None:
         if not self._calls:
             self._sock.close()
+
+
+def frame(message: Message, payload: int = 0) -> bytes:
+    """A message as it stands on the wire, before its `payload` raw bytes. Raises `ProtocolError` if it is too long."""
+    body = _encode(message).encode()
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    return _FRAME.pack(_MAGIC, len(body), payload) + body
+
+
+def _lengths(head: bytearray) -> tuple[int, int]:
+    """Of the JSON and of the raw bytes, checked. Raises `ProtocolError`."""
+    magic, length, payload = _FRAME.unpack(head)
+    if magic == TOKEN_MAGIC:
+        raise ProtocolError(
+            "the other side offers a token, and none is asked for here: set HOLDFAST_TOKEN_FILE on both"
+        )
+    if magic != _MAGIC:
+        raise ProtocolError("this is not a holdfast message")
+    if length > MAX_MESSAGE_BYTES or payload > MAX_UNIT_BYTES:
+        raise ProtocolError(f"a message of {length} + {payload} bytes is above the limits")
+    return length, payload
 
 
 def _mapped(error: OSError) -> HoldfastError:
@@ -178,11 +211,14 @@ def _mapped(error: OSError) -> HoldfastError:
     return SmpUnavailable(f"the connection broke: {error}")
 
 
-def connect(address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S) -> SocketStream:
-    """Connect to a TCP address or a unix socket.
+def connect(address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S, job: str = "") -> SocketStream:
+    """Connect to a TCP address or a unix socket. Over TCP both sides show their credentials, if this process has any.
+
+    Args:
+        job: whose SMP is expected there.
 
     Raises:
-        SmpUnavailable: nobody listens there.
+        SmpUnavailable: nobody listens there, or somebody who is not of this job or, on a unix socket, of this user.
         DeadlineExceeded: no answer within `deadline_s`.
     """
     unix = isinstance(address, Path)
@@ -196,12 +232,38 @@ def connect(address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S
             raise _mapped(error) from error
         except (OverflowError, TypeError, ValueError) as error:
             raise SmpUnavailable(f"{target!r} is no address: {error}") from error
-        if not unix:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if unix:
+            _check_server(sock, target)
+            return SocketStream(sock, deadline_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            sock = _shown_credentials(sock, job)
+        except OSError as error:
+            raise _mapped(error) from error
         return SocketStream(sock, deadline_s)
     except BaseException:
         sock.close()
         raise
+
+
+def _shown_credentials(sock: socket.socket, job: str) -> socket.socket:
+    """The connection, once both sides know each other; `sock` itself if this process has no credentials."""
+    credentials = current()
+    try:
+        if credentials.tls is not None:
+            sock = credentials.tls.client.wrap_socket(sock, server_hostname=credentials.tls.name)
+        if credentials.token:
+            prove_to_server(sock, credentials.token, job)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _check_server(sock: socket.socket, path: object) -> None:
+    pid, uid = peer_of(sock)
+    if uid not in (os.getuid(), 0):
+        raise SmpUnavailable(f"{path} is served by process {pid} of user {uid}, which may be anybody's: remove it")
 
 
 def call(stream: Stream, message: Message, payload: memoryview | None = None) -> tuple[Message, int]:
@@ -234,124 +296,3 @@ def receive_reply(stream: Stream) -> tuple[Message, int]:
     if "error" in reply[0]:
         raise BY_NAME.get(str(reply[0]["error"]), HoldfastError)(str(reply[0].get("message")))
     return reply
-
-
-class Conversation(Protocol):
-    """What a listener does with one connection, in a thread of its own."""
-
-    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
-        """The reply to one message; must consume its `payload` bytes. A `HoldfastError` becomes an error reply."""
-        ...
-
-    def ended(self) -> None:
-        """The other side is gone."""
-        ...
-
-
-class Listener:
-    """Accepts connections and runs a `Conversation` for each, one thread per connection."""
-
-    def __init__(self, sock: socket.socket, converse: Callable[[socket.socket], Conversation]) -> None:
-        self._sock = sock
-        self._converse = converse
-        self._live: dict[SocketStream, None] = {}
-        """In the order in which they came, so that they always end in that order too."""
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """The TCP port listened on."""
-        return int(self._sock.getsockname()[1])
-
-    def close(self) -> None:
-        """Stop listening and end every connection."""
-        with self._lock:
-            self._closed.set()
-            live = list(self._live)
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes `accept`; without it the socket would go on listening
-        except OSError:
-            pass
-        self._thread.join()
-        self._sock.close()
-        for stream in live:
-            stream.close()
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                sock, _ = self._sock.accept()
-            except OSError as error:
-                if not self._closed.is_set():
-                    log.error("a connection could not be accepted: %s", error)
-                self._closed.wait(ACCEPT_AGAIN_S)  # out of files or of memory, as a rule: others may free some
-                continue
-            threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        stream = SocketStream(sock, deadline_s=None)
-        with self._lock:
-            self._live[stream] = None
-            if self._closed.is_set():
-                stream.close()
-        conversation = None
-        try:
-            conversation = self._converse(sock)
-            while (received := stream.receive()) is not None:
-                reply: Message
-                try:
-                    reply, payload = conversation.answer(*received, stream)
-                except HoldfastError as error:
-                    reply, payload = {"error": type(error).__name__, "message": str(error)}, None
-                stream.send(reply, payload)
-        except (HoldfastError, OSError) as error:  # the socket may be closed under us at any moment
-            if not self._closed.is_set():
-                log.warning("connection ended: %s", error)
-        finally:
-            with self._lock:
-                self._live.pop(stream, None)
-            stream.close()
-            if conversation is not None:
-                conversation.ended()
-
-
-def bind_unix(path: Path) -> socket.socket:
-    """A unix socket listening at `path`, for this user only.
-
-    Raises:
-        ConfigError: the path is too long for a unix socket.
-    """
-    if len(str(path).encode()) > MAX_SOCKET_PATH_BYTES:
-        raise ConfigError(
-            f"{path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes a unix socket allows: "
-            "choose a shorter HOLDFAST_ARENA or job id"
-        )
-    path.unlink(missing_ok=True)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.bind(str(path))
-    path.chmod(0o600)
-    sock.listen(128)
-    return sock
-
-
-def bind_tcp(host: str, port: int) -> socket.socket:
-    """A TCP socket listening on `host`; port 0 takes a free one.
-
-    Raises:
-        ConfigError: the port is taken or the address is not this machine's.
-    """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.bind((host, port))
-        sock.listen(128)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"the SMP cannot listen on {host}:{port}: {error.strerror}; choose another with --host or --bulk-port"
-        ) from error
-    return sock

@@ -37,13 +37,14 @@ import torch
 from holdfast import HoldfastError, InMemorySnapshot
 from smp_daemon.arena import Pool
 from smp_daemon.holdings import ParityKey
+from smp_daemon.listener import Conversation, Listener, bind_unix
 from smp_daemon.local import checked_peer
 from smp_daemon.paths import ARENA_ENV
 from smp_daemon.protect import Protector
 from smp_daemon.service import Settings, Smp
 from smp_daemon.spawn import find_leftovers, remove
 from smp_daemon.store import Store
-from smp_daemon.transport import Conversation, Listener, bind_unix, connect
+from smp_daemon.transport import connect
 from snapshot.adapter import Adapter
 from snapshot.frozen import FrozenChanged
 from snapshot.hook import SnapshotHook

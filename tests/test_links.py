@@ -18,8 +18,9 @@ from smp_daemon.errors import (
     SmpUnavailable,
 )
 from smp_daemon.links import Links
+from smp_daemon.listener import Listener, bind_tcp
 from smp_daemon.sources import Address
-from smp_daemon.transport import Listener, Message, SocketStream, Stream, bind_tcp
+from smp_daemon.transport import Message, SocketStream, Stream
 from tests.smp_kit import DEADLINE_S, Ground, playground
 
 SOON_S = 0.05

@@ -33,6 +33,7 @@ from smp_daemon.errors import (
 from smp_daemon.holdings import Holdings, Key
 from smp_daemon.layout import SnapshotId
 from smp_daemon.limits import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION
+from smp_daemon.listener import Listener, bind_unix
 from smp_daemon.local import MAX_DIGESTS
 from smp_daemon.paths import socket_path
 from smp_daemon.peers import PeerClient
@@ -42,7 +43,7 @@ from smp_daemon.service import Settings, Smp
 from smp_daemon.slotfile import RECORD, plan_slot, write_stamp
 from smp_daemon.sources import Sources
 from smp_daemon.spawn import smp_command
-from smp_daemon.transport import Listener, Message, Stream, bind_unix, call, connect
+from smp_daemon.transport import Message, Stream, call, connect
 from tests.smp_kit import (
     DEADLINE_S,
     PROTECTED,

@@ -29,20 +29,11 @@ from smp_daemon.errors import (
 )
 from smp_daemon.layout import SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT, MAX_MESSAGE_BYTES, MAX_SOCKET_PATH_BYTES, MAX_UNIT_BYTES
+from smp_daemon.listener import Listener, bind_tcp, bind_unix
 from smp_daemon.paths import socket_path
 from smp_daemon.peers import PeerClient
 from smp_daemon.scratch import BUFFERS
-from smp_daemon.transport import (
-    Listener,
-    Message,
-    SocketStream,
-    Stream,
-    bind_tcp,
-    bind_unix,
-    call,
-    connect,
-    receive_reply,
-)
+from smp_daemon.transport import Message, SocketStream, Stream, call, connect, receive_reply
 from tests.smp_kit import DEADLINE_S, Ground, Run, SmpProcess, Trainer, playground, run_on
 
 quick = settings(deadline=None, derandomize=True, max_examples=150, suppress_health_check=list(HealthCheck))

@@ -53,7 +53,8 @@ class _Context:
 class SimServer:
     """`grpc.Server`."""
 
-    def __init__(self, pool: ThreadPoolExecutor, options: object = None) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, options: object = None, **more: object) -> None:
+        """Who calls is not asked, and as many may as like: `more` says otherwise."""
         self._pool = pool
         self._handlers: dict[str, Any] = {}
         self._address = ""

@@ -25,6 +25,7 @@ from chaos.sim.network import SimSocket
 from chaos.sim.rpc import SimGrpc
 from chaos.sim.scheduler import active
 from chaos.sim.tasks import Process
+from smp_daemon.credentials import Credentials
 from smp_daemon.records import digest_units, write_json
 from snapshot.pace import Pace
 
@@ -55,11 +56,11 @@ RECORDS = ("node", "layout", "shard", "parity", "smp")
 MODULES = {
     "threading": (
         *("service", "store", "codings", "holdings", "counters", "protect", "parity", "monitor", "scrub", "local"),
-        *("transport", "peers", "client"),
+        *("transport", "listener", "gate", "peers", "client"),
     ),
-    "time": ("codings", "protect", "monitor", "scrub"),
+    "time": ("codings", "protect", "monitor", "scrub", "transport"),
     "queue": ("protect", "scratch"),
-    "socket": ("transport",),
+    "socket": ("transport", "listener"),
     "ThreadPoolExecutor": ("monitor", "rebuild", "census", "peers"),
     "reach": ("store", "protect", "rebuild", "monitor"),
 }
@@ -207,6 +208,9 @@ def installed() -> Iterator[None]:
         "smp_daemon.arena.shutil": MemoryShutil,
         "smp_daemon.service.psutil": SimPsutil,
         "smp_daemon.transport.Path": MemoryPath,
+        "smp_daemon.transport.current": Credentials,
+        "smp_daemon.service.current": Credentials,
+        "smp_daemon.gate.is_of_this_user": lambda sock: True,
         "smp_daemon.client.await_end": _await_end,
         "smp_daemon.slotfile.PAGE_BYTES": PAGE_BYTES,
         "smp_daemon.store.digest_units": _digest_units,
