@@ -37,12 +37,14 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             make_session_nice()  # else the session is the caller's
         make_idle()  # before the first thread is made: threads inherit it, the process has no say
 
+    from smp_daemon.drain import leave_on_sigterm, parse_spares
     from smp_daemon.pacer import parse_rate, parse_turns
     from smp_daemon.service import Settings, Smp, watch  # NumPy makes threads when it is imported
     from smp_daemon.web import parse_port, show
 
     try:
         http_port = parse_port(arguments.http)
+        spares = parse_spares(arguments.spares)
         _check_host(arguments.host, arguments.insecure)
         settings = Settings(
             backend=arguments.backend,
@@ -68,6 +70,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
         return 1
     _log_to(arguments.arena / "smp.log", arguments)
     _log_backend(settings.backend)
+    leave_on_sigterm(smp, arguments.grace, spares)
     _say(out, {"ready": asdict(smp.owner)})
     watch(smp, arguments.owner_pid)
     if web is not None:
@@ -81,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--job", required=True, help="id of the training run")
     parser.add_argument("--node", required=True, help="name of this node, unique in the job")
     parser.add_argument("--arena", required=True, type=_absolute, help="directory on tmpfs that this SMP owns")
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """All that may be said of an SMP but whose it is; `holdfast.smp` takes the same."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on for other SMPs")
     parser.add_argument("--port", default=0, type=int, help="gRPC port; 0: the one before, or any")
     parser.add_argument("--bulk-port", default=0, type=int, help="port for raw bytes; 0: the one before, or any")
@@ -136,13 +145,33 @@ def _parser() -> argparse.ArgumentParser:
         help="how the shards of a lost node are computed: chain (helpers pass partial sums on) or decode (default "
         "HOLDFAST_REBUILD or chain)",
     )
+    parser.add_argument(
+        "--grace",
+        default=os.environ.get("HOLDFAST_GRACE", "25"),
+        type=_seconds,
+        metavar="SECONDS",
+        help="after SIGTERM, move what is held here to other nodes, and end after so long in any case; 0: end at once "
+        "(default HOLDFAST_GRACE or 25: Kubernetes kills after 30)",
+    )
+    parser.add_argument(
+        "--spares",
+        default=os.environ.get("HOLDFAST_SPARES", ""),
+        metavar="HOST:PORT,...",
+        help="SMPs of this job on nodes without trainers, by their ports for raw bytes, that take over first what is "
+        "moved after SIGTERM (default HOLDFAST_SPARES or none)",
+    )
     parser.add_argument("--detach", action="store_true", help="serve in a session of its own and return")
     parser.add_argument(
         "--insecure",
         action="store_true",
         help="listen off loopback although nothing is encrypted or authenticated",
     )
-    return parser
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= float(text) <= 3600:
+        raise ValueError(text)
+    return float(text)
 
 
 def _absolute(text: str) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import psutil
 
 from ec import choose_codec
 from smp_daemon.arena import Arena
+from smp_daemon.drain import Drain, Drained
 from smp_daemon.errors import ConfigError
 from smp_daemon.holdings import ParityKey, ShardKey
 from smp_daemon.inventory import Inventory
@@ -30,6 +32,7 @@ from smp_daemon.records import write_json
 from smp_daemon.remote import PeerConversation
 from smp_daemon.scratch import Scratch
 from smp_daemon.scrub import Scrubber
+from smp_daemon.sources import Address
 from smp_daemon.store import Store
 from smp_daemon.transport import Listener, bind_tcp, bind_unix
 
@@ -95,6 +98,7 @@ class Smp:
         self.trainers = 0
         self.said = ""
         self._finished = False
+        self._drain = Drain(self)
         self._arena = Arena(arena)
         before = read_owner(arena)
         if before is not None and before.host == host:
@@ -104,7 +108,9 @@ class Smp:
             self._peer_client, Pacer(self.settings.bandwidth), self.settings.turns, self.settings.priority
         )
         self._scrubber = Scrubber(Pacer(self.settings.scrub), self.settings.priority)
-        self.monitor = Monitor(self._peer_client, self.settings.reform_after_s, self.settings.rebuild)
+        self.monitor = Monitor(
+            self._peer_client, self.settings.reform_after_s, self.settings.rebuild, lambda: self.trainers
+        )
         self.store = Store(
             self._arena,
             job,
@@ -151,6 +157,7 @@ class Smp:
                 shards=frozenset((key.snapshot, key.coord) for key in keys if isinstance(key, ShardKey)),
                 parities=frozenset((key.snapshot, key.tag, key.position) for key in keys if isinstance(key, ParityKey)),
                 unpromised=frozenset(self.store.unpromised()),
+                leaving=self._drain.leaving,
             )
 
     def shown_at(self, port: int) -> None:
@@ -163,8 +170,18 @@ class Smp:
         self._finished = True
         self.stopped.set()
 
+    def stop(self, *, remove: bool = False) -> None:
+        """End. What is held stays for a successor, unless it is to be removed."""
+        self._finished = self._finished or remove
+        self.stopped.set()
+
+    def drain(self, deadline_s: float, spares: Collection[Address], wait: bool) -> Drained:
+        """Move what is held here to other nodes; see `smp_daemon.drain.Drain.run`. `stop` is up to the caller."""
+        return self._drain.run(deadline_s, spares, wait=wait)
+
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; else it stays for a successor."""
+        self._drain.end()
         for part in (self.monitor, self._scrubber, self._protector, self._bulk, self._control, self._peer_client):
             part.close()
         if self._finished:

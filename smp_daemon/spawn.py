@@ -151,6 +151,12 @@ def _end(smp: psutil.Process) -> None:
         os.close(ended)
 
 
+def running_owner(arena: Path) -> Owner | None:
+    """Who owns `arena`, if that process is there. Raises `ProtocolError` if ``smp.json`` is not readable."""
+    owner = read_owner(arena)
+    return owner if _running(owner) is not None else None
+
+
 def _running(owner: Owner | None) -> psutil.Process | None:
     """The owner's process, if it is still that process and not one that got its pid."""
     if owner is None:
