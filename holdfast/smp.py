@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from smp_daemon.__main__ import add_options
+from smp_daemon.budget import parse_size
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
 from smp_daemon.paths import ARENA_ENV, arena_path, socket_path
-from smp_daemon.spawn import START_DEADLINE_S, find_leftovers, parse_report, remove, running_owner, smp_command
+from smp_daemon.spawn import find_leftovers, parse_report, remove, running_owner, smp_command, start_deadline_s
 from snapshot.connect import job_from_environment, node_from_environment
 
 NOT_RUNNING = 3
@@ -97,19 +98,24 @@ def _start(parsed: argparse.Namespace) -> int:
         os.execv(command[0], command)
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=start_deadline_s(parsed.memory),
+            check=False,
         )
         owner, verb = parse_report(done.stdout, done.stderr), "started"
     except subprocess.TimeoutExpired as error:
-        raise DeadlineExceeded(f"the SMP did not start within {START_DEADLINE_S:.0f} s") from error
+        raise DeadlineExceeded(f"the SMP did not start within {error.timeout:.0f} s") from error
     except ConfigError:
         found = running_owner(arena)
         if found is None or not socket_path(arena).exists():
             raise
         owner, verb = found, "runs already"
-    print(
-        f"SMP {owner.pid} of job {owner.job} on {owner.node}: {verb}, {owner.host}:{owner.bulk_port}", file=sys.stderr
-    )
+    reserved = parse_size(parsed.memory) if verb == "started" else 0
+    where = f"{owner.host}:{owner.bulk_port}" + (f", {reserved:,} bytes reserved" if reserved else "")
+    print(f"SMP {owner.pid} of job {owner.job} on {owner.node}: {verb}, {where}", file=sys.stderr)
     write_json(parsed.json, {"started": verb == "started", **asdict(owner)})
     return 0
 
@@ -161,7 +167,9 @@ def _status(parsed: argparse.Namespace) -> int:
                     f"SMP {owner.pid} of job {job} on {owner.node}: up {status.up_s:,.0f} s, epoch {held.epoch}, "
                     f"{held.trainers} connections of trainers" + (", leaving" if held.leaving else ""),
                     f"{owner.host}: bytes {owner.bulk_port}, gRPC {owner.control_port}, page {owner.http_port}",
-                    f"{arena}: {status.arena_bytes:,} bytes reserved, {len(held.shards)} shards sealed, newest "
+                    f"{arena}: {status.arena_bytes:,} bytes in slots"
+                    + (f" of {status.memory_bytes:,} reserved" if status.memory_bytes else "")
+                    + f", {len(held.shards)} shards sealed, newest "
                     f"{newest or 'none'}, protected {held.protected or 'none'}",
                 ],
                 0,

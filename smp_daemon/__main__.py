@@ -16,10 +16,13 @@ import threading
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from smp_daemon.errors import ConfigError, HoldfastError
 from smp_daemon.priority import PRIORITIES, make_idle, make_session_nice
+
+if TYPE_CHECKING:
+    from smp_daemon.service import Smp
 
 
 def main() -> None:
@@ -37,9 +40,11 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             make_session_nice()  # else the session is the caller's
         make_idle()  # before the first thread is made: threads inherit it, the process has no say
 
+    from smp_daemon.budget import parse_size
     from smp_daemon.drain import leave_on_sigterm, parse_spares
     from smp_daemon.pacer import parse_rate, parse_turns
     from smp_daemon.service import Settings, Smp, watch  # NumPy makes threads when it is imported
+    from smp_daemon.spawn import sweep
     from smp_daemon.web import parse_port, show
 
     try:
@@ -53,6 +58,8 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             scrub=parse_rate(arguments.scrub),
             reform_after_s=arguments.reform_after,
             rebuild=arguments.rebuild,
+            memory=parse_size(arguments.memory),
+            zero=arguments.zero,
             priority=arguments.priority,
         )
         smp = Smp(
@@ -70,8 +77,10 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
         return 1
     _log_to(arguments.arena / "smp.log", arguments)
     _log_backend(settings.backend)
+    _log_memory(smp)
     leave_on_sigterm(smp, arguments.grace, spares)
     _say(out, {"ready": asdict(smp.owner)})
+    sweep(arguments.arena.parent, zero=settings.zero)
     watch(smp, arguments.owner_pid)
     if web is not None:
         web.close()
@@ -144,6 +153,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("HOLDFAST_REBUILD", "chain"),
         help="how the shards of a lost node are computed: chain (helpers pass partial sums on) or decode (default "
         "HOLDFAST_REBUILD or chain)",
+    )
+    parser.add_argument(
+        "--memory",
+        default=os.environ.get("HOLDFAST_MEMORY", "0"),
+        metavar="SIZE",
+        help="memory for snapshots, such as 64GB: reserved at the start, and never more; a job that needs more is "
+        "refused. 0: what the job needs, reserved at its first step (default HOLDFAST_MEMORY or 0)",
+    )
+    parser.add_argument(
+        "--zero",
+        action="store_true",
+        default=os.environ.get("HOLDFAST_ZERO") == "1",
+        help="overwrite snapshots that are given up with zeros, which takes a memset of each (default HOLDFAST_ZERO=1)",
     )
     parser.add_argument(
         "--grace",
@@ -234,6 +256,12 @@ def _log_backend(backend: str) -> None:
         logging.getLogger(__name__).warning("parity is computed by %s, slowly: %s", name, reason)
     else:
         logging.getLogger(__name__).info("parity is computed by %s", name)
+
+
+def _log_memory(smp: Smp) -> None:
+    budget = smp.store.arena.budget
+    if budget.limit:
+        logging.getLogger(__name__).info("%d bytes of memory are reserved, %d in slots", budget.limit, budget.used)
 
 
 def _log_to(path: Path, arguments: argparse.Namespace) -> None:

@@ -50,6 +50,8 @@ class Settings:
         scrub: bytes per second that the scrub reads; 0: it does not run by itself.
         reform_after_s: how long a node may be missing before the survivors re-form their groups; 0: they never do.
         rebuild: how lost shards are computed, see `smp_daemon.rebuild.recover`.
+        memory: most bytes that slots may take, reserved from the start; 0: what the layout needs, at the first step.
+        zero: what is given up is overwritten with zeros.
         priority: how much encoding, folding and the scrub press on the trainers, see `smp_daemon.priority`.
     """
 
@@ -59,6 +61,8 @@ class Settings:
     scrub: float = 64e6
     reform_after_s: float = 30.0
     rebuild: str = "chain"
+    memory: int = 0
+    zero: bool = False
     priority: str = "normal"
 
     def __post_init__(self) -> None:
@@ -99,7 +103,7 @@ class Smp:
         self.said = ""
         self._finished = False
         self._drain = Drain(self)
-        self._arena = Arena(arena)
+        self._arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero)
         before = read_owner(arena)
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
@@ -120,6 +124,7 @@ class Smp:
             on_parity=self._protector.announce,
             on_epoch=self._protector.hang_up,
         )
+        self._arena.settle()
         self.scratch = Scratch()
         for thread in (self._protector, self._scrubber, self.monitor):
             thread.start(self.store)
