@@ -84,6 +84,7 @@ class VirtualNode:
         command += ["--owner-pid", str(os.getpid()), *(["--insecure"] if self.namespace else [])]
         environment = (
             {"HOLDFAST_PRIORITY": "normal"}  # the nodes share this machine's cores: none would ever be to spare
+            | {"HOLDFAST_GRACE": "0"}  # a signal is a fault here, and no notice that a node is taken away
             | os.environ
             | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.base)}
             | self._clock()

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from holdfast import chaos_command, plan, profile, simulate, status, tune
+    from holdfast import chaos_command, drain, plan, profile, simulate, smp, status, tune
 
     parser = argparse.ArgumentParser(
         prog="holdfast", description="Keeps a training run on its step: in-memory snapshots, restored bit for bit."
@@ -47,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_matrix(commands)
     _add_audit(commands)
     status.add(commands, _add_json)
+    smp.add(commands, _add_json)
+    drain.add(commands, _add_json)
     _add_gc(commands)
     _add_doctor(commands)
     _add_bench(commands)
@@ -128,6 +130,7 @@ def _add_gc(commands: Any) -> None:
     gc.add_argument("--job", help="only this job")
     gc.add_argument("--older-than", type=float, default=3600.0, metavar="SECONDS", help="untouched for (default 3600)")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    gc.add_argument("--zero", action="store_true", help="overwrite what is removed with zeros first")
     gc.add_argument("--arena", type=Path, help="where to look (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)")
     _add_json(gc)
     gc.set_defaults(run=_gc)
@@ -290,7 +293,7 @@ def _gc(parsed: argparse.Namespace) -> int:
     for leftover in find_leftovers(parsed.arena, job=parsed.job, older_than_s=parsed.older_than):
         smp = f", SMP {leftover.smp.pid}" if leftover.smp else ""
         if not parsed.dry_run:
-            remove(leftover)
+            remove(leftover, zero=parsed.zero)
         verb = "would remove" if parsed.dry_run else "removed"
         print(f"{verb} {leftover.arena}: job {leftover.job}, {leftover.bytes:,} bytes{smp}", file=sys.stderr)
         found.append(

@@ -15,11 +15,14 @@ import threading
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from smp_daemon.credentials import access_of, current
 from smp_daemon.errors import HoldfastError
 from smp_daemon.priority import PRIORITIES, make_idle, make_session_nice
+
+if TYPE_CHECKING:
+    from smp_daemon.service import Smp
 
 
 def main() -> None:
@@ -37,14 +40,18 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             make_session_nice()  # else the session is the caller's
         make_idle()  # before the first thread is made: threads inherit it, the process has no say
 
+    from smp_daemon.budget import parse_size
+    from smp_daemon.drain import leave_on_sigterm, parse_spares
     from smp_daemon.pacer import parse_rate, parse_turns
     from smp_daemon.persist.options import parse_options
     from smp_daemon.service import Settings, Smp, watch  # NumPy makes threads when it is imported
+    from smp_daemon.spawn import sweep
     from smp_daemon.web import parse_port, show
 
     try:
         http_port = parse_port(arguments.http)
         access = access_of(arguments.host, arguments.insecure, current())
+        spares = parse_spares(arguments.spares)
         settings = Settings(
             backend=arguments.backend,
             bandwidth=parse_rate(arguments.bandwidth),
@@ -52,6 +59,8 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             scrub=parse_rate(arguments.scrub),
             reform_after_s=arguments.reform_after,
             rebuild=arguments.rebuild,
+            memory=parse_size(arguments.memory),
+            zero=arguments.zero,
             priority=arguments.priority,
             persist=parse_options(
                 arguments.persist,
@@ -77,7 +86,10 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     _log_to(arguments.arena / "smp.log", arguments)
     _log_backend(settings.backend)
     _log_access(access, arguments.host)
+    _log_memory(smp)
+    leave_on_sigterm(smp, arguments.grace, spares)
     _say(out, {"ready": asdict(smp.owner)})
+    sweep(arguments.arena.parent, zero=settings.zero)
     watch(smp, arguments.owner_pid)
     if web is not None:
         web.close()
@@ -90,6 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--job", required=True, help="id of the training run")
     parser.add_argument("--node", required=True, help="name of this node, unique in the job")
     parser.add_argument("--arena", required=True, type=_absolute, help="directory on tmpfs that this SMP owns")
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """All that may be said of an SMP but whose it is; `holdfast.smp` takes the same."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on for other SMPs")
     parser.add_argument("--port", default=0, type=int, help="gRPC port; 0: the one before, or any")
     parser.add_argument("--bulk-port", default=0, type=int, help="port for raw bytes; 0: the one before, or any")
@@ -170,13 +188,46 @@ def _parser() -> argparse.ArgumentParser:
         help="most bytes per second that are read from memory to be persisted; 0: no limit (default "
         "HOLDFAST_PERSIST_BANDWIDTH or 0)",
     )
+    parser.add_argument(
+        "--memory",
+        default=os.environ.get("HOLDFAST_MEMORY", "0"),
+        metavar="SIZE",
+        help="memory for snapshots, such as 64GB: reserved at the start, and never more; a job that needs more is "
+        "refused. 0: what the job needs, reserved at its first step (default HOLDFAST_MEMORY or 0)",
+    )
+    parser.add_argument(
+        "--zero",
+        action="store_true",
+        default=os.environ.get("HOLDFAST_ZERO") == "1",
+        help="overwrite snapshots that are given up with zeros, which takes a memset of each (default HOLDFAST_ZERO=1)",
+    )
+    parser.add_argument(
+        "--grace",
+        default=os.environ.get("HOLDFAST_GRACE", "25"),
+        type=_seconds,
+        metavar="SECONDS",
+        help="after SIGTERM, move what is held here to other nodes, and end after so long in any case; 0: end at once "
+        "(default HOLDFAST_GRACE or 25: Kubernetes kills after 30)",
+    )
+    parser.add_argument(
+        "--spares",
+        default=os.environ.get("HOLDFAST_SPARES", ""),
+        metavar="HOST:PORT,...",
+        help="SMPs of this job on nodes without trainers, by their ports for raw bytes, that take over first what is "
+        "moved after SIGTERM (default HOLDFAST_SPARES or none)",
+    )
     parser.add_argument("--detach", action="store_true", help="serve in a session of its own and return")
     parser.add_argument(
         "--insecure",
         action="store_true",
         help="listen off loopback although nothing is encrypted or authenticated: no token, no certificates",
     )
-    return parser
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= float(text) <= 3600:
+        raise ValueError(text)
+    return float(text)
 
 
 def _absolute(text: str) -> Path:
@@ -236,6 +287,12 @@ def _log_access(access: str, host: str) -> None:
         )
     else:
         logging.getLogger(__name__).info("other SMPs are let in by: %s", access)
+
+
+def _log_memory(smp: Smp) -> None:
+    budget = smp.store.arena.budget
+    if budget.limit:
+        logging.getLogger(__name__).info("%d bytes of memory are reserved, %d in slots", budget.limit, budget.used)
 
 
 def _log_to(path: Path, arguments: argparse.Namespace) -> None:

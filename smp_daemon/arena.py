@@ -4,7 +4,8 @@
 
     <arena>/                  0700, locked by the SMP that owns it
       smp.json                who owns it: pid, addresses
-      node.json               the newest epoch seen, the newest snapshot protected job-wide
+      node.json               the newest epoch seen, the newest snapshot protected job-wide; without it nothing counts
+      reserve                 memory that slots may still take, where there is a limit (`smp_daemon.budget`)
       layout-<epoch>-<revision>.json     the job's layout in that epoch, and as its SMPs re-formed it
       board                   what became of recent snapshots; mapped by the trainers (`smp_daemon.board`)
       <coord>.<i>.safetensors     a shard's slot i, and its commit record <same>.json
@@ -23,6 +24,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from smp_daemon.budget import Budget, pages, wipe
 from smp_daemon.errors import ArenaTooSmall, ConfigError, ProtocolError
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.records import read_json, write_json
@@ -39,8 +41,11 @@ log = logging.getLogger(__name__)
 class Pool(SlotPool):
     """A slot pool and its files. Slots of other lengths may remain for as long as their snapshots are kept."""
 
-    def __init__(self, arena: Path, name: str, suffix: str) -> None:
+    def __init__(self, arena: Path, name: str, suffix: str, budget: Budget, zero: bool) -> None:
+        """`zero`: what is given up is overwritten with zeros."""
         super().__init__(name)
+        self._budget = budget
+        self._zero = zero
         self.arena = arena
         self.suffix = suffix
         self._maps: dict[int, mmap.mmap] = {}
@@ -72,13 +77,14 @@ class Pool(SlotPool):
         """A new slot whose file has all its memory reserved.
 
         Raises:
-            ArenaTooSmall: the file system is full.
+            ArenaTooSmall: the file system is full, or more than the arena may take would be taken.
         """
+        self._budget.take(length)
         slot = self.add(length)
         try:
             _reserve(self.path(slot), length)
         except BaseException:
-            self.slots.remove(slot)
+            self._drop(slot)
             raise
         return slot
 
@@ -98,11 +104,14 @@ class Pool(SlotPool):
     def discard(self, slot: Slot) -> None:
         """Free the slot. Its commit record goes first, so a crash in between leaves a free slot."""
         self.record_path(slot).unlink(missing_ok=True)
+        if slot.state is not SlotState.FREE:
+            self._wipe(slot)
         slot.free()
 
     def abandon(self, slot: Slot) -> None:
         """Free the slot of a writer that may not have noticed. In this epoch nobody else writes; see `Arena.fence`."""
         self.discard(slot)
+        self._wipe(slot)
         self._abandoned.add(slot.index)
 
     def is_abandoned(self, slot: Slot) -> bool:
@@ -120,14 +129,24 @@ class Pool(SlotPool):
         try:
             _reserve(self.path(slot), slot.bytes)
         except BaseException:  # whoever maps the old file may still hold its memory; `Arena.reserve` makes a new one
-            self.slots.remove(slot)
+            self._drop(slot)
             raise
 
     def remove(self, slot: Slot) -> None:
         """Delete the slot and its file."""
         self.discard(slot)
+        if self.is_abandoned(slot):
+            self._wipe(slot)
         self._forget(slot)
+        self._drop(slot)
+
+    def _drop(self, slot: Slot) -> None:
         self.slots.remove(slot)
+        self._budget.give(slot.bytes)
+
+    def _wipe(self, slot: Slot) -> None:
+        if self._zero and slot.bytes:
+            wipe(self.view(slot))
 
     def _forget(self, slot: Slot) -> None:
         self._maps.pop(slot.index, None)
@@ -138,8 +157,12 @@ class Pool(SlotPool):
 class Arena:
     """All pools of one SMP. Not thread-safe, except that views may be read by any thread."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, memory: int = 0, zero: bool = False) -> None:
         """Create or take over the directory `path`.
+
+        Args:
+            memory: most bytes that slots may take; 0: as many as there are. `settle` reserves them.
+            zero: overwrite what is given up with zeros.
 
         Raises:
             ConfigError: another SMP owns it, it is somebody else's, or it cannot be made.
@@ -161,6 +184,10 @@ class Arena:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"another SMP owns the arena {path}: use it, or stop it first") from error
+        for part in list(path.glob("*.part")):
+            part.unlink()  # a predecessor was killed while it wrote a record
+        self.budget = Budget(path, memory)
+        self._zero = zero
         self.shards: dict[str, Pool] = {}
         self.parities: dict[tuple[str, int], Pool] = {}
         self.layouts: dict[tuple[int, int], Layout] = {}
@@ -168,12 +195,12 @@ class Arena:
 
     def shard_pool(self, coord: str) -> Pool:
         """The pool of a shard, empty if it is new."""
-        return self.shards.setdefault(coord, Pool(self.path, coord, SHARD_SUFFIX))
+        return self.shards.setdefault(coord, Pool(self.path, coord, SHARD_SUFFIX, self.budget, self._zero))
 
     def parity_pool(self, tag: str, position: int) -> Pool:
         """The pool of the parity of one position of the group with that tag, empty if it is new."""
         name = f"{tag}-{position}"
-        return self.parities.setdefault((tag, position), Pool(self.path, name, PARITY_SUFFIX))
+        return self.parities.setdefault((tag, position), Pool(self.path, name, PARITY_SUFFIX, self.budget, self._zero))
 
     def pools(self) -> Iterator[Pool]:
         """Every pool."""
@@ -199,9 +226,10 @@ class Arena:
             if length
             for _ in range(count - sum(slot.bytes == length for slot in pool.slots))
         ]
-        need = sum(-(-length // mmap.PAGESIZE) * mmap.PAGESIZE for _, length in missing)
+        need = sum(pages(length) for _, length in missing)
+        self.budget.check(need)
         room = _room(self.path)
-        if need > room:
+        if need > room + self.budget.held:
             raise _too_small(self.path, need, room)
         created: list[tuple[Pool, Slot]] = []
         try:
@@ -213,6 +241,11 @@ class Arena:
                 pool.remove(slot)
             raise
         self._wanted = wanted
+        self.settle()
+
+    def settle(self) -> None:
+        """Reserve what slots may still take; see `Budget.top_up`."""
+        self.budget.top_up()
 
     def release(
         self, keep: Collection[SnapshotId], before: SnapshotId, held: Collection[SnapshotId] = frozenset()
@@ -291,6 +324,7 @@ class Arena:
             pool = self.parity_pool(tag, int(position))
         slot = Slot(int(index), path.stat().st_size)
         pool.slots.append(slot)
+        self.budget.note(slot.bytes)
         try:
             record = read_json(pool.record_path(slot))
         except ProtocolError as error:
@@ -301,8 +335,19 @@ class Arena:
         else:
             yield pool, slot, record
 
+    def clear(self) -> None:
+        """Delete what counts for nothing: a predecessor was killed while it removed the arena."""
+        for pattern in (f"*.{SHARD_SUFFIX}", f"*.{PARITY_SUFFIX}", "*.json"):
+            for path in [path for path in self.path.glob(pattern) if path.name != "smp.json"]:
+                log.info("%s is left of an arena that was removed, and is deleted", path.name)
+                path.unlink()
+
     def destroy(self) -> None:
-        """Remove the directory and all it holds."""
+        """Remove the directory and all it holds. Who is killed in the middle leaves nothing that counts."""
+        (self.path / "node.json").unlink(missing_ok=True)
+        for pool in self.pools():
+            for slot in list(pool.slots):
+                pool.remove(slot)
         shutil.rmtree(self.path, ignore_errors=False)
         for pool in self.pools():
             pool.slots.clear()

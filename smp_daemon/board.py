@@ -43,7 +43,9 @@ class Board:
         try:
             if create:
                 os.ftruncate(fd, length)
-            words = np.frombuffer(mmap.mmap(fd, length), dtype=np.int64)
+            mapped = mmap.mmap(fd, length)
+            mapped.madvise(mmap.MADV_DONTDUMP)
+            words = np.frombuffer(mapped, dtype=np.int64)
         finally:
             os.close(fd)
         self._words, self._pauses, self._due = words[:WORDS], words[WORDS:-1], words[-1:]

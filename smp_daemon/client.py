@@ -202,13 +202,24 @@ class SmpClient:
 
     def finish(self, epoch: int) -> None:
         """The job has ended well: the SMP removes its arena and ends. Blocks until it has."""
+        self._end({"op": "finish", "epoch": epoch})
+
+    def stop(self, *, remove: bool, force: bool) -> None:
+        """Have the SMP end, and its arena stay for a successor, or not. Blocks until it has.
+
+        Raises:
+            ConfigError: other trainers are connected, and `force` was not said.
+        """
+        self._end({"op": "stop", "remove": remove, "force": force})
+
+    def _end(self, message: Message) -> None:
         try:
             ended = os.pidfd_open(self.pid)
         except OSError as error:  # it runs in another pid namespace, or is gone
             raise SmpUnavailable(f"the SMP of {self.arena} is no process here: {error}") from error
         try:
             try:
-                self._call({"op": "finish", "epoch": epoch})
+                self._call(message)
             except SmpUnavailable:
                 pass  # it may be gone before its answer is on the way
             if not await_end(ended, CALL_DEADLINE_S):

@@ -23,6 +23,7 @@ class Inventory:
         parities: complete parity slots, as (snapshot, tag of the group, position).
         unpromised: of the snapshots that it holds, those that were certainly never reported as protected: this node
             took part, and was not done with them.
+        leaving: it is being drained: others may read what it holds, and shall count on it for nothing.
     """
 
     node: str
@@ -36,6 +37,7 @@ class Inventory:
     shards: frozenset[tuple[SnapshotId, str]] = frozenset()
     parities: frozenset[tuple[SnapshotId, str, int]] = frozenset()
     unpromised: frozenset[SnapshotId] = frozenset()
+    leaving: bool = False
 
     @property
     def bulk(self) -> tuple[str, int]:
@@ -56,6 +58,7 @@ class Inventory:
             "shards": sorted([*snapshot, coord] for snapshot, coord in self.shards),
             "parities": sorted([*snapshot, tag, position] for snapshot, tag, position in self.parities),
             "unpromised": sorted(map(list, self.unpromised)),
+            "leaving": self.leaving,
         }
 
     @classmethod
@@ -75,6 +78,7 @@ class Inventory:
                 shards=frozenset((SnapshotId(int(e), int(s)), str(c)) for e, s, c in data["shards"]),
                 parities=frozenset((SnapshotId(int(e), int(s)), str(t), int(p)) for e, s, t, p in data["parities"]),
                 unpromised=frozenset(SnapshotId(int(e), int(s)) for e, s in data["unpromised"]),
+                leaving=bool(data["leaving"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"not an inventory: {error!r}") from error

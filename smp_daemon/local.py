@@ -59,6 +59,7 @@ class TrainerConversation:
             "verify": self._verify,
             "say": self._say,
             "finish": self._finish,
+            "stop": self._stop,
         }
 
     def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, None]:
@@ -204,6 +205,17 @@ class TrainerConversation:
         if not isinstance(said, str) or len(said) > MAX_SAYING:
             raise ProtocolError(f"'text' must be a string of at most {MAX_SAYING} characters")
         self._smp.said = said
+        return {}
+
+    def _stop(self, message: Message) -> Message:
+        with self._store.changed:
+            others = self._smp.trainers - self._greeted
+            if others and message.get("force") is not True:
+                raise ConfigError(
+                    f"trainers have {others} connections to the SMP of job {self._store.job!r} on {self._store.node}: "
+                    "stop the job first, or use --force: they then start another SMP if they may"
+                )
+            self._smp.stop(remove=message.get("remove") is True)
         return {}
 
     def _finish(self, message: Message) -> Message:

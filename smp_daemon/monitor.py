@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from smp_daemon.census import AT_ONCE, addresses_of, take_census
 from smp_daemon.codings import Coding
-from smp_daemon.errors import HoldfastError, ProtocolError, StaleEpoch
+from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable, StaleEpoch
 from smp_daemon.holdings import ParityKey
 from smp_daemon.layout import Layout
 from smp_daemon.links import Links
@@ -23,7 +24,7 @@ from smp_daemon.points import reach
 from smp_daemon.protect import send_units
 from smp_daemon.rebuild import recover
 from smp_daemon.reform import Reform, plan_reform
-from smp_daemon.sources import Sources
+from smp_daemon.sources import Address, Sources
 from smp_daemon.store import Store
 
 PING_DEADLINE_S = 2.0
@@ -39,16 +40,20 @@ class Monitor:
     Args:
         after_s: how long a member may be missing before the survivors go on without it; 0: for ever.
         method: how lost shards are computed, see `rebuild.recover`.
+        trainers: how many are connected to this SMP.
     """
 
-    def __init__(self, peers: PeerClient, after_s: float, method: str) -> None:
+    def __init__(self, peers: PeerClient, after_s: float, method: str, trainers: Callable[[], int]) -> None:
         self._peers = peers
         self._after_s = after_s
         self._method = method
+        self.trainers = trainers
         self._closed = threading.Event()
         self._wanted = threading.Event()
         self._seen: dict[str, float] = {}
         self._declined = 0
+        self._one = threading.Lock()
+        self._spares: set[Address] = set()
         self._store: Store
 
     def start(self, store: Store) -> None:
@@ -106,6 +111,48 @@ class Monitor:
                 except HoldfastError as error:
                     log.info("%s is not in charge: %s", node.name, error)
 
+    # ------------------------------------------------------------------ somebody leaves
+
+    def move(self, spares: Collection[Address], deadline_s: float) -> None:
+        """Have whoever is in charge re-form the groups, now. Blocks until that is done.
+
+        Args:
+            spares: SMPs that the job does not know yet, and that may take something over.
+
+        Raises:
+            HoldfastError: it came to nothing, in the words of the one in charge; all that was held before still is.
+        """
+        layout = self._store.newest_layout()
+        if layout is None:
+            return
+        message = {"op": "move", "job": layout.job, "spares": [list(address) for address in spares]}
+        for node in layout.nodes:
+            if node.name == self._store.node:
+                self.reform_for(spares)
+                return
+            with Links(self._store.counters, deadline_s) as links:
+                try:
+                    links.call(node.bulk, message)
+                    return
+                except SmpUnavailable as error:
+                    log.info("%s is not in charge: %s", node.name, error)
+
+    def reform_for(self, spares: Collection[Address]) -> None:
+        """Somebody leaves, and this one is in charge: as `reform`, with more SMPs that may take part."""
+        self._spares.update(spares)
+        self.reform()
+
+    def enlist(self, epoch: int) -> None:
+        """This SMP is to take part in a job that it has not been part of, or not lately.
+
+        Raises:
+            ConfigError: it has trainers, which arrange their nodes by themselves.
+            StaleEpoch: it has seen a newer epoch.
+        """
+        if self.trainers():
+            raise ConfigError(f"{self._store.node} has trainers and is no spare: name another, or stop them first")
+        self._store.join(epoch)
+
     # ------------------------------------------------------------------ in charge
 
     def _lead(self) -> None:
@@ -117,17 +164,23 @@ class Monitor:
                 log.warning("groups were not re-formed, which is tried again if need be: %s", error)
 
     def reform(self) -> Reform | None:
-        """Re-form groups if that is called for; what was done. Blocks until all of it is.
+        """Re-form groups if that is called for; what was done. Blocks until all of it is; one at a time.
 
         Raises:
             HoldfastError: it came to nothing; all that was held before still is.
         """
+        with self._one:
+            return self._reform()
+
+    def _reform(self) -> Reform | None:
         store = self._store
         with store.changed:
             layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == store.epoch]
         if not layouts:
             return None
-        inventories = take_census(store.job, addresses_of(layouts), store.counters)
+        self._enlist_spares()
+        addresses = {*addresses_of(layouts), *self._spares}
+        inventories = take_census(store.job, sorted(addresses), store.counters)
         if any(inventory.trainers for inventory in inventories):
             log.info("nodes are missing, and trainers are connected: nothing is done")
             self._declined += 1
@@ -146,6 +199,15 @@ class Monitor:
         for phase in PHASES:
             self._everywhere(reform, {"op": phase, **message})
         return reform
+
+    def _enlist_spares(self) -> None:
+        with Links(self._store.counters, PING_DEADLINE_S) as links:
+            for address in sorted(self._spares):
+                try:
+                    links.call(address, {"op": "enlist", "job": self._store.job, "epoch": self._store.epoch})
+                except HoldfastError as error:
+                    log.warning("%s:%d is no spare: %s", *address, error)
+                    self._spares.discard(address)
 
     def _everywhere(self, reform: Reform, message: dict[str, object]) -> None:
         """Have every node whose group changes do something at the same time; raises the first error of any."""

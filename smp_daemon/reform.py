@@ -1,4 +1,5 @@
-"""After a loss without a replacement: which groups the survivors form, and who takes over which shard.
+"""After a loss without a replacement, or before a node is taken away: which groups the others form, and who takes over
+which shard.
 
 Snapshots never change, so nothing here can spoil one: lost shards are computed again on survivors, parity is coded anew
 in groups of survivors, and only when all of that is committed is the old parity dropped. If anything goes wrong before,
@@ -7,14 +8,16 @@ what was there still is, and it is planned again. Two sides of a torn network ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ec import plan_groups
+from smp_daemon.errors import Unrecoverable
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from smp_daemon.plan import choose_sources, missing_parities, newest_whole
+from smp_daemon.plan import choose_sources, missing_parities, newest_protected, newest_whole
 from smp_daemon.sources import Sources
+from smp_daemon.standing import stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +44,35 @@ def plan_reform(inventories: Sequence[Inventory]) -> Reform | None:
     """What the SMPs that answer should do to survive the next loss; None if they do already, or cannot.
 
     Groups that are whole are left alone, unless the survivors of the others are too few for k + m by themselves.
-    A node that came back, with its memory or without, is taken into the groups that change.
+    A node that came back, with its memory or without, is taken into the groups that change; so is a spare, which no
+    layout knows. A node that is leaving gives what it holds, and is in no group any more.
     """
     snapshot = newest_whole(inventories)
     sources = choose_sources(inventories, snapshot) if snapshot is not None else None
-    if snapshot is None or sources is None or not sources.layout.parity:
+    if snapshot is None or sources is None:
         return None
     layout = sources.layout
+    leaving = {inventory.node for inventory in inventories if inventory.leaving}
+    departing = leaving & {node.name for node in layout.nodes}
+    if not layout.parity and not departing:
+        return None
     held = {inv.node: {coord for s, coord in inv.shards if s == snapshot} for inv in inventories}
     known = {key: at for inv in inventories for key, at in inv.layouts.items() if key[0] == snapshot.epoch}
     nodes = {node.name: node for key in sorted(known) for node in known[key].nodes if node.name in held}
+    spares = {i.node: Node(i.node, i.host, i.control_port, i.bulk_port, ()) for i in inventories if i.node not in nodes}
     lacking = {group for group, _ in missing_parities(sources)}
-    whole = [g for g in range(len(layout.groups)) if g not in lacking and _is_whole(layout, g, held)]
+    whole = [g for g in range(len(layout.groups)) if g not in lacking and _is_whole(layout, g, held, leaving)]
     settled = {node.name for g in whole for node in layout.members(g)}
-    pool = sorted(nodes.keys() - settled)
-    if not pool:
+    pool = sorted(nodes.keys() - settled - leaving)
+    if not pool and not departing:
         return None
+    nodes |= spares
+    pool = sorted({*pool, *spares} - leaving)
     while len(pool) < layout.data + layout.parity and whole:
         joining = min(whole, key=lambda g: (len(layout.groups[g]), g))
         whole.remove(joining)
         pool = sorted({*pool, *(node.name for node in layout.members(joining))})
-    if len(pool) < 2:
+    if len(pool) < (1 if departing else 2):
         return None
     kept = [node for g in whole for node in layout.members(g)]
     kept_coords = {shard.coord for node in kept for shard in node.shards}
@@ -79,11 +90,57 @@ def plan_reform(inventories: Sequence[Inventory]) -> Reform | None:
     return Reform(sources, reformed, tuple(pool))
 
 
-def _is_whole(layout: Layout, group: int, held: dict[str, set[str]]) -> bool:
-    """Whether the nodes of a group protect each other, and all answer and hold their shards."""
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What those who stay hold of the newest snapshot, all of it whole.
+
+    Attributes:
+        snapshot: None: nobody ever held any.
+        holders: names of the nodes that hold its shards.
+        stands: how many of them may be lost, whichever they are.
+    """
+
+    snapshot: SnapshotId | None
+    holders: tuple[str, ...]
+    stands: int
+
+
+def moved(inventories: Sequence[Inventory]) -> Moved | None:
+    """What is safe without the nodes that are leaving; None if they still hold what nobody else does.
+
+    That is so until every shard is held by those who stay, and the parity of every group is complete among them.
+
+    Raises:
+        Unrecoverable: the newest snapshot that was protected is not whole even with the nodes that are leaving.
+    """
+    snapshot = newest_whole(inventories)
+    if snapshot is None:
+        protected = newest_protected(inventories)
+        if protected is None:
+            return Moved(None, (), 0)
+        raise Unrecoverable(
+            f"{protected} was protected, and not all of it can be had from the nodes that answer: what this node holds "
+            "of it is needed. Bring the others back first, or give the run up with `holdfast gc`"
+        )
+    staying = [inventory for inventory in inventories if not inventory.leaving]
+    sources = choose_sources(staying, snapshot)
+    if sources is None or any(coord not in sources.shards for coord in sources.layout.coords):
+        return None
+    if missing_parities(sources):
+        return None
+    names = {inventory.bulk: inventory.node for inventory in staying}
+    holders = tuple(sorted({names[at] for at in sources.shards.values()}))
+    return Moved(snapshot, holders, min(stands(sources, group) for group in range(len(sources.layout.groups))))
+
+
+def _is_whole(layout: Layout, group: int, held: dict[str, set[str]], leaving: Collection[str]) -> bool:
+    """Whether the nodes of a group protect each other, and all answer, stay, and hold their shards."""
+    members = layout.members(group)
+    if not layout.parity:  # then nobody is protected, and all that matters is who leaves
+        return not any(node.name in leaving for node in members)
     return layout.protects(group) and all(
-        node.name in held and all(shard.coord in held[node.name] for shard in node.shards)
-        for node in layout.members(group)
+        node.name in held and node.name not in leaving and all(shard.coord in held[node.name] for shard in node.shards)
+        for node in members
     )
 
 
@@ -112,6 +169,8 @@ def _regroup(layout: Layout, groups: Sequence[int], kept: Sequence[Node]) -> lis
 
 
 def _new_groups(layout: Layout, members: Sequence[Node], first: int) -> list[tuple[int, ...]]:
+    if not layout.parity:
+        return [(first + i,) for i in range(len(members))]
     domains = [node.domains for node in members]
     planned = plan_groups(len(members), layout.data + layout.parity, layout.parity, domains)
     return [tuple(first + i for i in group) for group in planned]

@@ -8,8 +8,9 @@ import numpy as np
 
 from ec import choose_codec
 from smp_daemon.codings import Coding
+from smp_daemon.drain import Drained
 from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
-from smp_daemon.fields import number, snapshot_id, text
+from smp_daemon.fields import number, seconds, snapshot_id, text
 from smp_daemon.holdings import ParityKey, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT, MAX_UNIT_BYTES
@@ -34,6 +35,7 @@ class PeerConversation:
         self._links = Links(smp.store.counters)
         self._sum = memoryview(bytearray())
         self._folds = False
+        self._drained: Drained | None = None
 
     def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
         op = message.get("op")
@@ -53,6 +55,17 @@ class PeerConversation:
         if op == "reform":
             self._smp.monitor.request()
             return {}, None
+        if op == "move":
+            self._smp.monitor.reform_for(_spares(message))
+            return {}, None
+        if op == "enlist":
+            self._smp.monitor.enlist(number(message, "epoch", MAX_COUNT))
+            return {}, None
+        if op == "drain":
+            self._drained = self._smp.drain(
+                seconds(message, "deadline_s"), _spares(message), message.get("wait") is True
+            )
+            return {"drained": self._drained.to_json()}, None
         if op in PHASES:
             sources, layout = Sources.from_json(message.get("sources")), Layout.from_json(message.get("layout"))
             self._smp.monitor.take_part(str(op), number(message, "epoch", MAX_COUNT), sources, layout)
@@ -67,8 +80,10 @@ class PeerConversation:
         return {"digest": digest_, "sources": sources_}, unit
 
     def ended(self) -> None:
-        """What was folded in stays, and a unit that came in part was not folded in."""
+        """What was folded in stays, and a unit that came in part was not folded in. Who has left has no more to do."""
         self._links.close()
+        if self._drained is not None:
+            self._smp.stop()
 
     def _check_job(self, message: Message) -> None:
         if message.get("job") != self._store.job:
@@ -146,6 +161,13 @@ def _discard(count: int, stream: Stream) -> None:
         piece = nowhere[: min(count, nowhere.nbytes)]
         stream.receive_into(piece)
         count -= piece.nbytes
+
+
+def _spares(message: Message) -> list[tuple[str, int]]:
+    spares = message.get("spares")
+    if not isinstance(spares, list):
+        raise ProtocolError("'spares' must be a list of addresses")
+    return [_address({"at": spare}) for spare in spares]
 
 
 def _address(term: Any) -> tuple[str, int]:

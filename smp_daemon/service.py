@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import psutil
 from ec import choose_codec
 from smp_daemon.arena import Arena
 from smp_daemon.credentials import current
+from smp_daemon.drain import Drain, Drained
 from smp_daemon.errors import ConfigError
 from smp_daemon.gate import Gate
 from smp_daemon.holdings import ParityKey, ShardKey
@@ -35,6 +37,7 @@ from smp_daemon.records import write_json
 from smp_daemon.remote import PeerConversation
 from smp_daemon.scratch import Scratch
 from smp_daemon.scrub import Scrubber
+from smp_daemon.sources import Address
 from smp_daemon.store import Store
 
 START_DEADLINE_S = 10.0
@@ -51,6 +54,8 @@ class Settings:
         scrub: bytes per second that the scrub reads; 0: it does not run by itself.
         reform_after_s: how long a node may be missing before the survivors re-form their groups; 0: they never do.
         rebuild: how lost shards are computed, see `smp_daemon.rebuild.recover`.
+        memory: most bytes that slots may take, reserved from the start; 0: what the layout needs, at the first step.
+        zero: what is given up is overwritten with zeros.
         priority: how much encoding, folding and the scrub press on the trainers, see `smp_daemon.priority`.
         persist: the persist tier; None: it is off.
     """
@@ -61,6 +66,8 @@ class Settings:
     scrub: float = 64e6
     reform_after_s: float = 30.0
     rebuild: str = "chain"
+    memory: int = 0
+    zero: bool = False
     priority: str = "normal"
     persist: Options | None = None
 
@@ -106,7 +113,8 @@ class Smp:
         self.trainers = 0
         self.said = ""
         self._finished = False
-        self._arena = Arena(arena)
+        self._drain = Drain(self)
+        self._arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero)
         before = read_owner(arena)
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
@@ -117,7 +125,9 @@ class Smp:
         )
         self._scrubber = Scrubber(Pacer(self.settings.scrub), self.settings.priority)
         self.persister = Persister(self.settings.persist, self.settings.priority)
-        self.monitor = Monitor(self._peer_client, self.settings.reform_after_s, self.settings.rebuild)
+        self.monitor = Monitor(
+            self._peer_client, self.settings.reform_after_s, self.settings.rebuild, lambda: self.trainers
+        )
         self.store = Store(
             self._arena,
             job,
@@ -128,6 +138,7 @@ class Smp:
             on_epoch=self._protector.hang_up,
             spare=self.persister.spare,
         )
+        self._arena.settle()
         self.scratch = Scratch()
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)
@@ -165,6 +176,7 @@ class Smp:
                 shards=frozenset((key.snapshot, key.coord) for key in keys if isinstance(key, ShardKey)),
                 parities=frozenset((key.snapshot, key.tag, key.position) for key in keys if isinstance(key, ParityKey)),
                 unpromised=frozenset(self.store.unpromised()),
+                leaving=self._drain.leaving,
             )
 
     def shown_at(self, port: int) -> None:
@@ -177,8 +189,18 @@ class Smp:
         self._finished = True
         self.stopped.set()
 
+    def stop(self, *, remove: bool = False) -> None:
+        """End. What is held stays for a successor, unless it is to be removed."""
+        self._finished = self._finished or remove
+        self.stopped.set()
+
+    def drain(self, deadline_s: float, spares: Collection[Address], wait: bool) -> Drained:
+        """Move what is held here to other nodes; see `smp_daemon.drain.Drain.run`. `stop` is up to the caller."""
+        return self._drain.run(deadline_s, spares, wait=wait)
+
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; else it stays for a successor."""
+        self._drain.end()
         for part in (
             self.persister,
             self.monitor,

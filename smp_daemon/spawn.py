@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -16,12 +17,25 @@ from pathlib import Path
 
 import psutil
 
+from smp_daemon.budget import parse_size, wipe_file
 from smp_daemon.errors import BY_NAME, ConfigError, DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable
 from smp_daemon.paths import Owner, arena_base, read_owner
 from smp_daemon.pidfds import await_end
 
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 10.0
+ZEROED_PER_S = 500e6
+"""Bytes of memory that the kernel makes ready in a second, at the least."""
+
+RUBBISH_AGE_S = 60.0
+"""An arena in which nothing counts is removed by another SMP once it is so old: its own may be about to start."""
+
+log = logging.getLogger(__name__)
+
+
+def start_deadline_s(memory: str | None = None) -> float:
+    """How long an SMP may take to start: longer, the more memory it reserves (default ``HOLDFAST_MEMORY``)."""
+    return START_DEADLINE_S + parse_size(memory or os.environ.get("HOLDFAST_MEMORY", "0")) / ZEROED_PER_S
 
 
 def start_smp(job: str, node: str, arena: Path, *, host: str = "127.0.0.1", insecure: bool = False) -> Owner:
@@ -31,7 +45,7 @@ def start_smp(job: str, node: str, arena: Path, *, host: str = "127.0.0.1", inse
 
     Raises:
         HoldfastError: what the SMP could not do, in its own words.
-        DeadlineExceeded: it said nothing for `START_DEADLINE_S`.
+        DeadlineExceeded: it said nothing for `start_deadline_s`.
     """
     command = [*smp_command(job, node, arena, host), "--detach", *(["--insecure"] if insecure else [])]
     with _one_at_a_time(arena.parent):
@@ -41,11 +55,11 @@ def start_smp(job: str, node: str, arena: Path, *, host: str = "127.0.0.1", inse
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=START_DEADLINE_S,
+                timeout=start_deadline_s(),
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise DeadlineExceeded(f"the SMP did not start within {START_DEADLINE_S:.0f} s") from error
+            raise DeadlineExceeded(f"the SMP did not start within {error.timeout:.0f} s") from error
     return parse_report(done.stdout, done.stderr)
 
 
@@ -104,8 +118,7 @@ def find_leftovers(
     """Arenas below `base` whose trainers are all gone, and which nothing wrote to for `older_than_s`."""
     base = base or arena_base()
     now = time.time()
-    for path in sorted(base.glob("**/smp.json")):
-        arena = path.parent
+    for arena in sorted({path.parent for name in ("smp.json", "lock") for path in base.glob(f"**/{name}")}):
         try:
             owner = read_owner(arena)
         except (ProtocolError, TypeError):
@@ -124,15 +137,41 @@ def find_leftovers(
         yield Leftover(arena, found_job, sum(file.st_blocks * 512 for file in files), smp)
 
 
-def remove(leftover: Leftover) -> None:
-    """End the leftover's SMP, if it runs, and delete its arena.
+def remove(leftover: Leftover, *, zero: bool = False) -> None:
+    """End the leftover's SMP, if it runs, and delete its arena; with `zero` its slots are overwritten first.
 
     Raises:
         DeadlineExceeded: the SMP did not end.
     """
     if leftover.smp is not None:
         _end(leftover.smp)
+    if zero:
+        for pattern in ("*.safetensors", "*.parity"):
+            for path in leftover.arena.glob(pattern):
+                wipe_file(path)
     shutil.rmtree(leftover.arena)
+
+
+def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S) -> list[Path]:
+    """Remove arenas in `base` that no restart can go back to: dead ones that no trainer ever joined, or that were being
+    removed when their SMP was killed. Others stay, whatever their age: `holdfast gc` is for those. Which were removed.
+    """
+    removed = []
+    for lock in sorted(base.glob("*/lock")):
+        arena = lock.parent
+        try:
+            if (arena / "node.json").exists() or time.time() - arena.stat().st_mtime < older_than_s:
+                continue
+            with lock.open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                dead = [each for each in find_leftovers(arena, older_than_s=older_than_s) if each.smp is None]
+                if dead and not (arena / "node.json").exists():
+                    remove(dead[0], zero=zero)
+                    removed.append(arena)
+                    log.warning("removed %s, in which nothing counted: %d bytes", arena, dead[0].bytes)
+        except OSError as error:
+            log.info("%s is left alone: %s", arena, error)  # an SMP has it, or it is somebody else's, or just gone
+    return removed
 
 
 def _end(smp: psutil.Process) -> None:
@@ -149,6 +188,12 @@ def _end(smp: psutil.Process) -> None:
         pass  # it was faster
     finally:
         os.close(ended)
+
+
+def running_owner(arena: Path) -> Owner | None:
+    """Who owns `arena`, if that process is there. Raises `ProtocolError` if ``smp.json`` is not readable."""
+    owner = read_owner(arena)
+    return owner if _running(owner) is not None else None
 
 
 def _running(owner: Owner | None) -> psutil.Process | None:

@@ -29,7 +29,8 @@ class Status:
 
     Attributes:
         pid: its process. `up_s`: how long that has run.
-        arena: the directory of its slots. `arena_bytes`: how much memory is reserved there.
+        arena: the directory of its slots. `arena_bytes`: how much memory slots take there. `memory_bytes`: how much
+            they may take, reserved from the start; 0: there is no limit.
         slots: how many slots are in each `SlotState`.
         rss_bytes: memory of the process, with what it has mapped of the arena.
         ages_s: seconds since the newest shard here of each snapshot was sealed.
@@ -44,6 +45,7 @@ class Status:
     up_s: float
     arena: str
     arena_bytes: int
+    memory_bytes: int
     slots: dict[str, int]
     rss_bytes: int
     ages_s: dict[SnapshotId, float]
@@ -69,6 +71,7 @@ class Status:
                 up_s=float(data["up_s"]),
                 arena=str(data["arena"]),
                 arena_bytes=int(data["arena_bytes"]),
+                memory_bytes=int(data["memory_bytes"]),
                 slots={str(state): int(count) for state, count in data["slots"].items()},
                 rss_bytes=int(data["rss_bytes"]),
                 ages_s={SnapshotId(int(e), int(s)): float(seconds) for e, s, seconds in data["ages_s"]},
@@ -103,6 +106,7 @@ def take_status(smp: Smp) -> Status:
         max(0.0, now - process.create_time()),
         str(store.arena.path),
         reserved,
+        store.arena.budget.limit,
         slots,
         process.memory_info().rss,
         ages,

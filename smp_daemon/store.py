@@ -397,6 +397,7 @@ class Store:
         """Take over what a predecessor left in the arena."""
         known: Any = read_json(self.arena.path / "node.json")
         if known is None:
+            self.arena.clear()
             return
         if known["job"] != self.job or known["node"] != self.node:
             raise ProtocolError(

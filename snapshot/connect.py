@@ -33,7 +33,7 @@ def connect(arena: Path, job: str, *, start: bool) -> SmpClient:
 
 def start_here(arena: Path, job: str) -> None:
     """Start an SMP for this node, unless another rank is faster. Blocks until one serves. Raises `ConfigError`."""
-    node = os.environ.get("HOLDFAST_NODE") or _host_name()
+    node = node_from_environment()
     host = os.environ.get("HOLDFAST_HOST", "127.0.0.1")
     try:
         start_smp(job, node, arena, host=host, insecure=os.environ.get("HOLDFAST_INSECURE") == "1")
@@ -104,6 +104,11 @@ def warn_of_stale_store() -> None:
             "in its store; start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend=c10d",
             restarts,
         )
+
+
+def node_from_environment() -> str:
+    """How this node is called: ``HOLDFAST_NODE``, or the name of the host."""
+    return os.environ.get("HOLDFAST_NODE") or _host_name()
 
 
 def _host_name() -> str:
