@@ -25,13 +25,16 @@ from typing import Any
 
 from smp_daemon.errors import ArenaTooSmall, ConfigError, ProtocolError
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.records import read_json, write_json
+from smp_daemon.points import reach
+from smp_daemon.records import PART, read_json, write_json
 from smp_daemon.slots import Slot, SlotPool, SlotState
 
 MADV_POPULATE_WRITE = 23
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 SHARD_SUFFIX = "safetensors"
 PARITY_SUFFIX = "parity"
+OWNERSHIP = ("lock", "smp.json")
+"""Files that say whose the arena is."""
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +101,7 @@ class Pool(SlotPool):
     def discard(self, slot: Slot) -> None:
         """Free the slot. Its commit record goes first, so a crash in between leaves a free slot."""
         self.record_path(slot).unlink(missing_ok=True)
+        reach("slot.freed", slot.snapshot.step if slot.snapshot else -1)
         slot.free()
 
     def abandon(self, slot: Slot) -> None:
@@ -133,6 +137,7 @@ class Pool(SlotPool):
         self._maps.pop(slot.index, None)
         self._abandoned.discard(slot.index)
         self.path(slot).unlink(missing_ok=True)
+        reach("slot.removed")
 
 
 class Arena:
@@ -156,6 +161,7 @@ class Arena:
             raise ConfigError(
                 f"the arena {path} must be a directory of this user with mode 0700, not a link: remove it"
             )
+        reach("arena.made")
         self._lock = (path / "lock").open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,6 +237,7 @@ class Arena:
             if epoch < newest and all(epoch != snapshot.epoch for snapshot in keep):
                 del self.layouts[epoch, revision]
                 self._layout_path(epoch, revision).unlink(missing_ok=True)
+                reach("layout.removed")
 
     def make_room(self, length: int, wanted: Pool) -> int:
         """Delete free slots of other pools until `length` bytes are free again; how many are.
@@ -269,6 +276,8 @@ class Arena:
 
         Slots without a commit record become free; a record that cannot be read is none.
         """
+        for path in list(self.path.glob(f"*{PART}")):
+            path.unlink()  # the predecessor died before it had taken its place
         for path in sorted(self.path.glob("layout-*.json")):
             try:
                 layout = Layout.from_json(read_json(path))
@@ -298,9 +307,25 @@ class Arena:
         else:
             yield pool, slot, record
 
+    def clear(self) -> None:
+        """Remove what a predecessor left that died while it removed all of it."""
+        for pattern in (f"*.{SHARD_SUFFIX}*", f"*.{PARITY_SUFFIX}*", "layout-*", f"*{PART}"):
+            for path in list(self.path.glob(pattern)):
+                path.unlink(missing_ok=True)
+
     def destroy(self) -> None:
-        """Remove the directory and all it holds."""
+        """Remove the directory and all it holds.
+
+        What says that there is something goes first, and what says whose it is goes last: whenever this ends too
+        early, a successor finds nothing to adopt, and `holdfast gc` still finds the directory.
+        """
+        (self.path / "node.json").unlink(missing_ok=True)
+        for path in list(self.path.glob("*")):
+            if path.name not in OWNERSHIP:
+                path.unlink(missing_ok=True)
+        reach("arena.emptied")
         shutil.rmtree(self.path, ignore_errors=False)
+        reach("arena.removed")
         for pool in self.pools():
             pool.slots.clear()
 
@@ -322,6 +347,7 @@ def _reserve(path: Path, length: int) -> None:
     """A new file of `length` bytes, all of them allocated now: later writes cannot fail with SIGBUS."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
+        reach("slot.opened")
         _populate_huge(fd, length)
         os.posix_fallocate(fd, 0, length)
     except OSError as error:
@@ -331,6 +357,7 @@ def _reserve(path: Path, length: int) -> None:
         raise
     finally:
         os.close(fd)
+    reach("slot.made")
 
 
 def _populate_huge(fd: int, length: int) -> None:

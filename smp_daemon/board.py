@@ -46,7 +46,8 @@ class Board:
         finally:
             os.close(fd)
         self._words, self._pauses = words[:WORDS], words[WORDS:]
-        self._next = 0
+        newest = int(self._words[1:].argmax())
+        self._next = (newest + 1) % (WORDS - 1) if self._words[1 + newest] else 0  # a predecessor may have said some
 
     @property
     def epoch(self) -> int:

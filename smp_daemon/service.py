@@ -24,9 +24,11 @@ from smp_daemon.monitor import Monitor
 from smp_daemon.pacer import MAX_TURNS, Pacer
 from smp_daemon.paths import Owner, read_owner, socket_path
 from smp_daemon.peers import PeerClient, PeerServer
+from smp_daemon.points import reach
 from smp_daemon.protect import Protector
 from smp_daemon.rebuild import METHODS
 from smp_daemon.records import write_json
+from smp_daemon.rejoin import Rejoiner
 from smp_daemon.remote import PeerConversation
 from smp_daemon.scratch import Scratch
 from smp_daemon.scrub import Scrubber
@@ -104,6 +106,7 @@ class Smp:
             self._peer_client, Pacer(self.settings.bandwidth), self.settings.turns, self.settings.priority
         )
         self._scrubber = Scrubber(Pacer(self.settings.scrub), self.settings.priority)
+        self._rejoiner = Rejoiner(self.settings.rebuild)
         self.monitor = Monitor(self._peer_client, self.settings.reform_after_s, self.settings.rebuild)
         self.store = Store(
             self._arena,
@@ -114,11 +117,13 @@ class Smp:
             on_parity=self._protector.announce,
             on_epoch=self._protector.hang_up,
         )
+        reach("start.adopted")
         self.scratch = Scratch()
         for thread in (self._protector, self._scrubber, self.monitor):
             thread.start(self.store)
         self._bulk = Listener(bind_tcp(host, bulk_port), lambda sock: PeerConversation(self))
         self._control = PeerServer(self.store, host, port)
+        reach("start.bound")
         self.owner = Owner(
             os.getpid(),
             psutil.Process().create_time(),
@@ -134,6 +139,8 @@ class Smp:
         self._local = Listener(
             bind_unix(socket_path(arena)), lambda sock: TrainerConversation(self, checked_peer(sock))
         )
+        reach("start.serving")
+        self._rejoiner.start(self.store)
 
     def inventory(self) -> Inventory:
         """What it holds."""
@@ -161,13 +168,24 @@ class Smp:
     def finish(self) -> None:
         """The job has ended well: nothing of it is needed any more."""
         self._finished = True
+        reach("finish.told")
         self.stopped.set()
 
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; else it stays for a successor."""
-        for part in (self.monitor, self._scrubber, self._protector, self._bulk, self._control, self._peer_client):
+        parts = (
+            self._rejoiner,
+            self.monitor,
+            self._scrubber,
+            self._protector,
+            self._bulk,
+            self._control,
+            self._peer_client,
+        )
+        for part in parts:
             part.close()
         if self._finished:
+            reach("finish.closing")
             self.store.retire()
         self._local.close()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from smp_daemon.arena import OWNERSHIP
 from smp_daemon.errors import BY_NAME, ConfigError, DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable
 from smp_daemon.paths import Owner, arena_base, read_owner
 from smp_daemon.pidfds import await_end
@@ -104,8 +105,7 @@ def find_leftovers(
     """Arenas below `base` whose trainers are all gone, and which nothing wrote to for `older_than_s`."""
     base = base or arena_base()
     now = time.time()
-    for path in sorted(base.glob("**/smp.json")):
-        arena = path.parent
+    for arena in sorted({path.parent for name in OWNERSHIP for path in base.glob(f"**/{name}")}):
         try:
             owner = read_owner(arena)
         except (ProtocolError, TypeError):

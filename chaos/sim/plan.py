@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from chaos.sim.seams import RECORDS
 from smp_daemon.points import POINTS
 
+NOT_HERE = ("restore.middle",)
+
 POINTS_HERE = (
-    *(point for point in POINTS if point != "restore.middle"),
+    *(point for point in POINTS if point not in NOT_HERE),
     "seal.digest",
-    "seal.digested",
-    *(f"record.{kind}.{when}" for kind in RECORDS for when in ("before", "part", "done")),
 )
 """Every named place at which a process may be killed. The loading of tensors, and with it ``restore.middle``, is not
 part of the control plane."""
