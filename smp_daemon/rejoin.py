@@ -15,7 +15,7 @@ from smp_daemon.census import addresses_of, take_census
 from smp_daemon.errors import HoldfastError, StaleEpoch
 from smp_daemon.holdings import Key, ParityKey, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.plan import choose_sources
+from smp_daemon.plan import choose_sources, healer
 from smp_daemon.points import reach
 from smp_daemon.rebuild import heal, mend_units, recover
 from smp_daemon.sources import Sources
@@ -35,11 +35,11 @@ class Missing:
     """What this node should hold of a snapshot and does not, and units of what it holds that are damaged."""
 
     shards: tuple[str, ...] = ()
-    parity: tuple[int, int] | None = None
+    parities: tuple[tuple[int, int], ...] = ()
     damaged: tuple[tuple[Key, tuple[int, ...]], ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.shards or self.parity or self.damaged)
+        return bool(self.shards or self.parities or self.damaged)
 
 
 class Rejoiner:
@@ -89,9 +89,8 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
     for snapshot in sorted(newest | ({store.protected} if store.protected else set())):
         store.check_epoch(epoch)
         with store.changed:
-            layouts = list(store.arena.layouts.values())
-        layout = _layout_of(layouts, snapshot, store.node)
-        if layout is None or not find_missing(store, layout, snapshot):
+            layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == snapshot.epoch]
+        if not layouts or not find_missing(store, max(layouts, key=lambda each: each.revision), snapshot):
             continue
         sources = choose_sources(take_census(store.job, addresses_of(layouts), store.counters), snapshot)
         if sources is None:
@@ -102,42 +101,41 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
 
 
 def find_missing(store: Store, layout: Layout, snapshot: SnapshotId) -> Missing:
-    """What this node lacks of a snapshot in a layout."""
-    group, position = layout.place(store.node)
-    shards = [ShardKey(snapshot, shard.coord) for shard in layout.node(store.node).shards]
-    keys: list[Key] = list(shards)
-    parity = None
-    if layout.protects(group) and layout.stripes(group).parity_bytes(position):
-        key = ParityKey(snapshot, layout.tag(group), position)
-        keys.append(key)
-        parity = None if store.holdings.holds(key) else (group, position)
-    damaged = [(key, tuple(store.holdings.known_damage(key))) for key in keys if store.holdings.holds(key)]
+    """What this node lacks of a snapshot in a layout: of its place, and of those of lost nodes that it has taken."""
+    holdings, node = store.holdings, store.node
+    keys: list[Key] = [key for key in holdings.held() if key.snapshot == snapshot]
+    shards = {key.coord for key in keys if isinstance(key, ShardKey)}
+    places = [
+        (group, position)
+        for group in range(len(layout.groups))
+        for position, member in enumerate(layout.members(group))
+        if member.name == node or healer(layout, group, position) in shards
+    ]
+    damaged = [(key, tuple(holdings.known_damage(key))) for key in keys]
     return Missing(
-        tuple(key.coord for key in shards if not store.holdings.holds(key)),
-        parity,
+        tuple(s.coord for each in layout.nodes if each.name == node for s in each.shards if s.coord not in shards),
+        tuple(
+            (group, position)
+            for group, position in places
+            if layout.has_parity(group, position)
+            and not holdings.holds(ParityKey(snapshot, layout.tag(group), position))
+        ),
         tuple((key, units) for key, units in damaged if units),
     )
 
 
 def _bring_back(store: Store, epoch: int, sources: Sources, method: str) -> None:
-    if all(node.name != store.node for node in sources.layout.nodes):
-        return  # the group has gone on without this node
-    missing = find_missing(store, sources.layout, sources.snapshot)
+    """What nobody holds any more; what moved to another node, with its ranks, is not missing."""
+    snapshot, missing = sources.snapshot, find_missing(store, sources.layout, sources.snapshot)
     for key, units in missing.damaged:
         mended = mend_units(store, key, units)
         log.warning("%s: %d of %d damaged units are mended", key, mended, len(units))
     for coord in missing.shards:
-        store.check_epoch(epoch)
-        found = recover(store, sources, coord, method)
-        log.warning("%s of %s was missing, and is %s", coord, sources.snapshot, found.how)
-    if missing.parity is not None:
-        store.check_epoch(epoch)
-        count = heal(store, sources, *missing.parity)
-        log.warning("parity of %s was missing, and is encoded again: %d bytes fetched", sources.snapshot, count)
-
-
-def _layout_of(layouts: list[Layout], snapshot: SnapshotId, node: str) -> Layout | None:
-    """The newest layout of a snapshot's epoch that names this node."""
-    of_epoch = [each for each in layouts if each.epoch == snapshot.epoch]
-    mine = [each for each in of_epoch if any(member.name == node for member in each.nodes)]
-    return max(mine, key=lambda each: each.revision, default=None)
+        if coord not in sources.shards:
+            store.check_epoch(epoch)
+            log.warning("%s of %s was missing, and is %s", coord, snapshot, recover(store, sources, coord, method).how)
+    for group, position in missing.parities:
+        if (group, position) not in sources.parities:
+            store.check_epoch(epoch)
+            count = heal(store, sources, group, position)
+            log.warning("parity of %s was missing, and is encoded again: %d bytes fetched", snapshot, count)

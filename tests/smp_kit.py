@@ -97,6 +97,20 @@ class Points:
                 raise DeadlineExceeded(f"{who} did not reach {point} of step {step}")
             self._accept()
 
+    def fileno(self) -> int:
+        """For a selector: readable when somebody comes to a point."""
+        return self._listening.fileno()
+
+    def take(self) -> None:
+        """Hear who came to a point; blocks until somebody has."""
+        self._accept()
+
+    def reached(self, who: str, point: str) -> list[Held]:
+        """Who of those that were heard waits there, in any step; forgotten by this."""
+        found = [held for held in self._held if (held.who, held.point) == (who, point)]
+        self._held = [held for held in self._held if held not in found]
+        return found
+
     def close(self) -> None:
         for held in self._seen:
             held.sock.close()
