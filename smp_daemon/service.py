@@ -121,7 +121,7 @@ class Smp:
         self.scratch = Scratch()
         for thread in (self._protector, self._scrubber, self.monitor):
             thread.start(self.store)
-        self._bulk = Listener(bind_tcp(host, bulk_port), lambda sock: PeerConversation(self))
+        bulk = bind_tcp(host, bulk_port)
         self._control = PeerServer(self.store, host, port)
         reach("start.bound")
         self.owner = Owner(
@@ -131,9 +131,10 @@ class Smp:
             node,
             host,
             self._control.port,
-            self._bulk.port,
+            bulk.getsockname()[1],
             before.http_port if before is not None else 0,
         )
+        self._bulk = Listener(bulk, lambda sock: PeerConversation(self))  # other SMPs may ask for the owner at once
         self._peer_client.ping(f"{host}:{self._control.port}", job, START_DEADLINE_S)
         self._write_owner()
         self._local = Listener(

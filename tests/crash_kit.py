@@ -7,7 +7,6 @@ SMP has left is judged by its files alone, before another takes them over.
 from __future__ import annotations
 
 import json
-import os
 import select
 import socket
 import time
@@ -51,11 +50,9 @@ class Job:
         self._exits: list[Event] = []
 
     def launch(self) -> None:
-        """Start the SMPs; the victim may stop on its way."""
-        self.other.launch()
-        if not any(point.startswith(("arena", "adopt", "start", "record.smp")) for point, _ in self.victim.rules):
-            self.victim.launch().wait_ready()
-        self.other.wait_ready()
+        """Start the SMPs."""
+        for smp in (self.victim.launch(), self.other.launch()):
+            smp.wait_ready()
 
     def train(self, rules: Rules = ()) -> None:
         """Start the trainers; `rules`: where the first one stops."""
@@ -90,12 +87,20 @@ class Job:
 
     def finish(self) -> None:
         """Have training end well, see that it did, and that both ranks came out as if nothing had happened."""
-        self._order(END)
+        self.order_end()
         self.wait(lambda: len(self._exits) == 2, "the job did not end")
         assert [e["status"] for e in self._exits] == [0, 0], self.logs()
         ends = [e for e in self.events if e["kind"] == "end"]
         assert [e["same"] for e in ends] == [True, True], self.logs()
         assert not [e for e in ends if e["left"]], self.logs()
+
+    def order_end(self) -> None:
+        """Tell the trainers to end; returns at once."""
+        self._order(END)
+
+    def of(self, kind: str) -> list[Event]:
+        """What the trainers said of one kind."""
+        return [event for event in self.events if event["kind"] == kind]
 
     def protected(self) -> int:
         """The newest step that the trainers know to be protected."""
@@ -140,7 +145,7 @@ class Job:
 
     def logs(self) -> str:
         """What all processes said."""
-        paths = [*self.ground.base.glob("*.log"), *self.ground.base.glob("*.stderr"), *self.ground.base.glob("*/*/*.log")]
+        paths = [path for pattern in ("*.log", "*.stderr", "*/*/*.log") for path in self.ground.base.glob(pattern)]
         return "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in paths)
 
     def close(self) -> None:
@@ -161,7 +166,7 @@ class Job:
     def _order(self, order: int) -> None:
         part = self._orders.with_suffix(".part")
         part.write_text(str(order))
-        os.replace(part, self._orders)
+        part.replace(self._orders)
 
 
 @contextmanager

@@ -97,6 +97,14 @@ class Points:
                 raise DeadlineExceeded(f"{who} did not reach {point} of step {step}")
             self._accept()
 
+    def wait_any(self, who: str, point: str) -> Held:
+        """Block until `who` has reached `point` of any step."""
+        while not (found := self.reached(who, point)):
+            if not select.select([self._listening], [], [], DEADLINE_S)[0]:
+                raise DeadlineExceeded(f"{who} did not reach {point}")
+            self._accept()
+        return found[0]
+
     def fileno(self) -> int:
         """For a selector: readable when somebody comes to a point."""
         return self._listening.fileno()
