@@ -39,12 +39,9 @@ from chaos.trainer import ENV as TRAINER_ENV
 from chaos.wire import Wire
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
 from smp_daemon.paths import arena_base
+from smp_daemon.points import SMP_POINTS
 
 Event = dict[str, Any]
-SMP_POINTS = (
-    *("seal.done", "encode.middle", "rebuild.middle", "heal.done"),
-    *("persist.middle", "persist.written", "persist.done"),
-)
 
 
 class JobFailed(HoldfastError):

@@ -19,9 +19,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from chaos.cluster import SMP_POINTS
 from chaos.faults import CATALOGUE, Fault, check
 from smp_daemon.errors import ConfigError
+from smp_daemon.points import SMP_POINTS
 from snapshot.arrange import parse_protect
 from snapshot.tuning.profiles import FailureProfile
 

@@ -27,13 +27,16 @@ from typing import Any
 from smp_daemon.budget import Budget, pages, wipe
 from smp_daemon.errors import ArenaTooSmall, ConfigError, ProtocolError
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.records import read_json, write_json
+from smp_daemon.points import reach
+from smp_daemon.records import PART, read_json, write_json
 from smp_daemon.slots import Slot, SlotPool, SlotState
 
 MADV_POPULATE_WRITE = 23
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 SHARD_SUFFIX = "safetensors"
 PARITY_SUFFIX = "parity"
+OWNERSHIP = ("lock", "smp.json")
+"""Files that say whose the arena is."""
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +109,7 @@ class Pool(SlotPool):
         self.record_path(slot).unlink(missing_ok=True)
         if slot.state is not SlotState.FREE:
             self._wipe(slot)
+        reach("slot.freed", slot.snapshot.step if slot.snapshot else -1)
         slot.free()
 
     def abandon(self, slot: Slot) -> None:
@@ -152,6 +156,7 @@ class Pool(SlotPool):
         self._maps.pop(slot.index, None)
         self._abandoned.discard(slot.index)
         self.path(slot).unlink(missing_ok=True)
+        reach("slot.removed")
 
 
 class Arena:
@@ -179,12 +184,13 @@ class Arena:
             raise ConfigError(
                 f"the arena {path} must be a directory of this user with mode 0700, not a link: remove it"
             )
+        reach("arena.made")
         self._lock = (path / "lock").open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"another SMP owns the arena {path}: use it, or stop it first") from error
-        for part in list(path.glob("*.part")):
+        for part in list(path.glob(f"*{PART}")):
             part.unlink()  # a predecessor was killed while it wrote a record
         self.budget = Budget(path, memory)
         self._zero = zero
@@ -267,6 +273,7 @@ class Arena:
             if epoch < newest and all(epoch != snapshot.epoch for snapshot in (*keep, *held)):
                 del self.layouts[epoch, revision]
                 self._layout_path(epoch, revision).unlink(missing_ok=True)
+                reach("layout.removed")
 
     def make_room(self, length: int, wanted: Pool) -> int:
         """Delete free slots of other pools until `length` bytes are free again; how many are.
@@ -337,18 +344,27 @@ class Arena:
 
     def clear(self) -> None:
         """Delete what counts for nothing: a predecessor was killed while it removed the arena."""
-        for pattern in (f"*.{SHARD_SUFFIX}", f"*.{PARITY_SUFFIX}", "*.json"):
-            for path in [path for path in self.path.glob(pattern) if path.name != "smp.json"]:
+        for pattern in (f"*.{SHARD_SUFFIX}*", f"*.{PARITY_SUFFIX}*", "layout-*"):
+            for path in list(self.path.glob(pattern)):
                 log.info("%s is left of an arena that was removed, and is deleted", path.name)
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def destroy(self) -> None:
-        """Remove the directory and all it holds. Who is killed in the middle leaves nothing that counts."""
+        """Remove the directory and all it holds.
+
+        What says that there is something goes first, and what says whose it is goes last: whenever this ends too
+        early, a successor finds nothing to adopt, and `holdfast gc` still finds the directory.
+        """
         (self.path / "node.json").unlink(missing_ok=True)
         for pool in self.pools():
             for slot in list(pool.slots):
                 pool.remove(slot)
+        for path in list(self.path.glob("*")):
+            if path.name not in OWNERSHIP:
+                path.unlink(missing_ok=True)
+        reach("arena.emptied")
         shutil.rmtree(self.path, ignore_errors=False)
+        reach("arena.removed")
         for pool in self.pools():
             pool.slots.clear()
 
@@ -370,6 +386,7 @@ def _reserve(path: Path, length: int) -> None:
     """A new file of `length` bytes, all of them allocated now: later writes cannot fail with SIGBUS."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
+        reach("slot.opened")
         _populate_huge(fd, length)
         os.posix_fallocate(fd, 0, length)
     except OSError as error:
@@ -379,6 +396,7 @@ def _reserve(path: Path, length: int) -> None:
         raise
     finally:
         os.close(fd)
+    reach("slot.made")
 
 
 def _populate_huge(fd: int, length: int) -> None:

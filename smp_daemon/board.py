@@ -49,7 +49,8 @@ class Board:
         finally:
             os.close(fd)
         self._words, self._pauses, self._due = words[:WORDS], words[WORDS:-1], words[-1:]
-        self._next = 0
+        newest = int(self._words[1:].argmax())
+        self._next = (newest + 1) % (WORDS - 1) if self._words[1 + newest] else 0  # a predecessor may have said some
 
     @property
     def epoch(self) -> int:

@@ -201,7 +201,11 @@ class SmpClient:
         return {str(name): int(count) for name, count in self._call({"op": "scrub"}, RECOVER_DEADLINE_S).items()}
 
     def finish(self, epoch: int) -> None:
-        """The job has ended well: the SMP removes its arena and ends. Blocks until it has."""
+        """The job has ended well: the SMP removes its arena and ends. Blocks until it has.
+
+        Raises:
+            SmpUnavailable: it ended before it had removed all of it.
+        """
         self._end({"op": "finish", "epoch": epoch})
 
     def stop(self, *, remove: bool, force: bool) -> None:
@@ -224,6 +228,8 @@ class SmpClient:
                 pass  # it may be gone before its answer is on the way
             if not await_end(ended, CALL_DEADLINE_S):
                 raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
+            if self.arena.exists():
+                raise SmpUnavailable(f"SMP {self.pid} ended and left {self.arena} behind")
         finally:
             os.close(ended)
             self.close()

@@ -17,6 +17,7 @@ from smp_daemon.holdings import Holdings, ParityKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S
 from smp_daemon.parity import ParityGathering
+from smp_daemon.points import reach
 from smp_daemon.slots import Slot
 
 
@@ -84,6 +85,7 @@ class Codings:
             self._holdings.counters.add(units_damaged=1)
             raise
         self._holdings.counters.add(units_folded=1)
+        reach("parity.folded", coding.snapshot.step)
         if gathering.parity.complete:
             self._commit_parity(coding, gathering)
 
@@ -115,6 +117,7 @@ class Codings:
         with self.changed:
             self._check_epoch(epoch)
             self._done.setdefault(coding, set()).add(position)
+            reach("parity.told", coding.snapshot.step)
             self.changed.notify_all()
         self._on_done(coding.snapshot)
 
@@ -208,16 +211,19 @@ class Codings:
             else:
                 slot = pool.begin(coding.snapshot, length)
                 view = pool.view(slot)
+            reach("parity.taken", coding.snapshot.step)
             self._gatherings[coding] = Gathering(pool, slot, self._holdings.gathering(key, stripes, view))
             return self._gatherings[coding]
 
     def _commit_parity(self, coding: Coding, gathering: Gathering) -> None:
         record = gathering.parity.record()
+        reach("parity.complete", coding.snapshot.step)
         with self.changed:
             layout = self.find_layout(coding)
             if layout is None or self._gatherings.get(coding) is not gathering:
                 return  # another thread folded in the last unit too, or the snapshot was given up
             self._holdings.commit_parity(gathering.pool, gathering.slot, record)
+            reach("parity.committed", coding.snapshot.step)
             del self._gatherings[coding]
             self._own_parity_done(coding, record.position, layout)
         self._on_done(coding.snapshot)

@@ -22,6 +22,7 @@ from smp_daemon.counters import Counters
 from smp_daemon.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.parity import ParityGathering
+from smp_daemon.points import reach
 from smp_daemon.records import (
     ParityRecord,
     ShardRecord,
@@ -135,6 +136,11 @@ class Holdings:
                 damaged.append(index)
         return damaged
 
+    def known_damage(self, key: Key) -> list[int]:
+        """Which units are known not to match their digests, and are not mended. Reads nothing."""
+        with self._lock:
+            return sorted(index for of, index in self._damaged if of == key)
+
     def mend(self, key: Key, index: int, content: memoryview) -> None:
         """Put a unit's bytes back in place.
 
@@ -147,8 +153,10 @@ class Holdings:
             offset, length = record.unit(index)
             if content.nbytes != length or digest(content) != record.digests[index]:
                 raise DamagedSnapshot(f"what was computed for unit {index} of {key} does not match its digest")
+            reach("mend.before", key.snapshot.step)
             np.copyto(np.frombuffer(view[offset : offset + length], np.uint8), np.frombuffer(content, np.uint8))
             self._damaged.discard((key, index))
+        reach("mend.done", key.snapshot.step)
         self.counters.add(units_mended=1)
         log.warning("unit %d of %s was mended", index, key)
 
@@ -159,6 +167,7 @@ class Holdings:
             slot = pool.find(key.snapshot, SlotState.SEALED)
             if slot is not None:
                 pool.discard(slot)
+                reach("drop.done", key.snapshot.step)
             self._forget(key)
 
     def keep_only(self, stays: Callable[[Key], bool]) -> None:
@@ -198,12 +207,15 @@ class Holdings:
             self.drop(key)
             pool, slot, view = self.take(self.arena.shard_pool(key.coord), key.snapshot, length)
         try:
+            reach("receive.taken", key.snapshot.step)
             yield view
             check(view)
             record = ShardRecord(key.snapshot, key.coord, length, unit_bytes, digest_units(view, unit_bytes))
+            reach("receive.checked", key.snapshot.step)
             with self._lock:
                 _check_mine(pool, slot, view, key.snapshot)
                 self.commit_shard(pool, slot, record)
+            reach("receive.done", key.snapshot.step)
         except BaseException:
             self._give_back(pool, slot, view)
             raise
@@ -221,9 +233,11 @@ class Holdings:
             pool = self.arena.parity_pool(key.tag, key.position)
             pool, slot, view = self.take(pool, key.snapshot, stripes.parity_bytes(key.position))
         try:
+            reach("heal.taken", key.snapshot.step)
             gathering = self.gathering(key, stripes, view)
             yield gathering
             record = gathering.record()
+            reach("heal.folded", key.snapshot.step)
             with self._lock:
                 _check_mine(pool, slot, view, key.snapshot)
                 self.commit_parity(pool, slot, record)
@@ -278,6 +292,7 @@ class Holdings:
         slot.snapshot = record.snapshot
         slot.state = SlotState.SEALED
         self._records[key] = record
+        reach("adopt.slot", key.snapshot.step)
         self.damaged_units(key)  # notes them: others can help to mend them
 
     def _pool(self, key: Key) -> Pool:

@@ -190,6 +190,7 @@ class Monitor:
         if reform is None:
             return None
         log.warning("re-forming groups for %s on %s", reform.snapshot, ", ".join(reform.nodes))
+        reach("reform.planned", reform.snapshot.step)
         message = {
             "job": store.job,
             "epoch": store.epoch,
@@ -245,6 +246,7 @@ class Monitor:
             reach("reform.encode", sources.snapshot.step)
             self._encode(epoch, sources, layout)
         else:
+            reach("reform.release", sources.snapshot.step)
             self._release(sources, layout)
             store.counters.add(reforms=1)
             reach("reform.done", sources.snapshot.step)

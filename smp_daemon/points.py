@@ -15,24 +15,39 @@ import threading
 ENV = "HOLDFAST_POINTS"
 HOLD_DEADLINE_S = 120.0
 
-POINTS = (
-    "copy.before",
-    "copy.middle",
-    "copy.done",
-    "seal.done",
-    "encode.middle",
-    "rebuild.middle",
-    "heal.done",
-    "reform.declined",
-    "reform.adopt",
-    "reform.encode",
-    "reform.done",
-    "persist.middle",
-    "persist.written",
-    "persist.done",
-    "restore.before",
-    "restore.middle",
+RECORDS = ("node", "layout", "shard", "parity", "smp")
+"""Kinds of JSON files in an arena."""
+
+TRAINER_POINTS = ("copy.before", "copy.middle", "copy.done", "restore.before", "restore.middle")
+"""Reached by trainers."""
+
+PERSIST_POINTS = ("persist.middle", "persist.written", "persist.done")
+
+SMP_POINTS = (
+    # an SMP starts, and takes over what is there
+    *("arena.made", "adopt.before", "adopt.board", "adopt.slot", "adopt.done"),
+    *("start.adopted", "start.bound", "start.serving", "rejoin.before", "rejoin.done"),
+    # a start of the job, or a change of its layout
+    *("join.fenced", "join.noted", "join.done", "configure.reserved", "configure.done", "slot.opened", "slot.made"),
+    # a snapshot
+    *("begin.released", "begin.done", "seal.before", "seal.digested", "seal.committed", "seal.done", "abandon.done"),
+    *("encode.before", "encode.middle", "encode.done", "parity.taken", "parity.folded", "parity.complete"),
+    *("parity.committed", "parity.announced", "parity.told", "outcome.protected", "outcome.failed"),
+    *("slot.freed", "slot.removed", "layout.removed"),
+    # bytes that are brought back, and mended
+    *("receive.taken", "receive.checked", "receive.done", "rebuild.middle", "drop.done"),
+    *("mend.before", "mend.done", "heal.taken", "heal.folded", "heal.done"),
+    *("reform.declined", "reform.planned", "reform.adopt", "reform.encode", "reform.release", "reform.done"),
+    # a snapshot that is written to storage
+    *PERSIST_POINTS,
+    # the end
+    *("finish.told", "finish.closing", "arena.emptied", "arena.removed"),
+    # small files: before one is written, once it is written beside the old, once it has taken its place
+    *(f"record.{kind}.{when}" for kind in RECORDS for when in ("before", "part", "done")),
 )
+"""Reached by SMPs: before and after every change of what outlives the process."""
+
+POINTS = (*TRAINER_POINTS, *SMP_POINTS)
 """Every point inside holdfast. Jobs may add their own, such as ``train.step``."""
 
 
@@ -56,6 +71,11 @@ def arm() -> None:
     global _rules
     text = os.environ.get(ENV)
     _rules = _Rules(text) if text else None
+
+
+def is_armed() -> bool:
+    """Whether anything is to happen at any point of this process."""
+    return _rules is not None
 
 
 def reach(point: str, step: int = -1) -> None:

@@ -106,6 +106,7 @@ class Protector:
             snapshot,
             lambda reason: self._store.fail(snapshot, reason),
         )
+        reach("parity.announced", snapshot.step)
 
     def hang_up(self) -> None:
         """A newer epoch has begun: wait for no answer of the one before. A node that lost power never gives it."""
@@ -154,9 +155,11 @@ class Protector:
             self._wait(self._pacer.wait_s(count, time.monotonic()), over)
             self._make_way(patience, over)
 
+        reach("encode.before", snapshot.step)
         group, _ = layout.place(self._store.node)
         self._wait(self._until_turn_s(group, snapshot), lambda: over() or self._is_overtaken(snapshot))
         send_units(self._store, links, snapshot, layout, check, pace)
+        reach("encode.done", snapshot.step)
 
     def _wait(self, seconds: float, over: Callable[[], bool]) -> None:
         """Wait so long, but not once it is `over`; that is asked again whenever the store has changed."""

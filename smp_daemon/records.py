@@ -14,6 +14,10 @@ import xxhash
 from smp_daemon.errors import ArenaTooSmall, ProtocolError
 from smp_daemon.layout import SnapshotId
 from smp_daemon.limits import MAX_RECORD_BYTES
+from smp_daemon.points import is_armed, reach
+
+PART = ".part"
+"""At the end of the name of what is being written."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -140,13 +144,23 @@ def write_json(path: Path, data: Any) -> None:
     Raises:
         ArenaTooSmall: it cannot be written: the file system is full, or a limit of this process is reached.
     """
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + PART)
+    _reach(path, data, "before")
     try:
         part.write_text(_encode(data))
+        _reach(path, data, "part")
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise ArenaTooSmall(f"{path} cannot be written: {error}") from error
+    _reach(path, data, "done")
+
+
+def kind_of(name: str) -> str:
+    """What a JSON file of an arena with that name says; one of `points.RECORDS`."""
+    if name.endswith(".safetensors.json"):
+        return "shard"
+    return "parity" if name.endswith(".parity.json") else name.partition(".")[0].partition("-")[0]
 
 
 def read_json(path: Path) -> Any | None:
@@ -164,6 +178,11 @@ def read_json(path: Path) -> Any | None:
         return None
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{path} is not JSON: {error}") from error
+
+
+def _reach(path: Path, data: Any, when: str) -> None:
+    if is_armed():
+        reach(f"record.{kind_of(path.name)}.{when}", data["snapshot"][1] if "snapshot" in data else -1)
 
 
 def _snapshot(pair: Sequence[Any]) -> SnapshotId:

@@ -31,9 +31,11 @@ from smp_daemon.paths import Owner, read_owner, socket_path
 from smp_daemon.peers import PeerClient, PeerServer
 from smp_daemon.persist.options import Options
 from smp_daemon.persist.persister import Persister
+from smp_daemon.points import reach
 from smp_daemon.protect import Protector
 from smp_daemon.rebuild import METHODS
 from smp_daemon.records import write_json
+from smp_daemon.rejoin import Rejoiner
 from smp_daemon.remote import PeerConversation
 from smp_daemon.scratch import Scratch
 from smp_daemon.scrub import Scrubber
@@ -128,6 +130,7 @@ class Smp:
         self.monitor = Monitor(
             self._peer_client, self.settings.reform_after_s, self.settings.rebuild, lambda: self.trainers
         )
+        self._rejoiner = Rejoiner(self.settings.rebuild)
         self.store = Store(
             self._arena,
             job,
@@ -139,11 +142,13 @@ class Smp:
             spare=self.persister.spare,
         )
         self._arena.settle()
+        reach("start.adopted")
         self.scratch = Scratch()
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)
-        self._bulk = Listener(bind_tcp(host, bulk_port), lambda sock: PeerConversation(self), Gate(credentials, job))
+        bulk = bind_tcp(host, bulk_port)
         self._control = PeerServer(self.store, host, port, credentials)
+        reach("start.bound")
         self.owner = Owner(
             os.getpid(),
             psutil.Process().create_time(),
@@ -151,14 +156,18 @@ class Smp:
             node,
             host,
             self._control.port,
-            self._bulk.port,
+            bulk.getsockname()[1],
             before.http_port if before is not None else 0,
         )
+        gate = Gate(credentials, job)
+        self._bulk = Listener(bulk, lambda sock: PeerConversation(self), gate)  # others may ask for the owner at once
         self._peer_client.ping(f"{host}:{self._control.port}", job, START_DEADLINE_S)
         self._write_owner()
         self._local = Listener(
             bind_unix(socket_path(arena)), lambda sock: TrainerConversation(self, checked_peer(sock))
         )
+        reach("start.serving")
+        self._rejoiner.start(self.store)
 
     def inventory(self) -> Inventory:
         """What it holds."""
@@ -187,6 +196,7 @@ class Smp:
     def finish(self) -> None:
         """The job has ended well: nothing of it is needed any more."""
         self._finished = True
+        reach("finish.told")
         self.stopped.set()
 
     def stop(self, *, remove: bool = False) -> None:
@@ -201,17 +211,20 @@ class Smp:
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; else it stays for a successor."""
         self._drain.end()
-        for part in (
+        parts = (
             self.persister,
+            self._rejoiner,
             self.monitor,
             self._scrubber,
             self._protector,
             self._bulk,
             self._control,
             self._peer_client,
-        ):
+        )
+        for part in parts:
             part.close()
         if self._finished:
+            reach("finish.closing")
             self.store.retire()
         self._local.close()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from smp_daemon.arena import OWNERSHIP
 from smp_daemon.budget import parse_size, wipe_file
 from smp_daemon.errors import BY_NAME, ConfigError, DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable
 from smp_daemon.paths import Owner, arena_base, read_owner
@@ -118,7 +119,7 @@ def find_leftovers(
     """Arenas below `base` whose trainers are all gone, and which nothing wrote to for `older_than_s`."""
     base = base or arena_base()
     now = time.time()
-    for arena in sorted({path.parent for name in ("smp.json", "lock") for path in base.glob(f"**/{name}")}):
+    for arena in sorted({path.parent for name in OWNERSHIP for path in base.glob(f"**/{name}")}):
         try:
             owner = read_owner(arena)
         except (ProtocolError, TypeError):

@@ -124,9 +124,12 @@ class Store:
             self._unpromised = self.unpromised()
             self._forget(lambda snapshot: True)
             self.arena.fence()
+            reach("join.fenced")
             self.epoch = epoch
             self._write_node()
+            reach("join.noted")
             self.board.reset(epoch)
+            reach("join.done")
             self.changed.notify_all()
         self._on_epoch()
 
@@ -147,7 +150,9 @@ class Store:
                     raise ProtocolError(f"epoch {layout.epoch} has another layout already")
                 return
             self._reserve(layout)
+            reach("configure.reserved")
             self.arena.add_layout(layout)
+            reach("configure.done")
             self.changed.notify_all()
 
     # ------------------------------------------------------------------ a snapshot's way
@@ -169,6 +174,7 @@ class Store:
                 raise ProtocolError(f"{protected} is protected and must be kept")
             self._note_protected(protected)
             self._release(keep, snapshot)
+            reach("begin.released", snapshot.step)
             pool = self.arena.shard_pool(coord)
             for slot in [s for s in pool.slots if s.state is SlotState.WRITING and s.snapshot not in keep]:
                 if slot.snapshot is not None and slot.snapshot.epoch < snapshot.epoch:
@@ -178,6 +184,7 @@ class Store:
             slot = pool.begin(snapshot, layout.shard_bytes(coord))
             self._progress.setdefault(snapshot, Progress())
             self.board.post(snapshot.step, Outcome.PENDING)
+            reach("begin.done", snapshot.step)
             return pool, slot
 
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
@@ -190,6 +197,7 @@ class Store:
             slot = pool.find(snapshot, SlotState.WRITING)
             if slot is not None:
                 pool.abandon(slot)
+                reach("abandon.done", snapshot.step)
                 if not unused:
                     self.fail(snapshot, f"the writer of {coord} went away")
 
@@ -211,12 +219,14 @@ class Store:
             if slot is None:
                 raise StaleEpoch(f"{coord} has no slot that is being written for {snapshot}")
             view = pool.view(slot)
+        reach("seal.before", snapshot.step)
         try:
             self._check_slot(view, snapshot, coord)
         except ProtocolError:
             self.abandon(snapshot, coord)
             raise
         record = ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, digest_units(view, layout.unit_bytes))
+        reach("seal.digested", snapshot.step)
         with self.changed:
             if pool.find(snapshot, SlotState.WRITING) is not slot:
                 raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
@@ -224,6 +234,7 @@ class Store:
             progress = self._progress.setdefault(snapshot, Progress())
             progress.sealed.add(coord)
             whole = progress.sealed == {s.coord for s in layout.node(self.node).shards}
+        reach("seal.committed", snapshot.step)
         if whole:
             reach("seal.done", snapshot.step)
             group, _ = layout.place(self.node)
@@ -260,6 +271,7 @@ class Store:
                 return
             progress.outcome = Outcome.FAILED
             self.board.post(snapshot.step, Outcome.FAILED)
+            reach("outcome.failed", snapshot.step)
             self.changed.notify_all()
         log.warning("%s failed: %s", snapshot, reason)
 
@@ -354,6 +366,7 @@ class Store:
             if sealed and self.codings.is_done(Coding(snapshot, layout.tag(group)), everyone):
                 progress.outcome = Outcome.PROTECTED
                 self.board.post(snapshot.step, Outcome.PROTECTED)
+                reach("outcome.protected", snapshot.step)
                 self.changed.notify_all()
 
     def _release(self, keep: Collection[SnapshotId], before: SnapshotId) -> None:
@@ -395,6 +408,7 @@ class Store:
 
     def _adopt(self) -> None:
         """Take over what a predecessor left in the arena."""
+        reach("adopt.before")
         known: Any = read_json(self.arena.path / "node.json")
         if known is None:
             self.arena.clear()
@@ -410,6 +424,8 @@ class Store:
             self.board.fail_pending()
         else:
             self.board.reset(self.epoch)  # the predecessor died after it had noted an epoch and before it said so
+        reach("adopt.board")
         self.holdings.adopt()
+        reach("adopt.done")
         if self.layout is not None:
             self._reserve(self.layout)

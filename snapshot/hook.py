@@ -117,6 +117,8 @@ class SnapshotHook:
         self._misfit = False
         self._due = 0
         self._planned = False
+        self._attempted = False
+        self._away = False
         self._enabled = True
         self._pace = Pace()
         self.statistics = Statistics(interval=self._cadence.rhythm.interval)
@@ -341,6 +343,13 @@ class SnapshotHook:
 
     def _reattach(self) -> None:
         """The SMP went away, and with it what it had not sealed. Go on with its successor, or start one."""
+        self._connect_again()
+        self._sealing.reconnect()
+        self._client.join(self._epoch)
+        if self._layout is not None:
+            self._client.configure(self._layout)
+
+    def _connect_again(self) -> None:
         try:
             self._client.reconnect()
         except SmpUnavailable:
@@ -348,10 +357,6 @@ class SnapshotHook:
                 raise
             start_here(self._arena, self._job)
             self._client.reconnect()
-        self._sealing.reconnect()
-        self._client.join(self._epoch)
-        if self._layout is not None:
-            self._client.configure(self._layout)
 
     def _report(self) -> list[int]:
         """What the ranks take the minimum of: what became of each pending snapshot, whether the layout holds, the
@@ -388,8 +393,9 @@ class SnapshotHook:
         if not self._ledger.may_begin:
             self.statistics.skipped += 1
             return
-        if not self._planned:
-            self._configure()
+        if not self._planned and not self._configure():
+            self.statistics.skipped += 1
+            return
         snapshot = SnapshotId(self._epoch, self._step)
         keep, protected = self._ledger.keep, self._ledger.sure
         self._ledger = self._ledger.begin(snapshot)
@@ -410,29 +416,55 @@ class SnapshotHook:
             self._copies[snapshot] = self._copy
             self._copier.submit(self._copy)
 
-    def _configure(self) -> None:
+    def _configure(self) -> bool:
         """Agree on a layout for the state as it is now, and reserve it. A collective call.
 
-        Every change of layout is an epoch of its own; what was snapshot before stays until the new is protected.
+        Every change of layout, and every attempt at one, is an epoch of its own; what was snapshot before stays until
+        the new is protected. False, on every rank: some SMP is away, and it must be tried again.
         """
-        form = self._capture.plan(SnapshotId(self._epoch, self._step))
-        if self._layout is not None:
-            self._epoch += 1
+        failure = _failure_of(self._attach)
+        if self._agreement.minimum([int(failure is None)])() == [1]:
+            form = self._capture.plan(SnapshotId(self._epoch, self._step))
+            if self._attempted:
+                self._epoch += 1
+            self._attempted = True
+            failure = _failure_of(lambda: self._reserve(form.total_bytes))
+            if failure is None:
+                self._planned = True
+                return True
+        if self._strict:
+            raise failure or SmpUnavailable("the SMP of another node is away")
+        if not self._away:
+            log.warning("no snapshot of step %d, nor until all SMPs are back: %s", self._step, failure or "one is away")
+        self._away = True
+        return False
+
+    def _attach(self) -> None:
+        """See that the SMP is there, and in this epoch. Raises `SmpUnavailable`."""
+        try:
             self._client.join(self._epoch)
+        except SmpUnavailable:
+            for copy in self._copies.values():
+                copy.done.wait(self._deadline_s)  # then no other thread uses the connections
+            self._connect_again()
+            self._sealing.reconnect()
+            self._client.join(self._epoch)
+
+    def _reserve(self, slot_bytes: int) -> None:
         self._layout = reserve(
             self._client,
             self._agreement,
             self._job,
             self._epoch,
             self._coord,
-            form.total_bytes,
+            slot_bytes,
             self._protection,
             self._ledger.slots,
             self._domains,
         )
         self._cadence.placed(self._layout)
         self._index = [shard.coord for shard in self._layout.node(self._client.node).shards].index(self._coord)
-        self._planned = True
+        self._away = False
 
     def _over(self, job: CopyJob) -> None:
         """A copy is sealed, or was given up. Called in one of the copy threads."""
@@ -463,7 +495,22 @@ class SnapshotHook:
         ranks = [json.loads(t) for t in self._agreement.gather(json.dumps([self._coord, self._client.node]).encode())]
         on_this_node = [coord for coord, node in ranks if node == self._client.node]
         if min(on_this_node, key=coordinate_key) == self._coord:
-            self._client.finish(self._epoch)
+            try:
+                self._client.finish(self._epoch)
+            except SmpUnavailable as error:  # it was killed meanwhile: its successor cleans up
+                log.info("the job is finished by another SMP: %s", error)
+                self._connect_again()
+                self._client.join(self._epoch)
+                self._client.finish(self._epoch)
+
+
+def _failure_of(work: Callable[[], None]) -> SmpUnavailable | None:
+    """Why the SMP did not do `work`, or None; other errors are raised."""
+    try:
+        work()
+    except SmpUnavailable as error:
+        return error
+    return None
 
 
 def budget_from_environment() -> float:

@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from smp_daemon.client import SmpClient
-from smp_daemon.errors import ConfigError, HoldfastError
+from smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
 from smp_daemon.layout import Layout
 from snapshot.agreement import Agreement
 from snapshot.arrange import Protection, RankInfo, arrange, shortfalls
 
+_REFUSED, _AWAY, _DONE = range(3)
+
 log = logging.getLogger(__name__)
+
+
+def _together(agreement: Agreement, work: Callable[[], None]) -> None:
+    """Do `work` on every rank; raises on every rank, with the same meaning, if it failed on any. A collective call."""
+    problem: HoldfastError | None = None
+    verdict = _DONE
+    try:
+        work()
+    except SmpUnavailable as error:
+        problem, verdict = error, _AWAY
+    except HoldfastError as error:
+        problem, verdict = error, _REFUSED
+    [worst] = agreement.minimum([verdict])()
+    if worst == _AWAY:
+        raise problem or SmpUnavailable("the SMP of another rank's node is away")
+    if worst == _REFUSED:
+        if problem is None or verdict == _AWAY:
+            raise ConfigError("another rank's SMP could not reserve its memory; see that rank's error") from problem
+        raise problem
 
 
 def reserve(
@@ -31,18 +53,19 @@ def reserve(
     SMP reserve its memory. A collective call; blocks.
 
     Raises:
+        SmpUnavailable: an SMP is away; so on every rank.
         HoldfastError: it cannot be reserved, here or for another rank; so on every rank.
     """
-    mine = RankInfo.of(coord, client.inventory(), slot_bytes, tuple(domains))
-    everyone = [RankInfo.from_json(json.loads(t)) for t in agreement.gather(json.dumps(asdict(mine)).encode())]
+    mine: dict[str, Any] = {}
+
+    def ask() -> None:
+        client.join(epoch)
+        mine.update(asdict(RankInfo.of(coord, client.inventory(), slot_bytes, tuple(domains))))
+
+    _together(agreement, ask)
+    everyone = [RankInfo.from_json(json.loads(t)) for t in agreement.gather(json.dumps(mine).encode())]
     layout = arrange(job, epoch, everyone, protection, slots)
-    problem: HoldfastError | None = None
-    try:
-        client.configure(layout)
-    except HoldfastError as error:
-        problem = error
-    if agreement.minimum([int(problem is None)])() != [1]:
-        raise problem or ConfigError("another rank's SMP could not reserve its memory; see that rank's error")
+    _together(agreement, lambda: client.configure(layout))
     if layout.coords[0] == coord:
         for shortfall in shortfalls(layout):
             log.warning("%s", shortfall)

@@ -97,6 +97,28 @@ class Points:
                 raise DeadlineExceeded(f"{who} did not reach {point} of step {step}")
             self._accept()
 
+    def wait_any(self, who: str, point: str) -> Held:
+        """Block until `who` has reached `point` of any step."""
+        while not (found := self.reached(who, point)):
+            if not select.select([self._listening], [], [], DEADLINE_S)[0]:
+                raise DeadlineExceeded(f"{who} did not reach {point}")
+            self._accept()
+        return found[0]
+
+    def fileno(self) -> int:
+        """For a selector: readable when somebody comes to a point."""
+        return self._listening.fileno()
+
+    def take(self) -> None:
+        """Hear who came to a point; blocks until somebody has."""
+        self._accept()
+
+    def reached(self, who: str, point: str) -> list[Held]:
+        """Who of those that were heard waits there, in any step; forgotten by this."""
+        found = [held for held in self._held if (held.who, held.point) == (who, point)]
+        self._held = [held for held in self._held if held not in found]
+        return found
+
     def close(self) -> None:
         for held in self._seen:
             held.sock.close()

@@ -195,3 +195,14 @@ def test_an_open_board_costs_the_one_file_that_its_mapping_keeps(boards: Pair, t
 def test_a_trainer_cannot_open_a_board_that_no_smp_has_made(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Board(tmp_path / "board")
+
+
+def test_a_successor_does_not_push_out_what_was_said_last(tmp_path: Path) -> None:
+    boards = Pair(tmp_path / "board")
+    boards.smp.post(1, Outcome.PROTECTED)
+    successor = Board(tmp_path / "board", create=True)
+    for step in range(2, 1 + REMEMBERED):
+        successor.post(step, Outcome.PENDING)
+    assert boards.trainer.outcome(1, 1) is Outcome.PROTECTED
+    successor.post(1 + REMEMBERED, Outcome.PENDING)
+    assert boards.trainer.outcome(1, 1) is Outcome.PENDING

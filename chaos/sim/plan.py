@@ -5,14 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from chaos.sim.seams import RECORDS
-from smp_daemon.points import POINTS
+from smp_daemon.points import PERSIST_POINTS, POINTS
 
 POINTS_HERE = (
-    *(point for point in POINTS if not point.startswith("persist.")),
+    *(point for point in POINTS if point not in PERSIST_POINTS),
     "seal.digest",
-    "seal.digested",
-    *(f"record.{kind}.{when}" for kind in RECORDS for when in ("before", "part", "done")),
 )
 """Every named place at which a process may be killed. Nothing is persisted."""
 

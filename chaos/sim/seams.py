@@ -26,7 +26,7 @@ from chaos.sim.rpc import SimGrpc
 from chaos.sim.scheduler import active
 from chaos.sim.tasks import Process
 from smp_daemon.credentials import Credentials
-from smp_daemon.records import digest_units, write_json
+from smp_daemon.records import digest_units, kind_of, write_json
 from snapshot.pace import Pace
 
 THREADING = SimpleNamespace(
@@ -50,19 +50,16 @@ SOCKET = SimpleNamespace(
 PAGE_BYTES = 64
 """Headers of slot files are padded to this, so that a shard is a few hundred bytes."""
 
-RECORDS = ("node", "layout", "shard", "parity", "smp")
-"""Kinds of JSON files in an arena."""
-
 MODULES = {
     "threading": (
         *("service", "store", "codings", "holdings", "counters", "protect", "parity", "monitor", "scrub", "local"),
-        *("transport", "listener", "gate", "peers", "client"),
+        *("transport", "listener", "gate", "peers", "client", "rejoin"),
     ),
     "time": ("codings", "protect", "monitor", "scrub", "transport"),
     "queue": ("protect", "scratch"),
     "socket": ("transport", "listener"),
     "ThreadPoolExecutor": ("monitor", "rebuild", "census", "peers"),
-    "reach": ("store", "protect", "rebuild", "monitor"),
+    "reach": ("store", "protect", "rebuild", "monitor", "arena", "holdings", "codings", "service", "rejoin"),
 }
 
 
@@ -137,17 +134,9 @@ def _await_end(process: Process, deadline_s: float) -> bool:
     return not process.alive
 
 
-def kind_of(path: MemoryPath) -> str:
-    """What a JSON file of an arena says; one of `RECORDS`."""
-    name = path.name
-    if name.endswith(".safetensors.json"):
-        return "shard"
-    return "parity" if name.endswith(".parity.json") else name.partition(".")[0].partition("-")[0]
-
-
 def _write_json(path: MemoryPath, data: Any) -> None:
     """`smp_daemon.records.write_json`, with crashes planned before it, in the middle and after."""
-    kind = kind_of(path)
+    kind = kind_of(path.name)
     reach(f"record.{kind}.before")
     if Hooks.is_due(f"record.{kind}.part"):  # else what it leaves is overwritten at once
         path.with_name(path.name + ".part").write_text('{"cut')
@@ -159,9 +148,7 @@ def _write_json(path: MemoryPath, data: Any) -> None:
 
 def _digest_units(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
     reach("seal.digest")
-    digests = digest_units(data, unit_bytes)
-    reach("seal.digested")
-    return digests
+    return digest_units(data, unit_bytes)
 
 
 def _start_smp(job: str, node: str, arena: MemoryPath, **options: object) -> None:
