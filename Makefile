@@ -1,4 +1,5 @@
 # make demo    the main job, on a fresh machine with Python 3.11: sets up by itself
+# make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and a spare comes
 # make test    the whole test suite, two files at a time; TESTS=... chooses
 # make slow    more of it, ten minutes: every way through other trainers' loops, every node of a pool
 # make check   lint, format and types
@@ -12,11 +13,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test slow check matrix chaos stall proto clean setup
+.PHONY: demo demo-torchrun test slow check matrix chaos stall proto clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
 	@$(BIN)/holdfast demo $(DEMO)
+
+demo-torchrun: setup
+	@TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 \
+		$(BIN)/holdfast chaos run --seed 1656 --faults 2 --nodes 3 --steps 10 -- \
+		$(BIN)/torchrun --nnodes=3 --nproc-per-node=1 --max-restarts=9 --rdzv-backend=c10d \
+		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m examples.acp_sgd
 
 test: setup
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 from holdfast.audit import Notes, Values, read
 from holdfast.cli import main
 from holdfast.own_command import FIRST_STEP, IN_A_RECOVERY, KINDS, OwnFault, OwnPlan, draw, judge
-from smp_daemon.errors import ConfigError
+from holdfast.own_nodes import OwnNode
+from smp_daemon.errors import ConfigError, HoldfastError
 from smp_daemon.paths import ARENA_ENV
 
 ROOT = Path(__file__).parent.parent
@@ -143,6 +146,61 @@ def test_another_process_of_the_command_is_killed(tmp_path: Path, monkeypatch: p
     options = ["--seed", str(seed), "--faults", "1", "--steps", "8", "--other", "97", "--json", str(report)]
     assert main(["chaos", "run", *options, "--", "bash", "-c", script]) == 0
     assert [fault["kind"] for fault in json.loads(report.read_text())["injected"]] == ["kill-other"]
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_node_is_lost_under_agents_of_torchrun_and_a_spare_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for name, value in {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    report = tmp_path / "report.json"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+    agents = ["--nnodes=3", "--max-restarts=9", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *agents, "--local-addr=127.0.0.1"]
+    options = ["--seed", "1656", "--faults", "2", "--nodes", "3", "--steps", "10", "--json", str(report)]
+    assert main(["chaos", "run", *options, "--", *launcher, "-m", "examples.acp_sgd"]) == 0
+    found = json.loads(report.read_text())
+    assert [fault["kind"] for fault in found["injected"]] == ["kill-trainer", "lose-node"]
+    assert found["epochs"] == 3
+
+
+def test_only_where_there_are_several_nodes_are_they_lost() -> None:
+    kinds = {
+        several: {fault.kind for seed in range(40) for fault in draw(seed, 3, 4, 12, several=several)}
+        for several in (False, True)
+    }
+    assert kinds[True] == kinds[False] | {"lose-node"}
+
+
+def test_a_node_runs_one_command_and_ends_all_that_it_started(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    plan = OwnPlan(("bash", "-c", "setsid sleep 97 & exec sleep 98"), 0, nodes=2)
+    here, there = OwnNode("node1", tmp_path), OwnNode("node10", tmp_path)
+    for node in (here, there):
+        assert not node.runs and node.status is None
+        node.start(plan, {})
+        assert node.runs and node.wait(0) is None
+    try:
+        assert all(p.environ()["HOLDFAST_NODE"] == "node1" for p in here.processes())
+        here.end()
+        assert not here.runs and here.status == -signal.SIGKILL and not here.processes()
+        assert there.runs
+        there.kill()
+        assert there.status == -signal.SIGKILL
+    finally:
+        here.end()
+        there.end()
+    assert not there.processes()
+    with pytest.raises(HoldfastError, match="no SMP serves the job on node1"):
+        here.smp()
 
 
 def test_what_is_not_for_a_command_of_ones_own_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
