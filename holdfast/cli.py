@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from holdfast import chaos_command, plan, profile, simulate, status, tune
+    from holdfast import chaos_command, export, plan, profile, simulate, status, tune
 
     parser = argparse.ArgumentParser(
         prog="holdfast", description="Keeps a training run on its step: in-memory snapshots, restored bit for bit."
@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_matrix(commands)
     _add_audit(commands)
     status.add(commands, _add_json)
+    export.add(commands, _add_json)
     _add_gc(commands)
     _add_doctor(commands)
     _add_bench(commands)
