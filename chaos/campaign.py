@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +63,15 @@ class Campaign:
         launcher = self._launcher_for(scenario)
         began = time.monotonic()
         before = self._ours()
-        cluster = self._cluster(scenario, launcher, snapshots=True)
-        for fault in scenario.faults:
-            cluster.add(_fresh(fault))
         failure: HoldfastError | None = None
-        try:
-            cluster.run()
-        except HoldfastError as error:
-            failure = error
+        with _place(scenario) as environment:
+            cluster = self._cluster(scenario, launcher, snapshots=True, environment=environment)
+            for fault in scenario.faults:
+                cluster.add(_fresh(fault))
+            try:
+                cluster.run()
+            except HoldfastError as error:
+                failure = error
         leaks = tuple(cluster.history.leaks) + tuple(sorted(self._ours() - before))
         seconds = time.monotonic() - began
         return judge(scenario, undisturbed, cluster.history, failure, leaks, seconds, replay)
@@ -88,7 +91,14 @@ class Campaign:
             self._clocked.wait_ready()
         return self._clocked
 
-    def _cluster(self, scenario: Scenario, launcher: Launcher, *, snapshots: bool) -> VirtualCluster:
+    def _cluster(
+        self,
+        scenario: Scenario,
+        launcher: Launcher,
+        *,
+        snapshots: bool,
+        environment: Mapping[str, str] | None = None,
+    ) -> VirtualCluster:
         def place(generation: int, rank: int) -> int:
             node = rank // scenario.ranks_per_node
             return (node + generation) % scenario.nodes if scenario.renumber else node
@@ -113,6 +123,7 @@ class Campaign:
             place=place,
             smp_module=self._smp_module,
             wired=snapshots and scenario.wired,
+            environment=environment,
         )
 
     def _ours(self) -> set[str]:
@@ -123,6 +134,18 @@ class Campaign:
         found |= {f"descriptor {path.name}" for path in Path("/proc/self/fd").iterdir()}
         found |= {str(path) for path in arena_base().glob(f"virtual-{os.getpid()}*")}
         return found
+
+
+@contextmanager
+def _place(scenario: Scenario) -> Iterator[dict[str, str]]:
+    """Where a scenario persists, on tmpfs: the environment of its SMPs; empty if it does not."""
+    if not scenario.persist:
+        yield {}
+        return
+    base = arena_base()
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(prefix="place-", dir=base) as folder:
+        yield {"HOLDFAST_PERSIST": folder, "HOLDFAST_PERSIST_EVERY": str(scenario.persist)}
 
 
 def summary(verdicts: Iterable[Verdict], seconds: float) -> dict[str, Any]:
@@ -144,5 +167,5 @@ def summary(verdicts: Iterable[Verdict], seconds: float) -> dict[str, Any]:
 
 def _fresh(fault: Fault) -> Fault:
     """The same, not done yet."""
-    names = ("who", "point", "step", "kind", "targets", "delay_s", "for_s", "amount", "seed")
+    names = ("who", "point", "step", "kind", "targets", "delay_s", "for_s", "amount", "seed", "nth")
     return Fault(*(getattr(fault, name) for name in names))

@@ -318,6 +318,9 @@ class VirtualCluster:
     def _reached(self, event: Event, sock: socket.socket) -> None:
         frozen, held_s = False, 0.0
         for fault in [f for f in self._faults if f.matches(event["who"], event["point"], event["step"])]:
+            fault.seen += 1
+            if fault.seen < fault.nth:
+                continue
             fault.due = True
             frozen |= fault.kind == "freeze"
             held_s += fault.for_s * (fault.kind == "hold")
@@ -356,6 +359,11 @@ class VirtualCluster:
 
     def arena_of(self, index: int) -> Path:
         return self._nodes[index].arena
+
+    def place(self) -> Path:
+        if "HOLDFAST_PERSIST" not in self._environment:
+            raise ConfigError("this cluster persists nothing")
+        return Path(self._environment["HOLDFAST_PERSIST"]) / self._job
 
     def host_of(self, index: int) -> str:
         return self._nodes[index].host

@@ -11,7 +11,7 @@ import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import psutil
 from chaos import clocks, namespaces
 from chaos.namespaces import inside
 from smp_daemon.errors import ConfigError
+from smp_daemon.persist.manifest import SNAPSHOT, shard_name
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class Fault:
         amount: bits to flip, descriptors or bytes to leave, percent of packets, milliseconds, seconds, kB/s: as the
             kind says.
         seed: for what is drawn.
+        nth: at the how-many-th time that the process comes to the point.
         fired_at: `time.monotonic`, once it has been done.
     """
 
@@ -50,6 +52,8 @@ class Fault:
     for_s: float = 0.0
     amount: int = 0
     seed: int = 0
+    nth: int = 1
+    seen: int = field(default=0, compare=False)
     due: bool = field(default=False, compare=False)
     fired_at: float | None = field(default=None, compare=False)
 
@@ -71,6 +75,10 @@ class Ground(Protocol):
 
     def arena_of(self, index: int) -> Path:
         """Where the node's snapshots lie."""
+        ...
+
+    def place(self) -> Path:
+        """Where the job's snapshots are persisted. Raises `ConfigError` if they are not."""
         ...
 
     def host_of(self, index: int) -> str:
@@ -352,6 +360,45 @@ def _flip_bits(path: Path, count: int, source: random.Random) -> None:
             file.write(bytes([octet ^ 1 << source.randrange(8)]))
 
 
+# ---------------------------------------------------------------------- storage
+
+
+def _persisted_shards(ground: Ground, fault: Fault) -> Iterator[Path]:
+    """What the nodes have written of the newest whole snapshot."""
+    whole = sorted(path.parent for path in ground.place().glob(f"*/{SNAPSHOT}"))
+    if not whole:
+        raise ConfigError("nothing is persisted yet")
+    for index in fault.targets:
+        yield from (whole[-1] / shard_name(f"dp{rank}") for rank in ground.ranks_on(index))
+
+
+def _flip_persisted(ground: Ground, fault: Fault) -> None:
+    source = random.Random(fault.seed)
+    for path in _persisted_shards(ground, fault):
+        _flip_bits(path, max(1, fault.amount), source)
+
+
+def _cut_persisted(ground: Ground, fault: Fault) -> None:
+    for path in _persisted_shards(ground, fault):
+        os.truncate(path, path.stat().st_size // 2)
+
+
+def _break_place(ground: Ground, fault: Fault) -> None:
+    """Nothing can be read or written there for a while."""
+    place = ground.place()
+    aside = place.with_name(f"{place.name}.aside")
+    if place.exists():
+        place.rename(aside)
+    place.write_text("in the way")
+
+    def mend() -> None:
+        place.unlink()
+        if aside.exists():
+            aside.rename(place)
+
+    ground.later(fault.for_s, mend)
+
+
 def _limit(resource: int, beyond: Callable[[psutil.Process], int]) -> Callable[[Ground, Fault], None]:
     """A limit of the kernel's on the SMPs for a while."""
 
@@ -445,6 +492,9 @@ CATALOGUE: dict[str, Kind] = {
         Kind("flip-shards", "bits flip in its slots", "node", _flip("*.safetensors")),
         Kind("flip-parity", "bits flip in its parity", "node", _flip("*.parity")),
         Kind("cut-shards", "its slot files lose their second half", "node", _cut_short),
+        Kind("flip-persisted", "bits flip in what it persisted last", "node", _flip_persisted),
+        Kind("cut-persisted", "what it persisted last loses its second half", "node", _cut_persisted),
+        Kind("break-place", "storage fails for a while", "", _break_place, forever=False),
         Kind("few-files", "EMFILE in its SMP", "node", _few_files),
         Kind("no-space", "its SMP's files cannot grow", "node", _no_space),
     )

@@ -25,7 +25,7 @@ from smp_daemon.points import SMP_POINTS
 from snapshot.arrange import parse_protect
 from snapshot.tuning.profiles import FailureProfile
 
-IDENTICAL, UNRECOVERABLE = "identical", "unrecoverable"
+IDENTICAL, UNRECOVERABLE, PERSISTED = "identical", "unrecoverable", "persisted"
 WORKLOAD = "holdfast.workload:Workload"
 
 
@@ -38,7 +38,9 @@ class Scenario:
         steps, seed: of the job.
         faults: what is done, in any order; see `chaos.faults.Fault`.
         expect: ``identical``: the run ends as an undisturbed one; ``unrecoverable``: it fails, and says that too much
-            is lost.
+            is lost; ``persisted``: it goes back to what was persisted, for nothing better is left, and ends as an
+            undisturbed one.
+        persist: how often a snapshot is persisted, in seconds; 0: none is.
         peer: which fault of a peer this is, as its own report calls it, and what came of it there.
         options: of the job. `hook`: of `InMemorySnapshot`, but for `protect`.
         renumber: whether ranks move to the next node at every restart.
@@ -57,6 +59,7 @@ class Scenario:
     steps: int = 10
     seed: int = 1
     expect: str = IDENTICAL
+    persist: float = 0.0
     peer: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     hook: Mapping[str, Any] = field(default_factory=dict)
@@ -84,6 +87,11 @@ class Scenario:
     def beyond_parity(self) -> bool:
         """Whether too much is lost on purpose."""
         return self.expect == UNRECOVERABLE
+
+    @property
+    def from_storage(self) -> bool:
+        """Whether so much is lost that only what was persisted is left."""
+        return self.expect == PERSISTED
 
     @property
     def asked(self) -> int:
@@ -145,7 +153,7 @@ def from_json(data: Mapping[str, Any]) -> Scenario:
     try:
         faults = tuple(
             Fault(
-                **{name: value for name, value in each.items() if name not in ("due", "fired_at", "targets")},
+                **{name: value for name, value in each.items() if name not in ("due", "seen", "fired_at", "targets")},
                 targets=tuple(each["targets"]),
             )
             for each in data["faults"]
@@ -168,8 +176,9 @@ def _scenario(name: str, table: Any, where: str) -> Scenario:
         scenario = Scenario(name, faults=faults, **rest)
     except (TypeError, KeyError, ValueError, ConfigError) as error:
         raise ConfigError(f"{where}: [{name}]: {error}") from error
-    if scenario.expect not in (IDENTICAL, UNRECOVERABLE):
-        raise ConfigError(f"{where}: [{name}] expects {scenario.expect!r}: say {IDENTICAL} or {UNRECOVERABLE}")
+    if scenario.expect not in (IDENTICAL, UNRECOVERABLE, PERSISTED):
+        expected = f"{IDENTICAL}, {UNRECOVERABLE} or {PERSISTED}"
+        raise ConfigError(f"{where}: [{name}] expects {scenario.expect!r}: say {expected}")
     parse_protect(scenario.protect)
     for fault in faults:
         limit = {"rank": nodes * ranks, "node": nodes}.get(CATALOGUE[fault.kind].of, 1)

@@ -85,12 +85,15 @@ def judge(
         problems.append(started)
         wrong = True
     again = tuple(steps_done_again(disturbed, n) for n in range(1, len(disturbed.restarts) + 1))
-    if max(again, default=0) > scenario.again:
+    tiers = [event.get("tier") for event in disturbed.of("started")]
+    if scenario.from_storage and failure is None and len(disturbed.restarts) == 1 and "persisted" not in tiers:
+        problems.append("it did not come back from what was persisted")
+    if max(again, default=0) > scenario.again and not scenario.from_storage:
         problems.append(f"{max(again)} finished steps had to be done again; {scenario.again} at most may")
     flipped = any(fault.kind.startswith("flip-") for fault in scenario.faults)
     if not flipped and any(event["how"] == "mended" for event in disturbed.of("started")):
         problems.append("a shard was damaged although nothing had flipped a bit")
-    if lost:
+    if lost and not scenario.from_storage:
         problems.append(f"{lost} protected steps were lost")
     if injected != scenario.asked:
         problems.append(f"{scenario.asked} faults were asked for, {injected} were done")

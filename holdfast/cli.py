@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from holdfast import chaos_command, drain, plan, profile, simulate, smp, status, tune
+    from holdfast import chaos_command, drain, export, plan, profile, simulate, smp, status, tune
 
     parser = argparse.ArgumentParser(
         prog="holdfast", description="Keeps a training run on its step: in-memory snapshots, restored bit for bit."
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add(commands, _add_json)
     smp.add(commands, _add_json)
     drain.add(commands, _add_json)
+    export.add(commands, _add_json)
     _add_gc(commands)
     _add_doctor(commands)
     _add_bench(commands)

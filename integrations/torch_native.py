@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from integrations.base import BaseAdapter, buffers, check_modules
 from smp_daemon.errors import ConfigError
-from snapshot.adapter import Change, LiveTensor, Stateful
+from snapshot.adapter import Change, LiveTensor, Stateful, Tree
 from snapshot.optimizers import OptimizerState
-from snapshot.tensors import local
+from snapshot.tensors import local, piece_of
 
 
 class TorchAdapter(BaseAdapter):
@@ -46,6 +46,21 @@ class TorchAdapter(BaseAdapter):
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
+
+    def fixed(self) -> Tree:
+        """And, for those who export a snapshot: whether names begin with DDP's own part, which parameters optimizers
+        have, and where in the whole a rank's part of a distributed parameter stands."""
+        export = {
+            "wrapped": self._replicated,
+            "parameters": [state.names() for state in self._states],
+            "pieces": {
+                f"model{i}.{name}": piece
+                for i, module in enumerate(self._modules)
+                for name, parameter in module.named_parameters()
+                if (piece := piece_of(parameter)) is not None
+            },
+        }
+        return {**super().fixed(), "export": export}
 
     def tensors(self) -> Iterator[LiveTensor]:
         updated = {id(parameter) for state in self._states for _, parameter in state.parameters()}

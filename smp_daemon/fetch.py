@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ec import TooManyErasures, choose_codec
+from smp_daemon.counters import Counters
 from smp_daemon.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
@@ -26,7 +27,6 @@ from smp_daemon.errors import (
 from smp_daemon.links import Links
 from smp_daemon.records import digest
 from smp_daemon.sources import Address, Sources
-from smp_daemon.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +50,12 @@ class StoredUnit:
 class Fetcher:
     """Fetches units of one snapshot over connections of its own. Not thread-safe; every call blocks."""
 
-    def __init__(self, store: Store, sources: Sources, links: Links) -> None:
+    def __init__(self, sources: Sources, links: Links, counters: Counters, backend: str = "auto") -> None:
+        """`backend`: see `ec.choose_codec`."""
         self.sources = sources
         self.links = links
-        self._store = store
-        self._backend = store.holdings.backend
+        self._counters = counters
+        self._backend = backend
         self._gone: set[Address] = set()
         self._scratch: dict[int, memoryview] = {}
 
@@ -109,7 +110,7 @@ class Fetcher:
         except TooManyErasures as error:
             raise Unrecoverable(f"stripe {stripe} of group {group}: {error}") from error
         if expected is None or digest(out) != expected:
-            self._store.counters.add(units_damaged=1)
+            self._counters.add(units_damaged=1)
             raise DamagedSnapshot(f"unit {number} of stripe {stripe} was computed and does not match its digest")
 
     def compute_by_chain(self, group: int, stripe: int, number: int, out: memoryview) -> None:
@@ -198,7 +199,7 @@ class Fetcher:
     def _receive(self, address: Address, out: memoryview) -> dict[str, Any]:
         reply = self.links.receive(address, out)
         if digest(out) != int(reply["digest"]):
-            self._store.counters.add(units_damaged=1)
+            self._counters.add(units_damaged=1)
             raise DamagedSnapshot(f"a unit of {self.sources.snapshot} from {address} was damaged on its way")
         return reply
 

@@ -57,7 +57,7 @@ def plan_restore(
         if sources is None:
             reasons.append(f"{snapshot}: no SMP knows the layout of epoch {snapshot.epoch}")
             continue
-        missing = _undecodable(sources)
+        missing = undecodable(sources)
         if missing:
             reasons.extend(f"{snapshot}: {reason}" for reason in missing)
             continue
@@ -99,7 +99,7 @@ def newest_whole(inventories: Sequence[Inventory]) -> SnapshotId | None:
     protected = newest_protected(inventories)
     for snapshot in candidates(inventories, protected):
         sources = choose_sources(inventories, snapshot)
-        if sources is not None and not _undecodable(sources):
+        if sources is not None and not undecodable(sources):
             return snapshot
     return None
 
@@ -115,11 +115,11 @@ def choose_sources(inventories: Sequence[Inventory], snapshot: SnapshotId) -> So
 
 
 def _merit(sources: Sources) -> tuple[bool, bool]:
-    whole = not _undecodable(sources)
+    whole = not undecodable(sources)
     return whole, whole and not missing_parities(sources)
 
 
-def _undecodable(sources: Sources) -> list[str]:
+def undecodable(sources: Sources) -> list[str]:
     """Why the snapshot cannot be had, group by group; empty if it can."""
     layout = sources.layout
     reasons = []

@@ -64,7 +64,7 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
             return recovered(store, key, "held", 0)
         damaged = store.holdings.damaged_units(key)
         with Links(store.counters) as links:
-            fetcher = Fetcher(store, sources, links)
+            fetcher = Fetcher(sources, links, store.counters, store.holdings.backend)
             for index in damaged:
                 try:
                     mend_unit(store, fetcher, key, index)
@@ -106,7 +106,7 @@ def mend_units(store: Store, key: Key, damaged: Collection[int]) -> int:
         return 0
     mended = 0
     with Links(store.counters) as links:
-        fetcher = Fetcher(store, sources, links)
+        fetcher = Fetcher(sources, links, store.counters, store.holdings.backend)
         for index in damaged:
             try:
                 mend_unit(store, fetcher, key, index)
@@ -136,7 +136,7 @@ def heal(store: Store, sources: Sources, group: int, position: int) -> int:
     stripes, members = layout.stripes(group), layout.members(group)
     key = ParityKey(sources.snapshot, layout.tag(group), position)
     with Links(store.counters) as links:
-        fetcher = Fetcher(store, sources, links)
+        fetcher = Fetcher(sources, links, store.counters, store.holdings.backend)
         with store.holdings.receiving_parity(key, layout, group) as gathering:
             for stripe in stripes.parity_stripes(position):
                 for _, contributor, piece in stripes.contributors(stripe):
@@ -163,7 +163,7 @@ def _receive(store: Store, sources: Sources, coord: str, view: memoryview, *, by
 
     def work(mine: list[tuple[int, memoryview]]) -> int:
         with Links(store.counters) as links:
-            fetcher = Fetcher(store, sources, links)
+            fetcher = Fetcher(sources, links, store.counters, store.holdings.backend)
             for index, out in mine:
                 if index == len(units) // 2:
                     reach("rebuild.middle", sources.snapshot.step)

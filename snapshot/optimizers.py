@@ -97,6 +97,11 @@ class OptimizerState:
         order = {name: list(state) for name, state in self._entries()}
         return {"class": f"{kind.__module__}.{kind.__qualname__}", "order": order}
 
+    def names(self) -> list[list[str]]:
+        """What the parameters of each group are called in the model; empty texts where that is not known."""
+        groups = self.optimizer.param_groups
+        return [[self._names.get(parameter, "") for parameter in group["params"]] for group in groups]
+
     def plain(self) -> Tree:
         """Group options such as lr, and what of the per-parameter state `tensors` found to be no tensor."""
         return {

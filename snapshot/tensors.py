@@ -58,6 +58,21 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return to_local()
 
 
+def piece_of(tensor: torch.Tensor) -> tuple[list[int], list[int]] | None:
+    """The shape of a whole `DTensor`, and where in it this rank's part begins; None for any other tensor, and for one
+    that is cut in another way than into blocks."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return None
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(tensor, DTensor) or not all(type(each) in (Replicate, Shard) for each in placements):
+        return None
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    return list(tensor.shape), list(offset)
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a contiguous tensor, as a view with stride 1, which ``view(-1)`` is not for a single element."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

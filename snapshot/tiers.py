@@ -76,17 +76,17 @@ class Course:
         """
         if self.persisted_failures.total() >= ATTEMPTS:
             return None
+        if problems := sorted({answer.problem for answer in answers if answer.problem}):
+            raise PlaceError(
+                f"memory holds nothing to go back to, and what is persisted cannot be seen: {problems[0]}. "
+                "Bring the storage back, or start without HOLDFAST_PERSIST"
+            )
         places = {answer.place for answer in answers}
         if places == {""}:
             return None
         if len(places) > 1:
             named = ", ".join(sorted(place or "nowhere" for place in places))
             raise ConfigError(f"the SMPs of this job persist at different places ({named}): set HOLDFAST_PERSIST alike")
-        if problems := sorted({answer.problem for answer in answers if answer.problem}):
-            raise PlaceError(
-                f"memory holds nothing to go back to, and what is persisted cannot be seen: {problems[0]}. "
-                "Bring the storage back, or start without HOLDFAST_PERSIST"
-            )
         for reason in sorted({reason for answer in answers for reason in answer.others}):
             self.note(f"{reason} ({PERSISTED})")
         seen = frozenset.intersection(*(answer.snapshots for answer in answers))

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from chaos import drill
 from chaos.trainer import Trainer
 from holdfast import InMemorySnapshot
+from holdfast.export import export
 from holdfast.workload import Workload
 from integrations.dcp import MemoryReader, MemoryWriter
 from smp_daemon.errors import DeadlineExceeded
@@ -328,3 +329,59 @@ class Persisting(Workload):
             middle()
 
         return super().step(step, wait)
+
+
+def exported() -> None:
+    """Trains a few steps under DDP or FSDP2, exports what is in memory as DCP and as safetensors, and loads both into a
+    job of one process; reports digests of all tensors, whole, of the job and of what was loaded."""
+    trainer = Trainer.from_environment()
+    args = trainer.args
+    torch.set_num_threads(1)
+    trainer.init_process_group()
+    torch.manual_seed(3)
+    model: Any = _net()
+    if args["kind"] == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (trainer.world,)))
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with InMemorySnapshot(model, optim, start=False) as snap:
+        for step in range(3):
+            model(torch.randn(4, 24) + step).square().sum().backward()
+            optim.step()
+            optim.zero_grad()
+        snap.on_forward()
+        assert snap.drain(DRAIN_DEADLINE_S * 20)
+        dist.barrier()
+        trained = _whole(model, optim)
+        if trainer.rank == 0:
+            folder = Path(args["folder"])
+            report = export(folder / "dcp", "dcp")
+            export(folder / "safetensors")
+            trainer.report("end", report=report, trained=trained, loaded=_loaded(folder / "dcp"))
+        dist.barrier()
+
+
+def _net() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(24, 37), torch.nn.BatchNorm1d(37), torch.nn.Linear(37, 10))
+
+
+def _whole(model: Any, optim: Any) -> dict[str, str]:
+    states: Any = get_state_dict(model, optim)
+    model_state, optim_state = states
+    found = {f"model.{name}": value for name, value in model_state.items()}
+    for name, entry in optim_state["state"].items():
+        found |= {f"optim.{name}.{key}": value for key, value in entry.items()}
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optim_state["param_groups"]]
+    return {"groups": repr(groups)} | {name: drill.digest(value) for name, value in whole.items()}
+
+
+def _loaded(folder: Path) -> dict[str, str]:
+    model = _net()
+    optim = torch.optim.AdamW(model.parameters(), lr=1.0)
+    states: Any = get_state_dict(model, optim)
+    state = dict(zip(("model", "optim"), states, strict=True))
+    load(state, checkpoint_id=folder, no_dist=True)
+    set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return _whole(model, optim)

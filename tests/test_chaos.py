@@ -216,7 +216,7 @@ def test_a_profile_draws_failures_as_often_as_its_study_saw_them() -> None:
             "[a]\nwhat = ''\nfault = [{kind = 'partition', targets = [0]}]",
             "partition with for_s = 0.0: say after how many",
         ),
-        ("[a]\nwhat = ''\nexpect = 'luck'", "expects 'luck': say identical or unrecoverable"),
+        ("[a]\nwhat = ''\nexpect = 'luck'", "expects 'luck': say identical, unrecoverable or persisted"),
         ("[a]\nwhat = ''\nprotect = 'x'", "protect='x'"),
         ("[a]\nfault = []", "missing"),
         ("a = 3", "a is no table"),

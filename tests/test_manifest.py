@@ -345,7 +345,14 @@ def test_what_only_changes_with_the_manifest_is_kept_as_json() -> None:
     job = Job(Plain)
     keys = ["step", "sum", "last"]
     assert json.loads(job.manifest.fixed) == {
-        "state": {"optim": [{"class": "tests.test_manifest.Plain", "order": {f"0.{i}": keys for i in range(6)}}]},
+        "state": {
+            "optim": [{"class": "tests.test_manifest.Plain", "order": {f"0.{i}": keys for i in range(6)}}],
+            "export": {
+                "wrapped": False,
+                "parameters": [[[f"model0.{i}.{name}" for i in range(3) for name in ("weight", "bias")]]],
+                "pieces": {},
+            },
+        },
         "shared": {},
     }
 

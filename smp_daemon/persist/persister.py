@@ -152,7 +152,7 @@ class Persister:
     # ------------------------------------------------------------------ writing
 
     def _run(self, options: Options) -> None:
-        due_s = time.monotonic() + options.every_s
+        due_s = time.monotonic()  # at once: were a new node due later, replacing nodes would put it off for all
         while (order := self._await_order(due_s)) is not None:
             due_s = time.monotonic() + options.every_s
             self._watch(_Work(self, options, *order))
@@ -236,14 +236,22 @@ class _Work:
             self._await_others()
             persister._done(self.snapshot, sum(stored.values()))
             reach("persist.done", self.snapshot.step)
-            if store.node == next(node.name for node in self._layout.nodes if node.shards):
-                tidy(persister._its_place, self._layout.job, self._options.keep)
+            self._tidy()
         except HoldfastError as error:
             if not self.cancelled.is_set():
                 persister._fail(self.snapshot, str(error))
         except Exception as error:  # a bug of ours, or of a storage's, must not end the tier
             log.exception("%s is not persisted", self.snapshot)
             persister._fail(self.snapshot, f"{type(error).__name__}: {error}")
+
+    def _tidy(self) -> None:
+        """One node is enough; what it does not remove now is removed after the next."""
+        if self._persister._store.node != next(node.name for node in self._layout.nodes if node.shards):
+            return
+        try:
+            tidy(self._persister._its_place, self._layout.job, self._options.keep)
+        except PlaceError as error:
+            log.warning("older snapshots are not removed: %s", error)
 
     def _await_others(self) -> None:
         """Until it is whole. Whoever writes its part last makes it count, so giving up here loses nothing."""
@@ -257,9 +265,12 @@ class _Work:
             wait_s = min(2 * wait_s, LOOK_MOST_S)
 
     def _pace(self, count: int) -> None:
-        self._moved()
         wait_s = self._persister._pacer.wait_s(count, time.monotonic())
-        self._wait(wait_s)
+        while wait_s > 0:  # by a slow rate, not by slow storage
+            self._moved()
+            self._wait(min(wait_s, STUCK_S / 2))
+            wait_s -= STUCK_S / 2
+        self._wait(0)
         self._moved()
 
     def _moved(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -134,7 +135,7 @@ class Directory:
     @contextmanager
     def create(self, path: str) -> Iterator[Writable]:
         target = self._root / path
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")  # two nodes may write the same file
         with _reported(f"{target} cannot be written"):
             target.parent.mkdir(parents=True, exist_ok=True)
             try:

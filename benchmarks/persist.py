@@ -1,0 +1,233 @@
+"""``python benchmarks/persist.py --markdown FILE``: what persisting costs a job, and what compression is worth.
+
+*Format*: the state of a small model that was trained for a while, as it is persisted: stored plainly, by zstandard, and
+by zstandard in byte planes. Speeds are of one thread, beside memcpy of the same bytes in the same run.
+
+*Steps*: one job with a snapshot after every step; while it trains, its SMP persists one, waits, persists the next.
+Steps during which it wrote are compared with the others of the same run, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import io
+
+import numpy as np
+import torch
+
+from holdfast import InMemorySnapshot
+from holdfast.bench_ec import describe, machine
+from smp_daemon.paths import arena_base
+from smp_daemon.persist import shardfile
+from smp_daemon.persist.shardfile import Encoder, Header
+from smp_daemon.records import digest
+
+UNIT = 2 << 20
+ROUNDS = 5
+
+
+def main() -> None:
+    """Measure, print, and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=768, help="of the model of the first part (default 768)")
+    parser.add_argument("--layers", type=int, default=6, help="of the job of the second part (default 6)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long that job trains (default 60)")
+    parser.add_argument("--every", default="3", help="how often it persists (default 3, in seconds)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    began = os.getloadavg()[0]
+    formats = list(formats_of(state_of(arguments.width)))
+    lines = steps_of(arguments.layers, arguments.seconds, arguments.every)
+    text = "\n".join(
+        [
+            "# What persisting costs, and what compression is worth",
+            "",
+            f"{datetime.now(UTC).isoformat(timespec='seconds')}, {describe(machine())}; load average {began:.1f} "
+            f"before and {os.getloadavg()[0]:.1f} after. `python benchmarks/persist.py {' '.join(sys.argv[1:])}`",
+            "",
+            "## Format",
+            "",
+            "Ratio: bytes in memory to bytes stored. Write and read: one thread's processor time, beside memcpy of the "
+            "same bytes (1.00 is as fast as memcpy), digests included.",
+            "",
+            "| state | stored | ratio | write, GB/s | × memcpy | read, GB/s | × memcpy |",
+            "|---|---|---|---|---|---|---|",
+            *formats,
+            "",
+            "## Steps",
+            "",
+            *lines,
+            "",
+        ]
+    )
+    print(text)
+    if arguments.markdown:
+        arguments.markdown.write_text(text)
+
+
+# ---------------------------------------------------------------------- format
+
+
+def state_of(width: int) -> dict[str, tuple[int, np.ndarray]]:
+    """The width of its numbers and the bytes of each kind of training state, after 60 steps of a small model."""
+    teacher = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 16))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Linear(width, width), torch.nn.GELU()
+    ).append(torch.nn.Linear(width, 16))
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(60):
+        x = torch.randn(32, width)
+        with torch.no_grad():
+            y = teacher(x)
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optim.step()
+        optim.zero_grad()
+    parameters = list(model.parameters())
+
+    def together(tensors: list[torch.Tensor], dtype: torch.dtype = torch.float32) -> np.ndarray:
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(dtype)
+        return flat.view(torch.uint8).numpy().copy()
+
+    return {
+        "weights, bf16": (2, together(parameters, torch.bfloat16)),
+        "weights, fp32": (4, together(parameters)),
+        "Adam, first moment": (4, together([optim.state[p]["exp_avg"] for p in parameters])),
+        "Adam, second moment": (4, together([optim.state[p]["exp_avg_sq"] for p in parameters])),
+    }
+
+
+def formats_of(state: dict[str, tuple[int, np.ndarray]]) -> Iterator[str]:
+    """A row for each kind of state and each way to store it."""
+    for name, (width, content) in state.items():
+        target = np.empty_like(content)
+        memcpy = content.nbytes / best(lambda t=target, c=content: np.copyto(t, c)) / 1e9
+        for how, planed in (("plain", 0), ("zstd 1", 1), ("planes + zstd 1", width)):
+            file, write_s = packed(content, planed)
+            read_s = best(lambda f=file, t=target: unpack(f, memoryview(t)))
+            assert np.array_equal(content, target)
+            write, read = content.nbytes / write_s / 1e9, content.nbytes / read_s / 1e9
+            yield (
+                f"| {name} | {how} | {content.nbytes / len(file):.2f} | {write:.2f} | {write / memcpy:.2f} "
+                f"| {read:.2f} | {read / memcpy:.2f} |"
+            )
+
+
+def packed(content: np.ndarray, width: int) -> tuple[bytes, float]:
+    """A shard's file, and the seconds it took. `width`: of the planes; 1: none; 0: stored plainly."""
+    made: list[bytes] = []
+
+    def pack() -> None:
+        encoder = Encoder(Header("bench", 1, 1, "dp0", content.nbytes, UNIT))
+        made[:] = [encoder.begin()]
+        for start in range(0, content.nbytes, UNIT):
+            unit = content[start : start + UNIT].data
+            made.append(encoder.unit(unit, digest(unit), max(1, width)) if width else plain(encoder, unit))
+        made.append(encoder.end())
+
+    seconds = best(pack)
+    return b"".join(made), seconds
+
+
+def plain(encoder: Encoder, unit: memoryview) -> bytes:
+    """A unit as it is stored if nothing makes it shorter, without the attempt."""
+    sealed = digest(unit)
+    encoder._digests.update(shardfile._DIGEST.pack(sealed))
+    encoder._next += 1
+    return shardfile._UNIT.pack(encoder._next - 1, unit.nbytes, shardfile.PLAIN, 1, 0, sealed) + bytes(unit)
+
+
+def unpack(file: bytes, out: memoryview) -> None:
+    read = io.BytesIO(file).read
+    header = shardfile.read_header(read)
+    for unit in shardfile.read_units(read, header):
+        start = unit.number * UNIT
+        shardfile.decode_unit(unit, out[start : start + unit.length])
+
+
+def best(work: Callable[[], object]) -> float:
+    """Seconds of processor time of the fastest of some rounds: others may use the machine as well."""
+    times = []
+    for _ in range(ROUNDS):
+        began = time.thread_time()
+        work()
+        times.append(time.thread_time() - began)
+    return min(times)
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def steps_of(layers: int, seconds: float, every: str) -> list[str]:
+    """Train, persist, and say what a step took with and without."""
+    base = arena_base()
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    place = Path(tempfile.mkdtemp(prefix="bench-persist-", dir=Path.cwd()))
+    os.environ |= {
+        "HOLDFAST_PERSIST": str(place),
+        "HOLDFAST_PERSIST_EVERY": every,
+        "HOLDFAST_JOB": f"bench{os.getpid()}",
+    }
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(layers)))
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    quiet: list[float] = []
+    busy: list[float] = []
+    try:
+        with InMemorySnapshot(model, optim, overhead_budget=0) as snap:
+            client, limit, written, writing = snap._client, time.monotonic() + seconds, 0, False
+            x = torch.randn(128, 1024)
+            while time.monotonic() < limit:
+                due = client.persist_due
+                began = time.perf_counter()
+                model(x).square().mean().backward()
+                optim.step()
+                optim.zero_grad()
+                took = time.perf_counter() - began
+                count = client.counters()["snapshots_persisted"]
+                was, writing = writing, writing and count == written
+                written = count
+                if due and not client.persist_due:
+                    writing = True
+                if snap.step > 20:
+                    (busy if was and writing else quiet).append(took)
+            counters, statistics = client.counters(), snap.statistics
+        shard = sum(p.numel() for p in model.parameters()) * 12
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    ratio = median(busy) / median(quiet) if busy and quiet else float("nan")
+    stored = counters["bytes_persisted"] / max(1, counters["snapshots_persisted"])
+    return [
+        f"A model of {layers} layers, {shard / 1e6:.0f} MB of fp32 weights and Adam moments, one trainer with one "
+        "thread, and its SMP; a directory on disk; persisted whenever the one before was done and "
+        f"{every} s had passed.",
+        "",
+        "| steps | median, ms | 90th percentile, ms | × quiet |",
+        "|---|---|---|---|",
+        f"| quiet: {len(quiet)} | {median(quiet) * 1e3:.1f} | {high(quiet) * 1e3:.1f} | 1.00 |",
+        f"| while one was persisted: {len(busy)} | {median(busy) * 1e3:.1f} | {high(busy) * 1e3:.1f} | {ratio:.2f} |",
+        "",
+        f"{counters['snapshots_persisted']} snapshots persisted, {stored / 1e6:.0f} MB each; {statistics.taken} "
+        f"snapshots in memory, {statistics.skipped} steps without a free slot, {statistics.failed} failed.",
+    ]
+
+
+def high(times: list[float]) -> float:
+    return float(np.percentile(times, 90))
+
+
+if __name__ == "__main__":
+    main()

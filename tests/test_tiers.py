@@ -1,0 +1,139 @@
+"""Where to go back to, tier by tier: pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from smp_daemon.errors import ConfigError, PlaceError, StateMismatch
+from smp_daemon.inventory import Inventory, Persisted
+from smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from smp_daemon.plan import RestorePlan, plan_persisted, plan_restore
+from smp_daemon.sources import Sources
+from snapshot.tiers import ATTEMPTS, Course, tier_of
+
+OLD, NEW = SnapshotId(1, 10), SnapshotId(1, 20)
+NODES = tuple(Node(f"n{i}", f"10.0.0.{i}", 1, 2, (Shard(f"dp{i}", 100),)) for i in range(3))
+LAYOUT = Layout("job", 1, 0, NODES, ((0, 1, 2),), 2, 1, 64, 3)
+COORDS = {f"dp{i}": f"n{i}" for i in range(3)}
+
+
+def seen(*snapshots: SnapshotId, place: str = "/p", others: tuple[str, ...] = (), problem: str = "") -> Persisted:
+    return Persisted(place, 1, frozenset(snapshots), others, problem)
+
+
+def inventory(index: int, *snapshots: SnapshotId, parity: bool = True) -> Inventory:
+    tag = LAYOUT.tag(0)
+    return Inventory(
+        f"n{index}",
+        f"10.0.0.{index}",
+        1,
+        2,
+        epoch=1,
+        layouts={(1, 0): LAYOUT},
+        shards=frozenset((snapshot, f"dp{index}") for snapshot in snapshots),
+        parities=frozenset((snapshot, tag, index) for snapshot in snapshots if parity),
+    )
+
+
+def persisted(snapshot: SnapshotId) -> RestorePlan:
+    return plan_persisted(snapshot, LAYOUT, COORDS)
+
+
+def in_memory(snapshot: SnapshotId) -> RestorePlan:
+    return RestorePlan(Sources(snapshot, LAYOUT, {}, {}), (), ())
+
+
+def test_the_newest_that_every_rank_sees_is_chosen() -> None:
+    course = Course()
+    assert course.choose_persisted([seen(OLD, NEW), seen(OLD, NEW)]) == NEW
+    assert course.choose_persisted([seen(OLD, NEW), seen(OLD)]) == OLD
+    assert course.choose_persisted([seen(NEW), seen(OLD)]) is None
+    assert course.passed_over == []
+
+
+def test_without_the_tier_there_is_none() -> None:
+    assert Course().choose_persisted([seen(place=""), seen(place="")]) is None
+
+
+def test_nodes_that_persist_at_different_places_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"different places \(/p, nowhere\)"):
+        Course().choose_persisted([seen(OLD), seen(place="")])
+
+
+def test_what_cannot_be_seen_is_not_taken_for_nothing() -> None:
+    with pytest.raises(PlaceError, match="what is persisted cannot be seen: it hangs"):
+        Course().choose_persisted([seen(OLD), seen(place="?", problem="it hangs"), seen(OLD)])
+
+
+def test_what_is_not_whole_is_noted_once() -> None:
+    course = Course()
+    for _ in range(2):
+        course.choose_persisted([seen(OLD, others=("step 20 (epoch 1): half",)), seen(OLD)])
+    assert course.passed_over == ["step 20 (epoch 1): half (persisted)"]
+
+
+def test_a_damaged_one_is_not_tried_again_and_one_that_failed_once_is() -> None:
+    answers = [seen(OLD, NEW)]
+    course = Course()
+    course.failed(persisted(NEW), "slow", damaged=False)
+    assert course.choose_persisted(answers) == NEW
+    course.failed(persisted(NEW), "slow again", damaged=False)
+    assert course.choose_persisted(answers) == OLD
+    course.failed(persisted(OLD), "a flipped bit", damaged=True)
+    assert course.choose_persisted(answers) is None
+    assert [reason.rpartition(": ")[2] for reason in course.passed_over] == ["slow", "slow again", "a flipped bit"]
+
+
+def test_persisted_ones_are_tried_so_often_and_no_more() -> None:
+    course = Course()
+    many = [SnapshotId(1, step) for step in range(20)]
+    tried = 0
+    while (snapshot := course.choose_persisted([seen(*many)])) is not None:
+        course.failed(persisted(snapshot), "unreachable", damaged=False)
+        tried += 1
+    assert tried == ATTEMPTS
+
+
+def test_memory_is_given_up_after_so_many_attempts_and_says_why() -> None:
+    course = Course()
+    for number in range(ATTEMPTS):
+        assert course.given_up == ""
+        course.failed(in_memory(NEW), f"reason {number}", damaged=True)
+    assert course.given_up == f"recovery failed {ATTEMPTS} times; last: reason {ATTEMPTS - 1}"
+
+
+def test_only_what_was_never_promised_is_passed_over_in_memory() -> None:
+    course = Course()
+    course.failed(in_memory(NEW), "gone", damaged=False)
+    assert course.hopeless({NEW}) == set()
+    course.failed(in_memory(NEW), "gone", damaged=False)
+    assert course.hopeless({NEW}) == {NEW}
+    assert course.hopeless({OLD}) == set()
+
+
+def test_each_plan_is_of_a_tier() -> None:
+    everyone = [inventory(i, OLD, NEW) for i in range(3)]
+
+    def tier(inventories: list[Inventory], coords: dict[str, str] = COORDS) -> str:
+        plan = plan_restore(inventories, coords)
+        assert plan is not None
+        return tier_of(plan, inventories, coords)
+
+    assert tier(everyone) == "local"
+    assert tier(everyone, {"dp0": "n1", "dp1": "n0", "dp2": "n2"}) == "group"  # ranks have moved
+    assert tier([*everyone[:2], inventory(2)]) == "group"  # one is computed
+    partly = [inventory(0, OLD, NEW), inventory(1, OLD), inventory(2, OLD)]
+    assert tier(partly) == "previous"
+    assert tier_of(persisted(NEW), everyone, COORDS) == "persisted"
+
+
+def test_a_persisted_snapshot_of_other_ranks_is_refused() -> None:
+    with pytest.raises(StateMismatch, match="of 3 ranks and this job has 2"):
+        plan_persisted(NEW, LAYOUT, ["dp0", "dp1"])
+
+
+def test_what_an_smp_sees_is_read_back() -> None:
+    answer = replace(seen(OLD, NEW, others=("a",)), epoch=7)
+    assert Persisted.from_json(answer.to_json()) == answer
