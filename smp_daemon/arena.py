@@ -80,6 +80,7 @@ class Pool(SlotPool):
             ArenaTooSmall: the file system is full.
         """
         slot = self.add(length)
+        self.record_path(slot).unlink(missing_ok=True)  # of a file that somebody else has deleted
         try:
             _reserve(self.path(slot), length)
         except BaseException:
@@ -296,6 +297,7 @@ class Arena:
             log.warning("%s is no slot file of this arena: it is deleted", path.name)
             if not stat.S_ISDIR(status.st_mode):
                 path.unlink()
+            path.with_name(path.name + ".json").unlink(missing_ok=True)
             return
         pool = self.shard_pool(name) if suffix == SHARD_SUFFIX else self.parity_pool(tag, int(position))
         slot = Slot(int(index), status.st_size)
