@@ -20,6 +20,7 @@ import logging
 import mmap
 import os
 import shutil
+import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,15 @@ from typing import Any
 from smp_daemon.budget import Budget, pages, wipe
 from smp_daemon.errors import ArenaTooSmall, ConfigError, ProtocolError
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.limits import is_identifier
 from smp_daemon.points import reach
 from smp_daemon.records import PART, read_json, write_json
 from smp_daemon.slots import Slot, SlotPool, SlotState
 
 MADV_POPULATE_WRITE = 23
+OVERFLOW_UID = 65534
+"""Whom the kernel names where a user of the host has no name in a container."""
+
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 SHARD_SUFFIX = "safetensors"
 PARITY_SUFFIX = "parity"
@@ -84,6 +89,7 @@ class Pool(SlotPool):
         """
         self._budget.take(length)
         slot = self.add(length)
+        self.record_path(slot).unlink(missing_ok=True)  # of a file that somebody else has deleted
         try:
             _reserve(self.path(slot), length)
         except BaseException:
@@ -174,7 +180,8 @@ class Arena:
         """
         self.path = path
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise ConfigError(
                 f"cannot make the arena {path}: {error.strerror}; choose another with HOLDFAST_ARENA"
@@ -184,6 +191,7 @@ class Arena:
             raise ConfigError(
                 f"the arena {path} must be a directory of this user with mode 0700, not a link: remove it"
             )
+        _check_parent(path.parent)
         reach("arena.made")
         self._lock = (path / "lock").open("a")
         try:
@@ -315,7 +323,8 @@ class Arena:
         for path in sorted(self.path.glob("layout-*.json")):
             try:
                 layout = Layout.from_json(read_json(path))
-                self.layouts[layout.epoch, layout.revision] = layout
+                if path == self._layout_path(layout.epoch, layout.revision):
+                    self.layouts[layout.epoch, layout.revision] = layout
             except ProtocolError as error:
                 log.warning("left alone: %s", error)
         for suffix in (SHARD_SUFFIX, PARITY_SUFFIX):
@@ -324,12 +333,17 @@ class Arena:
 
     def _adopt_file(self, path: Path, suffix: str) -> Iterator[tuple[Pool, Slot, Any]]:
         name, index, _ = path.name.rsplit(".", 2)
-        if suffix == SHARD_SUFFIX:
-            pool = self.shard_pool(name)
-        else:
-            tag, _, position = name.rpartition("-")
-            pool = self.parity_pool(tag, int(position))
-        slot = Slot(int(index), path.stat().st_size)
+        tag, _, position = name.rpartition("-")
+        status = path.lstat()
+        named = is_identifier(name) and _is_count(index) and (suffix == SHARD_SUFFIX or _is_count(position))
+        if not named or not stat.S_ISREG(status.st_mode) or not status.st_size or status.st_uid != os.getuid():
+            log.warning("%s is no slot file of this arena: it is deleted", path.name)
+            if not stat.S_ISDIR(status.st_mode):
+                path.unlink()
+            path.with_name(path.name + ".json").unlink(missing_ok=True)
+            return
+        pool = self.shard_pool(name) if suffix == SHARD_SUFFIX else self.parity_pool(tag, int(position))
+        slot = Slot(int(index), status.st_size)
         pool.slots.append(slot)
         self.budget.note(slot.bytes)
         try:
@@ -369,6 +383,22 @@ class Arena:
             pool.slots.clear()
 
 
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+def _check_parent(path: Path) -> None:
+    """Raises `ConfigError` if the directory with the arena is somebody else's, who could put another in its place."""
+    status = path.lstat()
+    if status.st_uid not in (os.getuid(), 0, OVERFLOW_UID):
+        raise ConfigError(
+            f"{path} belongs to user {status.st_uid}, who could replace the arena in it: remove it, or choose another "
+            "with HOLDFAST_ARENA"
+        )
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX and not stat.S_ISLNK(status.st_mode):
+        log.warning("others may write to %s, and replace the arena in it: chmod go-w it", path)
+
+
 def _room(path: Path) -> int:
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
@@ -384,6 +414,9 @@ def _too_small(path: Path, need: int, room: int) -> ArenaTooSmall:
 
 def _reserve(path: Path, length: int) -> None:
     """A new file of `length` bytes, all of them allocated now: later writes cannot fail with SIGBUS."""
+    room = _room(path.parent)
+    if length > room:  # or everything would be filled before that is noticed
+        raise _too_small(path.parent, length, room)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         reach("slot.opened")

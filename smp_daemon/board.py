@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
+
+from smp_daemon.errors import ProtocolError
 
 WORDS = 16
 """Of the SMP."""
@@ -38,11 +41,21 @@ class Board:
     """Each word has one writer, the SMP or a trainer, and any number of readers. Words are read and written whole."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+        """Map it. Raises `ProtocolError` if there is another thing of that name."""
+        self._path = path
         length = (WORDS + PAUSE_WORDS + 1) * 8
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ProtocolError(f"{path} is no board: {error.strerror}") from error
         try:
             if create:
                 os.ftruncate(fd, length)
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size < length or status.st_uid != os.getuid():
+                raise ProtocolError(f"{path} is no board: it has {status.st_size} bytes, and is user {status.st_uid}'s")
             mapped = mmap.mmap(fd, length)
             mapped.madvise(mmap.MADV_DONTDUMP)
             words = np.frombuffer(mapped, dtype=np.int64)
@@ -61,6 +74,20 @@ class Board:
         """Forget all outcomes; a new epoch begins."""
         self._words[1:] = 0
         self._words[0] = epoch
+
+    def succeeded(self, epoch: int) -> Board:
+        """The board of a newer epoch, in place of this one. Who still has this one mapped is told that its epoch is
+        over, and asks for quiet on nobody's board.
+        """
+        part = self._path.with_name(self._path.name + ".part")
+        part.unlink(missing_ok=True)
+        board = Board(part, create=True)
+        board._path = self._path
+        board.reset(epoch)
+        board.post_due(self.due)
+        part.replace(self._path)
+        self.reset(epoch)
+        return board
 
     def post(self, step: int, outcome: Outcome) -> None:
         """Say what became of the snapshot of `step` in this epoch."""

@@ -75,6 +75,7 @@ class SmpClient:
         self._lock = threading.Lock()
         self._maps: dict[str, tuple[int, memoryview]] = {}
         self._stream: SocketStream | None = None
+        self._epoch: int | None = None
         self.reconnect()
 
     def reconnect(self) -> None:
@@ -95,6 +96,8 @@ class SmpClient:
     def join(self, epoch: int) -> None:
         """Enter an epoch; fences every older one."""
         self._call({"op": "join", "epoch": epoch})
+        self._epoch = epoch
+        self._board = Board(self.arena / "board")
 
     def configure(self, layout: Layout) -> None:
         """Have the SMP reserve its memory for `layout`. May take as long as zeroing that memory."""
@@ -146,7 +149,7 @@ class SmpClient:
             check: have a shard that it holds already read, and mended in place. If not, it answers at once, and the
                 caller must compare each unit with its digest before it is used.
         """
-        message = {"op": "recover", "sources": sources.to_json(), "coord": coord, "check": check}
+        message = self._in_epoch() | {"op": "recover", "sources": sources.to_json(), "coord": coord, "check": check}
         reply = self._call(message, RECOVER_DEADLINE_S)
         return RecoveredShard(
             self._map(reply),
@@ -183,11 +186,12 @@ class SmpClient:
 
     def heal(self, sources: Sources, group: int, position: int) -> None:
         """Have the SMP compute the parity of a lost node in the background."""
-        self._call({"op": "heal", "sources": sources.to_json(), "group": group, "position": position})
+        message = {"op": "heal", "sources": sources.to_json(), "group": group, "position": position}
+        self._call(self._in_epoch() | message)
 
     def say(self, text: str) -> None:
         """Have the SMP show the first `MAX_SAYING` characters of `text` to whoever looks, not what was said before."""
-        self._call({"op": "say", "text": text[:MAX_SAYING]})
+        self._call(self._in_epoch() | {"op": "say", "text": text[:MAX_SAYING]})
 
     def counters(self) -> dict[str, int]:
         """What the SMP has counted since it started; see `smp_daemon.counters.Counts`."""
@@ -249,6 +253,10 @@ class SmpClient:
             raise ProtocolError("the SMP sent bytes that nobody asked for")
         return reply
 
+    def _in_epoch(self) -> Message:
+        """For what names no snapshot of this epoch: the SMP refuses it once the epoch that was joined is over."""
+        return {} if self._epoch is None else {"epoch": self._epoch}
+
     def _hang_up(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
@@ -266,9 +274,14 @@ class SmpClient:
             fd = os.open(self.arena / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError as error:
             raise StaleEpoch(f"the slot {name} was taken away before it was opened") from error
+        except OSError as error:
+            raise ProtocolError(f"{name!r} is not a file of the arena: {error.strerror}") from error
         try:
-            if os.fstat(fd).st_ino != inode:
+            status = os.fstat(fd)
+            if status.st_ino != inode:
                 raise StaleEpoch(f"the slot {name} was taken away before it was opened")
+            if status.st_size != length or length < 1:
+                raise ProtocolError(f"the slot {name} has {status.st_size} bytes, not {length}")
             mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
             os.close(fd)

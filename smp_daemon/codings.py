@@ -15,7 +15,7 @@ from smp_daemon.arena import Arena, Pool
 from smp_daemon.errors import DamagedSnapshot, DeadlineExceeded, NoFreeSlot, ProtocolError, StaleEpoch
 from smp_daemon.holdings import Holdings, ParityKey
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import CALL_DEADLINE_S
+from smp_daemon.limits import CALL_DEADLINE_S, MAX_CODINGS
 from smp_daemon.parity import ParityGathering
 from smp_daemon.points import reach
 from smp_daemon.slots import Slot
@@ -116,6 +116,8 @@ class Codings:
         """The group member at `position` has committed its parity."""
         with self.changed:
             self._check_epoch(epoch)
+            if coding not in self._done and len(self._done) >= MAX_CODINGS:
+                raise ProtocolError(f"node {self._node!r} has {MAX_CODINGS} parities in mind already")
             self._done.setdefault(coding, set()).add(position)
             reach("parity.told", coding.snapshot.step)
             self.changed.notify_all()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ec import TooManyErasures, choose_codec
+from smp_daemon import fields
 from smp_daemon.counters import Counters
 from smp_daemon.errors import (
     DamagedSnapshot,
@@ -101,7 +102,7 @@ class Fetcher:
             waiting = waiting[len(asked) :]
             for unit, reply in self._ask(asked):
                 units[unit.number] = self._padded(unit, out.nbytes)
-                digests |= {int(p): int(d) for p, d in reply.get("sources", {}).items()}
+                digests |= _sources(reply)
         if expected is None and number < stripes.data:
             expected = digests.get(stripes.data_positions(stripe)[number])
         try:
@@ -137,7 +138,7 @@ class Fetcher:
         position = stripes.data_positions(stripe)[number]
         first = helpers[turn].address
         reply = self._get(first, {"op": "partial", "terms": terms, "length": out.nbytes, "position": position}, out)
-        if reply.get("expected") is None or digest(out) != int(reply["expected"]):
+        if reply.get("expected") is None or digest(out) != fields.number(reply, "expected"):
             raise DamagedSnapshot(f"unit {number} of stripe {stripe} came by chain and does not match its digest")
 
     def _padding(self, group: int, stripe: int) -> list[int]:
@@ -198,7 +199,7 @@ class Fetcher:
 
     def _receive(self, address: Address, out: memoryview) -> dict[str, Any]:
         reply = self.links.receive(address, out)
-        if digest(out) != int(reply["digest"]):
+        if digest(out) != fields.number(reply, "digest"):
             self._counters.add(units_damaged=1)
             raise DamagedSnapshot(f"a unit of {self.sources.snapshot} from {address} was damaged on its way")
         return reply
@@ -211,3 +212,11 @@ class Fetcher:
         if isinstance(error, SmpUnavailable | DeadlineExceeded):
             self.links.drop(address)
             self._gone.add(address)
+
+
+def _sources(reply: dict[str, Any]) -> dict[int, int]:
+    """The digests, by position, of what was folded into a parity unit. Raises `ProtocolError`."""
+    said = reply.get("sources", {})
+    if not isinstance(said, dict) or not all(position.isdecimal() for position in said):
+        raise ProtocolError("'sources' must be digests by position")
+    return {int(position): fields.number(said, position) for position in said}

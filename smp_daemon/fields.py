@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from smp_daemon.errors import ProtocolError
 from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_COUNT
+from smp_daemon.limits import MAX_COUNT, is_identifier
 from smp_daemon.transport import Message
 
 
@@ -12,7 +12,7 @@ def number(message: Message, key: str, most: int = (1 << 64) - 1) -> int:
     """A whole number from 0 to `most`."""
     value = message.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise ProtocolError(f"{key!r} must be a number between 0 and {most}, not {value!r}")
+        raise ProtocolError(f"{key!r} must be a number between 0 and {most}, not {str(value)[:80]}")
     return value
 
 
@@ -29,6 +29,14 @@ def text(message: Message, key: str) -> str:
     value = message.get(key)
     if not isinstance(value, str):
         raise ProtocolError(f"{key!r} must be a text, not {value!r}")
+    return value
+
+
+def identifier(message: Message, key: str) -> str:
+    """What may name a job, a node, a shard or a group."""
+    value = text(message, key)
+    if not is_identifier(value):
+        raise ProtocolError(f"{key!r} must be a name of 1-64 characters, not {value[:80]!r}")
     return value
 
 

@@ -97,7 +97,7 @@ class Holdings:
         """The bytes, mapped, and the commit record. Raises `ProtocolError` if it is not here."""
         with self._lock:
             record = self._records.get(key)
-            slot = self._pool(key).find(key.snapshot, SlotState.SEALED)
+            slot = self._pool(key).find(key.snapshot, SlotState.SEALED) if record is not None else None
             if record is None or slot is None:
                 raise ProtocolError(f"{key} is not held here")
             return self._pool(key).view(slot), record
@@ -287,7 +287,7 @@ class Holdings:
         else:
             record = shard_from_json(data)
             key = ShardKey(record.snapshot, record.coord)
-        if self._pool(key) is not pool or any(sum(record.unit(i)) > slot.bytes for i in range(len(record.digests))):
+        if self._pool(key) is not pool or not _fits(record, slot.bytes):
             raise ProtocolError(f"the commit record of {key} does not fit its slot")
         slot.snapshot = record.snapshot
         slot.state = SlotState.SEALED
@@ -323,6 +323,13 @@ class Holdings:
         with self._lock:
             if pool.is_at(slot, view):
                 pool.discard(slot)
+
+
+def _fits(record: Record, length: int) -> bool:
+    """Whether a commit record can be of a slot of that length."""
+    if isinstance(record, ShardRecord):
+        return record.bytes == length and len(record.digests) == -(-length // record.unit_bytes)
+    return all(sum(record.unit(i)) <= length for i in range(len(record.digests)))
 
 
 def _check_mine(pool: Pool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:

@@ -15,7 +15,16 @@ import xxhash
 
 from ec import Stripes
 from smp_daemon.errors import ProtocolError
-from smp_daemon.limits import MAX_UNIT_BYTES, is_identifier
+from smp_daemon.limits import (
+    MAX_COUNT,
+    MAX_NODES,
+    MAX_PORT,
+    MAX_SHARD_BYTES,
+    MAX_TEXT_BYTES,
+    MAX_UNIT_BYTES,
+    MAX_UNITS,
+    is_identifier,
+)
 
 
 class SnapshotId(NamedTuple):
@@ -93,8 +102,17 @@ class Layout:
             raise ProtocolError("a layout's unit or slots are out of range")
         if self.revision < 0 or self.data < 1 or self.parity < 0 or self.data + self.parity > 255:
             raise ProtocolError("a layout's revision or code is out of range")
-        if any(s.bytes < 1 for n in self.nodes for s in n.shards):
-            raise ProtocolError("a shard has at least one byte")
+        if any(not 1 <= s.bytes <= MAX_SHARD_BYTES for n in self.nodes for s in n.shards):
+            raise ProtocolError(f"a shard has at least one byte, and at most {MAX_SHARD_BYTES}")
+        if not 0 <= self.epoch <= MAX_COUNT or self.revision > MAX_COUNT or len(self.nodes) > MAX_NODES:
+            raise ProtocolError("a layout's epoch, revision or number of nodes is out of range")
+        for node in self.nodes:
+            if sum(-(-s.bytes // self.unit_bytes) for s in node.shards) > MAX_UNITS:
+                raise ProtocolError(f"node {node.name!r} has more than {MAX_UNITS} units: use longer ones")
+            if not 0 <= node.control_port <= MAX_PORT or not 0 <= node.bulk_port <= MAX_PORT:
+                raise ProtocolError(f"a port of node {node.name!r} is out of range")
+            if any(len(text) > MAX_TEXT_BYTES for text in (node.host, *node.domains)):
+                raise ProtocolError(f"the host or a domain of node {node.name!r} is too long a text")
 
     @property
     def coords(self) -> tuple[str, ...]:
@@ -232,7 +250,7 @@ class Layout:
             raise ProtocolError(f"not a layout: {error!r}") from error
 
 
-@lru_cache(64)
+@lru_cache(16)
 def _read(text: str) -> Layout:
     data = json.loads(text)
     nodes = tuple(

@@ -22,6 +22,21 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_COUNT = 1 << 53
 """Of epochs and steps: whole in every JSON reader, and with an outcome it fits a word of the board."""
 
+MAX_DIMENSIONS = 64
+"""Of a leaf's shape."""
+
+MAX_NODES = 1 << 16
+MAX_PORT = (1 << 16) - 1
+MAX_TEXT_BYTES = 255
+"""Of a host, or a label of a domain."""
+
+MAX_SHARD_BYTES = 1 << 50
+MAX_UNITS = 1 << 22
+"""Of one node. Their digests must fit in a commit record."""
+
+MAX_CODINGS = 256
+"""Parities that a node keeps in mind at a time; a job in good health has a handful."""
+
 MAX_LEAVES = 1_000_000
 MAX_NAME_BYTES = 512
 

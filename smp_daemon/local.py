@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
-from smp_daemon.fields import number, seconds, snapshot_id, text
+from smp_daemon.fields import identifier, number, seconds, snapshot_id, text
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_SAYING, PROTOCOL_VERSION
 from smp_daemon.rebuild import heal, recover, verify
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 """How many digests of units a message has room for, beside its other fields."""
+
+FENCED = ("recover", "heal", "say")
+"""Operations that change something here and name no snapshot of the epoch at hand: who has joined one says which."""
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,8 @@ class TrainerConversation:
             raise ProtocolError("a trainer sends no raw bytes")
         if operation is None:
             raise ProtocolError(f"an SMP does not know the operation {message.get('op')!r}")
+        if "epoch" in message and message["op"] in FENCED:
+            self._store.check_epoch(number(message, "epoch", MAX_COUNT))
         return operation(message), None
 
     def ended(self) -> None:
@@ -104,7 +109,7 @@ class TrainerConversation:
         return {}
 
     def _begin(self, message: Message) -> Message:
-        snapshot, coord = snapshot_id(message, "snapshot"), text(message, "coord")
+        snapshot, coord = snapshot_id(message, "snapshot"), identifier(message, "coord")
         keep = message.get("keep")
         if not isinstance(keep, list):
             raise ProtocolError("'keep' must be a list of snapshots")
@@ -116,14 +121,14 @@ class TrainerConversation:
         return {"file": path.name, "inode": path.stat().st_ino, "bytes": slot.bytes}
 
     def _seal(self, message: Message) -> Message:
-        snapshot, coord = snapshot_id(message, "snapshot"), text(message, "coord")
+        snapshot, coord = snapshot_id(message, "snapshot"), identifier(message, "coord")
         protected = snapshot_id(message, "protected") if message.get("protected") else None
         self._store.seal(snapshot, coord, protected)
         self._writing.discard((snapshot, coord))
         return {}
 
     def _abandon(self, message: Message) -> Message:
-        snapshot, coord = snapshot_id(message, "snapshot"), text(message, "coord")
+        snapshot, coord = snapshot_id(message, "snapshot"), identifier(message, "coord")
         self._store.abandon(snapshot, coord, unused=message.get("unused") is True)
         self._writing.discard((snapshot, coord))
         return {}
@@ -138,7 +143,7 @@ class TrainerConversation:
             raise ProtocolError(f"'check' must be true or false, not {check!r}")
         sources = Sources.from_json(message.get("sources"))
         self._store.is_restored(sources.snapshot)
-        coord = text(message, "coord")
+        coord = identifier(message, "coord")
         if sources.persisted:
             recovered = self._smp.persister.recover(sources.snapshot, coord, check)
         else:

@@ -238,7 +238,9 @@ class Monitor:
         layout.node(store.node)
         if phase == "adopt":
             reach("reform.adopt", sources.snapshot.step)
-            store.keep_layout(layout)
+            with store.changed:
+                store.check_epoch(epoch)
+                store.keep_layout(layout)
             for shard in layout.node(store.node).shards:
                 store.check_epoch(epoch)
                 recover(store, sources, shard.coord, self._method)
@@ -247,7 +249,9 @@ class Monitor:
             self._encode(epoch, sources, layout)
         else:
             reach("reform.release", sources.snapshot.step)
-            self._release(sources, layout)
+            with store.changed:
+                store.check_epoch(epoch)
+                self._release(sources, layout)
             store.counters.add(reforms=1)
             reach("reform.done", sources.snapshot.step)
 

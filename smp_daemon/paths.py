@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from smp_daemon.errors import ConfigError, ProtocolError
@@ -53,10 +53,16 @@ class Owner:
     http_port: int = 0
 
 
+_TYPES = {field.name: {"int": (int,), "float": (int, float), "str": (str,)}[str(field.type)] for field in fields(Owner)}
+
+
 def read_owner(arena: Path) -> Owner | None:
     """Who owns `arena`, or None if nobody ever did. Raises `ProtocolError` if ``smp.json`` is not readable."""
     data = read_json(arena / "smp.json")
     try:
-        return Owner(**data) if data else None
+        owner = Owner(**data) if data else None
+        if owner is not None and any(type(value) not in _TYPES[name] for name, value in asdict(owner).items()):
+            raise TypeError(f"{owner} has fields of other types")
+        return owner
     except TypeError as error:
         raise ProtocolError(f"{arena / 'smp.json'} does not describe an owner: {error}") from error

@@ -15,6 +15,7 @@ from smp_daemon.control import CALL_KEY, Guard, Signer
 from smp_daemon.credentials import Credentials
 from smp_daemon.errors import ConfigError, HoldfastError
 from smp_daemon.layout import Layout, Node, SnapshotId
+from smp_daemon.limits import is_identifier
 from smp_daemon.store import Store
 
 NOTIFY_DEADLINE_S = 20.0
@@ -65,6 +66,8 @@ class PeerServer(peer_pb2_grpc.PeerServicer):  # type: ignore[misc]  # generated
     def ParityDone(self, request: peer_pb2.ParityDoneRequest, context: grpc.ServicerContext) -> peer_pb2.Ack:
         self._check_job(request.job, context)
         coding = Coding(SnapshotId(request.snapshot_epoch, request.snapshot_step), request.tag)
+        if not is_identifier(request.tag) or request.position > 255:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "that names no parity of a group")
         try:
             self._store.codings.parity_done(request.epoch, coding, request.position)
         except HoldfastError as error:

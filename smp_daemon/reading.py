@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import psutil
+
 from smp_daemon.counters import Counters
 from smp_daemon.errors import DamagedSnapshot, ProtocolError, SmpUnavailable
 from smp_daemon.inventory import Inventory
@@ -43,6 +45,10 @@ class RemoteShard:
         self._message = {"op": "shard_unit", "job": job, "snapshot": list(held), "coord": coord}
         layout = layouts[0]
         length = next(shard.bytes for node in layout.nodes for shard in node.shards if shard.coord == coord)
+        room = psutil.virtual_memory().available
+        if length > room:
+            self._links.close()
+            raise ProtocolError(f"the shard of {coord} has {length:,} bytes there, and {room:,} are free here")
         self.view = memoryview(bytearray(length))
         self._unit_bytes = layout.unit_bytes
         self._missing = set(range(-(-length // layout.unit_bytes)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import xxhash
 
 from smp_daemon.errors import ArenaTooSmall, ProtocolError
 from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_RECORD_BYTES
+from smp_daemon.limits import MAX_COUNT, MAX_RECORD_BYTES
 from smp_daemon.points import is_armed, reach
 
 PART = ".part"
@@ -167,17 +168,23 @@ def read_json(path: Path) -> Any | None:
     """The JSON in `path`, or None if there is no such file.
 
     Raises:
-        ProtocolError: too large, or not JSON.
+        ProtocolError: too large, a link, not a file, or not JSON.
     """
     try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size > MAX_RECORD_BYTES:
-                raise ProtocolError(f"{path} is larger than {MAX_RECORD_BYTES} bytes")
-            return json.loads(file.read())
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ProtocolError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_RECORD_BYTES:
+            raise ProtocolError(f"{path} is no file, or larger than {MAX_RECORD_BYTES} bytes")
+        return json.loads(os.read(fd, status.st_size))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{path} is not JSON: {error}") from error
+    finally:
+        os.close(fd)
 
 
 def _reach(path: Path, data: Any, when: str) -> None:
@@ -187,6 +194,8 @@ def _reach(path: Path, data: Any, when: str) -> None:
 
 def _snapshot(pair: Sequence[Any]) -> SnapshotId:
     epoch, step = pair
+    if not 0 <= int(epoch) <= MAX_COUNT or not 0 <= int(step) <= MAX_COUNT:
+        raise ValueError("an epoch or a step is out of range")
     return SnapshotId(int(epoch), int(step))
 
 
@@ -197,4 +206,7 @@ def _unit_bytes(value: Any) -> int:
 
 
 def _digests(values: Any) -> tuple[int, ...]:
-    return tuple(int(v) for v in cast("list[Any]", values))
+    digests = tuple(int(v) for v in cast("list[Any]", values))
+    if any(not 0 <= each < 1 << 64 for each in digests):
+        raise ValueError("a digest has 64 bits")
+    return digests

@@ -10,10 +10,10 @@ from ec import choose_codec
 from smp_daemon.codings import Coding
 from smp_daemon.drain import Drained
 from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
-from smp_daemon.fields import number, seconds, snapshot_id, text
+from smp_daemon.fields import identifier, number, seconds, snapshot_id
 from smp_daemon.holdings import ParityKey, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT, MAX_UNIT_BYTES
+from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT
 from smp_daemon.links import Links
 from smp_daemon.monitor import PHASES
 from smp_daemon.priority import make_background
@@ -24,6 +24,11 @@ from smp_daemon.transport import Message, Stream
 
 if TYPE_CHECKING:
     from smp_daemon.service import Smp
+
+
+OPERATIONS = ("fold", "inventory", "status", "reform", *PHASES, "shard_unit", "parity_unit", "partial")
+MAX_TERMS = 255
+"""Nodes in a chain: no code has more units in a stripe."""
 
 
 class PeerConversation:
@@ -39,6 +44,8 @@ class PeerConversation:
 
     def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
         op = message.get("op")
+        if op not in OPERATIONS and not payload:
+            raise ProtocolError(f"an SMP does not know the operation {op!r}")
         if payload and op != "fold":
             stream.close()
             raise ProtocolError(f"raw bytes with the operation {op!r}")
@@ -73,8 +80,6 @@ class PeerConversation:
         snapshot = snapshot_id(message, "snapshot")
         if op == "partial":
             return self._partial(message, snapshot)
-        if op not in ("shard_unit", "parity_unit"):
-            raise ProtocolError(f"an SMP does not know the operation {op!r}")
         unit, digest_, sources_ = self._unit(message, snapshot)
         self._store.counters.add(bytes_sent=unit.nbytes)
         return {"digest": digest_, "sources": sources_}, unit
@@ -100,7 +105,7 @@ class PeerConversation:
             try:
                 self._check_job(message)
                 epoch = number(message, "epoch", MAX_COUNT)
-                coding = Coding(snapshot_id(message, "snapshot"), text(message, "tag"))
+                coding = Coding(snapshot_id(message, "snapshot"), identifier(message, "tag"))
                 stripe, position = number(message, "stripe"), number(message, "position")
                 unit_digest = number(message, "digest")
                 self._store.codings.await_gathering(epoch, coding)
@@ -119,18 +124,18 @@ class PeerConversation:
         """A unit that was just checked, its digest, and, of parity, the digests of what was folded into it."""
         index = number(what, "unit")
         if what.get("op") == "shard_unit":
-            unit, record = self._store.holdings.checked_unit(ShardKey(snapshot, text(what, "coord")), index)
+            unit, record = self._store.holdings.checked_unit(ShardKey(snapshot, identifier(what, "coord")), index)
             return unit, record.digests[index], {}
-        key = ParityKey(snapshot, text(what, "tag"), number(what, "position"))
+        key = ParityKey(snapshot, identifier(what, "tag"), number(what, "position"))
         unit, record = self._store.holdings.checked_unit(key, index)
         sources = record.sources[index] if isinstance(record, ParityRecord) else {}
         return unit, record.digests[index], sources
 
     def _partial(self, message: Message, snapshot: SnapshotId) -> tuple[Message, memoryview]:
         """This node's share of a sum, added to that of the rest of the chain, which is asked first."""
-        terms, length = message.get("terms"), number(message, "length", MAX_UNIT_BYTES)
-        if not isinstance(terms, list) or not terms or not isinstance(terms[0], dict):
-            raise ProtocolError("'terms' must be a list that begins with this node's own")
+        terms, length = message.get("terms"), number(message, "length", self._store.longest_unit())
+        if not isinstance(terms, list) or not 0 < len(terms) <= MAX_TERMS or not isinstance(terms[0], dict):
+            raise ProtocolError(f"'terms' must be a list that begins with this node's own, of at most {MAX_TERMS}")
         own, factor = terms[0].get("what"), number(terms[0], "factor", 255)
         if not isinstance(own, dict):
             raise ProtocolError("a term says what unit it takes")

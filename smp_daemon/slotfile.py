@@ -23,7 +23,7 @@ from typing import Any
 
 from smp_daemon.errors import ProtocolError
 from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_HEADER_BYTES, MAX_LEAVES, MAX_NAME_BYTES
+from smp_daemon.limits import MAX_COUNT, MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_LEAVES, MAX_NAME_BYTES
 
 RECORD = "holdfast.record"
 PAGE_BYTES = 4096
@@ -165,6 +165,8 @@ def read_format(slot: memoryview) -> tuple[SlotFormat, dict[str, str]]:
         leaves.sort(key=lambda item: (item[0], item[1].name))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"the slot file's header is damaged: {error}") from error
+    if len(leaves) > MAX_LEAVES:
+        raise ProtocolError(f"{len(leaves)} leaves in a slot file; the limit is {MAX_LEAVES}")
     offsets: dict[str, tuple[int, Leaf]] = {}
     end = 0
     for place, leaf in leaves:
@@ -191,8 +193,8 @@ def _check_leaf(leaf: Leaf) -> None:
         raise ProtocolError(f"{leaf.name[:80]!r} cannot name a leaf (1-{MAX_NAME_BYTES} bytes)")
     if not isinstance(leaf.dtype, str) or leaf.dtype not in DTYPE_BYTES:
         raise ProtocolError(f"leaf {leaf.name!r} has unknown dtype {leaf.dtype!r}")
-    if not all(type(n) is int and n >= 0 for n in leaf.shape):
-        raise ProtocolError(f"leaf {leaf.name!r} has shape {leaf.shape}")
+    if len(leaf.shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n <= MAX_COUNT for n in leaf.shape):
+        raise ProtocolError(f"leaf {leaf.name!r} has shape {str(leaf.shape)[:80]}")
 
 
 def _utf8_bytes(name: str) -> int:

@@ -19,9 +19,10 @@ from smp_daemon.board import Board, Outcome
 from smp_daemon.codings import Coding, Codings
 from smp_daemon.counters import Counters
 from smp_daemon.errors import ProtocolError, StaleEpoch
+from smp_daemon.fields import number, snapshot_id
 from smp_daemon.holdings import Holdings, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import MAX_UNIT_BYTES
+from smp_daemon.limits import MAX_COUNT, MAX_UNIT_BYTES
 from smp_daemon.points import reach
 from smp_daemon.records import ShardRecord, digest_units, read_json, write_json
 from smp_daemon.slotfile import STAMP_BYTES, read_format, read_stamp
@@ -128,7 +129,7 @@ class Store:
             self.epoch = epoch
             self._write_node()
             reach("join.noted")
-            self.board.reset(epoch)
+            self.board = self.board.succeeded(epoch)
             reach("join.done")
             self.changed.notify_all()
         self._on_epoch()
@@ -172,6 +173,7 @@ class Store:
             layout = self._configured(snapshot.epoch)
             if protected is not None and protected not in keep:
                 raise ProtocolError(f"{protected} is protected and must be kept")
+            length = layout.shard_bytes(coord)
             self._note_protected(protected)
             self._release(keep, snapshot)
             reach("begin.released", snapshot.step)
@@ -181,7 +183,7 @@ class Store:
                     pool.replace(slot)  # it is being received, for a trainer that did not wait for it
                 else:
                     pool.discard(slot)
-            slot = pool.begin(snapshot, layout.shard_bytes(coord))
+            slot = pool.begin(snapshot, length)
             self._progress.setdefault(snapshot, Progress())
             self.board.post(snapshot.step, Outcome.PENDING)
             reach("begin.done", snapshot.step)
@@ -190,9 +192,11 @@ class Store:
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
         """The writer of `coord` is gone or gave up: an unsealed slot becomes free.
 
-        The snapshot has failed then, unless the slot is given back `unused`.
+        The snapshot has failed then, unless the slot is given back `unused`. One of an older epoch was taken away.
         """
         with self.changed:
+            if snapshot.epoch != self.epoch or coord not in self.arena.shards:
+                return
             pool = self.arena.shard_pool(coord)
             slot = pool.find(snapshot, SlotState.WRITING)
             if slot is not None:
@@ -213,6 +217,7 @@ class Store:
         """
         with self.changed:
             layout = self._configured(snapshot.epoch)
+            layout.shard_bytes(coord)  # a shard of this job
             self._note_protected(protected)
             pool = self.arena.shard_pool(coord)
             slot = pool.find(snapshot, SlotState.WRITING)
@@ -413,13 +418,16 @@ class Store:
         if known is None:
             self.arena.clear()
             return
-        if known["job"] != self.job or known["node"] != self.node:
+        try:
+            job, node, self.epoch = known["job"], known["node"], number(known, "epoch", MAX_COUNT)
+            self.protected = snapshot_id(known, "protected") if known["protected"] else None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ProtocolError(f"{self.arena.path / 'node.json'} is damaged: {error!r}; remove the arena") from error
+        if job != self.job or node != self.node:
             raise ProtocolError(
-                f"the arena {self.arena.path} belongs to job {known['job']!r} on node {known['node']!r}: "
+                f"the arena {self.arena.path} belongs to job {job!r} on node {node!r}: "
                 "choose another, or remove it with `holdfast gc`"
             )
-        self.epoch = int(known["epoch"])
-        self.protected = SnapshotId(*known["protected"]) if known["protected"] else None
         if self.board.epoch == self.epoch:
             self.board.fail_pending()
         else:

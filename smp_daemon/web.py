@@ -9,12 +9,15 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
+from typing import Any
 
 from smp_daemon.errors import ConfigError
 from smp_daemon.metrics import exposition
@@ -24,6 +27,7 @@ from smp_daemon.status import take_status
 
 HOST = "127.0.0.1"
 REQUEST_DEADLINE_S = 5.0
+MAX_REQUESTS = 32
 FRESH_S = 1.0
 """Other SMPs are asked no more often than that, however many requests come."""
 
@@ -131,10 +135,31 @@ def is_local(host: str) -> bool:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 64
 
     def __init__(self, address: tuple[str, int], web: Web) -> None:
         self.web = web
+        self._lock = threading.Lock()
+        self._open: dict[int, Any] = {}
         super().__init__(address, _Request)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve at most `MAX_REQUESTS` at a time: the oldest gives way, for it may be one that says nothing."""
+        with self._lock:
+            for oldest in list(self._open)[: max(0, len(self._open) - MAX_REQUESTS + 1)]:
+                with suppress(OSError):
+                    self._open.pop(oldest).shutdown(socket.SHUT_RDWR)
+            self._open[id(request)] = request
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(id(request), None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """It went away, as a rule."""
+        log.debug("a request from %s failed", client_address, exc_info=True)
 
 
 class _Request(BaseHTTPRequestHandler):

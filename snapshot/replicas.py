@@ -133,7 +133,7 @@ def shared_from_json(data: Any) -> dict[str, Leaf]:
     """Raises `ProtocolError` if `data` is not what `Sharing.to_json` makes."""
     try:
         return {str(name): Leaf(str(name), str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in data.items()}
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ProtocolError(f"not a list of shared leaves: {error!r}") from error
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from smp_daemon.errors import ProtocolError, StateMismatch
 LONGEST_JSON_INT = 4096
 """Bits. Python refuses to read or write decimal numbers of more than 4300 digits."""
 
+_NUMBER_TYPE = re.compile(r"[<>|=][biufc][1-9][0-9]?")
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 
 
@@ -103,10 +105,10 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
         case "tensor":
             return tensor(value["name"])
         case "ndarray":
-            flat = np.frombuffer(_bytes(value["data"]), dtype=np.dtype(value["dtype"]))
+            flat = np.frombuffer(_bytes(value["data"]), dtype=_number_type(value["dtype"]))
             return flat.reshape(value["shape"]).copy()
         case "scalar":
-            return np.frombuffer(_bytes(value["data"]), dtype=np.dtype(value["dtype"]))[0]
+            return np.frombuffer(_bytes(value["data"]), dtype=_number_type(value["dtype"]))[0]
         case "int":
             return int(value["data"], 16)
         case "float":
@@ -130,10 +132,16 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
+    dtype = vars(torch).get(name)  # not getattr: that may import whatever has such a name
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch.{name} is no dtype")
     return dtype
+
+
+def _number_type(text: str) -> np.dtype[Any]:
+    if _NUMBER_TYPE.fullmatch(text) is None:  # NumPy would make a type of many a text
+        raise ValueError(f"{text[:80]!r} is no type of numbers")
+    return np.dtype(text)
 
 
 def _is_unicode(text: str) -> bool:

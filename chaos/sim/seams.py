@@ -100,6 +100,7 @@ class SimOs(MemoryOs):
     """`os`, with simulated processes' ids, and arenas in memory."""
 
     O_CLOEXEC, O_CREAT, O_EXCL, O_NOFOLLOW, O_RDWR = os.O_CLOEXEC, os.O_CREAT, os.O_EXCL, os.O_NOFOLLOW, os.O_RDWR
+    O_RDONLY, O_NONBLOCK = os.O_RDONLY, os.O_NONBLOCK
     getuid = staticmethod(os.getuid)
 
     def getpid(self) -> int:

@@ -1,0 +1,282 @@
+"""A process of an older epoch can write nothing, on any path. Every operation that there is stands in a table here, and
+a new one without a line in it fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import xxhash
+
+from smp_daemon import client as client_module
+from smp_daemon import peer_pb2, peer_pb2_grpc
+from smp_daemon.board import Board
+from smp_daemon.client import SmpClient
+from smp_daemon.layout import SnapshotId
+from smp_daemon.local import TrainerConversation
+from smp_daemon.remote import OPERATIONS
+from tests.attacks.victim import Victim, ask
+from tests.smp_kit import JOB, SmpProcess, playground, read_line
+
+Message = dict[str, Any]
+STALE = "StaleEpoch"
+
+
+class Zombie:
+    """A job in its second epoch, and what a process of its first would say: an operation, and what must come of it."""
+
+    def __init__(self, victim: Victim) -> None:
+        self.victim = victim
+        run = victim.run
+        self.plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        self.layout = run.layout.to_json()
+        self.old = SnapshotId(1, 2)
+        self.mapped = run["dp0"].write(self.old, run.kept, run.protected)
+        self.board = Board(victim.smp.arena / "board")
+        assert self.board.epoch == 1
+        run.start(2)
+        run.protect(3)
+
+    @property
+    def trainer_says(self) -> dict[str, tuple[Message, str | None]]:
+        """What a trainer of epoch 1 says, and the error that it gets; None: it is answered, for it changes nothing."""
+        written = {"snapshot": self.old, "coord": "dp0"}
+        sources = self.plan.sources.to_json()
+        return {
+            "hello": ({"job": JOB, "version": 2}, None),
+            "inventory": ({}, None),
+            "join": ({"epoch": 1}, STALE),
+            "configure": ({"layout": {**self.layout, "slots": 4}}, STALE),
+            "begin": ({**written, "keep": []}, STALE),
+            "seal": (written, STALE),
+            "abandon": ({"snapshot": self.victim.snapshot, "coord": "dp0"}, None),
+            "await": ({"snapshot": self.old, "deadline_s": 0}, None),
+            "recover": ({"sources": sources, "coord": "dp1", "epoch": 1}, STALE),
+            "heal": ({"sources": sources, "group": 0, "position": 0, "epoch": 1}, STALE),
+            "counters": ({}, None),
+            "scrub": ({}, None),
+            "verify": ({}, None),
+            "say": ({"text": "I am back", "epoch": 1}, STALE),
+            "finish": ({"epoch": 1}, STALE),
+        }
+
+    @property
+    def smp_says(self) -> dict[str, tuple[Message, str | None]]:
+        """The same of an SMP of epoch 1."""
+        reform = {"epoch": 1, "sources": self.plan.sources.to_json(), "layout": {**self.layout, "revision": 1}}
+        of = {"snapshot": self.victim.snapshot}
+        unit = {"op": "shard_unit", "coord": "dp0", "unit": 0}
+        term = {"at": list(self.victim.smp.bulk), "factor": 1, "what": unit}
+        tag = self.victim.run.layout.tag(0)
+        folded = {"epoch": 1, "snapshot": self.old, "tag": tag, "stripe": 0, "position": 1, "digest": 0}
+        return {
+            "fold": (folded, STALE),
+            "inventory": ({}, None),
+            "status": ({}, None),
+            "reform": ({}, None),
+            "adopt": (reform, STALE),
+            "encode": (reform, STALE),
+            "release": (reform, STALE),
+            "shard_unit": ({**of, "coord": "dp0", "unit": 0}, None),
+            "parity_unit": ({**of, "tag": tag, "position": 0, "unit": 0}, None),
+            "partial": ({**of, "terms": [term], "length": 10, "position": 1}, None),
+        }
+
+    def grpc_says(self, stub: peer_pb2_grpc.PeerStub) -> dict[str, Callable[[], object]]:
+        """The gRPC calls of an SMP of epoch 1, which it may make or not."""
+        done = peer_pb2.ParityDoneRequest(
+            job=JOB, epoch=1, snapshot_epoch=2, snapshot_step=3, tag=self.victim.run.layout.tag(0), position=1
+        )
+        return {
+            "Ping": lambda: stub.Ping(peer_pb2.PingRequest(job=JOB), timeout=10.0),
+            "ParityDone": lambda: stub.ParityDone(done, timeout=10.0),
+        }
+
+
+@pytest.fixture(scope="module")
+def zombie() -> Iterator[Zombie]:
+    with playground() as ground:
+        yield Zombie(Victim(ground))
+
+
+def held(smp: SmpProcess) -> dict[str, int]:
+    """A digest of every file of the arena, but what it says of itself."""
+    files = [path for path in smp.arena.iterdir() if path.is_file() and path.name not in ("smp.log", "smp.json")]
+    return {path.name: xxhash.xxh3_64_intdigest(path.read_bytes()) for path in files}
+
+
+@pytest.fixture
+def untouched(zombie: Zombie) -> Iterator[Zombie]:
+    """Not a byte of any arena is another after the test."""
+    before = [held(smp) for smp in zombie.victim.smps]
+    inventories = [trainer.client.inventory() for trainer in zombie.victim.run]
+    yield zombie
+    assert [held(smp) for smp in zombie.victim.smps] == before
+    for trainer, inventory in zip(zombie.victim.run, inventories, strict=True):
+        now = trainer.client.inventory()
+        assert (now.epoch, now.shards, now.parities, now.layouts) == (2, *_of(inventory))
+
+
+def _of(inventory: Any) -> tuple[Any, ...]:
+    return inventory.shards, inventory.parities, inventory.layouts
+
+
+# ---------------------------------------------------------------------- the tables are whole
+
+
+def test_every_operation_of_trainers_is_in_the_table(zombie: Zombie) -> None:
+    made: Any = SimpleNamespace(store=None)
+    assert set(zombie.trainer_says) == set(TrainerConversation(made, 0)._operations)
+
+
+def test_every_operation_of_smps_is_in_the_table(zombie: Zombie) -> None:
+    """And what is not listed in `OPERATIONS` is refused before anything else."""
+    assert set(zombie.smp_says) == set(OPERATIONS)
+    reply = ask(zombie.victim.smp.bulk, {"op": "another", "job": JOB})
+    assert "does not know the operation" in reply["message"]
+
+
+def test_every_grpc_method_is_in_the_table(zombie: Zombie) -> None:
+    methods = {method.name for method in peer_pb2.DESCRIPTOR.services_by_name["Peer"].methods}
+    with grpc.insecure_channel(zombie.victim.smp.control) as channel:
+        assert set(zombie.grpc_says(peer_pb2_grpc.PeerStub(channel))) == methods
+
+
+def test_trainers_map_nothing_but_slots_and_the_board() -> None:
+    """What is mapped is written without a word to the SMP. A third mapping would need a test below."""
+    tree = ast.parse(Path(client_module.__file__).read_text())
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert sorted(call for call in calls if call in ("mmap.mmap", "Board")) == ["Board", "Board", "mmap.mmap"]
+
+
+# ---------------------------------------------------------------------- and each is fenced
+
+
+TRAINER_OPERATIONS = (
+    *("hello", "inventory", "join", "configure", "begin", "seal", "abandon", "await", "recover", "heal", "counters"),
+    *("scrub", "verify", "say", "finish"),
+)
+
+
+@pytest.mark.parametrize("op", TRAINER_OPERATIONS)
+def test_a_trainer_of_an_older_epoch_writes_nothing(untouched: Zombie, op: str) -> None:
+    message, error = untouched.trainer_says[op]
+    assert ask(untouched.victim.local, {"op": op, **message}).get("error") == error
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_an_smp_of_an_older_epoch_writes_nothing(untouched: Zombie, op: str) -> None:
+    message, error = untouched.smp_says[op]
+    payload = bytes(100) if op == "fold" else b""
+    assert ask(untouched.victim.smp.bulk, {"op": op, "job": JOB, **message}, payload).get("error") == error
+
+
+def test_what_an_older_smp_tells_by_grpc_is_refused(untouched: Zombie) -> None:
+    with grpc.insecure_channel(untouched.victim.smp.control) as channel:
+        calls = untouched.grpc_says(peer_pb2_grpc.PeerStub(channel))
+        calls.pop("Ping")()
+        for name, call in calls.items():
+            with pytest.raises(grpc.RpcError) as refused:
+                call()
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION, name
+
+
+def test_what_is_written_into_a_slot_of_an_older_epoch_goes_nowhere(untouched: Zombie) -> None:
+    untouched.mapped[:] = b"\xff" * untouched.mapped.nbytes
+
+
+def test_an_older_board_is_nobodys(untouched: Zombie) -> None:
+    """A trainer asks for quiet there, and would for ever; words of outcomes could be written as well."""
+    assert untouched.board.epoch == 2, "whoever looks at it is told that its epoch is over"
+    untouched.board.pause(0, time.monotonic() + 3600)
+    untouched.board.post(3, untouched.board.outcome(1, 3))
+    assert Board(untouched.victim.smp.arena / "board").paused_for(time.monotonic()) == 0
+
+
+def test_the_connection_of_a_dead_older_trainer_takes_nothing_with_it(untouched: Zombie) -> None:
+    """What a connection began and did not seal is freed when it ends; that must not be what others receive since."""
+    client = SmpClient(untouched.victim.smp.arena, JOB)
+    client._call({"op": "hello", "job": JOB, "version": 2})
+    client.close()
+
+
+# ---------------------------------------------------------------------- a real process, stopped and continued
+
+
+ZOMBIE = """
+import json, sys, time
+from pathlib import Path
+from smp_daemon.client import SmpClient
+from smp_daemon.errors import HoldfastError
+from smp_daemon.layout import SnapshotId
+client = SmpClient(Path(sys.argv[1]), sys.argv[2])
+epoch = int(sys.argv[3])
+client.join(epoch)
+snapshot = SnapshotId(epoch, 9)
+slot = client.begin(snapshot, "dp0", [SnapshotId(*json.loads(sys.argv[4]))], SnapshotId(*json.loads(sys.argv[4])))
+print("writing", flush=True)
+sys.stdin.readline()
+slot[:] = b"\\x55" * slot.nbytes
+client.pause(0, time.monotonic() + 100)
+said = {}
+for name, call in {
+    "seal": lambda: client.seal(snapshot, "dp0"),
+    "begin": lambda: client.begin(SnapshotId(epoch, 10), "dp0", [], None),
+    "join": lambda: client.join(epoch),
+    "say": lambda: client.say("I was away"),
+    "finish": lambda: client._call({"op": "finish", "epoch": epoch}),
+}.items():
+    try:
+        call()
+        said[name] = None
+    except HoldfastError as error:
+        said[name] = type(error).__name__
+print(json.dumps(said), flush=True)
+"""
+
+
+def test_a_trainer_that_was_stopped_and_goes_on_writes_nothing(zombie: Zombie) -> None:
+    victim = zombie.victim
+    run, smp = victim.run, victim.smp
+    old = run.epoch
+    kept = json.dumps(list(run.protected or ()))
+    process = subprocess.Popen(
+        [sys.executable, "-c", ZOMBIE, str(smp.arena), JOB, str(old), kept],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)},
+    )
+    try:
+        assert process.stdout is not None and process.stdin is not None
+        assert read_line(process.stdout) == "writing\n"
+        process.send_signal(signal.SIGSTOP)
+        run.start(old + 1)
+        run.protect(11)
+        before = held(smp)
+        process.send_signal(signal.SIGCONT)
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        assert set(json.loads(read_line(process.stdout)).values()) == {STALE}
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait(30)
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+    assert held(smp) == before
+    assert Board(smp.arena / "board").paused_for(time.monotonic()) == 0
+    run.start(2 + old)  # others of this module expect nothing of it, but that it serves

@@ -1,0 +1,129 @@
+"""Frames and requests that lie, and random ones, on every socket of an SMP."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from smp_daemon.limits import MAX_MESSAGE_BYTES, MAX_UNIT_BYTES
+from tests.attacks.victim import Address, Victim, anonymous_bytes, ask, dial, frame, tell
+from tests.smp_kit import JOB
+
+SEED = "frames"
+
+
+def sockets(victim: Victim) -> dict[str, Address]:
+    return {"local": victim.local, "bulk": victim.smp.bulk, "control": victim.control}
+
+
+@pytest.mark.parametrize("where", ["local", "bulk"])
+@pytest.mark.parametrize(
+    ("length", "payload"),
+    [(MAX_MESSAGE_BYTES + 1, 0), ((1 << 32) - 1, 0), (2, MAX_UNIT_BYTES + 1), (2, (1 << 64) - 1)],
+)
+def test_a_length_above_the_limits_ends_the_connection(victim: Victim, where: str, length: int, payload: int) -> None:
+    assert tell(sockets(victim)[where], frame(b"{}", length=length, payload=payload), end=False) == b""
+
+
+@pytest.mark.parametrize("where", ["local", "bulk"])
+def test_a_length_that_is_only_claimed_takes_no_memory(victim: Victim, where: str) -> None:
+    """A hundred connections, each of which says that 8 MiB are to come, and sends ten bytes."""
+    before = anonymous_bytes(victim.smp)
+    connections = [dial(sockets(victim)[where]) for _ in range(100)]
+    for connection in connections:
+        connection.sendall(frame(b'{"op": "in', length=MAX_MESSAGE_BYTES))
+    assert ask(victim.smp.bulk, {"op": "inventory", "job": JOB})["inventory"]["node"] == "node0"
+    assert anonymous_bytes(victim.smp) - before < 32 << 20
+    for connection in connections:
+        connection.close()
+
+
+def test_raw_bytes_that_are_only_claimed_take_no_buffer(victim: Victim) -> None:
+    unit = {"op": "fold", "job": JOB, "epoch": 1, "snapshot": [1, 1], "tag": victim.run.layout.tag(0)}
+    body = json.dumps({**unit, "stripe": 0, "position": 1, "digest": 0}).encode()
+    connections = [dial(victim.smp.bulk) for _ in range(20)]
+    for connection in connections:
+        connection.sendall(frame(body, payload=victim.run.layout.unit_bytes) + b"a few")
+        connection.close()
+    assert ask(victim.smp.bulk, {"op": "inventory", "job": JOB})
+
+
+def test_sums_of_any_length_and_chains_of_any_length_are_refused(victim: Victim) -> None:
+    unit = {"op": "shard_unit", "coord": "dp0", "unit": 0}
+    term = {"at": list(victim.smp.bulk), "factor": 1, "what": unit}
+    message = {"op": "partial", "job": JOB, "snapshot": [1, 1], "position": 1}
+    too_long = ask(victim.smp.bulk, {**message, "terms": [term], "length": MAX_UNIT_BYTES})
+    too_many = ask(victim.smp.bulk, {**message, "terms": [term] * 256, "length": 10})
+    assert too_long["error"] == too_many["error"] == "ProtocolError"
+
+
+@pytest.mark.parametrize("where", ["local", "bulk", "control"])
+def test_random_bytes(victim: Victim, where: str) -> None:
+    source = random.Random(f"{SEED} {where}")
+    for number in range(60):
+        data = source.randbytes(source.randrange(400))
+        tell(sockets(victim)[where], (b"HFST" if number % 2 else b"") + data)
+
+
+@pytest.mark.parametrize("method", ["Ping", "ParityDone", "Nothing"])
+def test_random_protobufs(victim: Victim, method: str) -> None:
+    source = random.Random(f"{SEED} {method}")
+    with grpc.insecure_channel(victim.smp.control) as channel:
+        call = channel.unary_unary(f"/holdfast.v1.Peer/{method}", bytes, bytes)
+        for _ in range(60):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(source.randbytes(source.randrange(1, 200)), timeout=10.0)
+            assert refused.value.code() in (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                grpc.StatusCode.PERMISSION_DENIED,
+                grpc.StatusCode.UNIMPLEMENTED,
+            )
+        with pytest.raises(grpc.RpcError) as too_long:
+            call(bytes(2 << 20), timeout=10.0)
+        assert too_long.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED or method == "Nothing"
+
+
+def test_names_of_groups_are_not_remembered_without_end(victim: Victim) -> None:
+    """Whoever has told of hundreds of parities that there are not has been refused for most of them."""
+    from smp_daemon import peer_pb2, peer_pb2_grpc
+
+    with grpc.insecure_channel(victim.smp.control) as channel:
+        stub = peer_pb2_grpc.PeerStub(channel)
+
+        def say(number: int) -> bool:
+            request = peer_pb2.ParityDoneRequest(
+                job=JOB, epoch=1, snapshot_epoch=1, snapshot_step=1 << 40, tag=f"{number:016x}", position=0
+            )
+            try:
+                stub.ParityDone(request, timeout=30.0)
+            except grpc.RpcError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(8) as threads:
+            taken = sum(threads.map(say, range(400)))
+        assert taken <= 256
+        long = peer_pb2.ParityDoneRequest(job=JOB, epoch=1, tag="x" * 100_000)
+        with pytest.raises(grpc.RpcError):
+            stub.ParityDone(long, timeout=10.0)
+    victim.run["dp0"].client.inventory()
+
+
+def test_shards_that_there_are_not_leave_nothing_behind(victim: Victim) -> None:
+    before = anonymous_bytes(victim.smp)
+    for number in range(300):
+        message = {"op": "shard_unit", "job": JOB, "snapshot": [1, 1], "coord": f"{number}" + "x" * 100_000, "unit": 0}
+        assert ask(victim.smp.bulk, message)["error"] == "ProtocolError"
+    assert anonymous_bytes(victim.smp) - before < 16 << 20
+
+
+def test_a_half_open_connection_is_let_go(victim: Victim) -> None:
+    for _ in range(50):
+        with dial(victim.smp.bulk) as sock:
+            sock.sendall(b"HF")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not an end

@@ -1,0 +1,116 @@
+"""Who is attacked: two SMPs that hold a protected snapshot."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+from smp_daemon.layout import SnapshotId
+from smp_daemon.paths import socket_path
+from tests.smp_kit import DEADLINE_S, Ground, SmpProcess, run_on
+
+BUDGET_BYTES = 64 << 20
+"""How much an attack may make an SMP grow."""
+
+SPARE_FILES = 4
+"""Descriptors that gRPC and others open and close as they like."""
+
+Address = Path | tuple[str, int]
+
+
+class Victim:
+    """Two SMPs, their trainers, and a snapshot that both have protected."""
+
+    def __init__(self, ground: Ground) -> None:
+        self.ground = ground
+        self.smps = ground.smps(2)
+        self.run = run_on(self.smps, [[3000], [3000]])
+        self.snapshot: SnapshotId = self.run.protect(1)
+        self._before = {smp.name: (anonymous_bytes(smp), open_files(smp)) for smp in self.smps}
+        self.check()
+        self._before = {smp.name: (anonymous_bytes(smp), open_files(smp)) for smp in self.smps}
+
+    @property
+    def smp(self) -> SmpProcess:
+        return self.smps[0]
+
+    @property
+    def local(self) -> Path:
+        """Where the first SMP's trainers connect."""
+        return socket_path(self.smp.arena)
+
+    @property
+    def control(self) -> tuple[str, int]:
+        return self.smp.owner.host, self.smp.owner.control_port
+
+    def check(self) -> None:
+        """Nothing has come of it."""
+        for smp in self.smps:
+            bytes_before, files_before = self._before[smp.name]
+            assert smp.process.poll() is None, f"{smp.name} is gone: {smp.bugs()}"
+            assert not smp.bugs()
+            limit = time.monotonic() + DEADLINE_S / 4
+            while open_files(smp) > files_before + SPARE_FILES:
+                assert time.monotonic() < limit, f"{open_files(smp)} descriptors are open, {files_before} were"
+                select.select([], [], [], 0.02)
+            assert anonymous_bytes(smp) - bytes_before < BUDGET_BYTES
+        plan = self.run.plan(*(trainer.client.inventory() for trainer in self.run))
+        assert plan.snapshot == self.snapshot
+        for trainer in self.run:
+            assert trainer.recover(plan).view == trainer.image(self.snapshot)
+            assert trainer.client.scrub()["damaged"] == 0
+
+
+def anonymous_bytes(smp: SmpProcess) -> int:
+    """Memory of its own, without what it has mapped."""
+    for line in Path(f"/proc/{smp.process.pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("the kernel does not say")
+
+
+def open_files(smp: SmpProcess) -> int:
+    return len(list(Path(f"/proc/{smp.process.pid}/fd").iterdir()))
+
+
+def dial(address: Address, deadline_s: float = DEADLINE_S) -> socket.socket:
+    """A bare connection."""
+    sock = socket.socket(socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET, socket.SOCK_STREAM)
+    sock.settimeout(deadline_s)
+    sock.connect(str(address) if isinstance(address, Path) else address)
+    return sock
+
+
+def tell(address: Address, data: bytes, *, end: bool = True) -> bytes:
+    """Say `data`, and nothing more if `end`; all that comes back until the other side ends the connection."""
+    heard = b""
+    with dial(address) as sock:
+        try:
+            sock.sendall(data)
+            if end:
+                sock.shutdown(socket.SHUT_WR)
+            while more := sock.recv(1 << 16):
+                heard += more
+        except TimeoutError:
+            raise
+        except OSError:  # it was faster to end it
+            pass
+    return heard
+
+
+def frame(body: bytes, *, magic: bytes = b"HFST", length: int | None = None, payload: int = 0) -> bytes:
+    """A message as it stands on the wire, or nearly."""
+    return magic + struct.pack("<IQ", len(body) if length is None else length, payload) + body
+
+
+def ask(address: Address, message: dict[str, Any], payload: bytes = b"") -> dict[str, Any]:
+    """The reply to one message on a connection of its own."""
+    heard = tell(address, frame(json.dumps(message).encode(), payload=len(payload)) + payload)
+    length, _ = struct.unpack_from("<IQ", heard, 4)
+    reply: dict[str, Any] = json.loads(heard[16 : 16 + length])
+    return reply

@@ -1,0 +1,252 @@
+"""The parsers. A target takes any bytes, and may raise `HoldfastError` or what else it says; nothing else, and soon."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, cast
+
+import torch
+from google.protobuf.message import DecodeError
+
+from smp_daemon import fields, peer_pb2
+from smp_daemon.control import Verifier
+from smp_daemon.errors import HoldfastError, ProtocolError
+from smp_daemon.fetch import _sources
+from smp_daemon.handshake import check_client
+from smp_daemon.inventory import Inventory
+from smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from smp_daemon.records import (
+    ParityRecord,
+    ShardRecord,
+    parity_from_json,
+    parity_to_json,
+    shard_from_json,
+    shard_to_json,
+)
+from smp_daemon.slotfile import Leaf, plan_slot, read_format, read_record, read_stamp, write_stamp
+from smp_daemon.sources import Sources
+from smp_daemon.status import Status
+from smp_daemon.transport import SocketStream, frame
+from snapshot.arrange import RankInfo
+from snapshot.replicas import shared_from_json
+from snapshot.shares import parse_part
+from snapshot.state import decode_record, decode_values
+from snapshot.values import decode, encode
+
+SNAPSHOT = SnapshotId(3, 41)
+JOB = "job-7"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One parser.
+
+    Attributes:
+        read: takes the bytes.
+        seeds: bytes that it accepts.
+        text: whether these are JSON.
+        may_raise: besides `HoldfastError`.
+    """
+
+    read: Callable[[bytes], object]
+    seeds: tuple[bytes, ...]
+    text: bool = False
+    may_raise: tuple[type[Exception], ...] = ()
+
+
+class Heard:
+    """A socket that only says what is given, in pieces of any length."""
+
+    def __init__(self, data: bytes) -> None:
+        self._rest = memoryview(data)
+
+    def recv_into(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        count = min(len(view), len(self._rest), 1 + len(self._rest) % 97)
+        view[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+    def settimeout(self, seconds: float | None) -> None:
+        """Nothing is waited for."""
+
+    def sendall(self, data: bytes) -> None:
+        """Nobody listens."""
+
+
+def read_slot(data: bytes) -> None:
+    view = memoryview(data)
+    read_stamp(view)
+    form, _ = read_format(view)
+    for offset, leaf in form.offsets.values():
+        if not 0 <= offset <= offset + leaf.bytes <= len(data):
+            raise AssertionError(f"{leaf} at {offset} is not in the file")
+    decode_record(view, form, SnapshotId(0, 0))
+    read_record(view, form)
+
+
+def read_frames(data: bytes) -> None:
+    stream = SocketStream(cast("socket.socket", Heard(data)), None)
+    while (received := stream.receive()) is not None:
+        message, payload = received
+        nowhere = memoryview(bytearray(4096))
+        while payload:
+            piece = nowhere[: min(payload, 4096)]
+            stream.receive_into(piece)
+            payload -= len(piece)
+        for read in (fields.number, fields.seconds, fields.text, fields.identifier, fields.snapshot_id):
+            for key in ("epoch", "snapshot", "coord"):
+                try:
+                    read(message, key)
+                except ProtocolError:
+                    pass
+
+
+def _json(read: Callable[[Any], object]) -> Callable[[bytes], object]:
+    """A parser of what a frame's JSON has become."""
+
+    def parse(data: bytes) -> object:
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+        return read(value)
+
+    return parse
+
+
+def read_layout(value: Any) -> None:
+    layout = Layout.from_json(value)
+    for group in range(len(layout.groups)):
+        layout.tag(group)
+        for position in range(len(layout.groups[group])):
+            layout.has_parity(group, position)
+    assert Layout.from_json(layout.to_json()) == layout
+
+
+def read_parity_record(value: Any) -> None:
+    record = parity_from_json(value)
+    for index in range(len(record.digests)):
+        record.unit(index)
+
+
+def read_leaf_of_records(value: Any) -> None:
+    if isinstance(value, dict):
+        decode_values(value, lambda name: torch.zeros(1))
+        fixed = value.get("fixed")
+        shared_from_json(fixed.get("shared") if isinstance(fixed, dict) else None)
+
+
+def read_call(data: bytes) -> None:
+    Verifier(b"0123456789abcdef", JOB).verify("/holdfast.v1.Peer/Ping", data[56:], data[:56])
+
+
+def read_protobuf(data: bytes) -> None:
+    kinds = (peer_pb2.ParityDoneRequest, peer_pb2.PingRequest, peer_pb2.PingReply, peer_pb2.Ack)
+    kind = kinds[data[0] % 4 if data else 0]
+    kind.FromString(data[1:]).SerializeToString()
+
+
+def _layout() -> Layout:
+    nodes = tuple(
+        Node(f"node{i}", f"127.0.0.{i + 1}", 4000 + i, 5000 + i, (Shard(f"pp0-dp{i}", 3000 + i),), (f"rack=r{i}",))
+        for i in range(3)
+    )
+    return Layout(JOB, 3, 1, nodes, ((2, 0, 1),), 2, 1, 1 << 10, 3)
+
+
+def _slot() -> bytes:
+    leaves = [Leaf("weight", "F32", (5, 3)), Leaf("mask", "U8", (7,)), Leaf("scalar", "I64", ())]
+    form = plan_slot(JOB, "pp0-dp0", leaves, 200)
+    slot = bytearray(form.total_bytes)
+    slot[: len(form.header)] = form.header
+    offset, capacity = form.record
+    slot[offset : offset + capacity] = b'{"epoch":0,"step":0,"early":{}}'.ljust(capacity)
+    write_stamp(memoryview(slot), SnapshotId(0, 0))
+    return bytes(slot)
+
+
+def _inventory() -> Inventory:
+    layout = _layout()
+    return Inventory(
+        *("node1", "127.0.0.2", 4001, 5001, 3, SNAPSHOT, 2),
+        {(3, 1): layout},
+        frozenset({(SNAPSHOT, "pp0-dp1")}),
+        frozenset({(SNAPSHOT, layout.tag(0), 2)}),
+        frozenset({SnapshotId(3, 40)}),
+    )
+
+
+def _values() -> bytes:
+    import numpy as np
+
+    value = {
+        "a": [1, 2.5, None, True, "text", b"bytes", (1, 2), {3, 4}, float("nan"), 1 << 5000],
+        "b": {1: "one", (2,): np.arange(4, dtype="<i4"), "c": np.float32(3.5)},
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "tensor": torch.zeros(2),
+    }
+    encoded = encode(value, "state", {})
+    record = {"epoch": 3, "step": 41, "coord": "pp0-dp0", "early": encoded, "late": {}}
+    return _text(record | {"fixed": {"state": encoded, "shared": {"w": ["F32", [2, 3]]}}})
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+@cache
+def targets() -> dict[str, Target]:
+    """All of them, by name."""
+    layout, inventory = _layout(), _inventory()
+    sources = Sources(SNAPSHOT, layout, {"pp0-dp0": ("127.0.0.1", 5000)}, {(0, 2): ("127.0.0.2", 5001)})
+    status = Status(inventory, 77, 1.5, "/dev/shm/x", 1 << 20, {"free": 2}, 1 << 20, {SNAPSHOT: 2.0}, {"pauses": 1})
+    shard = ShardRecord(SNAPSHOT, "pp0-dp0", 3000, 1024, (1, 2, (1 << 64) - 1))
+    parity = ParityRecord(SNAPSHOT, layout.tag(0), 2, 1024, (1024, 5), (7, 8), ({0: 1, 1: 2}, {0: 3}))
+    done = peer_pb2.ParityDoneRequest(job=JOB, epoch=3, snapshot_epoch=3, snapshot_step=41, tag="ab", position=1)
+    message = {"op": "fold", "job": JOB, "epoch": 3, "snapshot": SNAPSHOT, "coord": "pp0-dp0", "digest": 1 << 63}
+    rank = RankInfo("pp0-dp0", inventory.node, "127.0.0.1", 4001, 5001, 3000, ("rack=r1",))
+    return {
+        "slot": Target(read_slot, (_slot(),)),
+        "frames": Target(read_frames, (frame(message, 100) + bytes(100) + frame({"op": "status"}), frame({}))),
+        "layout": Target(_json(read_layout), (_text(layout.to_json()),), text=True),
+        "sources": Target(_json(Sources.from_json), (_text(sources.to_json()),), text=True),
+        "inventory": Target(_json(Inventory.from_json), (_text(inventory.to_json()),), text=True),
+        "status": Target(_json(Status.from_json), (_text(status.to_json()),), text=True),
+        "shard-record": Target(_json(shard_from_json), (_text(shard_to_json(shard)),), text=True),
+        "parity-record": Target(_json(read_parity_record), (_text(parity_to_json(parity)),), text=True),
+        "record-leaf": Target(_json(read_leaf_of_records), (_values(),), text=True),
+        "values": Target(_json(lambda v: decode(v, lambda name: torch.zeros(1))), (_values(),), text=True),
+        "rank": Target(_json(RankInfo.from_json), (_text(asdict(rank)),), text=True),
+        "digests": Target(
+            _json(lambda v: _sources(v) if isinstance(v, dict) else None),
+            (_text({"sources": {"0": 1, "12": 5}}),),
+            text=True,
+        ),
+        "part": Target(lambda data: parse_part(data.decode("utf-8", "replace")), (b"weight[3:17]", b"a.b[0:1]")),
+        "protobuf": Target(
+            read_protobuf,
+            (b"\0" + done.SerializeToString(), b"\1" + peer_pb2.PingRequest(job=JOB).SerializeToString()),
+            may_raise=(DecodeError,),
+        ),
+        "call": Target(read_call, (bytes(120), bytes(56))),
+        "handshake": Target(
+            lambda data: check_client(cast("socket.socket", Heard(data)), b"0123456789abcdef", JOB),
+            (b"HFA1" + bytes(64), b"HFST" + bytes(64)),
+            may_raise=(EOFError, TimeoutError),
+        ),
+    }
+
+
+def try_one(target: Target, data: bytes) -> None:
+    """Have a target read `data`. Whatever it raises that it must not goes through."""
+    allowed: tuple[type[Exception], ...] = (HoldfastError, *target.may_raise)
+    try:
+        target.read(data)
+    except allowed:
+        pass
