@@ -103,6 +103,7 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     if owner.http_port:
         parts.append(Text(f"http://127.0.0.1:{owner.http_port}/", style="dim"))
     parts += [Text(status.said) for status in overview.statuses if status.said]
+    parts += [Text(trouble, style="yellow") for status in overview.statuses for trouble in status.troubles]
     table = Table(box=None, pad_edge=False)
     for heading in ("node", "address"):
         table.add_column(heading)

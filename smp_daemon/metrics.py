@@ -22,6 +22,12 @@ GAUGES = {
     "holdfast_memory_bytes": "memory that slots may take, reserved from the start; 0: no limit",
     "holdfast_rss_bytes": "memory of the process, with what it has mapped of the arena",
     "holdfast_silent_nodes": "nodes of the job whose SMP does not answer this one",
+    "holdfast_trainers": "of this node, as far as they said that they are here",
+    "holdfast_trainers_late": "of them, those that have been quiet for over half of their phase's deadline",
+    "holdfast_trainers_hung": "of them, those that have been quiet for longer than their phase's deadline",
+    "holdfast_trainers_dead": "of them, those that have died and are not back",
+    "holdfast_quiet_seconds": "since the quietest of them was last heard of",
+    "holdfast_lease_age_seconds": "since the quietest other member of the group was last heard of",
     "holdfast_safe_step": "the newest step that stands most losses of nodes",
     "holdfast_stands_nodes": "how many more nodes may be lost before that step cannot be had; -1: it cannot",
 }
@@ -77,6 +83,10 @@ def _gauges(mine: Status, overview: Overview) -> dict[str, float | None]:
         "holdfast_memory_bytes": mine.memory_bytes,
         "holdfast_rss_bytes": mine.rss_bytes,
         "holdfast_silent_nodes": len(overview.silent),
+        "holdfast_trainers": len(mine.trainers),
+        **{f"holdfast_trainers_{h}": sum(t.health == h for t in mine.trainers) for h in ("late", "hung", "dead")},
+        "holdfast_quiet_seconds": max((trainer.quiet_s for trainer in mine.trainers), default=0.0),
+        "holdfast_lease_age_seconds": max(mine.leases.values(), default=0.0),
         "holdfast_safe_step": safe.snapshot.step if safe else None,
         "holdfast_stands_nodes": safe.stands if safe else None,
     }
