@@ -34,6 +34,7 @@ class _Seen:
     coord: str
     row: int
     since_s: float
+    hang_up: Callable[[], None] | None
     pidfd: int = -1
     word: int = 0
     copying: int = 0
@@ -72,8 +73,12 @@ class Attendance:
 
     # ------------------------------------------------------------------ who comes and goes
 
-    def attend(self, pid: int, coord: str) -> int | None:
-        """A trainer is here. The row of the board on which it beats; None: there are more than rows."""
+    def attend(self, pid: int, coord: str, hang_up: Callable[[], None] | None = None) -> int | None:
+        """A trainer is here. The row of the board on which it beats; None: there are more than rows.
+
+        Args:
+            hang_up: of its connection, as for `connected`.
+        """
         with self._lock:
             before = self._seen.get(coord)
             taken = {seen.row for seen in self._seen.values()}
@@ -84,7 +89,7 @@ class Attendance:
             if before is not None:
                 _close(before)
             self._board.beat(row, Phase.START, 0)
-            seen = self._seen[coord] = _Seen(pid, coord, row, time.monotonic())
+            seen = self._seen[coord] = _Seen(pid, coord, row, time.monotonic(), hang_up)
             if self._watching:
                 seen.pidfd = _open(pid)
         self._stir()
@@ -104,8 +109,8 @@ class Attendance:
             if not mine:
                 self._callers.pop(pid, None)
             seen = self._seen.get(coord) if coord is not None else None
-            if seen is None or seen.pid != pid:
-                return
+            if seen is None or seen.pid != pid or seen.hang_up != hang_up:
+                return  # it has connected anew meanwhile
             if self._board.phase(seen.row) is Phase.GONE:
                 _close(seen)
                 del self._seen[seen.coord]

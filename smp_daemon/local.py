@@ -98,7 +98,7 @@ class TrainerConversation:
         row = None
         if message.get("coord") is not None:
             self._coord = text(message, "coord")
-            row = self._smp.attendance.attend(self._pid, self._coord)
+            row = self._smp.attendance.attend(self._pid, self._coord, self._hang_up)
         return {"node": self._store.node, "pid": os.getpid(), "row": row}
 
     def _join(self, message: Message) -> Message:
