@@ -109,6 +109,7 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
             Text(f"INSECURE: anybody on the network may read and spoil {', '.join(insecure)}", style=COLOURS[-1])
         )
     parts += [Text(status.said) for status in overview.statuses if status.said]
+    parts += [Text(trouble, style="yellow") for status in overview.statuses for trouble in status.troubles]
     table = Table(box=None, pad_edge=False)
     for heading in ("node", "address"):
         table.add_column(heading)

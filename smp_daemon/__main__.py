@@ -42,6 +42,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
 
     from smp_daemon.budget import parse_size
     from smp_daemon.drain import leave_on_sigterm, parse_spares
+    from smp_daemon.liveness import parse_deadlines
     from smp_daemon.pacer import parse_rate, parse_turns
     from smp_daemon.persist.options import parse_options
     from smp_daemon.service import Settings, Smp, watch  # NumPy makes threads when it is imported
@@ -61,6 +62,8 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             rebuild=arguments.rebuild,
             memory=parse_size(arguments.memory),
             zero=arguments.zero,
+            deadlines=parse_deadlines(arguments.deadlines),
+            on_hang=arguments.on_hang,
             priority=arguments.priority,
             persist=parse_options(
                 arguments.persist,
@@ -87,6 +90,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     _log_backend(settings.backend)
     _log_access(access, arguments.host)
     _log_memory(smp)
+    smp.attendance.start()
     leave_on_sigterm(smp, arguments.grace, spares)
     _say(out, {"ready": asdict(smp.owner)})
     sweep(arguments.arena.parent, zero=settings.zero)
@@ -200,6 +204,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=os.environ.get("HOLDFAST_ZERO") == "1",
         help="overwrite snapshots that are given up with zeros, which takes a memset of each (default HOLDFAST_ZERO=1)",
+    )
+    parser.add_argument(
+        "--deadlines",
+        default=os.environ.get("HOLDFAST_DEADLINES", ""),
+        metavar="PHASE=SECONDS,...",
+        help="after how long a trainer of this node hangs: start, restore (900 each), step (60, or factor times the "
+        "median step, 10), copy (120); 0: never (default HOLDFAST_DEADLINES or these)",
+    )
+    parser.add_argument(
+        "--on-hang",
+        default=os.environ.get("HOLDFAST_ON_HANG", ""),
+        metavar="COMMAND",
+        help="shell command that is run once per hang of a trainer, with HOLDFAST_JOB, _NODE, _COORD, _PID, _PHASE and "
+        "_STEP set, for at most a minute (default HOLDFAST_ON_HANG or none)",
     )
     parser.add_argument(
         "--grace",

@@ -3,8 +3,9 @@
 Trainers map it, and read and write it without a system call, so it costs the training loop nothing, however busy or
 starved the SMP is. Word 0 is the epoch; each of the next is ``step * 4 + 1 + outcome``, or 0 if it says nothing. The
 next `PAUSE_WORDS`, one per trainer, say until when the SMP shall send no encoding traffic: nanoseconds of
-`time.monotonic`, which all processes of a host share; 0: it may. The last word is the SMP's again: whether a snapshot
-is due to be persisted.
+`time.monotonic`, which all processes of a host share; 0: it may. `BEAT_ROWS` rows follow, one per trainer, of which the
+SMP sees that they change: a count of beats and the phase, the last step that is finished, the step being copied plus 1.
+The last word is the SMP's again: whether a snapshot is due to be persisted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ WORDS = 16
 PAUSE_WORDS = 64
 """Of the trainers; those of one node are numbered from 0, and modulo this."""
 
+BEAT_ROWS = 64
+BEAT_WORDS = 4
+"""Words of a row, one of them spare; a row is half a cache line, and its own."""
+
 MAX_PAUSE_S = 1.0
 """Traffic pauses no longer at a time: a trainer that is dead or forgetful must not stop protection."""
 
@@ -37,13 +42,22 @@ class Outcome(IntEnum):
     PROTECTED = 2
 
 
+class Phase(IntEnum):
+    """Where the training thread of a trainer is."""
+
+    GONE = 0
+    START = 1
+    RESTORE = 2
+    STEP = 3
+
+
 class Board:
     """Each word has one writer, the SMP or a trainer, and any number of readers. Words are read and written whole."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         """Map it. Raises `ProtocolError` if there is another thing of that name."""
         self._path = path
-        length = (WORDS + PAUSE_WORDS + 1) * 8
+        length = (WORDS + PAUSE_WORDS + BEAT_ROWS * BEAT_WORDS + 1) * 8
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
         except FileNotFoundError:
@@ -61,7 +75,9 @@ class Board:
             words = np.frombuffer(mapped, dtype=np.int64)
         finally:
             os.close(fd)
-        self._words, self._pauses, self._due = words[:WORDS], words[WORDS:-1], words[-1:]
+        at = [WORDS, WORDS + PAUSE_WORDS, len(words) - 1]
+        self._words, self._pauses, self._beats, self._due = np.split(words, at)
+        self._count = 0
         newest = int(self._words[1:].argmax())
         self._next = (newest + 1) % (WORDS - 1) if self._words[1 + newest] else 0  # a predecessor may have said some
 
@@ -85,6 +101,7 @@ class Board:
         board._path = self._path
         board.reset(epoch)
         board.post_due(self.due)
+        board._beats[:] = self._beats
         part.replace(self._path)
         self.reset(epoch)
         return board
@@ -139,3 +156,22 @@ class Board:
         """How long some trainer still wants quiet, in seconds from `now_s`: at most `MAX_PAUSE_S`, whatever it says."""
         latest: int = max(self._pauses.tolist())
         return min(max(latest / 1e9 - now_s, 0.0), MAX_PAUSE_S)
+
+    def beat(self, row: int, phase: Phase, step: int) -> None:
+        """The trainer of that row is alive, in a phase, with `step` steps finished. Two stores; no system call."""
+        self._count += 1
+        self._beats[row * BEAT_WORDS + 1] = step
+        self._beats[row * BEAT_WORDS] = self._count << 2 | phase
+
+    def copying(self, row: int, step: int | None) -> None:
+        """The trainer of that row copies the snapshot of `step`; None: none any more."""
+        self._beats[row * BEAT_WORDS + 2] = 0 if step is None else step + 1
+
+    def phase(self, row: int) -> Phase:
+        """Where the trainer of that row is."""
+        return Phase(int(self._beats[row * BEAT_WORDS]) & 3)
+
+    def beats(self, row: int) -> tuple[int, int, int]:
+        """Beats and phase in one word, steps finished, and the step being copied plus 1, or 0."""
+        word, step, copying = self._beats[row * BEAT_WORDS : row * BEAT_WORDS + 3].tolist()
+        return word, step, copying

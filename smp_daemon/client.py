@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smp_daemon.board import Board, Outcome
+from smp_daemon.board import BEAT_ROWS, Board, Outcome, Phase
 from smp_daemon.errors import DeadlineExceeded, ProtocolError, SmpUnavailable, StaleEpoch
 from smp_daemon.inventory import Inventory, Persisted
 from smp_daemon.layout import Layout, SnapshotId
@@ -68,9 +68,15 @@ class SmpClient:
     whatever error the SMP replies with.
     """
 
-    def __init__(self, arena: Path, job: str) -> None:
-        """Connect. Raises `SmpUnavailable` if no SMP serves `arena`, `ConfigError` if it serves another job."""
+    def __init__(self, arena: Path, job: str, coord: str | None = None) -> None:
+        """Connect. Raises `SmpUnavailable` if no SMP serves `arena`, `ConfigError` if it serves another job.
+
+        Args:
+            coord: of the trainer, if the SMP shall watch over it: it then must `beat`.
+        """
         self.arena = arena
+        self._coord = coord
+        self._row: int | None = None
         self._job = job
         self._lock = threading.Lock()
         self._maps: dict[str, tuple[int, memoryview]] = {}
@@ -84,10 +90,12 @@ class SmpClient:
         if not socket_path(self.arena).exists():
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m smp_daemon`")
         self._stream = connect(socket_path(self.arena))
-        hello = self._call({"op": "hello", "job": self._job, "version": PROTOCOL_VERSION})
+        hello = self._call({"op": "hello", "job": self._job, "version": PROTOCOL_VERSION, "coord": self._coord})
         self.node = str(hello["node"])
         self.pid = int(hello["pid"])
         self._board = Board(self.arena / "board")
+        row = hello.get("row")
+        self._row = row if isinstance(row, int) and 0 <= row < BEAT_ROWS else None
 
     def inventory(self) -> Inventory:
         """What the SMP holds."""
@@ -136,6 +144,16 @@ class SmpClient:
     def resume(self, index: int) -> None:
         """Trainer `index` does not mind traffic any more."""
         self._board.resume(index)
+
+    def beat(self, phase: Phase, step: int) -> None:
+        """The training thread is alive, with `step` steps finished. Writes shared memory; never blocks."""
+        if self._row is not None:
+            self._board.beat(self._row, phase, step)
+
+    def copying(self, step: int | None) -> None:
+        """The snapshot of `step` is being copied; None: it is sealed, or given up. As `beat`."""
+        if self._row is not None:
+            self._board.copying(self._row, step)
 
     def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> Outcome:
         """Block until `snapshot` is protected or has failed, at most `deadline_s`."""
@@ -240,6 +258,8 @@ class SmpClient:
 
     def close(self) -> None:
         """End the connection and let go of the slots. Those begun and not sealed become free."""
+        self.beat(Phase.GONE, 0)
+        self._row = None
         self._hang_up()
         self._maps.clear()
 

@@ -41,6 +41,8 @@ class TrainerConversation:
         self._pid = pid
         self._writing: set[tuple[SnapshotId, str]] = set()
         self._greeted = False
+        self._coord: str | None = None
+        self._hang_up: Callable[[], None] | None = None
         self._operations: dict[str, Callable[[Message], Message]] = {
             "hello": self._hello,
             "inventory": lambda message: smp.inventory().to_json(),
@@ -70,6 +72,9 @@ class TrainerConversation:
         if payload:
             stream.close()
             raise ProtocolError("a trainer sends no raw bytes")
+        if self._hang_up is None:
+            self._hang_up = stream.close
+            self._smp.attendance.connected(self._pid, self._hang_up)
         if operation is None:
             raise ProtocolError(f"an SMP does not know the operation {message.get('op')!r}")
         if "epoch" in message and message["op"] in FENCED:
@@ -79,6 +84,8 @@ class TrainerConversation:
     def ended(self) -> None:
         for snapshot, coord in self._writing:
             self._store.abandon(snapshot, coord)
+        if self._hang_up is not None:
+            self._smp.attendance.left(self._pid, self._hang_up, self._coord)
         if self._greeted:
             with self._store.changed:
                 self._smp.trainers -= 1
@@ -98,7 +105,11 @@ class TrainerConversation:
             self._greeted = True
             with self._store.changed:
                 self._smp.trainers += 1
-        return {"node": self._store.node, "pid": os.getpid()}
+        row = None
+        if message.get("coord") is not None:
+            self._coord = text(message, "coord")
+            row = self._smp.attendance.attend(self._pid, self._coord, self._hang_up)
+        return {"node": self._store.node, "pid": os.getpid(), "row": row}
 
     def _join(self, message: Message) -> Message:
         self._store.join(number(message, "epoch", MAX_COUNT))

@@ -111,6 +111,15 @@ class Monitor:
                 except HoldfastError as error:
                     log.info("%s is not in charge: %s", node.name, error)
 
+    def leases(self) -> dict[str, float]:
+        """How long ago each other member of the group was last heard of, in seconds."""
+        layout, now = self._store.newest_layout(), time.monotonic()
+        if layout is None or self._store.node not in {node.name for node in layout.nodes}:
+            return {}
+        group, _ = layout.place(self._store.node)
+        others = [member.name for member in layout.members(group) if member.name != self._store.node]
+        return {name: now - self._seen[name] for name in others if name in self._seen}
+
     # ------------------------------------------------------------------ somebody leaves
 
     def move(self, spares: Collection[Address], deadline_s: float) -> None:

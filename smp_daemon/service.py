@@ -10,13 +10,14 @@ import os
 import select
 import threading
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from ec import choose_codec
 from smp_daemon.arena import Arena
+from smp_daemon.attendance import Attendance
 from smp_daemon.credentials import current
 from smp_daemon.drain import Drain, Drained
 from smp_daemon.errors import ConfigError
@@ -24,8 +25,10 @@ from smp_daemon.gate import Gate
 from smp_daemon.holdings import ParityKey, ShardKey
 from smp_daemon.inventory import Inventory
 from smp_daemon.listener import Listener, bind_tcp, bind_unix
+from smp_daemon.liveness import Deadlines
 from smp_daemon.local import TrainerConversation, checked_peer
 from smp_daemon.monitor import Monitor
+from smp_daemon.on_hang import OnHang
 from smp_daemon.pacer import MAX_TURNS, Pacer
 from smp_daemon.paths import Owner, read_owner, socket_path
 from smp_daemon.peers import PeerClient, PeerServer
@@ -57,6 +60,8 @@ class Settings:
         reform_after_s: how long a node may be missing before the survivors re-form their groups; 0: they never do.
         rebuild: how lost shards are computed, see `smp_daemon.rebuild.recover`.
         memory: most bytes that slots may take, reserved from the start; 0: what the layout needs, at the first step.
+        deadlines: how long trainers may be quiet.
+        on_hang: shell command for each hang of a trainer; empty: none.
         zero: what is given up is overwritten with zeros.
         priority: how much encoding, folding and the scrub press on the trainers, see `smp_daemon.priority`.
         persist: the persist tier; None: it is off.
@@ -70,6 +75,8 @@ class Settings:
     rebuild: str = "chain"
     memory: int = 0
     zero: bool = False
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    on_hang: str = ""
     priority: str = "normal"
     persist: Options | None = None
 
@@ -143,6 +150,11 @@ class Smp:
         )
         self._arena.settle()
         reach("start.adopted")
+        self.attendance = Attendance(
+            lambda: self.store.board,
+            self.settings.deadlines,
+            OnHang(self.settings.on_hang, job, node) if self.settings.on_hang else None,
+        )
         self.scratch = Scratch()
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)
@@ -211,6 +223,7 @@ class Smp:
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; else it stays for a successor."""
         self._drain.end()
+        self.attendance.close()
         parts = (
             self.persister,
             self._rejoiner,

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import psutil
 
-from smp_daemon.arena import OWNERSHIP
 from smp_daemon.budget import parse_size, wipe_file
 from smp_daemon.errors import BY_NAME, ConfigError, DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable
 from smp_daemon.paths import Owner, arena_base, read_owner
@@ -30,6 +30,8 @@ ZEROED_PER_S = 500e6
 
 RUBBISH_AGE_S = 60.0
 """An arena in which nothing counts is removed by another SMP once it is so old: its own may be about to start."""
+
+_OURS = re.compile(r"lock|board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity)(\.part)?")
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +121,9 @@ def find_leftovers(
     """Arenas below `base` whose trainers are all gone, and which nothing wrote to for `older_than_s`."""
     base = base or arena_base()
     now = time.time()
-    for arena in sorted({path.parent for name in OWNERSHIP for path in base.glob(f"**/{name}")}):
+    owned = {path.parent for path in base.glob("**/smp.json")}
+    begun = {path.parent for path in base.glob("**/lock") if is_arena(path.parent)}
+    for arena in sorted(owned | begun):
         try:
             owner = read_owner(arena)
         except (ProtocolError, TypeError):
@@ -136,6 +140,19 @@ def find_leftovers(
         if now - newest < older_than_s or _has_trainers(arena, smp):
             continue
         yield Leftover(arena, found_job, sum(file.st_blocks * 512 for file in files), smp)
+
+
+def is_arena(path: Path) -> bool:
+    """Whether a directory is, or was, an arena: this user's alone, and of files that we know."""
+    try:
+        status = path.stat()
+        names = [entry.name for entry in path.iterdir()]
+    except OSError:
+        return False  # it has just been removed, or is somebody else's
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        return False
+    known = [name for name in names if _OURS.fullmatch(name)]
+    return len(known) == len(names) and any(name not in ("lock", "smp.log") for name in names)
 
 
 def remove(leftover: Leftover, *, zero: bool = False) -> None:
@@ -161,7 +178,11 @@ def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S
     for lock in sorted(base.glob("*/lock")):
         arena = lock.parent
         try:
-            if (arena / "node.json").exists() or time.time() - arena.stat().st_mtime < older_than_s:
+            if (
+                not is_arena(arena)
+                or (arena / "node.json").exists()
+                or time.time() - arena.stat().st_mtime < older_than_s
+            ):
                 continue
             with lock.open("a") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -15,6 +15,7 @@ from smp_daemon.counters import Counters
 from smp_daemon.errors import ProtocolError
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import SnapshotId
+from smp_daemon.liveness import Health, Trainer, judge_lease
 from smp_daemon.persist.standing import Standing
 from smp_daemon.slots import SlotState
 from smp_daemon.sources import Address
@@ -35,6 +36,9 @@ class Status:
         rss_bytes: memory of the process, with what it has mapped of the arena.
         ages_s: seconds since the newest shard here of each snapshot was sealed.
         counters: see `smp_daemon.counters.Counts`.
+        trainers: of this node, see `smp_daemon.liveness.Trainer`.
+        leases: seconds since each other member of the group was last heard of. `lease_s`: after how many it is given
+            up; 0: never.
         said: what a trainer wants operators to know; empty if nothing.
         tier: how the persist tier is here; None if it is off.
         access: how it tells friend from foe, see `smp_daemon.credentials.access_of`.
@@ -50,16 +54,34 @@ class Status:
     rss_bytes: int
     ages_s: dict[SnapshotId, float]
     counters: dict[str, int]
+    trainers: tuple[Trainer, ...] = ()
+    leases: dict[str, float] = field(default_factory=dict)
+    lease_s: float = 0.0
     said: str = ""
     tier: Standing | None = None
     access: str = ""
+
+    @property
+    def troubles(self) -> list[str]:
+        """Trainers and peers that are not well, in words."""
+        bad = [str(trainer) for trainer in self.trainers if trainer.health != Health.ALIVE]
+        for name, age_s in sorted(self.leases.items()):
+            health = judge_lease(age_s, self.lease_s)
+            if health is not Health.ALIVE:
+                bad.append(f"peer {name} is {health} to {self.inventory.node}: quiet for {age_s:,.1f} s")
+        return bad
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
         data = {name: getattr(self, name) for name in self.__dataclass_fields__}
         ages = sorted([*snapshot, seconds] for snapshot, seconds in self.ages_s.items())
-        tier = self.tier.to_json() if self.tier else None
-        return data | {"inventory": self.inventory.to_json(), "ages_s": ages, "tier": tier}
+        return data | {
+            "inventory": self.inventory.to_json(),
+            "ages_s": ages,
+            "trainers": [trainer.to_json() for trainer in self.trainers],
+            "troubles": self.troubles,
+            "tier": self.tier.to_json() if self.tier else None,
+        }
 
     @classmethod
     def from_json(cls, data: Any) -> Status:
@@ -76,6 +98,9 @@ class Status:
                 rss_bytes=int(data["rss_bytes"]),
                 ages_s={SnapshotId(int(e), int(s)): float(seconds) for e, s, seconds in data["ages_s"]},
                 counters={str(name): int(count) for name, count in data["counters"].items()},
+                trainers=tuple(Trainer.from_json(trainer) for trainer in data["trainers"]),
+                leases={str(name): float(age_s) for name, age_s in data["leases"].items()},
+                lease_s=float(data["lease_s"]),
                 said=str(data["said"]),
                 tier=Standing.from_json(data["tier"]) if data["tier"] else None,
                 access=str(data["access"]),
@@ -111,6 +136,9 @@ def take_status(smp: Smp) -> Status:
         process.memory_info().rss,
         ages,
         store.counters.read(),
+        tuple(smp.attendance.trainers()),
+        smp.monitor.leases(),
+        smp.settings.reform_after_s,
         smp.said,
         smp.persister.standing,
         smp.access,

@@ -15,20 +15,23 @@ from smp_daemon.spawn import start_smp
 log = logging.getLogger(__name__)
 
 
-def connect(arena: Path, job: str, *, start: bool) -> SmpClient:
+def connect(arena: Path, job: str, *, start: bool, coord: str | None = None) -> SmpClient:
     """The SMP that serves `arena`; if there is none it is started, if `start` allows. Blocks.
+
+    Args:
+        coord: of the trainer, if the SMP shall watch over it.
 
     Raises:
         SmpUnavailable: there is none.
         ConfigError: it cannot be started, or serves another job.
     """
     try:
-        return SmpClient(arena, job)
+        return SmpClient(arena, job, coord)
     except SmpUnavailable:
         if not start:
             raise
     start_here(arena, job)
-    return SmpClient(arena, job)
+    return SmpClient(arena, job, coord)
 
 
 def start_here(arena: Path, job: str) -> None:

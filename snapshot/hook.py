@@ -24,7 +24,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from smp_daemon.board import MAX_PAUSE_S, Outcome
+from smp_daemon.board import MAX_PAUSE_S, Outcome, Phase
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
 from smp_daemon.layout import Layout, SnapshotId
@@ -233,7 +233,8 @@ class SnapshotHook:
             warn_of_stale_store()
         self._coord = self._adapter.coordinate()
         self._domains = parse_domains(self._domain_text, self._coord)
-        self._client = connect(self._arena, self._job, start=self._start)
+        self._client = connect(self._arena, self._job, start=self._start, coord=self._coord)
+        self._client.beat(Phase.RESTORE, 0)
         self._sealing = SmpClient(self._arena, self._job)
         self._mover = choose_mover({item.tensor.device for item in self._adapter.tensors()})
         try:
@@ -243,6 +244,8 @@ class SnapshotHook:
             raise
         self._epoch = self._restored.epoch
         self._step = self._restored.snapshot.step if self._restored.snapshot else 0
+        self._phase = Phase.START
+        self._client.beat(self._phase, self._step)
         older = self._restored.protected if self._ledger.slots > 2 else None  # else none would ever be free
         self._ledger = Ledger(self._ledger.slots, self._restored.snapshot, older, known=self._restored.whole)
         self._capture = Capture(self._adapter, self._agreement, self._mover, self._job, self._coord)
@@ -312,6 +315,8 @@ class SnapshotHook:
         began = time.monotonic()
         self._pace.boundary(began)
         self._step += 1
+        self._phase = Phase.STEP
+        self._client.beat(self._phase, self._step)
         self._cadence.observe(began, self.statistics.stall_s, busy=bool(self._ledger.pending))
         try:
             if self._enabled:
@@ -332,6 +337,7 @@ class SnapshotHook:
     def on_forward(self) -> None:
         """The next step begins: schedules and options have settled. The model's forward calls it by itself; call it
         at the top of a step in which the model does not run."""
+        self._client.beat(self._phase, self._step)
         if self._auditor is not None:
             self._auditor.settled(self._step)
         if self._copy is not None and not self._copy.finalised.is_set():
@@ -414,6 +420,7 @@ class SnapshotHook:
             if self._due and protected is not None and protected.epoch == self._epoch:
                 self._copy.persist = protected
             self._copies[snapshot] = self._copy
+            self._client.copying(self._step)
             self._copier.submit(self._copy)
 
     def _configure(self) -> bool:
@@ -468,6 +475,8 @@ class SnapshotHook:
 
     def _over(self, job: CopyJob) -> None:
         """A copy is sealed, or was given up. Called in one of the copy threads."""
+        if job is self._copy:
+            self._client.copying(None)
         self._capture.over(job)
         self._cadence.sealed(job)
 

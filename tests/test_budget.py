@@ -214,6 +214,16 @@ def test_an_smp_that_starts_sweeps(ground: Ground) -> None:
     assert not (ground.base / "node0" / "rubbish").exists()
 
 
+@pytest.mark.parametrize("name", ["theirs", "lock", "smp.log"])
+def test_what_is_no_arena_of_ours_is_left_alone(shm: Path, name: str) -> None:
+    (shm / "other").mkdir(mode=0o700)
+    (shm / "other" / "lock").touch()
+    (shm / "other" / name).touch()
+    age(shm / "other")
+    assert sweep(shm) == []
+    assert list(find_leftovers(shm)) == []
+
+
 def test_gc_sees_an_arena_that_has_no_owner_yet(ground: Ground) -> None:
     (ground.base / "arenas" / "begun").mkdir(parents=True, mode=0o700)
     (ground.base / "arenas" / "begun" / "lock").touch()

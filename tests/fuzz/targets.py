@@ -205,7 +205,9 @@ def targets() -> dict[str, Target]:
     """All of them, by name."""
     layout, inventory = _layout(), _inventory()
     sources = Sources(SNAPSHOT, layout, {"pp0-dp0": ("127.0.0.1", 5000)}, {(0, 2): ("127.0.0.2", 5001)})
-    status = Status(inventory, 77, 1.5, "/dev/shm/x", 1 << 20, {"free": 2}, 1 << 20, {SNAPSHOT: 2.0}, {"pauses": 1})
+    status = Status(
+        inventory, 77, 1.5, "/dev/shm/x", 1 << 20, 1 << 21, {"free": 2}, 1 << 20, {SNAPSHOT: 2.0}, {"pauses": 1}
+    )
     shard = ShardRecord(SNAPSHOT, "pp0-dp0", 3000, 1024, (1, 2, (1 << 64) - 1))
     parity = ParityRecord(SNAPSHOT, layout.tag(0), 2, 1024, (1024, 5), (7, 8), ({0: 1, 1: 2}, {0: 3}))
     done = peer_pb2.ParityDoneRequest(job=JOB, epoch=3, snapshot_epoch=3, snapshot_step=41, tag="ab", position=1)

@@ -1,0 +1,21 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+# Without an administrator: the SMPs are a step of the job itself, beside the trainers' step, and outlive that one.
+set -u
+export HOLDFAST_JOB="$SLURM_JOB_ID" HOLDFAST_INSECURE=1 # on a network that only this job's nodes can reach
+srun --overlap --ntasks-per-node=1 --cpus-per-task=1 --kill-on-bad-exit=0 --label bash -c '
+    export HOLDFAST_NODE="$SLURMD_NODENAME"
+    HOLDFAST_HOST=$(hostname -I | cut -d" " -f1) exec holdfast smp start' &
+smps=$!
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+for attempt in 1 2 3 4 5; do
+    if srun --overlap --ntasks-per-node=1 torchrun --nnodes="$SLURM_NNODES" --nproc-per-node=8 \
+        --rdzv-backend=c10d --rdzv-endpoint="$head:29500" --rdzv-id="$SLURM_JOB_ID" train.py; then
+        break
+    fi
+    echo "attempt $attempt failed; the next one goes on from memory" >&2
+done
+kill "$smps" 2>/dev/null
+wait

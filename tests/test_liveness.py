@@ -1,0 +1,349 @@
+"""Who is alive, late, hung or dead: judged purely, and by a real SMP of trainers that really hang and die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import timeit
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli import main
+from smp_daemon.attendance import Attendance
+from smp_daemon.board import BEAT_ROWS, Board, Phase
+from smp_daemon.client import SmpClient
+from smp_daemon.errors import ConfigError, ProtocolError
+from smp_daemon.liveness import (
+    Beat,
+    Deadlines,
+    Health,
+    Trainer,
+    judge,
+    judge_lease,
+    median_step,
+    parse_deadlines,
+)
+from smp_daemon.overview import look
+from tests.smp_kit import DEADLINE_S, JOB, Ground, SmpProcess, playground, run_on
+
+LIMITS = Deadlines(start=900, restore=600, step=60, copy=120, factor=10)
+
+
+@pytest.mark.parametrize(
+    ("beat", "step_s", "health", "phase"),
+    [
+        (Beat(Phase.STEP, 30.0), None, Health.ALIVE, "step"),
+        (Beat(Phase.STEP, 30.1), None, Health.LATE, "step"),
+        (Beat(Phase.STEP, 60.0), None, Health.LATE, "step"),
+        (Beat(Phase.STEP, 60.1), None, Health.HUNG, "step"),
+        (Beat(Phase.STEP, 60.1), 5.0, Health.HUNG, "step"),
+        (Beat(Phase.STEP, 60.1), 20.0, Health.ALIVE, "step"),
+        (Beat(Phase.STEP, 200.1), 20.0, Health.HUNG, "step"),
+        (Beat(Phase.START, 450.0), 0.1, Health.ALIVE, "start"),
+        (Beat(Phase.START, 901.0), None, Health.HUNG, "start"),
+        (Beat(Phase.RESTORE, 601.0), None, Health.HUNG, "restore"),
+        (Beat(Phase.STEP, 1.0, copying_s=60.0), None, Health.ALIVE, "step"),
+        (Beat(Phase.STEP, 1.0, copying_s=61.0), None, Health.LATE, "copy"),
+        (Beat(Phase.STEP, 1.0, copying_s=121.0), None, Health.HUNG, "copy"),
+        (Beat(Phase.STEP, 61.0, copying_s=121.0), None, Health.HUNG, "step"),
+        (Beat(Phase.STEP, 1.0, ended=True), None, Health.DEAD, "step"),
+    ],
+)
+def test_a_trainer_is_judged_by_the_deadline_of_its_phase(
+    beat: Beat, step_s: float | None, health: Health, phase: str
+) -> None:
+    verdict = judge(beat, LIMITS, step_s)
+    assert (verdict.health, verdict.phase) == (health, phase)
+
+
+def test_without_a_deadline_it_never_hangs() -> None:
+    for phase in (Phase.START, Phase.RESTORE, Phase.STEP):
+        assert judge(Beat(phase, 1e9, 1e9), Deadlines(0, 0, 0, 0), 1.0).health is Health.ALIVE
+
+
+def test_deadlines_are_read() -> None:
+    assert parse_deadlines("") == Deadlines()
+    assert parse_deadlines("step=5, factor=3,copy=0") == Deadlines(step=5, factor=3, copy=0)
+    assert parse_deadlines("step=5,start=7").shortest == 5
+    assert Deadlines(0, 0, 0, 0).shortest == 0
+    for bad in ("step", "walk=3", "step=-1", "step=x", "step=nan"):
+        with pytest.raises(ConfigError, match="say NAME=SECONDS"):
+            parse_deadlines(bad)
+
+
+def test_a_peer_is_judged_by_its_lease() -> None:
+    ages = [(0.0, Health.ALIVE), (15.0, Health.ALIVE), (16.0, Health.LATE), (30.0, Health.LATE), (31.0, Health.DEAD)]
+    assert [judge_lease(age, 30.0) for age, _ in ages] == [health for _, health in ages]
+    assert judge_lease(1e9, 0.0) is Health.ALIVE
+
+
+def test_a_median_needs_steps() -> None:
+    assert median_step([]) is None
+    assert median_step([1.0, 9.0, 2.0]) == 2.0
+
+
+def test_what_is_no_trainer_is_refused() -> None:
+    trainer = Trainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0)
+    assert Trainer.from_json(json.loads(json.dumps(trainer.to_json()))) == trainer
+    assert str(trainer) == "trainer dp0 (pid 1, step after step 2) is hung: quiet for 3.0 s, of 4"
+    for bad in ({}, {**trainer.to_json(), "health": "fine"}):
+        with pytest.raises(ProtocolError, match="not a trainer"):
+            Trainer.from_json(bad)
+
+
+def test_a_beat_is_seen_through_another_mapping_and_is_its_row_alone(tmp_path: Path) -> None:
+    smp, trainer = Board(tmp_path / "board", create=True), Board(tmp_path / "board")
+    trainer.beat(5, Phase.STEP, 17)
+    trainer.copying(5, 16)
+    first = smp.beats(5)
+    assert (smp.phase(5), first[1:]) == (Phase.STEP, (17, 17))
+    trainer.beat(5, Phase.STEP, 17)
+    assert smp.beats(5)[0] != first[0]
+    trainer.copying(5, None)
+    assert smp.beats(5)[2] == 0
+    assert [smp.beats(row) for row in range(BEAT_ROWS) if row != 5] == [(0, 0, 0)] * (BEAT_ROWS - 1)
+
+
+def test_a_beat_costs_a_loop_nothing(tmp_path: Path) -> None:
+    Board(tmp_path / "board", create=True)
+    board = Board(tmp_path / "board")
+    each_s = min(timeit.repeat(lambda: board.beat(3, Phase.STEP, 7), number=1000, repeat=5)) / 1000
+    assert each_s < 20e-6  # half a microsecond on an idle core
+
+
+# ---------------------------------------------------------------------- the end of a process
+
+
+def test_the_end_of_a_process_is_learned_at_once(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board", create=True)
+    attendance = Attendance(lambda: board, LIMITS, None)
+    attendance.start()
+    delays = []
+    for _ in range(20):
+        with subprocess.Popen(["sleep", "60"]) as process:
+            ended: list[float] = []
+            row = attendance.attend(process.pid, "dp0")
+            assert row is not None
+            attendance.connected(process.pid, lambda ended=ended: ended.append(time.monotonic()))  # type: ignore[misc]
+            began = time.monotonic()
+            process.kill()
+            await_that(lambda ended=ended: bool(ended))  # type: ignore[misc]
+            delays.append(ended[0] - began)
+            assert attendance.count() == {Health.DEAD: 1}
+    attendance.close()
+    assert sorted(delays)[10] < 0.05, delays  # a fraction of a millisecond on an idle core
+
+
+def test_more_trainers_than_rows_are_not_watched(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board", create=True)
+    attendance = Attendance(lambda: board, LIMITS, None)
+    rows = [attendance.attend(os.getpid(), f"dp{i}") for i in range(BEAT_ROWS + 1)]
+    assert rows == [*range(BEAT_ROWS), None]
+
+
+def await_that(condition: Callable[[], Any]) -> None:
+    limit = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+# ---------------------------------------------------------------------- real SMPs, and trainers that hang
+
+
+TRAINER = """
+import sys, threading, time
+from pathlib import Path
+from smp_daemon.board import Phase
+from smp_daemon.client import SmpClient
+client = SmpClient(Path(sys.argv[1]), sys.argv[2], "dp7")
+phase, how = Phase[sys.argv[3]], sys.argv[4]
+client.beat(phase, 3)
+print("here", flush=True)
+if how == "copy":
+    client.copying(3)
+if how == "gil":
+    sys.stdin.readline()
+    sum(range(10**12))
+if how == "blocked":
+    sys.stdin.readline()
+    threading.Lock().acquire() and threading.Event().wait()
+for line in sys.stdin:
+    client.beat(phase, 3)
+client.close()
+"""
+
+
+class trainer_process:
+    """A process that beats once for each line that it is given."""
+
+    def __init__(self, smp: SmpProcess, phase: str = "STEP", how: str = "") -> None:
+        self._command = [sys.executable, "-c", TRAINER, str(smp.arena), smp.job, phase, how]
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "here\n"
+        return self.process
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=20)
+
+
+def beat(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as made:
+        yield made
+
+
+def of(smp: SmpProcess) -> list[Trainer]:
+    (status,) = look(JOB, smp.bulk).statuses
+    return list(status.trainers)
+
+
+def await_health(smp: SmpProcess, health: Health) -> Trainer:
+    await_that(lambda: [trainer.health for trainer in of(smp)] == [health])
+    return of(smp)[0]
+
+
+def watching(ground: Ground, monkeypatch: pytest.MonkeyPatch, deadlines: str, command: str = "") -> SmpProcess:
+    monkeypatch.setenv("HOLDFAST_DEADLINES", deadlines)
+    monkeypatch.setenv("HOLDFAST_ON_HANG", command)
+    return ground.smp()
+
+
+def test_a_stopped_trainer_hangs_is_told_once_and_may_go_on(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = ground.base / "told"
+    names = "$HOLDFAST_JOB $HOLDFAST_NODE $HOLDFAST_COORD $HOLDFAST_PID $HOLDFAST_PHASE $HOLDFAST_STEP"
+    smp = watching(ground, monkeypatch, "step=0.4", f'echo "{names}" >> {told}; echo done')
+    with trainer_process(smp) as process:
+        process.send_signal(signal.SIGSTOP)
+        hung = await_health(smp, Health.HUNG)
+        assert (hung.coord, hung.pid, hung.phase, hung.step) == ("dp7", process.pid, "step", 3)
+        assert hung.quiet_s > hung.deadline_s == 0.4
+        assert main(["status", "--arena", str(ground.base)]) == 0
+        assert "trainer dp7" in capsys.readouterr().out
+        process.send_signal(signal.SIGCONT)
+        beat(process)
+        await_that(lambda: of(smp)[0].health != Health.HUNG or of(smp)[0].quiet_s < 0.2)
+        await_that(told.exists)
+        process.kill()
+        dead = await_health(smp, Health.DEAD)
+        assert dead.coord == "dp7"
+    log = (smp.arena / "smp.log").read_text()
+    assert 1 <= told.read_text().count(f"{JOB} node0 dp7 {process.pid} step 3\n") == log.count("is hung:") <= 2
+    assert log.count("has died") == 1
+
+
+@pytest.mark.parametrize(("how", "phase"), [("gil", "STEP"), ("blocked", "START"), ("blocked", "RESTORE")])
+def test_one_that_computes_or_waits_for_ever_hangs(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, how: str, phase: str
+) -> None:
+    smp = watching(ground, monkeypatch, "start=0.3,restore=0.3,step=0.3,factor=1")
+    with trainer_process(smp, phase, how) as process:
+        beat(process)
+        assert await_health(smp, Health.HUNG).phase == phase.lower()
+
+
+def test_a_copy_that_does_not_end_hangs_while_the_loop_goes_on(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    smp = watching(ground, monkeypatch, "copy=0.3")
+    with trainer_process(smp, how="copy"):
+        assert await_health(smp, Health.HUNG).phase == "copy"
+
+
+def test_one_that_goes_is_not_missed_and_one_that_dies_is_until_it_is_back(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smp = watching(ground, monkeypatch, "")
+    with trainer_process(smp) as process:
+        assert [trainer.health for trainer in of(smp)] == [Health.ALIVE]
+        process.communicate(timeout=20)
+    await_that(lambda: of(smp) == [])
+    with trainer_process(smp) as process:
+        process.kill()
+        await_health(smp, Health.DEAD)
+    with trainer_process(smp):
+        assert [trainer.health for trainer in of(smp)] == [Health.ALIVE]
+
+
+def test_a_child_that_keeps_the_socket_open_does_not_keep_its_parent_alive(ground: Ground) -> None:
+    """As a data loader's worker may, which was forked."""
+    smp = ground.smp()
+    pid = os.fork()
+    if pid == 0:
+        client = SmpClient(smp.arena, smp.job, "dp0")
+        client.beat(Phase.STEP, 1)
+        if os.fork() == 0:
+            time.sleep(30)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    await_health(smp, Health.DEAD)
+    await_that(lambda: look(JOB, smp.bulk).statuses[0].inventory.trainers == 0)
+
+
+def test_a_command_that_takes_too_long_is_killed_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    from smp_daemon.on_hang import OnHang
+
+    trainer = Trainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0)
+    began = time.monotonic()
+    OnHang(f"echo $$ > {tmp_path / 'pid'}; sleep 300", JOB, "node0", 0.5).run(trainer)
+    assert time.monotonic() - began < 0.4
+    await_that((tmp_path / "pid").exists)
+    await_that(lambda: (tmp_path / "pid").read_text().strip())
+    pid = int((tmp_path / "pid").read_text())
+    await_that(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_a_peer_that_is_not_heard_of_is_late_and_then_dead(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_REFORM_AFTER", "1")
+    smps = ground.smps(3)
+    run = run_on(smps, [[3000]] * 3, protect="2+1")
+    run.protect(1)
+
+    def troubles() -> str:
+        return " ".join(look(JOB, smps[0].bulk).statuses[0].troubles)
+
+    await_that(lambda: len(look(JOB, smps[0].bulk).statuses[0].leases) == 2)
+    assert troubles() == ""
+    smps[2].lose()
+    await_that(lambda: "peer node2 is dead to node0" in troubles())
+
+
+def test_the_hook_beats_from_its_start_to_its_end(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from holdfast import InMemorySnapshot
+
+    smp = ground.prepare()
+    monkeypatch.setenv("HOLDFAST_ARENA", str(smp.arena.parent))
+    smp.launch().wait_ready()
+    model = torch.nn.Linear(4, 3)
+    optim = torch.optim.Adam(model.parameters())
+    with InMemorySnapshot(model, optim, job=JOB, keep=True) as snap:
+        (begun,) = of(smp)
+        assert (begun.health, begun.phase, begun.pid) == (Health.ALIVE, "start", os.getpid())
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            assert snap.drain(20)
+            optim.step()
+        model(torch.ones(2, 4))
+        assert snap.drain(20)
+        (trained,) = of(smp)
+        assert (trained.health, trained.phase, trained.step) == (Health.ALIVE, "step", 3)
+        assert Board(smp.arena / "board").beats(0)[2] == 0  # what was copied is sealed
+    await_that(lambda: of(smp) == [])
