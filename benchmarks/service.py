@@ -33,7 +33,10 @@ from smp_daemon.paths import arena_base
 
 PHASES = ("begin", "write", "seal", "protect")
 FLAT = 1.01
-"""So many times what it was early on may memory be at the end."""
+"""So many times what it was half-way may memory be at the end."""
+
+SETTLED = 1.02
+"""And so many times what it was early on: allocators take a while to have all they ever want."""
 
 
 def phases_of(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -43,16 +46,17 @@ def phases_of(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def growth(samples: Sequence[Sequence[dict[str, int]]]) -> dict[str, Any]:
-    """Memory and descriptors of the SMPs, early and late in a run, and whether they are flat."""
+    """Memory and descriptors of the SMPs, early, half-way and late in a run, and whether they are flat."""
     tenth = max(1, len(samples) // 10)
-    early, late = samples[tenth : 2 * tenth] or samples[:1], samples[-tenth:]
-    found = {}
+    parts = {"early": samples[tenth : 2 * tenth] or samples[:1], "half": samples[len(samples) // 2 :][:tenth]}
+    parts["late"] = samples[-tenth:]
+    found: dict[str, Any] = {}
     for name in samples[0][0]:
-        before, after = (fmean(each[name] for sample in part for each in sample) for part in (early, late))
-        found[name] = {"early": round(before, 1), "late": round(after, 1)}
-    memory = [sum(found[name][when] for name in ("anonymous_kb", "shared_kb")) for when in ("early", "late")]
-    flat = memory[1] <= FLAT * memory[0] and found["descriptors"]["late"] <= found["descriptors"]["early"]
-    return {**found, "memory_ratio": round(memory[1] / memory[0], 4), "flat": flat}
+        found[name] = {when: round(fmean(e[name] for s in part for e in s), 1) for when, part in parts.items()}
+    early, half, late = (found["anonymous_kb"][when] + found["shared_kb"][when] for when in parts)
+    flat = late <= FLAT * half and late <= SETTLED * early
+    flat = flat and found["descriptors"]["late"] <= found["descriptors"]["early"]
+    return {**found, "late_to_half": round(late / half, 4), "late_to_early": round(late / early, 4), "flat": flat}
 
 
 def many_trainers(base: Path, count: int, length: int, rounds: int) -> dict[str, Any]:
@@ -178,7 +182,7 @@ def _text(value: Any) -> str:
         rest = "".join(f", {key.replace('_', ' ')} {value[key]:,}" for key in value if not key.endswith("_ms"))
         return f"p50 {value['p50_ms']:,} ms, p99 {value['p99_ms']:,} ms, longest {value['max_ms']:,} ms{rest}"
     if "early" in value:
-        return f"{value['early']:,} → {value['late']:,}"
+        return " → ".join(f"{each:,}" for each in value.values())
     return "; ".join(f"{key.replace('_', ' ')}: {_text(each)}" for key, each in value.items())
 
 

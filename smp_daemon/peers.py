@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from smp_daemon import peer_pb2, peer_pb2_grpc
 from smp_daemon.codings import Coding
 from smp_daemon.errors import ConfigError, HoldfastError
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.logs import get_log
 from smp_daemon.store import Store
 
 NOTIFY_DEADLINE_S = 20.0
@@ -22,7 +22,7 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
 ]
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class PeerServer(peer_pb2_grpc.PeerServicer):  # type: ignore[misc]  # generated, untyped

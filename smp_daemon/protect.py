@@ -33,6 +33,7 @@ from smp_daemon.errors import (
 from smp_daemon.holdings import ShardKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.links import Links
+from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.pacer import Pacer, Patience, turn_delay_s
 from smp_daemon.peers import PeerClient
 from smp_daemon.points import reach
@@ -52,7 +53,7 @@ REREAD_S = 0.002
 RECONNECT_DEADLINE_S = 5.0
 RECONNECT_EVERY_S = 0.05
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class Protector:
                 try:
                     self._encode(links, snapshot, layout)
                 except (StaleEpoch, ProtocolError) as error:
-                    log.info("encoding of %s ended early: %s", snapshot, error)
+                    log.info("encoding of %s ended early: %s", snapshot, error, extra=about(snapshot))
                     links.close()
                 except HoldfastError as error:
                     links.close()
@@ -255,6 +256,7 @@ class _Sender:
         self._store = store
         self._check = check
         self._sent: deque[Letter] = deque()
+        self._episodes = Episodes(log)
 
     def send(self, letter: Letter) -> None:
         while len(self._sent) >= WINDOW:
@@ -281,7 +283,7 @@ class _Sender:
             self._sent.popleft()
             if letter.attempt == ATTEMPTS:
                 raise
-            log.warning("a unit is sent again: %s", error)
+            self._episodes.begin("damaged", "a unit is sent again: %s", error, extra=about(peer=letter.address))
             self.send(replace(letter, attempt=letter.attempt + 1))
             return
         self._sent.popleft()
@@ -298,8 +300,10 @@ class _Sender:
                 for letter in [letter for letter in self._sent if letter.address == address]:
                     self._links.send(address, letter.message, letter.unit)
                 self._store.counters.add(reconnects=1)
+                self._episodes.end(address, "%s takes units again", address, extra=about(peer=address))
                 return
             except (SmpUnavailable, DeadlineExceeded) as error:
-                log.info("%s is sent to again: %s", address, error)
+                text, extra = "%s is sent to again: %s", about(peer=address)
+                self._episodes.begin(address, text, address, error, level=logging.INFO, extra=extra)
                 with self._store.changed:
                     self._store.changed.wait(RECONNECT_EVERY_S)

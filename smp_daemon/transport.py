@@ -26,6 +26,7 @@ from smp_daemon.errors import (
     SmpUnavailable,
 )
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES, MAX_SOCKET_PATH_BYTES, MAX_UNIT_BYTES
+from smp_daemon.logs import Episodes, about, get_log
 
 Message = dict[str, Any]
 _FRAME = struct.Struct("<4sIQ")
@@ -34,7 +35,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` would m
 _decode = json.JSONDecoder().decode
 ACCEPT_AGAIN_S = 0.5
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class Stream(Protocol):
@@ -258,6 +259,7 @@ class Listener:
         """In the order in which they came, so that they always end in that order too."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._episodes = Episodes(log)
         self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
         self._thread.start()
 
@@ -286,9 +288,11 @@ class Listener:
                 sock, _ = self._sock.accept()
             except OSError as error:
                 if not self._closed.is_set():
-                    log.error("a connection could not be accepted: %s", error)
+                    text = "a connection could not be accepted: %s"
+                    self._episodes.begin("accept", text, error, level=logging.ERROR)
                 self._closed.wait(ACCEPT_AGAIN_S)  # out of files or of memory, as a rule: others may free some
                 continue
+            self._episodes.end("accept", "connections are accepted again")
             threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
@@ -309,7 +313,10 @@ class Listener:
                 stream.send(reply, payload)
         except (HoldfastError, OSError) as error:  # the socket may be closed under us at any moment
             if not self._closed.is_set():
-                log.warning("connection ended: %s", error)
+                extra = about(error=type(error).__name__)
+                self._episodes.begin("connection", "connection ended: %s", error, extra=extra)
+        else:
+            self._episodes.end("connection", "connections end well again")
         finally:
             with self._lock:
                 self._live.pop(stream, None)

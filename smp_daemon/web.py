@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 
 from smp_daemon.errors import ConfigError
+from smp_daemon.logs import get_log
 from smp_daemon.metrics import exposition
 from smp_daemon.overview import Overview, look
 from smp_daemon.service import Smp
@@ -35,7 +35,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 def parse_port(text: str) -> int | None:

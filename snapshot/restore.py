@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from smp_daemon.client import RecoveredShard, SmpClient
 from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError, StateMismatch, Unrecoverable
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import SnapshotId
+from smp_daemon.logs import about, get_log
 from smp_daemon.plan import RestorePlan, healer, plan_restore
 from smp_daemon.points import reach
 from smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
@@ -32,7 +32,7 @@ ATTEMPTS = 4
 ENOUGH_FAILURES = 2
 """So often is a snapshot tried that was never promised, if it cannot be had after all."""
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(slots=True)
@@ -108,7 +108,8 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
                     clock=clock,
                 )
         failures[plan.snapshot] += 1
-        log.warning("recovery of %s is tried again: %s", plan.snapshot, failure or "another rank failed")
+        text, why = "recovery of %s is tried again: %s", failure or "another rank failed"
+        log.warning(text, plan.snapshot, why, extra=about(plan.snapshot))
     raise Unrecoverable(f"recovery failed {ATTEMPTS} times; last: {failure or 'on another rank'}") from failure
 
 
