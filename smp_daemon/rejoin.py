@@ -87,8 +87,8 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
         HoldfastError: something cannot be had now.
     """
     whole = True
-    newest = {key.snapshot for key in store.holdings.newest_shards()}
-    for snapshot in sorted(newest | ({store.protected} if store.protected else set())):
+    newest = max((key.snapshot for key in store.holdings.held()), default=None)
+    for snapshot in sorted({snapshot for snapshot in (newest, store.protected) if snapshot is not None}):
         store.check_epoch(epoch)
         with store.changed:
             layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == snapshot.epoch]
