@@ -6,6 +6,7 @@
 # make matrix  every kind of job, killed, restored and compared: two minutes
 # make chaos   2,000 faults, 300 of them during recoveries: most of an hour
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
+# make bench-service   SMPs under load, 10,000 snapshots: half an hour
 # make proto   generate the gRPC stubs again after a change of smp_daemon/peer.proto
 
 PYTHON ?= python3.11
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun test slow check matrix chaos stall proto clean setup
+.PHONY: demo demo-torchrun test slow check matrix chaos stall bench-service proto clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -46,6 +47,10 @@ chaos: setup
 stall: setup
 	$(BIN)/holdfast bench stall --json benchmarks/results/stall.json --markdown benchmarks/results/stall.md \
 		--plot benchmarks/results/stall.svg
+
+bench-service: setup
+	$(BIN)/python benchmarks/service.py --json benchmarks/results/service-$$(date +%F).json \
+		--markdown benchmarks/results/service-$$(date +%F).md
 
 proto: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. smp_daemon/peer.proto

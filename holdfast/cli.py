@@ -313,15 +313,14 @@ def _gc(parsed: argparse.Namespace) -> int:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from rich.console import Console
 
-    from holdfast.doctor import examine, gather, show
+    from holdfast.checks import examine
+    from holdfast.doctor import gather, show
 
     findings = examine(gather())
     show(Console(stderr=parsed.json == "-", highlight=False), findings)
-    write_json(parsed.json, [asdict(finding) for finding in findings])
+    write_json(parsed.json, [finding.to_json() for finding in findings])
     return 1 if any(finding.verdict == "problem" for finding in findings) else 0
 
 

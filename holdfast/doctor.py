@@ -1,20 +1,22 @@
 """``holdfast doctor``: what this machine has, and what holdfast makes of it.
 
-`gather` looks, and changes nothing; `examine` judges, purely.
+`gather` looks, and changes nothing; `holdfast.checks.examine` judges, purely.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import platform
 import resource
+import socket
+import stat
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 import psutil
 from rich.console import Console
@@ -23,171 +25,18 @@ from rich.text import Text
 
 from ec import choose_codec, describe_auto
 from ec.backends import BACKENDS
-from smp_daemon.arena import MADV_POPULATE_WRITE
-from smp_daemon.paths import ARENA_ENV, arena_base
+from holdfast.checks import TLS_VARIABLES, Facts, Finding, Mount, Secrets, Verdict
+from smp_daemon.arena import MADV_POPULATE_WRITE, SHMEM_HUGE
+from smp_daemon.paths import arena_base
+from snapshot.cuda import REGISTER_BYTES
 from snapshot.runs import streams
 
-Verdict = Literal["ok", "note", "problem"]
 MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bold red")}
+SYS = Path("/sys")
+UNLIMITED_BYTES = 1 << 60
+"""A control group says so much, or more, where it has no limit."""
 
-LEAST_ROOM_BYTES = 1 << 30
-LEAST_ROOM_SHARE = 0.25
-"""Of memory: a node needs room for three times the state of its ranks, and for its parity."""
-
-LEAST_FILES = 1024
-
-GET_ISAL = "pip install --force-reinstall pyeclib, or apt install libisal2"
-ENLARGE = "mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: emptyDir medium Memory"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at. `fix` says what to do about it, and is empty if it is ok."""
-
-    name: str
-    value: str
-    verdict: Verdict = "ok"
-    fix: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """A mounted file system."""
-
-    point: Path
-    kind: str
-    options: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What was seen.
-
-    Attributes:
-        packages: version, or None if not installed.
-        auto: the backend that ``"auto"`` takes, and why it is not the fast one.
-        unusable: for each backend why it cannot be used; empty if it can.
-        isal: path of the loaded ISA-L, if there is one.
-        arena: where arenas will be; it need not exist.
-        parent: the nearest directory that does.
-        room: bytes that may still be written there.
-        populate: whether the kernel knows ``MADV_POPULATE_WRITE``.
-        idle: whether a process may choose ``SCHED_IDLE``.
-        streaming: whether copies use streaming stores.
-    """
-
-    python: str
-    packages: dict[str, str | None]
-    auto: tuple[str, str]
-    unusable: dict[str, str]
-    isal: str | None
-    arena: Path
-    parent: Path
-    writable: bool
-    mount: Mount
-    room: int
-    memory_bytes: int
-    swap_bytes: int
-    files: int
-    kernel: str
-    populate: bool
-    idle: bool
-    streaming: bool
-
-
-def examine(facts: Facts) -> list[Finding]:
-    """Judge all of it."""
-    return [
-        Finding("Python", facts.python),
-        *(_package(name, found) for name, found in facts.packages.items()),
-        *_codes(facts),
-        *_arena(facts),
-        _swap(facts),
-        _files(facts.files),
-        _kernel(facts),
-        _idle(facts.idle),
-        _copies(facts.streaming),
-    ]
-
-
-def _package(name: str, found: str | None) -> Finding:
-    if found is not None:
-        return Finding(name, found)
-    if name == "megatron-core":
-        return Finding(name, "not installed", "note", "for Megatron and the demo: pip install 'holdfast[megatron]'")
-    if name == "pyeclib":
-        return Finding(name, "not installed", "note", "it carries ISA-L: pip install pyeclib")
-    return Finding(name, "not installed", "problem", f"pip install {name}")
-
-
-def _codes(facts: Facts) -> Iterator[Finding]:
-    backend, reason = facts.auto
-    if reason:
-        yield Finding("erasure code", f"auto takes {backend}, which is slow for m > 1: {reason}", "note", GET_ISAL)
-    else:
-        yield Finding("erasure code", f"auto takes {backend}, the fast one")
-    for name, why in facts.unusable.items():
-        where = f": {facts.isal}" if name == "isal" and facts.isal else ""
-        yield Finding(f"backend {name}", why, "note", GET_ISAL) if why else Finding(f"backend {name}", f"usable{where}")
-
-
-def _arena(facts: Facts) -> Iterator[Finding]:
-    if facts.writable:
-        yield Finding("arena", str(facts.arena))
-    else:
-        fix = f"make {facts.parent} writable, or set {ARENA_ENV}"
-        yield Finding("arena", f"{facts.arena}: cannot be written", "problem", fix)
-    kind = f"{facts.mount.kind} on {facts.mount.point}"
-    if facts.mount.kind == "tmpfs":
-        yield Finding("arena's file system", kind)
-    else:
-        fix = f"snapshots belong in memory: set {ARENA_ENV} to a directory on tmpfs"
-        yield Finding("arena's file system", f"{kind}, not tmpfs", "problem", fix)
-    room = f"{facts.room:,} bytes"
-    if facts.room < LEAST_ROOM_BYTES:
-        yield Finding("arena's room", room, "problem", ENLARGE)
-    elif facts.room < facts.memory_bytes * LEAST_ROOM_SHARE:
-        fix = f"enough for a state of about a quarter of that; for more {ENLARGE}"
-        yield Finding("arena's room", f"{room} of {facts.memory_bytes:,} bytes of memory", "note", fix)
-    else:
-        yield Finding("arena's room", room)
-
-
-def _swap(facts: Facts) -> Finding:
-    if facts.swap_bytes == 0:
-        return Finding("swap", "off")
-    value = f"on, {facts.swap_bytes:,} bytes"
-    if "noswap" in facts.mount.options:
-        return Finding("swap", f"{value}; not for the arena")
-    fix = "snapshots may be swapped to disk, which is slow: swapoff -a, or mount the tmpfs with noswap (Linux 6.4)"
-    return Finding("swap", value, "note", fix)
-
-
-def _files(files: int) -> Finding:
-    if files < LEAST_FILES:
-        return Finding("open files", f"at most {files:,}", "note", f"ulimit -n {LEAST_FILES}, or more")
-    return Finding("open files", f"at most {files:,}")
-
-
-def _kernel(facts: Facts) -> Finding:
-    if facts.populate:
-        return Finding("kernel", f"{facts.kernel}, has MADV_POPULATE_WRITE")
-    fix = "the first copy into each slot will be slow: Linux 5.14 or later"
-    return Finding("kernel", f"{facts.kernel}, has no MADV_POPULATE_WRITE", "note", fix)
-
-
-def _idle(idle: bool) -> Finding:
-    if idle:
-        return Finding("SCHED_IDLE", "may be set")
-    fix = "HOLDFAST_PRIORITY=idle will mean nice 19 instead: allow sched_setscheduler (seccomp profile)"
-    return Finding("SCHED_IDLE", "may not be set", "note", fix)
-
-
-def _copies(streaming: bool) -> Finding:
-    if streaming:
-        return Finding("copies", "by streaming stores")
-    fix = "they take up to 1.7 times as long: install a C compiler, and holdfast again"
-    return Finding("copies", "by memmove", "note", fix)
+STA_UNSYNC = 0x40
 
 
 def gather() -> Facts:
@@ -197,6 +46,9 @@ def gather() -> Facts:
     arena = arena_base().absolute()
     parent = next(path for path in (arena, *arena.parents) if path.exists())
     status = os.statvfs(parent)
+    limit, used = cgroup_memory(_text(Path("/proc/self/cgroup")))
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    host = os.environ.get("HOLDFAST_HOST", "127.0.0.1")
     mounts = [
         Mount(Path(each.mountpoint), each.fstype, frozenset(each.opts.split(",")))
         for each in psutil.disk_partitions(all=True)
@@ -213,13 +65,128 @@ def gather() -> Facts:
         mount=mount_of(parent.resolve(), mounts),
         room=status.f_bavail * status.f_frsize,
         memory_bytes=psutil.virtual_memory().total,
+        cgroup_bytes=limit,
+        cgroup_used=used,
+        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
+        gpu=Path("/dev/nvidiactl").exists(),
+        register_bytes=REGISTER_BYTES,
+        shmem_huge=chosen(_text(SHMEM_HUGE)),
+        numa=numa_memory(),
         swap_bytes=psutil.swap_memory().total,
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         kernel=platform.release(),
         populate=_can_populate(),
         idle=_can_be_idle(),
         streaming=streams(),
+        host=host,
+        insecure=os.environ.get("HOLDFAST_INSECURE") == "1",
+        bindings=_bindings(host, os.environ.get("HOLDFAST_HTTP", "auto")),
+        clock=_text(SYS / "devices/system/clocksource/clocksource0/current_clocksource"),
+        synchronised=_is_synchronised(),
+        secrets=secrets_of(os.environ),
     )
+
+
+def cgroup_memory(groups: str, root: Path = SYS / "fs/cgroup") -> tuple[int | None, int]:
+    """Limit and use of memory of a process, in bytes, from the text of its ``/proc/<pid>/cgroup``; versions 1 and 2.
+
+    The tightest limit of the group and those above it counts; None: there is none.
+    """
+    tightest: tuple[int | None, int] = (None, 0)
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        here = base / path.strip("/")
+        for group in (here, *here.parents):
+            limit, used = (_text(group / name) for name in names)
+            if limit.isdigit() and int(limit) < (tightest[0] or UNLIMITED_BYTES):
+                tightest = (int(limit), int(used or 0))
+            if group == base:
+                break
+    return tightest
+
+
+def chosen(text: str) -> str:
+    """The one of several words that stands in brackets, as sysfs says it."""
+    return text.partition("[")[2].partition("]")[0]
+
+
+def numa_memory(root: Path = SYS) -> dict[int, int]:
+    """Bytes of memory on each NUMA node that has any."""
+    found = {}
+    for path in sorted((root / "devices/system/node").glob("node[0-9]*")):
+        total = next((line.split()[3] for line in _text(path / "meminfo").splitlines() if "MemTotal:" in line), "0")
+        if int(total):
+            found[int(path.name.removeprefix("node"))] = int(total) * 1024
+    return found
+
+
+def secrets_of(environment: Mapping[str, str]) -> Secrets:
+    """What the variables name; nothing of what is in the files is kept."""
+    unreadable: dict[str, str] = {}
+    source, length, mode = "", 0, None
+    if file := environment.get("HOLDFAST_TOKEN_FILE"):
+        source = f"HOLDFAST_TOKEN_FILE={file}"
+        try:
+            mode = stat.S_IMODE(Path(file).stat().st_mode)
+            length = len(Path(file).read_bytes().strip())
+        except OSError as error:
+            unreadable["HOLDFAST_TOKEN_FILE"] = f"{file}: {error.strerror}"
+    elif token := environment.get("HOLDFAST_TOKEN", "").strip():
+        source, length = "HOLDFAST_TOKEN", len(token.encode())
+    certificates = {name: environment[name] for name in TLS_VARIABLES if environment.get(name)}
+    for name, path in certificates.items():
+        try:
+            Path(path).read_bytes()
+        except OSError as error:
+            unreadable[name] = f"{path}: {error.strerror}"
+    return Secrets(source, length, mode, unreadable, frozenset(certificates))
+
+
+def why_not_bound(host: str, port: int) -> str:
+    """Why an address cannot be listened on; empty if it can."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
+
+
+def _bindings(host: str, http: str) -> dict[str, str]:
+    wanted = {("127.0.0.1", 0): None, (host, 0): None}
+    if http.isdigit():
+        wanted["127.0.0.1", int(http)] = None
+    return {f"{address}:{port}": why_not_bound(address, port) for address, port in wanted}
+
+
+def _is_synchronised() -> bool | None:
+    """Whether Linux says that something keeps the wall clock right; None: it does not say."""
+    timex = (ctypes.c_char * 512)()  # struct timex, of which `status` stands after five longs, the first an int
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(timex)
+    except (OSError, AttributeError):
+        return None
+    if state < 0:
+        return None
+    status = ctypes.c_int.from_buffer(timex, 5 * ctypes.sizeof(ctypes.c_long)).value
+    return not status & STA_UNSYNC
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EINVAL):
+            raise
+        return ""
 
 
 def why_unusable(backend: str) -> str:
@@ -287,7 +254,7 @@ def show(console: Console, findings: Iterable[Finding]) -> None:
     table.add_column(overflow="fold")
     for finding in findings:
         mark, style = MARKS[finding.verdict]
-        table.add_row(Text(mark, style), Text(finding.name), Text(finding.value))
+        table.add_row(Text(mark, style), Text(finding.check), Text(finding.found))
         if finding.fix:
             table.add_row("", "", Text(f"→ {finding.fix}", style))
     console.print(table)

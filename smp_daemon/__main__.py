@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import logging.handlers
 import os
 import sys
 import threading
@@ -19,10 +17,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from smp_daemon.credentials import access_of, current
 from smp_daemon.errors import HoldfastError
+from smp_daemon.logs import about, chosen_format, get_log, log_to
 from smp_daemon.priority import PRIORITIES, make_idle, make_session_nice
 
 if TYPE_CHECKING:
     from smp_daemon.service import Smp
+
+log = get_log("smp_daemon")
 
 
 def main() -> None:
@@ -50,6 +51,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     from smp_daemon.web import parse_port, show
 
     try:
+        chosen_format()
         http_port = parse_port(arguments.http)
         access = access_of(arguments.host, arguments.insecure, current())
         spares = parse_spares(arguments.spares)
@@ -86,7 +88,8 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     except HoldfastError as error:
         _say(out, {"error": type(error).__name__, "message": str(error)})
         return 1
-    _log_to(arguments.arena / "smp.log", arguments)
+    log_to(arguments.arena / "smp.log", job=arguments.job, node=arguments.node, epoch=lambda: smp.store.epoch)
+    threading.excepthook = _log_bug
     _log_backend(settings.backend)
     _log_access(access, arguments.host)
     _log_memory(smp)
@@ -293,41 +296,29 @@ def _log_backend(backend: str) -> None:
 
     name, reason = describe_auto() if backend == "auto" else (backend, "")
     if reason:
-        logging.getLogger(__name__).warning("parity is computed by %s, slowly: %s", name, reason)
+        log.warning("parity is computed by %s, slowly: %s", name, reason, extra=about(backend=name))
     else:
-        logging.getLogger(__name__).info("parity is computed by %s", name)
+        log.info("parity is computed by %s", name, extra=about(backend=name))
 
 
 def _log_access(access: str, host: str) -> None:
     if access == "insecure":
-        logging.getLogger(__name__).warning(
-            "INSECURE: whoever reaches %s can read and spoil this job's snapshots: see SECURITY.md", host
-        )
+        log.warning("INSECURE: whoever reaches %s can read and spoil this job's snapshots: see SECURITY.md", host)
     else:
-        logging.getLogger(__name__).info("other SMPs are let in by: %s", access)
+        log.info("other SMPs are let in by: %s", access)
 
 
 def _log_memory(smp: Smp) -> None:
     budget = smp.store.arena.budget
     if budget.limit:
-        logging.getLogger(__name__).info("%d bytes of memory are reserved, %d in slots", budget.limit, budget.used)
-
-
-def _log_to(path: Path, arguments: argparse.Namespace) -> None:
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=256 << 10, backupCount=1)
-    logging.basicConfig(
-        level=logging.INFO,
-        handlers=[handler],
-        format=f"%(asctime)s %(levelname)s job={arguments.job} node={arguments.node} %(name)s: %(message)s",
-    )
-    threading.excepthook = _log_bug
+        log.info("%d bytes of memory are reserved, %d in slots", budget.limit, budget.used)
 
 
 def _log_bug(failed: threading.ExceptHookArgs) -> None:
     """A thread has run into a bug: that must be found in the log, for a detached process has no standard error."""
     name = failed.thread.name if failed.thread else "?"
     trace = "".join(traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback))
-    logging.getLogger(__name__).critical("thread %s ended by a bug: %s", name, trace)
+    log.critical("thread %s ended by a bug: %s", name, failed.exc_value, extra=about(thread=name, trace=trace))
     threading.__excepthook__(failed)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import shutil
@@ -29,6 +28,7 @@ from smp_daemon.budget import Budget, pages, wipe
 from smp_daemon.errors import ArenaTooSmall, ConfigError, ProtocolError
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import is_identifier
+from smp_daemon.logs import get_log
 from smp_daemon.points import reach
 from smp_daemon.records import PART, read_json, write_json
 from smp_daemon.slots import Slot, SlotPool, SlotState
@@ -43,7 +43,7 @@ PARITY_SUFFIX = "parity"
 OWNERSHIP = ("lock", "smp.json")
 """Files that say whose the arena is."""
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class Pool(SlotPool):

@@ -6,7 +6,6 @@ trainer a store to memory. Only the SMP's own clock counts.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import threading
@@ -17,13 +16,14 @@ from dataclasses import dataclass, field
 
 from smp_daemon.board import BEAT_ROWS, Board, Phase
 from smp_daemon.liveness import Beat, Deadlines, Health, Trainer, judge, median_step
+from smp_daemon.logs import get_log
 from smp_daemon.on_hang import OnHang
 
 STEPS_KEPT = 32
 MOST_INTERVAL_S = 1.0
 LEAST_INTERVAL_S = 0.02
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from smp_daemon.errors import HoldfastError
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout
 from smp_daemon.links import Links
+from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.sources import Address
 from smp_daemon.transport import Message
 
@@ -20,7 +21,8 @@ AT_ONCE = 16
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
+_silent = Episodes(log)
 
 
 def addresses_of(layouts: Collection[Layout]) -> list[Address]:
@@ -42,9 +44,12 @@ def ask_all(
     def ask(address: Address) -> T | None:
         with Links(counters, DEADLINE_S) as links:
             try:
-                return read(links.call(address, message))
+                answer = read(links.call(address, message))
+                _silent.end(address, "%s answers again", address, extra=about(peer=address))
+                return answer
             except (HoldfastError, KeyError) as error:
-                log.info("%s does not answer %r: %s", address, message["op"], error)
+                text, extra = "%s does not answer %r: %s", about(peer=address)
+                _silent.begin(address, text, address, message["op"], error, level=logging.INFO, extra=extra)
                 return None
 
     with ThreadPoolExecutor(AT_ONCE, "census") as pool:

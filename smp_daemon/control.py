@@ -11,7 +11,6 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import itertools
-import logging
 import secrets
 import threading
 import time
@@ -26,6 +25,7 @@ from smp_daemon.credentials import Credentials
 from smp_daemon.errors import ProtocolError
 from smp_daemon.gate import Complaints
 from smp_daemon.handshake import derive, mac
+from smp_daemon.logs import get_log
 from smp_daemon.uids import may_come
 
 CALL_KEY, SERVER_KEY, REPLY_KEY = "holdfast-call-bin", "holdfast-server-bin", "holdfast-reply-bin"
@@ -35,7 +35,7 @@ WINDOW = 1024
 
 MAX_CALLERS = 4096
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class Once:

@@ -7,7 +7,6 @@ any other. Nothing is moved while trainers are connected anywhere: they arrange 
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from smp_daemon.census import addresses_of, take_census
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, ProtocolError
 from smp_daemon.layout import SnapshotId
+from smp_daemon.logs import get_log
 from smp_daemon.reform import moved
 from smp_daemon.sources import Address
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FIRST_S, MOST_S = 0.02, 1.0
 """How long it waits before it looks, or tries, again: twice as long each time, up to a limit."""
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)

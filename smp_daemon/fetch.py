@@ -7,7 +7,6 @@ whoever folded the unit into parity.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +25,11 @@ from smp_daemon.errors import (
     Unrecoverable,
 )
 from smp_daemon.links import Links
+from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.records import digest
 from smp_daemon.sources import Address, Sources
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class Fetcher:
         self.links = links
         self._counters = counters
         self._backend = backend
+        self._refusals = Episodes(log)
         self._gone: set[Address] = set()
         self._scratch: dict[int, memoryview] = {}
 
@@ -208,7 +209,8 @@ class Fetcher:
         return {**what, "job": self.sources.layout.job, "snapshot": self.sources.snapshot}
 
     def _note_failure(self, address: Address, error: HoldfastError) -> None:
-        log.warning("%s does not give a unit of %s: %s", address, self.sources.snapshot, error)
+        text, extra = "%s does not give a unit of %s: %s", about(self.sources.snapshot, peer=address)
+        self._refusals.begin(address, text, address, self.sources.snapshot, error, extra=extra)
         if isinstance(error, SmpUnavailable | DeadlineExceeded):
             self.links.drop(address)
             self._gone.add(address)

@@ -7,7 +7,6 @@ the oldest gives way, so that those who say nothing cannot keep others out.
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ from contextlib import contextmanager, suppress
 from smp_daemon.credentials import Credentials
 from smp_daemon.errors import ProtocolError
 from smp_daemon.handshake import HANDSHAKE_DEADLINE_S, NoToken, check_client
+from smp_daemon.logs import get_log
 from smp_daemon.transport import frame
 from smp_daemon.uids import is_of_this_user
 
@@ -29,7 +29,7 @@ MAX_DISCARDED_BYTES = 1 << 16
 COMPLAIN_EVERY_S = 60.0
 MAX_SOURCES = 1024
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class Complaints:

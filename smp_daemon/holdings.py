@@ -8,7 +8,6 @@ Every public method is thread-safe; `lock` is the store's own.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from smp_daemon.arena import Arena, Pool
 from smp_daemon.counters import Counters
 from smp_daemon.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.parity import ParityGathering
 from smp_daemon.points import reach
 from smp_daemon.records import (
@@ -35,7 +35,7 @@ from smp_daemon.records import (
 )
 from smp_daemon.slots import Slot, SlotState
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class ShardKey(NamedTuple):
@@ -76,6 +76,7 @@ class Holdings:
         self._lock = lock
         self._records: dict[Key, Record] = {}
         self._damaged: set[tuple[Key, int]] = set()
+        self._episodes = Episodes(log)
 
     def held(self) -> list[Key]:
         """Everything held."""
@@ -156,9 +157,11 @@ class Holdings:
             reach("mend.before", key.snapshot.step)
             np.copyto(np.frombuffer(view[offset : offset + length], np.uint8), np.frombuffer(content, np.uint8))
             self._damaged.discard((key, index))
+            left = any(of == key for of, _ in self._damaged)
         reach("mend.done", key.snapshot.step)
         self.counters.add(units_mended=1)
-        log.warning("unit %d of %s was mended", index, key)
+        if not left:
+            self._episodes.end(key, "all units of %s are whole again", key, extra=about(key.snapshot))
 
     def drop(self, key: Key) -> None:
         """It is damaged beyond mending, or not needed: this node does not hold it any more."""
@@ -273,7 +276,7 @@ class Holdings:
             try:
                 self._adopt_slot(pool, slot, data)
             except ProtocolError as error:
-                log.warning("slot %s freed: %s", pool.path(slot).name, error)
+                log.warning("slot %s freed: %s", pool.path(slot).name, error, extra=about(file=pool.path(slot).name))
                 pool.discard(slot)
 
     # ------------------------------------------------------------------ inside
@@ -317,7 +320,8 @@ class Holdings:
                 return
             self._damaged.add((key, index))
         self.counters.add(units_damaged=1)
-        log.warning("unit %d of %s is damaged", index, key)
+        text, extra = "unit %d of %s is damaged", about(key.snapshot, unit=index)
+        self._episodes.begin(key, text, index, key, extra=extra)
 
     def _give_back(self, pool: Pool, slot: Slot, view: memoryview) -> None:
         with self._lock:

@@ -11,11 +11,12 @@ from typing import Protocol
 
 from smp_daemon.errors import ConfigError, HoldfastError
 from smp_daemon.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_BYTES
+from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.transport import Message, SocketStream, Stream
 
 ACCEPT_AGAIN_S = 0.5
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class Conversation(Protocol):
@@ -56,6 +57,7 @@ class Listener:
         """In the order in which they came, so that they always end in that order too."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._episodes = Episodes(log)
         self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
         self._thread.start()
 
@@ -86,13 +88,17 @@ class Listener:
                 sock, _ = self._sock.accept()
             except OSError as error:
                 if not self._closed.is_set():
-                    log.error("a connection could not be accepted: %s", error)
+                    text = "a connection could not be accepted: %s"
+                    self._episodes.begin("accept", text, error, level=logging.ERROR)
                 self._closed.wait(ACCEPT_AGAIN_S)  # out of files or of memory, as a rule: others may free some
                 continue
+            self._episodes.end("accept", "connections are accepted again")
             if len(self._live) >= MAX_CONNECTIONS:
-                log.error("a connection was closed: there are %d already", MAX_CONNECTIONS)
+                text = "a connection was closed: there are %d already"
+                self._episodes.begin("full", text, MAX_CONNECTIONS, level=logging.ERROR)
                 sock.close()
                 continue
+            self._episodes.end("full", "there is room for connections again")
             threading.Thread(target=self._admit, args=(sock,), name="connection", daemon=True).start()
 
     def _admit(self, sock: socket.socket) -> None:
@@ -125,7 +131,10 @@ class Listener:
                 stream.send(reply, payload)
         except (HoldfastError, OSError) as error:  # the socket may be closed under us at any moment
             if not self._closed.is_set():
-                log.warning("connection ended: %s", error)
+                extra = about(error=type(error).__name__)
+                self._episodes.begin("connection", "connection ended: %s", error, extra=extra)
+        else:
+            self._episodes.end("connection", "connections end well again")
         finally:
             with self._lock:
                 self._live.pop(stream, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -14,6 +13,7 @@ from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
 from smp_daemon.fields import identifier, number, seconds, snapshot_id, text
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_SAYING, PROTOCOL_VERSION
+from smp_daemon.logs import about, get_log
 from smp_daemon.rebuild import heal, recover, verify
 from smp_daemon.scrub import scrub
 from smp_daemon.sources import Sources
@@ -29,7 +29,7 @@ MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 FENCED = ("recover", "heal", "say")
 """Operations that change something here and name no snapshot of the epoch at hand: who has joined one says which."""
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class TrainerConversation:
@@ -186,9 +186,11 @@ class TrainerConversation:
         def work() -> None:
             try:
                 count = heal(self._store, sources, group, position)
-                log.info("parity of position %d healed for %s: %d bytes fetched", position, sources.snapshot, count)
+                text = "parity of position %d healed for %s: %d bytes fetched"
+                log.info(text, position, sources.snapshot, count, extra=about(sources.snapshot, bytes=count))
             except HoldfastError as error:
-                log.warning("parity of position %d not healed for %s: %s", position, sources.snapshot, error)
+                text = "parity of position %d not healed for %s: %s"
+                log.warning(text, position, sources.snapshot, error, extra=about(sources.snapshot))
 
         threading.Thread(target=work, name="heal", daemon=True).start()
         return {}

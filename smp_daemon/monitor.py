@@ -19,6 +19,7 @@ from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, SmpUnav
 from smp_daemon.holdings import ParityKey
 from smp_daemon.layout import Layout
 from smp_daemon.links import Links
+from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.peers import PeerClient
 from smp_daemon.points import reach
 from smp_daemon.protect import send_units
@@ -31,7 +32,7 @@ PING_DEADLINE_S = 2.0
 PHASE_DEADLINE_S = 600.0
 PHASES = ("adopt", "encode", "release")
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class Monitor:
@@ -54,6 +55,7 @@ class Monitor:
         self._declined = 0
         self._one = threading.Lock()
         self._spares: set[Address] = set()
+        self._episodes = Episodes(log)
         self._store: Store
 
     def start(self, store: Store) -> None:
@@ -82,8 +84,9 @@ class Monitor:
             try:
                 if self._is_incomplete(layout):
                     self._ask_for_reform(layout)
+                self._episodes.end("watch", "the group is watched again")
             except HoldfastError as error:
-                log.warning("the group could not be watched: %s", error)
+                self._episodes.begin("watch", "the group could not be watched: %s", error)
 
     def _is_incomplete(self, layout: Layout) -> bool:
         """Whether a member is missing for too long, or the group has gone on without this node."""
@@ -107,9 +110,11 @@ class Monitor:
                     return
                 try:
                     links.call(node.bulk, {"op": "reform", "job": layout.job})
+                    self._episodes.end(node.name, "%s can be in charge again", node.name, extra=about(peer=node.name))
                     return
                 except HoldfastError as error:
-                    log.info("%s is not in charge: %s", node.name, error)
+                    text, extra = "%s is not in charge: %s", about(peer=node.name)
+                    self._episodes.begin(node.name, text, node.name, error, level=logging.INFO, extra=extra)
 
     def leases(self) -> dict[str, float]:
         """How long ago each other member of the group was last heard of, in seconds."""
@@ -169,8 +174,10 @@ class Monitor:
             self._wanted.clear()
             try:
                 self.reform()
+                self._episodes.end("reform", "groups need not be re-formed any more, or are")
             except HoldfastError as error:
-                log.warning("groups were not re-formed, which is tried again if need be: %s", error)
+                text = "groups were not re-formed, which is tried again if need be: %s"
+                self._episodes.begin("reform", text, error)
 
     def reform(self) -> Reform | None:
         """Re-form groups if that is called for; what was done. Blocks until all of it is; one at a time.
@@ -191,14 +198,17 @@ class Monitor:
         addresses = {*addresses_of(layouts), *self._spares}
         inventories = take_census(store.job, sorted(addresses), store.counters)
         if any(inventory.trainers for inventory in inventories):
-            log.info("nodes are missing, and trainers are connected: nothing is done")
+            text = "nodes are missing, and trainers are connected: nothing is done"
+            self._episodes.begin("declined", text, level=logging.INFO)
             self._declined += 1
             reach("reform.declined", self._declined)
             return None
+        self._episodes.end("declined", "no trainer is connected any more")
         reform = plan_reform([inventory for inventory in inventories if inventory.epoch == store.epoch])
         if reform is None:
             return None
-        log.warning("re-forming groups for %s on %s", reform.snapshot, ", ".join(reform.nodes))
+        extra = about(reform.snapshot, revision=reform.layout.revision)
+        log.warning("re-forming groups for %s on %s", reform.snapshot, ", ".join(reform.nodes), extra=extra)
         reach("reform.planned", reform.snapshot.step)
         message = {
             "job": store.job,

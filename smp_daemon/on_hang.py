@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
@@ -10,10 +9,11 @@ import subprocess
 import threading
 
 from smp_daemon.liveness import Trainer
+from smp_daemon.logs import get_log
 
 MOST_LOGGED = 4096
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class OnHang:

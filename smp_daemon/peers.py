@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from smp_daemon.credentials import Credentials
 from smp_daemon.errors import ConfigError, HoldfastError
 from smp_daemon.layout import Layout, Node, SnapshotId
 from smp_daemon.limits import is_identifier
+from smp_daemon.logs import get_log
 from smp_daemon.store import Store
 
 NOTIFY_DEADLINE_S = 20.0
@@ -30,7 +30,7 @@ _OPTIONS = [
     ("grpc.server_handshake_timeout_ms", 5000),
 ]
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class PeerServer(peer_pb2_grpc.PeerServicer):  # type: ignore[misc]  # generated, untyped

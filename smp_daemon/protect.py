@@ -33,6 +33,7 @@ from smp_daemon.errors import (
 from smp_daemon.holdings import ShardKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.links import Links
+from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.pacer import Pacer, Patience, turn_delay_s
 from smp_daemon.peers import PeerClient
 from smp_daemon.points import reach
@@ -52,7 +53,8 @@ REREAD_S = 0.002
 RECONNECT_DEADLINE_S = 5.0
 RECONNECT_EVERY_S = 0.05
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
+_episodes = Episodes(log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,10 @@ class Protector:
                     continue
                 try:
                     self._encode(links, snapshot, layout)
+                    _episodes.end("encode", "snapshots are encoded again: %s", snapshot, extra=about(snapshot))
                 except (StaleEpoch, ProtocolError) as error:
-                    log.info("encoding of %s ended early: %s", snapshot, error)
+                    text, extra = "encoding of %s ended early: %s", about(snapshot)
+                    _episodes.begin("encode", text, snapshot, error, level=logging.INFO, extra=extra)
                     links.close()
                 except HoldfastError as error:
                     links.close()
@@ -281,10 +285,11 @@ class _Sender:
             self._sent.popleft()
             if letter.attempt == ATTEMPTS:
                 raise
-            log.warning("a unit is sent again: %s", error)
+            _episodes.begin("damaged", "a unit is sent again: %s", error, extra=about(peer=letter.address))
             self.send(replace(letter, attempt=letter.attempt + 1))
             return
         self._sent.popleft()
+        _episodes.end("damaged", "units arrive whole again", extra=about(peer=letter.address))
 
     def _send_again(self, address: Address, broken: SmpUnavailable) -> None:
         """Connect anew and send all that was not acknowledged there, for as long as it is wanted."""
@@ -298,8 +303,10 @@ class _Sender:
                 for letter in [letter for letter in self._sent if letter.address == address]:
                     self._links.send(address, letter.message, letter.unit)
                 self._store.counters.add(reconnects=1)
+                _episodes.end(address, "%s takes units again", address, extra=about(peer=address))
                 return
             except (SmpUnavailable, DeadlineExceeded) as error:
-                log.info("%s is sent to again: %s", address, error)
+                text, extra = "%s is sent to again: %s", about(peer=address)
+                _episodes.begin(address, text, address, error, level=logging.INFO, extra=extra)
                 with self._store.changed:
                     self._store.changed.wait(RECONNECT_EVERY_S)

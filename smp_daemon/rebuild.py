@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from smp_daemon.fetch import Fetcher
 from smp_daemon.holdings import Key, ParityKey, ShardKey
 from smp_daemon.layout import Layout
 from smp_daemon.links import Links
+from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.plan import choose_sources
 from smp_daemon.points import reach
 from smp_daemon.records import digest
@@ -23,7 +23,7 @@ METHODS = ("chain", "decode")
 CHAINS = 4
 """Chains at work at the same time, so that every link is busy: while one unit is passed on, others follow."""
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,12 @@ def verify(store: Store) -> None:
         try:
             damaged = store.holdings.damaged_units(key)
         except ProtocolError as error:
-            log.info("%s is checked no further: %s", key, error)  # it was released meanwhile
+            extra = about(key.snapshot, coord=key.coord)
+            log.info("%s is checked no further: %s", key, error, extra=extra)  # it was released meanwhile
             continue
         mended = mend_units(store, key, damaged) if damaged else 0
-        log.info("%s was checked: %d units damaged, %d mended", key, len(damaged), mended)
+        extra = about(key.snapshot, coord=key.coord, damaged=len(damaged), mended=mended)
+        log.info("%s was checked: %d units damaged, %d mended", key, len(damaged), mended, extra=extra)
 
 
 def mend_units(store: Store, key: Key, damaged: Collection[int]) -> int:
@@ -104,7 +106,7 @@ def mend_units(store: Store, key: Key, damaged: Collection[int]) -> int:
     sources = choose_sources(inventories, key.snapshot)
     if sources is None:
         return 0
-    mended = 0
+    mended, last = 0, None
     with Links(store.counters) as links:
         fetcher = Fetcher(sources, links, store.counters, store.holdings.backend)
         for index in damaged:
@@ -112,7 +114,10 @@ def mend_units(store: Store, key: Key, damaged: Collection[int]) -> int:
                 mend_unit(store, fetcher, key, index)
                 mended += 1
             except (Unrecoverable, DamagedSnapshot, ProtocolError) as error:
-                log.warning("unit %d of %s is not mended: %s", index, key, error)
+                last = error
+    if last is not None:
+        left = len(damaged) - mended
+        log.warning("%d units of %s are not mended: %s", left, key, last, extra=about(key.snapshot, units=left))
     return mended
 
 
@@ -151,6 +156,7 @@ def heal(store: Store, sources: Sources, group: int, position: int) -> int:
 def _receive(store: Store, sources: Sources, coord: str, view: memoryview, *, by_chain: bool) -> int:
     """Fill a slot unit by unit; the bytes that came over the network for it."""
     layout, units = sources.layout, _units(sources, view)
+    broken, extra = Episodes(log), about(sources.snapshot, coord=coord)
 
     def one(fetcher: Fetcher, index: int, out: memoryview) -> None:
         if by_chain:
@@ -158,7 +164,7 @@ def _receive(store: Store, sources: Sources, coord: str, view: memoryview, *, by
                 fetcher.compute_by_chain(*_place(layout, ShardKey(sources.snapshot, coord), index), out)
                 return
             except HoldfastError as error:
-                log.warning("the chain for unit %d of %s broke: %s", index, coord, error)
+                broken.begin("chain", "the chain for unit %d of %s broke: %s", index, coord, error, extra=extra)
         fetcher.shard_unit(coord, index, out)
 
     def work(mine: list[tuple[int, memoryview]]) -> int:
@@ -174,7 +180,9 @@ def _receive(store: Store, sources: Sources, coord: str, view: memoryview, *, by
         return work(units)
     with ThreadPoolExecutor(CHAINS, "chain") as pool:
         parts = [pool.submit(work, units[first::CHAINS]) for first in range(min(CHAINS, len(units)))]
-        return sum(part.result() for part in parts)
+        received = sum(part.result() for part in parts)
+    broken.end("chain", "%s is here: where a chain broke its units were fetched one by one", coord, extra=extra)
+    return received
 
 
 def _units(sources: Sources, view: memoryview) -> list[tuple[int, memoryview]]:

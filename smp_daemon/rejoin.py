@@ -7,7 +7,6 @@ parity is encoded anew: of the newest snapshot that lies here, and of the one th
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from smp_daemon.census import addresses_of, take_census
 from smp_daemon.errors import HoldfastError, StaleEpoch
 from smp_daemon.holdings import Key, ParityKey, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.plan import choose_sources, healer
 from smp_daemon.points import reach
 from smp_daemon.rebuild import heal, mend_units, recover
@@ -27,7 +27,7 @@ may have been restarted too."""
 
 ATTEMPTS = 24
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,17 @@ class Rejoiner:
 
     def _run(self, store: Store, epoch: int) -> None:
         reach("rejoin.before")
+        episodes = Episodes(log)
         for _ in range(ATTEMPTS):
             try:
                 if rejoin(store, epoch, self._method):
+                    episodes.end("rejoin", "all is here again that can be had")
                     break
             except StaleEpoch as error:
                 log.info("the rest is the new epoch's to bring back: %s", error)
                 return
             except HoldfastError as error:
-                log.warning("not all is here again: %s", error)
+                episodes.begin("rejoin", "not all is here again: %s", error)
             if self._closed.wait(AGAIN_S):
                 return
         reach("rejoin.done")
@@ -85,8 +87,8 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
         HoldfastError: something cannot be had now.
     """
     whole = True
-    newest = {key.snapshot for key in store.holdings.newest_shards()}
-    for snapshot in sorted(newest | ({store.protected} if store.protected else set())):
+    newest = max((key.snapshot for key in store.holdings.held()), default=None)
+    for snapshot in sorted({snapshot for snapshot in (newest, store.protected) if snapshot is not None}):
         store.check_epoch(epoch)
         with store.changed:
             layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == snapshot.epoch]
@@ -129,13 +131,16 @@ def _bring_back(store: Store, epoch: int, sources: Sources, method: str) -> None
     snapshot, missing = sources.snapshot, find_missing(store, sources.layout, sources.snapshot)
     for key, units in missing.damaged:
         mended = mend_units(store, key, units)
-        log.warning("%s: %d of %d damaged units are mended", key, mended, len(units))
+        text, extra = "%s: %d of %d damaged units are mended", about(snapshot, mended=mended)
+        log.warning(text, key, mended, len(units), extra=extra)
     for coord in missing.shards:
         if coord not in sources.shards:
             store.check_epoch(epoch)
-            log.warning("%s of %s was missing, and is %s", coord, snapshot, recover(store, sources, coord, method).how)
+            how = recover(store, sources, coord, method).how
+            log.warning("%s of %s was missing, and is %s", coord, snapshot, how, extra=about(snapshot, coord=coord))
     for group, position in missing.parities:
         if (group, position) not in sources.parities:
             store.check_epoch(epoch)
             count = heal(store, sources, group, position)
-            log.warning("parity of %s was missing, and is encoded again: %d bytes fetched", snapshot, count)
+            text = "parity of %s was missing, and is encoded again: %d bytes fetched"
+            log.warning(text, snapshot, count, extra=about(snapshot, bytes=count))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
+from smp_daemon.logs import Episodes, get_log
 from smp_daemon.pacer import Pacer
 from smp_daemon.priority import make_background
 from smp_daemon.rebuild import mend_units
@@ -17,7 +17,7 @@ from smp_daemon.store import Store
 PASS_EVERY_S = 60.0
 """A pass begins no sooner than this after the one before."""
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(slots=True)
@@ -49,11 +49,13 @@ class Scrubber:
 
     def _run(self, store: Store) -> None:
         make_background(self._priority)
+        episodes = Episodes(log)
         while not self._closed.wait(PASS_EVERY_S):
             try:
                 scrub(store, self._pace)
+                episodes.end("scrub", "the scrub comes to its end again")
             except HoldfastError as error:
-                log.warning("the scrub gave up this pass: %s", error)
+                episodes.begin("scrub", "the scrub gave up this pass: %s", error)
 
     def _pace(self, count: int) -> None:
         if self._closed.wait(self._pacer.wait_s(count, time.monotonic())):

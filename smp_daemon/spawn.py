@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ import psutil
 
 from smp_daemon.budget import parse_size, wipe_file
 from smp_daemon.errors import BY_NAME, ConfigError, DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable
+from smp_daemon.logs import get_log
 from smp_daemon.paths import Owner, arena_base, read_owner
 from smp_daemon.pidfds import await_end
 
@@ -33,7 +33,7 @@ RUBBISH_AGE_S = 60.0
 
 _OURS = re.compile(r"lock|board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity)(\.part)?")
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 def start_deadline_s(memory: str | None = None) -> float:

@@ -6,7 +6,6 @@ Every public method is thread-safe. `changed` is notified whenever something tha
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Callable, Collection
@@ -23,12 +22,13 @@ from smp_daemon.fields import number, snapshot_id
 from smp_daemon.holdings import Holdings, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import MAX_COUNT, MAX_UNIT_BYTES
+from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.points import reach
 from smp_daemon.records import ShardRecord, digest_units, read_json, write_json
 from smp_daemon.slotfile import STAMP_BYTES, read_format, read_stamp
 from smp_daemon.slots import Slot, SlotState
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(slots=True)
@@ -81,6 +81,7 @@ class Store:
             on_own=on_parity,
             on_done=self._settle,
         )
+        self._failures = Episodes(log)
         self._on_sealed = on_sealed
         self._on_epoch = on_epoch
         self._spare = spare
@@ -278,7 +279,7 @@ class Store:
             self.board.post(snapshot.step, Outcome.FAILED)
             reach("outcome.failed", snapshot.step)
             self.changed.notify_all()
-        log.warning("%s failed: %s", snapshot, reason)
+        self._failures.begin("snapshots", "%s failed: %s", snapshot, reason, extra=about(snapshot, reason=reason))
 
     def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> Outcome:
         """Block until `snapshot` is protected or has failed, or until the deadline; what became of it."""
@@ -373,6 +374,7 @@ class Store:
                 self.board.post(snapshot.step, Outcome.PROTECTED)
                 reach("outcome.protected", snapshot.step)
                 self.changed.notify_all()
+                self._failures.end("snapshots", "snapshots are protected again: %s", snapshot, extra=about(snapshot))
 
     def _release(self, keep: Collection[SnapshotId], before: SnapshotId) -> None:
         def stays(snapshot: SnapshotId) -> bool:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import logging
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
 
 from smp_daemon.errors import ConfigError
+from smp_daemon.logs import get_log
 from smp_daemon.metrics import exposition
 from smp_daemon.overview import Overview, look
 from smp_daemon.service import Smp
@@ -38,7 +39,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 def parse_port(text: str) -> int | None:
@@ -80,6 +81,7 @@ class Web:
         self._lock = threading.Lock()
         self._overview: Overview | None = None
         self._looked = 0.0
+        self._bodies: dict[str, tuple[Overview, bytes]] = {}
         try:
             self._server = _Server((HOST, port), self)
         except OSError as error:
@@ -95,23 +97,40 @@ class Web:
 
     def overview(self) -> Overview:
         """The job now, or up to `FRESH_S` ago. Blocks for some seconds at most, if other SMPs do not answer."""
-        with self._lock:
-            if self._overview is None or time.monotonic() - self._looked > FRESH_S:
-                owner = self._smp.owner
-                self._overview = look(owner.job, (owner.host, owner.bulk_port))
-                self._looked = time.monotonic()
-            return self._overview
+        if not self._is_fresh() and self._lock.acquire(blocking=self._overview is None):
+            try:  # the others are shown what there was: they would all wait for an SMP that does not answer
+                if not self._is_fresh():
+                    owner = self._smp.owner
+                    self._overview = look(owner.job, (owner.host, owner.bulk_port))
+                    self._looked = time.monotonic()
+            finally:
+                self._lock.release()
+        assert self._overview is not None
+        return self._overview
+
+    def _is_fresh(self) -> bool:
+        return self._overview is not None and time.monotonic() - self._looked <= FRESH_S
 
     def pages(self) -> dict[str, Callable[[], tuple[str, bytes]]]:
         """What is there: by path, the content type and the body."""
         return {
             "/": lambda: ("text/html; charset=utf-8", page()),
-            "/status.json": lambda: ("application/json", json.dumps(self.overview().to_json()).encode()),
-            "/metrics": lambda: (
-                "text/plain; version=0.0.4; charset=utf-8",
-                exposition(take_status(self._smp), self.overview()),
-            ),
+            "/status.json": lambda: ("application/json", self._rendered(_status_json)),
+            "/metrics": lambda: ("text/plain; version=0.0.4; charset=utf-8", self._rendered(self._metrics)),
         }
+
+    def _rendered(self, render: Callable[[Overview], bytes]) -> bytes:
+        """Made once of each overview, however many ask."""
+        overview = self.overview()
+        known = self._bodies.get(render.__name__)
+        if known is None or known[0] is not overview:
+            known = self._bodies[render.__name__] = overview, render(overview)
+        return known[1]
+
+    def _metrics(self, overview: Overview) -> bytes:
+        node = self._smp.owner.node
+        mine = next((status for status in overview.statuses if status.inventory.node == node), None)
+        return exposition(mine or take_status(self._smp), overview)
 
     def close(self) -> None:
         """Stop serving."""
@@ -119,6 +138,11 @@ class Web:
         self._server.server_close()
 
 
+def _status_json(overview: Overview) -> bytes:
+    return json.dumps(overview.to_json()).encode()
+
+
+@cache
 def page() -> bytes:
     """The page: it asks for ``/status.json`` by itself, and needs nothing else."""
     return resources.files(__package__).joinpath("page.html").read_bytes()
@@ -135,7 +159,7 @@ def is_local(host: str) -> bool:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 64
+    request_queue_size = 1024  # a connection that finds no room waits for a second before it tries again
 
     def __init__(self, address: tuple[str, int], web: Web) -> None:
         self.web = web
@@ -165,6 +189,9 @@ class _Server(ThreadingHTTPServer):
 class _Request(BaseHTTPRequestHandler):
     server: _Server
     timeout = REQUEST_DEADLINE_S
+    protocol_version = "HTTP/1.1"  # who asks again uses the same connection, and the same thread
+    wbufsize = -1
+    disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
         if not is_local(self.headers.get("Host", "")):

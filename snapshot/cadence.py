@@ -6,7 +6,6 @@ With a number of steps the `Governor` decides, with ``"auto"`` `Online` does, an
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError
 from smp_daemon.layout import Layout
+from smp_daemon.logs import get_log
 from snapshot.agreement import Agreement
 from snapshot.copier import CopyJob
 from snapshot.governor import Governor
@@ -30,7 +30,7 @@ MTBF_ENV = "HOLDFAST_MTBF"
 PUBLISHED = "ft-hsdp"
 """How often nodes fail as long as nothing else is known; see `snapshot.tuning.profiles`."""
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class Cadence:

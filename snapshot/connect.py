@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from pathlib import Path
 
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
+from smp_daemon.logs import get_log
 from smp_daemon.paths import arena_path, socket_path
 from smp_daemon.spawn import start_smp
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 def connect(arena: Path, job: str, *, start: bool, coord: str | None = None) -> SmpClient:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
 from smp_daemon.layout import SnapshotId
+from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.points import reach
 from smp_daemon.slotfile import SlotFormat, write_stamp
 from snapshot.frozen import check_sample
@@ -27,7 +28,7 @@ from snapshot.state import Misfit
 
 FINAL_DEADLINE_S = 3600.0
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(slots=True)
@@ -113,7 +114,7 @@ class Copier:
         self._reattach = reattach
         self._on_done = on_done
         self._attached = True
-        self._failing = False
+        self._episodes = Episodes(log)
         self._ahead: tuple[SnapshotId, memoryview] | None = None
         self._newest: SnapshotId | None = None
         self._coord = ""
@@ -157,7 +158,8 @@ class Copier:
     def _run_seals(self) -> None:
         while (job := self._copies.get()) is not None:
             if self._attempt(job, self._seal):
-                self._failing = False
+                text = "snapshots are taken again: %s"
+                self._episodes.end("snapshots", text, job.snapshot, extra=about(job.snapshot))
             self._end(job)
 
     def _end(self, job: CopyJob) -> None:
@@ -172,14 +174,13 @@ class Copier:
         except HoldfastError as error:
             self._attached = self._attached and not isinstance(error, SmpUnavailable | DeadlineExceeded)
             if isinstance(error, Misfit):
-                log.info("%s needs a new layout: %s", job.snapshot, error)
+                log.info("%s needs a new layout: %s", job.snapshot, error, extra=about(job.snapshot))
             else:
-                if not self._failing:  # once, until it works again
-                    log.error("no snapshot of %s: %s", job.snapshot, error)
-                self._failing = True
+                text, extra = "no snapshot of %s: %s", about(job.snapshot, error=type(error).__name__)
+                self._episodes.begin("snapshots", text, job.snapshot, error, level=logging.ERROR, extra=extra)
             job.abort(error)
         except Exception as error:  # a bug of ours must not kill the thread that the training loop waits for
-            log.exception("snapshot of %s failed", job.snapshot)
+            log.exception("snapshot of %s failed", job.snapshot, extra=about(job.snapshot))
             job.abort(HoldfastError(f"{type(error).__name__}: {error}"))
         finally:
             job.copied.set()
@@ -214,8 +215,10 @@ class Copier:
         except NoFreeSlot:
             return  # one will be free by the time it is known that it may be
         except HoldfastError as error:
-            log.info("no slot ahead of time: %s", error)  # and the next copy will say so, if it still matters
+            text = "no slot ahead of time: %s"  # the next copy will say so, if it still matters
+            self._episodes.begin("ahead", text, error, level=logging.INFO, extra=about(guess))
             return
+        self._episodes.end("ahead", "slots are had ahead of time again", extra=about(guess))
         self._ahead = guess, slot
         self._coord = job.coord
 

@@ -13,7 +13,6 @@ are referenced until they are copied, or the caching allocator could hand their 
 
 from __future__ import annotations
 
-import logging
 import mmap
 import weakref
 from collections import deque
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 
 from smp_daemon.errors import ConfigError, HoldfastError
+from smp_daemon.logs import get_log
 from snapshot.cuda_runtime import Event, Runtime, Stream
 from snapshot.movers import Piece
 from snapshot.tensors import flat
@@ -37,7 +37,7 @@ REGISTER_BYTES = 1 << 30
 
 RING_BUFFERS = 2
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(slots=True)

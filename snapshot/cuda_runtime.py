@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
@@ -10,11 +9,12 @@ from typing import Any, Protocol, cast
 import torch
 
 from smp_daemon.errors import ConfigError, DeadlineExceeded
+from smp_daemon.logs import get_log
 
 DEADLINE_S = 60.0
 POLL_S = 1e-4
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class Event(Protocol):

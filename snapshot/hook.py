@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from smp_daemon.board import MAX_PAUSE_S, Outcome, Phase
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.logs import Episodes, about, get_log, log_here
 from smp_daemon.paths import arena_path
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement, Result, default_agreement
@@ -48,7 +50,7 @@ from snapshot.restore import Restored, restore
 from snapshot.state import Misfit
 from snapshot.tracked import make
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(slots=True)
@@ -118,7 +120,7 @@ class SnapshotHook:
         self._due = 0
         self._planned = False
         self._attempted = False
-        self._away = False
+        self._episodes = Episodes(log)
         self._enabled = True
         self._pace = Pace()
         self.statistics = Statistics(interval=self._cadence.rhythm.interval)
@@ -236,6 +238,7 @@ class SnapshotHook:
         self._client = connect(self._arena, self._job, start=self._start, coord=self._coord)
         self._client.beat(Phase.RESTORE, 0)
         self._sealing = SmpClient(self._arena, self._job)
+        self._identify()
         self._mover = choose_mover({item.tensor.device for item in self._adapter.tensors()})
         try:
             self._restored = restore(self._client, self._agreement, self._adapter, self._mover)
@@ -265,6 +268,18 @@ class SnapshotHook:
             )
         self._boundary = Boundary(self._adapter.optimizers(), self._adapter.modules(), self, self._adapter.scalers())
         return self
+
+    def _identify(self) -> None:
+        """Have every line of this process's log say who it is, and where it is by then."""
+        me = weakref.ref(self)  # whoever logs must not keep the state alive
+        log_here(
+            job=self._job,
+            node=self._client.node,
+            rank=self._agreement.rank,
+            coord=self._coord,
+            epoch=lambda: getattr(me(), "_epoch", None),
+            step=lambda: getattr(me(), "_step", None),
+        )
 
     def close(self) -> None:
         """Leave without a ``with`` block, when training has ended well."""
@@ -410,15 +425,17 @@ class SnapshotHook:
         try:
             self._copy = self._capture.begin(snapshot, keep, protected)
         except Misfit as error:
-            log.info("%s needs a new layout: %s", snapshot, error)
+            log.info("%s needs a new layout: %s", snapshot, error, extra=about(snapshot))
             self._misfit = True
         except HoldfastError as error:
             if self._strict:
                 raise
-            log.error("no snapshot of step %d: %s", self._step, error)
+            text, extra = "no snapshot of step %d: %s", about(snapshot, error=type(error).__name__)
+            self._episodes.begin("capture", text, self._step, error, level=logging.ERROR, extra=extra)
         else:
             if self._due and protected is not None and protected.epoch == self._epoch:
                 self._copy.persist = protected
+            self._episodes.end("capture", "state is captured again: step %d", self._step, extra=about(snapshot))
             self._copies[snapshot] = self._copy
             self._client.copying(self._step)
             self._copier.submit(self._copy)
@@ -441,9 +458,8 @@ class SnapshotHook:
                 return True
         if self._strict:
             raise failure or SmpUnavailable("the SMP of another node is away")
-        if not self._away:
-            log.warning("no snapshot of step %d, nor until all SMPs are back: %s", self._step, failure or "one is away")
-        self._away = True
+        text = "no snapshot of step %d, nor until all SMPs are back: %s"
+        self._episodes.begin("layout", text, self._step, failure or "one is away")
         return False
 
     def _attach(self) -> None:
@@ -471,7 +487,7 @@ class SnapshotHook:
         )
         self._cadence.placed(self._layout)
         self._index = [shard.coord for shard in self._layout.node(self._client.node).shards].index(self._coord)
-        self._away = False
+        self._episodes.end("layout", "all SMPs are back, and memory is reserved for step %d", self._step)
 
     def _over(self, job: CopyJob) -> None:
         """A copy is sealed, or was given up. Called in one of the copy threads."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,12 +10,13 @@ from typing import Any
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
 from smp_daemon.layout import Layout
+from smp_daemon.logs import get_log
 from snapshot.agreement import Agreement
 from snapshot.arrange import Protection, RankInfo, arrange, shortfalls
 
 _REFUSED, _AWAY, _DONE = range(3)
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 def _together(agreement: Agreement, work: Callable[[], None]) -> None:

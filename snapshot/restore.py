@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from smp_daemon.errors import (
 )
 from smp_daemon.inventory import Inventory, Persisted
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.logs import about, get_log
 from smp_daemon.plan import RestorePlan, healer, newest_protected, plan_persisted, plan_restore
 from smp_daemon.points import reach
 from smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
@@ -36,7 +36,7 @@ from snapshot.state import NOTES, check_fit, decode_record, decode_values, is_of
 from snapshot.tensors import read_leaf
 from snapshot.tiers import PERSISTED, Course, tier_of
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(slots=True)
@@ -123,7 +123,8 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
                 passed_over=tuple(course.passed_over),
             )
         course.failed(plan, str(failure or "another rank failed"), damaged=not unspoilt)
-        log.warning("recovery of %s is tried again: %s", plan.snapshot, failure or "another rank failed")
+        text, why = "recovery of %s is tried again: %s", failure or "another rank failed"
+        log.warning(text, plan.snapshot, why, extra=about(plan.snapshot))
 
 
 def _plan(
@@ -184,12 +185,12 @@ def _ask_what_is_persisted(client: SmpClient, agreement: Agreement) -> list[Pers
 
 def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], course: Course) -> None:
     for reason in course.passed_over:
-        log.warning("passed over: %s", reason)
+        log.warning("passed over: %s", reason, extra=about(plan.snapshot))
     if not plan.sources.persisted:
         return
     protected = newest_protected(inventories)
     after = f"steps after it, up to {protected}, which was protected, are lost" if protected else "later steps are lost"
-    log.error("going back to %s, which was persisted: %s", plan.snapshot, after)
+    log.error("going back to %s, which was persisted: %s", plan.snapshot, after, extra=about(plan.snapshot))
 
 
 def exchange(client: SmpClient, agreement: Agreement, coord: str) -> tuple[list[Inventory], dict[str, str]]:

@@ -6,7 +6,6 @@ It has a connection of its own to the SMP, in which it waits; neither the traini
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from smp_daemon.board import Outcome
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import DeadlineExceeded, HoldfastError
+from smp_daemon.logs import get_log
 from snapshot.copier import CopyJob
 from snapshot.tuning.samples import Timing
 
@@ -24,7 +24,7 @@ AWAIT_DEADLINE_S = 60.0
 SLICE_S = 0.5
 """How long it waits without looking whether it shall end."""
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class Watch:

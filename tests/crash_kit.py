@@ -57,7 +57,7 @@ class Job:
     def train(self, rules: Rules = ()) -> None:
         """Start the trainers; `rules`: where the first one stops."""
         ranks = []
-        grown = next((e["grown"] for e in reversed(self.events) if e["kind"] == "step"), [])
+        grown: list[int] = next((e["grown"] for e in reversed(self.events) if e["kind"] == "step"), [])
         for rank, smp in enumerate((self.victim, self.other)):
             args = {"orders": str(self._orders), "start": self._start, "grown": grown}
             trainer = {"rank": rank, "world": 2, "generation": 0, "events": str(self._path), "args": args}
@@ -131,7 +131,7 @@ class Job:
                 raise DeadlineExceeded(f"{otherwise}\n{self.logs()}")
             failed = [e for e in self._exits if e["status"] not in (0, -9)]
             assert not failed, self.logs()
-            sources = [self._launcher, self._listening, self.ground.points, *self._readers]
+            sources: list[Any] = [self._launcher, self._listening, self.ground.points, *self._readers]
             ready, _, _ = select.select(sources, [], [], 1.0)
             for source in ready:
                 if source is self._launcher:
@@ -188,7 +188,8 @@ def next_life(smp: SmpProcess, rules: Rules) -> None:
 
 def held_whole(arena: Path) -> set[SnapshotId]:
     """Snapshots of which an arena without an SMP holds a shard and a parity whose bytes all match their digests."""
-    shards, parities = set(), set()
+    shards: set[SnapshotId] = set()
+    parities: set[SnapshotId] = set()
     for path in arena.glob("*.json"):
         if path.name.endswith(".safetensors.json"):
             record: ShardRecord | ParityRecord = shard_from_json(json.loads(path.read_text()))

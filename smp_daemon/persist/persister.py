@@ -21,6 +21,7 @@ from smp_daemon.errors import ConfigError, DamagedSnapshot, HoldfastError, Place
 from smp_daemon.holdings import ShardKey
 from smp_daemon.inventory import Persisted
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.logs import get_log
 from smp_daemon.pacer import Pacer
 from smp_daemon.persist.manifest import Manifest
 from smp_daemon.persist.options import Options
@@ -39,7 +40,7 @@ STUCK_S = 60.0
 LOOK_FIRST_S, LOOK_MOST_S = 0.05, 5.0
 """How long to wait before the place is looked at again for what other nodes write."""
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class Persister:

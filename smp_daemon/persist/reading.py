@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from smp_daemon.errors import DamagedSnapshot
 from smp_daemon.layout import SnapshotId
+from smp_daemon.logs import get_log
 from smp_daemon.persist import manifest
 from smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, Manifest
 from smp_daemon.persist.place import Place
@@ -17,7 +17,7 @@ from smp_daemon.persist.shardfile import Header, StoredUnit, decode_unit, read_h
 DECODERS = 4
 """Threads that decode a shard while it is read."""
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)

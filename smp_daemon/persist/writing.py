@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from smp_daemon.errors import DamagedSnapshot, PlaceError
 from smp_daemon.holdings import Holdings, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.logs import get_log
 from smp_daemon.persist import manifest, planes
 from smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, Manifest
 from smp_daemon.persist.place import Place
@@ -19,7 +19,7 @@ from smp_daemon.points import reach
 from smp_daemon.records import ShardRecord, digest
 from smp_daemon.slotfile import read_format
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 Pace = Callable[[int], None]
 """Called with the length of each unit before it is read; waits, and raises if the work is given up."""

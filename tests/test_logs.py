@@ -1,0 +1,204 @@
+"""What is logged: lines that programs can read, who each is of, and one line per event however often it repeats."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smp_daemon import logs
+from smp_daemon.errors import ConfigError
+from smp_daemon.layout import SnapshotId
+from smp_daemon.logs import MAX_EPISODES, Episodes, Formatter, about, chosen_format, get_log, identify, parse_line
+from tests.smp_kit import DEADLINE_S, Ground, SmpProcess, playground, run_on
+
+FIELDS = {"time", "level", "job", "node", "epoch", "step", "at", "msg"}
+
+
+class Lines(logging.Handler):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.setFormatter(Formatter(kind))
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+@pytest.fixture(params=["logfmt", "json"])
+def lines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
+    monkeypatch.setattr(logs, "_identity", {})
+    handler, logger = Lines(request.param), logging.getLogger("a test")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def test_a_line_says_who_and_about_what(lines: Lines) -> None:
+    epoch = 3
+    identify(job="run", node="node1", epoch=lambda: epoch)
+    log = get_log("a test")
+    log.warning('%s is "late"\nand how = \t', "dp0", extra=about(SnapshotId(2, 7), coord="dp0", times=4))
+    log.info("nothing in particular")
+    first, second = map(parse_line, lines.lines)
+    assert first | {"time": ""} == {
+        "time": "",
+        "level": "warning",
+        "job": "run",
+        "node": "node1",
+        "epoch": first["epoch"],
+        "step": first["step"],
+        "at": "a test",
+        "msg": 'dp0 is "late"\nand how = \t',
+        "coord": "dp0",
+        "times": first["times"],
+    }
+    assert (int(first["epoch"]), int(first["step"]), int(first["times"])) == (2, 7, 4)
+    assert int(second["epoch"]) == 3 and second["step"] is None
+    assert all("\n" not in line for line in lines.lines)
+
+
+def test_a_trainers_line_has_its_rank_and_coordinate(lines: Lines) -> None:
+    identify(job="run", node="node1", epoch=lambda: 3, step=lambda: 12, rank=5, coord="pp0-dp1")
+    get_log("a test").error("no snapshot")
+    found = parse_line(lines.lines[0])
+    assert (found["coord"], int(found["rank"]), int(found["step"])) == ("pp0-dp1", 5, 12)
+
+
+def test_a_line_of_another_library_says_who_too(lines: Lines) -> None:
+    identify(job="run", node="node1")
+    logging.getLogger("a test").warning("what others say")
+    assert parse_line(lines.lines[0])["job"] == "run"
+
+
+def test_a_trace_stands_on_the_same_line(lines: Lines) -> None:
+    try:
+        raise ValueError("of a bug")
+    except ValueError:
+        get_log("a test").exception("it failed")
+    assert "ValueError: of a bug" in parse_line(lines.lines[0])["trace"]
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,9}", fullmatch=True), st.none() | st.text(max_size=20), min_size=1))
+def test_every_text_comes_back(fields: dict[str, Any]) -> None:
+    line = " ".join(f"{name}={logs._quoted(value)}" for name, value in fields.items())
+    assert parse_line(line) == fields
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize("line", ["no field", "a=1 b", '="x"', 'a="1"b=2'])
+def test_what_is_no_line_is_refused(line: str) -> None:
+    with pytest.raises(ValueError):
+        parse_line(line)
+
+
+def test_a_wrong_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(logs.ENV, "yaml")
+    with pytest.raises(ConfigError, match=r"HOLDFAST_LOG='yaml': use one of logfmt, json"):
+        chosen_format()
+
+
+def test_unknown_fields_of_every_line_are_refused() -> None:
+    with pytest.raises(ValueError, match="colour"):
+        identify(colour="blue")
+
+
+class TestWhatGoesOnFailing:
+    def test_is_logged_when_it_begins_and_when_it_is_over(self, lines: Lines) -> None:
+        now = 100.0
+        episodes = Episodes(get_log("a test"), clock=lambda: now)
+        for _ in range(1000):
+            episodes.begin("a", "%s is away", "node1", extra=about(peer="node1"))
+        episodes.begin("b", "another")
+        now += 7.5
+        for _ in range(3):
+            episodes.end("a", "%s is back", "node1", extra=about(peer="node1"))
+        found = [parse_line(line) for line in lines.lines]
+        assert [each["msg"] for each in found] == ["node1 is away", "another", "node1 is back"]
+        assert (int(found[2]["times"]), float(found[2]["for_s"]), found[2]["peer"]) == (1000, 7.5, "node1")
+
+    def test_is_logged_again_when_it_begins_again(self, lines: Lines) -> None:
+        episodes = Episodes(get_log("a test"))
+        for _ in range(2):
+            assert episodes.begin("a", "away")
+            episodes.end("a", "back")
+        assert len(lines.lines) == 4
+
+    def test_takes_little_memory_whatever_fails(self, lines: Lines) -> None:
+        episodes = Episodes(get_log("a test"))
+        for key in range(2 * MAX_EPISODES):
+            episodes.begin(key, "away")
+        assert len(episodes._going_on) == MAX_EPISODES
+
+
+# ---------------------------------------------------------------------- of real SMPs
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as made:
+        yield made
+
+
+def log_of(smp: SmpProcess) -> list[dict[str, Any]]:
+    return [parse_line(line) for line in (smp.arena / "smp.log").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["logfmt", "json"])
+def test_an_smp_whose_peer_is_away_says_so_once(ground: Ground, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv(logs.ENV, kind)
+    monkeypatch.setenv("HOLDFAST_REFORM_AFTER", "0.5")  # its group is looked at ten times a second
+    smps = ground.smps(3)
+    run = run_on(smps, [[3000]] * 3, protect="2+1")
+    run.protect(1)
+    smps[2].lose()
+    epoch = 1
+    for step in range(2, 8):  # a snapshot after the other fails
+        for coord in ("dp0", "dp1"):
+            run[coord].write(SnapshotId(epoch, step), run.kept, run.protected)
+            run[coord].seal(SnapshotId(epoch, step))
+        run["dp0"].client.await_outcome(SnapshotId(epoch, step), 1.5)
+    found = log_of(smps[0])
+    assert found and all(line.keys() >= FIELDS for line in found)
+    assert {(line["job"], line["node"]) for line in found} == {(smps[0].job, "node0")}
+    repeated = Counter((line["at"], line["msg"]) for line in found)
+    assert max(repeated.values()) == 1, repeated
+    by_peer = Counter((line["at"], str(line.get("peer"))) for line in found if line["at"] == "smp_daemon.census")
+    assert all(count == 1 for count in by_peer.values()), by_peer
+    failed = [line for line in found if line["at"] == "smp_daemon.store"]
+    assert len(failed) <= 1
+    assert all(int(line["epoch"]) == epoch and line["step"] is not None for line in failed)
+    assert len(found) < 20, found
+
+
+def test_a_trainer_logs_only_if_it_is_asked_to(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    smp = ground.smp()
+    script = (
+        "import logging, torch\n"
+        "from holdfast import InMemorySnapshot\n"
+        "model = torch.nn.Linear(3, 3)\n"
+        "optim = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"with InMemorySnapshot(model, optim, job={smp.job!r}, start=False) as snap:\n"
+        "    for _ in range(2):\n"
+        "        model(torch.ones(1, 3)).sum().backward()\n"
+        "        optim.step()\n"
+        "    logging.getLogger('snapshot.hook').warning('of a test')\n"
+    )
+    environment = {"HOLDFAST_ARENA": str(smp.arena.parent), logs.ENV: "json"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    [line] = [json.loads(each) for each in done.stderr.splitlines() if "of a test" in each]
+    assert (line["job"], line["node"], line["rank"], line["epoch"], line["step"]) == (smp.job, "node0", 0, 1, 2)
+    assert line["coord"] and line["msg"] == "of a test"

@@ -1,0 +1,153 @@
+"""What an SMP sees to when it starts where another has died."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from smp_daemon.census import take_census
+from smp_daemon.counters import Counters
+from smp_daemon.records import PART
+from smp_daemon.spawn import find_leftovers, remove
+from tests.smp_kit import (
+    DEADLINE_S,
+    JOB,
+    Ground,
+    Run,
+    SmpProcess,
+    Trainer,
+    flip_a_byte,
+    parities_by_xor,
+    parity_file,
+    parity_units,
+    playground,
+    record_of,
+    run_on,
+    shard_file,
+)
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as made:
+        yield made
+
+
+def rejoined(ground: Ground, smp: SmpProcess) -> None:
+    """Start it, and see it through."""
+    smp.rules = [("rejoin.done", None)]
+    smp.launch().wait_ready()
+    ground.points.wait_any(smp.name, "rejoin.done").go()
+
+
+def started(ground: Ground) -> tuple[list[SmpProcess], Run]:
+    smps = ground.smps(3)
+    run = run_on(smps, [[90_000], [70_000], [80_000]], protect="2+1")
+    run.protect(1)
+    smps[1].kill()
+    return smps, run
+
+
+def test_a_missing_parity_is_encoded_anew(ground: Ground) -> None:
+    smps, run = started(ground)
+    assert run.protected is not None
+    tag = run.layout.tag(0)
+    record_of(parity_file(smps[1], run.protected, tag, 1)).unlink()
+    rejoined(ground, smps[1])
+    assert parity_units(smps[1], run.protected, tag, 1) == parities_by_xor(run, 0, run.protected)[1]
+
+
+def test_a_missing_shard_is_computed_again(ground: Ground) -> None:
+    smps, run = started(ground)
+    assert run.protected is not None
+    record_of(shard_file(smps[1], run.protected, "dp1")).write_text("not a record")
+    rejoined(ground, smps[1])
+    assert shard_file(smps[1], run.protected, "dp1").read_bytes() == run["dp1"].image(run.protected)
+
+
+def test_damaged_units_are_mended(ground: Ground) -> None:
+    smps, run = started(ground)
+    assert run.protected is not None
+    tag = run.layout.tag(0)
+    flip_a_byte(shard_file(smps[1], run.protected, "dp1"))
+    flip_a_byte(parity_file(smps[1], run.protected, tag, 1), 0)
+    rejoined(ground, smps[1])
+    assert shard_file(smps[1], run.protected, "dp1").read_bytes() == run["dp1"].image(run.protected)
+    assert parity_units(smps[1], run.protected, tag, 1) == parities_by_xor(run, 0, run.protected)[1]
+
+
+def test_who_lacks_nothing_asks_nobody(ground: Ground) -> None:
+    smps, run = started(ground)
+    smps[0].kill()
+    smps[2].kill()
+    rejoined(ground, smps[1])
+    run.trainers["dp1"] = Trainer(smps[1], "dp1", 70_000)
+    assert run["dp1"].client.counters()["bytes_sent"] == 0
+
+
+def test_a_newer_epoch_is_left_alone(ground: Ground) -> None:
+    smps, run = started(ground)
+    assert run.protected is not None
+    record_of(shard_file(smps[1], run.protected, "dp1")).unlink()
+    smps[1].rules = [("rejoin.before", None), ("receive.taken", None)]
+    smps[1].launch().wait_ready()
+    held = ground.points.wait_any("node1", "rejoin.before")
+    trainer = Trainer(smps[1], "dp1", 70_000)
+    trainer.client.join(2)
+    held.go()
+    plan = run.plan(*(t.client.inventory() for t in (run["dp0"], run["dp2"], trainer)))
+    doing = ground.meanwhile(trainer.recover, plan)
+    ground.points.wait_any("node1", "receive.taken").go()  # the trainers' own, and no other
+    assert doing.result(DEADLINE_S).how == "rebuilt"
+
+
+def test_others_that_ask_while_it_starts_are_answered_once_it_knows_who_it_is(ground: Ground) -> None:
+    smps, _ = started(ground)
+    smps[1].rules = [("start.bound", None)]
+    smps[1].launch()
+    held = ground.points.wait_any("node1", "start.bound")
+    answer = ground.meanwhile(take_census, JOB, [smps[1].bulk], Counters())
+    held.go()
+    smps[1].wait_ready()
+    [inventory] = answer.result(DEADLINE_S)
+    assert inventory.node == "node1"
+
+
+# ---------------------------------------------------------------------- an end that came too early
+
+
+def test_what_a_job_that_had_ended_left_is_nothing_to_the_next_of_that_name(ground: Ground) -> None:
+    smps = ground.smps(2)
+    run_on(smps, [[3000], [3000]]).protect(1)
+    smps[0].kill()
+    (smps[0].arena / "node.json").unlink()  # the first thing that goes
+    (smps[0].arena / f"left.json{PART}").write_text("{")
+    smps[0].launch().wait_ready()
+    assert sorted(path.name for path in smps[0].arena.iterdir()) == ["board", "lock", "smp.json", "smp.log", "smp.sock"]
+    smps[1].lose()
+    smps[1].launch().wait_ready()
+    run_on(smps, [[3000], [3000]]).protect(1)
+
+
+@pytest.mark.parametrize("left", ["lock", "smp.json"])
+def test_whatever_is_left_of_an_arena_is_found(ground: Ground, left: str) -> None:
+    smp = ground.smp()
+    smp.kill()
+    for path in list(smp.arena.iterdir()):
+        if path.name != left:
+            path.unlink()
+    [found] = find_leftovers(smp.arena.parent)
+    assert (found.arena, found.job) == (smp.arena, JOB)
+    remove(found)
+    assert not smp.arena.exists()
+
+
+def test_what_was_being_written_when_it_died_is_removed(ground: Ground) -> None:
+    smps, _ = started(ground)
+    part = Path(smps[1].arena / f"layout-1-0.json{PART}")
+    part.write_text('{"cut')
+    smps[1].rules = []
+    smps[1].launch().wait_ready()
+    assert not part.exists()
