@@ -30,12 +30,17 @@ from smp_daemon.uids import may_come
 
 CALL_KEY, SERVER_KEY, REPLY_KEY = "holdfast-call-bin", "holdfast-server-bin", "holdfast-reply-bin"
 NAME_BYTES, COUNT_BYTES, MAC_BYTES = 16, 8, 32
+SIGN_BYTES = 2 * NAME_BYTES + COUNT_BYTES + MAC_BYTES
 WINDOW = 1024
 """How far calls of one caller may overtake each other."""
 
 MAX_CALLERS = 4096
 
 log = get_log(__name__)
+
+
+class WrongServer(ProtocolError):
+    """The caller has the token, and does not know this server yet, or only its predecessor."""
 
 
 class Once:
@@ -69,15 +74,16 @@ class Verifier:
 
     def verify(self, method: str, request: bytes, sign: bytes) -> None:
         """Raises `ProtocolError` unless a call is signed by who has the token, for this server, and is new."""
-        caller, number, proof = _parts(sign)
+        caller, number, server, proof = _parts(sign)
         with self._lock:
-            expected = _signature(self._key, method, request, self.name, caller, number)
-            if not hmac.compare_digest(proof, expected):
-                raise ProtocolError("it is not signed with this job's token, or not for this server as it is now")
+            if not hmac.compare_digest(proof, _signature(self._key, method, request, server, caller, number)):
+                raise ProtocolError("it is not signed with this job's token")
+            if server != self.name:
+                raise WrongServer("it is not for this server as it is now")
             if caller not in self._callers and len(self._callers) >= MAX_CALLERS:
                 self._callers.clear()
                 self.name = secrets.token_bytes(NAME_BYTES)  # or those forgotten could be repeated
-                raise ProtocolError("callers are forgotten: say it again")
+                raise WrongServer("callers are forgotten: say it again")
             if not self._callers.setdefault(caller, Once()).use(int.from_bytes(number, "big")):
                 raise ProtocolError("it was said before")
 
@@ -99,7 +105,7 @@ class Signer:
         """For one call, once."""
         number = next(self._numbers).to_bytes(COUNT_BYTES, "big")
         server = self._servers.get(address, bytes(NAME_BYTES))
-        return self._name + number + _signature(self._key, method, request, server, self._name, number)
+        return self._name + number + server + _signature(self._key, method, request, server, self._name, number)
 
     def learn(self, address: str, call: Any) -> bool:
         """Whether a server refused a call because its name was not known: now it is, and the call can be made again."""
@@ -124,7 +130,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
         self._credentials = credentials
         self._verifier = Verifier(credentials.token, job) if credentials.token else None
         self._complaints = Complaints()
-        self.port = 0
+        self.listens_at = ("0.0.0.0", 0)
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """The method's handler, guarded; called by gRPC."""
@@ -137,7 +143,8 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
             try:
                 self._check(details.method, request, sign, context)
             except ProtocolError as error:
-                self._complaints.note(_host(context.peer()), error, time.monotonic())
+                if not isinstance(error, WrongServer):
+                    self._complaints.note(_host(context.peer()), error, time.monotonic())
                 if self._verifier is not None:
                     context.set_trailing_metadata(((SERVER_KEY, self._verifier.name),))
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, f"not let in: {error}")
@@ -155,7 +162,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
     def _check(self, method: str, request: bytes, sign: bytes, context: grpc.ServicerContext) -> None:
         if not self._credentials:
             peer = _address(context.peer())
-            if peer is not None and not may_come(peer, self.port):
+            if peer is not None and not may_come(peer, self.listens_at):
                 raise ProtocolError("it is another user's process")
         if self._credentials.tls is not None:
             names: Any = context.auth_context().get("x509_subject_alternative_name", [])
@@ -169,10 +176,11 @@ def _signature(key: bytes, method: str, request: bytes, server: bytes, caller: b
     return mac(key, b"call", method.encode(), request, server, caller, number)
 
 
-def _parts(sign: bytes) -> tuple[bytes, bytes, bytes]:
-    if len(sign) != NAME_BYTES + COUNT_BYTES + MAC_BYTES:
+def _parts(sign: bytes) -> tuple[bytes, bytes, bytes, bytes]:
+    if len(sign) != SIGN_BYTES:
         raise ProtocolError("it is not signed")
-    return sign[:NAME_BYTES], sign[NAME_BYTES:-MAC_BYTES], sign[-MAC_BYTES:]
+    server = NAME_BYTES + COUNT_BYTES
+    return sign[:NAME_BYTES], sign[NAME_BYTES:server], sign[server:-MAC_BYTES], sign[-MAC_BYTES:]
 
 
 def _value(metadata: Sequence[tuple[str, Any]] | None, key: str) -> bytes:

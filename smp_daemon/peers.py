@@ -45,7 +45,8 @@ class PeerServer(peer_pb2_grpc.PeerServicer):  # type: ignore[misc]  # generated
         )
         peer_pb2_grpc.add_PeerServicer_to_server(self, self._server)
         try:
-            self.port = guard.port = self._listen(f"{host}:{port}", credentials)
+            self.port = self._listen(f"{host}:{port}", credentials)
+            guard.listens_at = host, self.port
         except RuntimeError as error:
             raise ConfigError(
                 f"the SMP cannot listen on {host}:{port}; choose another with --host or --port"

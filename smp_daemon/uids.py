@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import struct
 from pathlib import Path
 
+Address = tuple[str, int]
+
 TCP_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-"""Every TCP socket of this network namespace, with the uid of whoever made it."""
+"""Every TCP socket of this network namespace, with the uid of whoever made it. Who closes one is forgotten: its uid is
+then 0, and its inode too."""
 
 MAPPED = "0000000000000000FFFF0000"
 """How an IPv4 address begins as one of IPv6; gRPC makes such sockets."""
 
-READS = 3
-"""The table is not read in one piece: a line may be missed while others come and go."""
+NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST = 4, 20, 1
+DIAG_UID_OFFSET = 16 + 4 + 48 + 12
+"""In the answer: after ``nlmsghdr`` and the head, id, timer and queues of ``inet_diag_msg``; the inode follows."""
+
+ASK_DEADLINE_S = 1.0
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
@@ -28,31 +35,54 @@ def is_of_this_user(sock: socket.socket) -> bool:
     """Whether a TCP connection comes from this user (or root) or from another machine. Loopback alone keeps nobody of
     this machine out.
     """
-    return may_come(sock.getpeername()[:2], sock.getsockname()[1])
+    return may_come(sock.getpeername()[:2], sock.getsockname()[:2])
 
 
-def may_come(peer: tuple[str, int], port: int) -> bool:
-    """As `is_of_this_user`, of the connection from `peer` to our `port`."""
+def may_come(peer: Address, ours: Address) -> bool:
+    """As `is_of_this_user`, of the connection from `peer` to `ours`."""
     if not ipaddress.ip_address(peer[0]).is_loopback:
         return True
-    return uid_of(peer, port) in (os.getuid(), 0)
+    return uid_of(peer, ours) in (os.getuid(), 0)
 
 
-def uid_of(peer: tuple[str, int], port: int) -> int | None:
-    """Who made the socket at `peer`, an IPv4 address of this machine, that is connected to `port`.
+def uid_of(peer: Address, ours: Address) -> int | None:
+    """Who made the socket at `peer`, an IPv4 address of this machine, that is connected to `ours`; its host may be
+    ``0.0.0.0`` where it is not known.
 
     None if it is closed, or the kernel does not tell: nobody must be let in then.
     """
+    host = peer[0] if ours[0] == "0.0.0.0" else ours[0]
+    uid = _asked(peer, (host, ours[1]))
+    return _looked_up(peer, ours[1]) if uid is None else uid
+
+
+def _asked(peer: Address, ours: Address) -> int | None:
+    """As the kernel answers for this one connection, where it can (``sock_diag(7)``)."""
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG) as asked:
+            asked.settimeout(ASK_DEADLINE_S)
+            request = struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
+            request += struct.pack(">HH4s12x4s12x", peer[1], ours[1], *map(socket.inet_aton, (peer[0], ours[0])))
+            request += struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)  # any interface, no cookie
+            asked.send(struct.pack("=IHHII", 16 + len(request), SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, 1, 0) + request)
+            reply = asked.recv(4096)
+        (kind,) = struct.unpack_from("=H", reply, 4)
+        uid, inode = struct.unpack_from("=II", reply, DIAG_UID_OFFSET) if kind == SOCK_DIAG_BY_FAMILY else (0, 0)
+    except (OSError, struct.error):
+        return None
+    return uid if inode else None
+
+
+def _looked_up(peer: Address, port: int) -> int | None:
+    """As it stands in the table of all connections, which takes the kernel milliseconds to write."""
     local = f"{struct.unpack('=I', socket.inet_aton(peer[0]))[0]:08X}:{peer[1]:04X}"
-    for table in TCP_TABLES * READS:
+    # Local and remote address, four fields, uid, timeout, inode.
+    wanted = re.compile(rf" (?:{MAPPED})?{local} [0-9A-F]+:{port:04X} (?:\S+ +){{4}}(\d+) +\d+ [1-9]")
+    for table in TCP_TABLES:
         try:
-            lines = table.read_text().splitlines()[1:]
+            line = wanted.search(table.read_text())
         except OSError:
             continue  # a kernel without IPv6
-        for line in lines:
-            fields = line.split()
-            # Who closes a socket is forgotten: its uid is then 0, and its inode too.
-            found = fields[1].removeprefix(MAPPED) == local and fields[2].endswith(f":{port:04X}") and fields[9] != "0"
-            if found:
-                return int(fields[7])
+        if line is not None:
+            return int(line[1])
     return None

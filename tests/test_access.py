@@ -13,7 +13,7 @@ import pytest
 
 from smp_daemon import peer_pb2, peer_pb2_grpc
 from smp_daemon.census import take_census
-from smp_daemon.control import CALL_KEY, MAX_CALLERS, WINDOW, Once, Signer, Verifier
+from smp_daemon.control import CALL_KEY, MAX_CALLERS, SIGN_BYTES, WINDOW, Once, Signer, Verifier
 from smp_daemon.counters import Counters
 from smp_daemon.credentials import MIN_TOKEN_BYTES, TLS_ENVS, TOKEN_ENV, Credentials, access_of, current, load
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable
@@ -200,7 +200,7 @@ class TestSignedCalls:
         with pytest.raises(ProtocolError, match="not for this server"):
             Verifier(TOKEN, JOB).verify("Ping", b"", sign)
 
-    @pytest.mark.parametrize("bit", range(0, 56 * 8, 7))
+    @pytest.mark.parametrize("bit", range(0, SIGN_BYTES * 8, 7))
     def test_break_with_any_bit(self, bit: int) -> None:
         sign = bytearray(self.signer.sign("here", "Ping", b""))
         sign[bit // 8] ^= 1 << bit % 8
@@ -269,6 +269,7 @@ def test_smps_that_know_each_other_protect_and_recover(ground: Ground, tmp_path:
         snapshot = run.protect(1)
         for smp in smps:
             assert [guarded.ping(smp) for _ in range(3)] == [smp.name] * 3
+            assert "not let in" not in (smp.arena / "smp.log").read_text(), "nobody complains of friends"
         assert {i.node for i in take_census(JOB, [smp.bulk for smp in smps], Counters())} == {"node0", "node1"}
         overview = look(JOB, smps[0].bulk)
         assert [status.access for status in overview.statuses] == [kind, kind]

@@ -18,7 +18,7 @@ import pytest
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError, SmpUnavailable
 from smp_daemon.spawn import smp_command
-from smp_daemon.uids import uid_of
+from smp_daemon.uids import _asked, _looked_up, uid_of
 from tests.attacks.victim import Victim, frame
 from tests.smp_kit import JOB, Ground, playground, refusal
 
@@ -128,9 +128,11 @@ def test_the_kernel_says_whose_a_connection_is() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as mine:
-            assert uid_of(mine.getsockname(), port) == os.getuid()
-            assert uid_of(mine.getsockname(), port + 1 & 0xFFFF) is None
-        assert uid_of(("127.0.0.1", 1), port) is None
+            for ask in (uid_of, _asked, lambda peer, ours: _looked_up(peer, ours[1])):
+                assert ask(mine.getsockname(), ("127.0.0.1", port)) == os.getuid()
+                assert ask(mine.getsockname(), ("127.0.0.1", port ^ 1)) is None
+            assert uid_of(mine.getsockname(), ("0.0.0.0", port)) == os.getuid()
+        assert uid_of(("127.0.0.1", 1), ("127.0.0.1", port)) is None
 
 
 # ---------------------------------------------------------------------- directories of others

@@ -170,7 +170,7 @@ def test_odd_handshakes_end(guarded: Guarded, hello: bytes) -> None:
     assert len(heard) in (0, HELLO_BYTES) or b"this SMP asks for a token" in heard
 
 
-@pytest.mark.parametrize("sign", [b"", bytes(56), bytes(55), bytes(4096), secrets.token_bytes(56)])
+@pytest.mark.parametrize("sign", [b"", bytes(72), bytes(71), bytes(4096), b"\x17" * 72])
 def test_grpc_calls_without_a_right_signature_are_refused(guarded: Guarded, sign: bytes) -> None:
     request = peer_pb2.ParityDoneRequest(job=JOB, epoch=1, snapshot_epoch=1, snapshot_step=2, tag="ab", position=1)
     with grpc.insecure_channel(guarded.smps[0].control) as channel:

@@ -13,7 +13,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from smp_daemon import fields, peer_pb2
-from smp_daemon.control import Verifier
+from smp_daemon.control import SIGN_BYTES, Verifier
 from smp_daemon.errors import HoldfastError, ProtocolError
 from smp_daemon.fetch import _sources
 from smp_daemon.handshake import check_client
@@ -142,7 +142,7 @@ def read_leaf_of_records(value: Any) -> None:
 
 
 def read_call(data: bytes) -> None:
-    Verifier(b"0123456789abcdef", JOB).verify("/holdfast.v1.Peer/Ping", data[56:], data[:56])
+    Verifier(b"0123456789abcdef", JOB).verify("/holdfast.v1.Peer/Ping", data[SIGN_BYTES:], data[:SIGN_BYTES])
 
 
 def read_protobuf(data: bytes) -> None:
@@ -236,7 +236,7 @@ def targets() -> dict[str, Target]:
             (b"\0" + done.SerializeToString(), b"\1" + peer_pb2.PingRequest(job=JOB).SerializeToString()),
             may_raise=(DecodeError,),
         ),
-        "call": Target(read_call, (bytes(120), bytes(56))),
+        "call": Target(read_call, (bytes(120), bytes(SIGN_BYTES))),
         "handshake": Target(
             lambda data: check_client(cast("socket.socket", Heard(data)), b"0123456789abcdef", JOB),
             (b"HFA1" + bytes(64), b"HFST" + bytes(64)),

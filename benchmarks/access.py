@@ -1,0 +1,172 @@
+"""What it costs that SMPs know each other: ``python -m benchmarks.access``. All kinds in one run, turn by turn.
+
+A child process serves units as an SMP does, through the same gate and listener; this one fetches them into memory of
+its own. Reported are ratios to the plain connection: throughput, processor time of both sides, time to connect and to
+make a gRPC call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from smp_daemon.credentials import current
+from smp_daemon.gate import Gate
+from smp_daemon.listener import Listener, bind_tcp
+from smp_daemon.peers import PeerClient, PeerServer
+from smp_daemon.store import Store
+from smp_daemon.transport import Message, Stream, call, connect
+from tests.access_kit import Authority, credentials, token_file
+
+JOB = "bench"
+UNIT_BYTES = 4 << 20
+KINDS = ("plain", "token", "mTLS", "token and mTLS")
+
+
+class Units:
+    """A conversation that gives away the same unit again and again."""
+
+    unit = memoryview(bytearray(os.urandom(UNIT_BYTES)))
+
+    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return {"cpu_s": used.ru_utime + used.ru_stime}, self.unit if message["op"] == "unit" else None
+
+    def ended(self) -> None:
+        """Nothing to do."""
+
+
+class NoStore:
+    """As much of a store as a ping needs."""
+
+    job, node, epoch = JOB, "node0", 1
+
+    def newest_layout(self) -> None:
+        return None
+
+
+def serve() -> None:
+    """The child: until its standard input ends."""
+    listener = Listener(bind_tcp("127.0.0.1", 0), lambda sock: Units(), Gate(current(), JOB))
+    control = PeerServer(cast(Store, NoStore()), "127.0.0.1", 0, current())
+    print(json.dumps([listener.port, control.port]), flush=True)
+    sys.stdin.read()
+    control.close()
+    listener.close()
+
+
+@dataclass
+class Side:
+    """One kind, and what was measured of it."""
+
+    environment: dict[str, str]
+    process: subprocess.Popen[str]
+    bulk: tuple[str, int]
+    control: str
+    bytes_per_s: list[float] = field(default_factory=list)
+    cpu_s_per_gb: list[float] = field(default_factory=list)
+    connect_s: list[float] = field(default_factory=list)
+    call_s: list[float] = field(default_factory=list)
+
+
+def start(kind: str, base: Path) -> Side:
+    environment = token_file(base / f"token-{kind}") if "token" in kind else {}
+    environment |= Authority(base / f"ca-{kind}").environment() if "mTLS" in kind else {}
+    with credentials(environment):
+        command = [sys.executable, "-m", "benchmarks.access", "--serve"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    bulk, control = json.loads(process.stdout.readline())
+    return Side(environment, process, ("127.0.0.1", bulk), f"127.0.0.1:{control}")
+
+
+def measure(side: Side, units: int) -> None:
+    """One turn."""
+    into = memoryview(bytearray(UNIT_BYTES))
+    with credentials(side.environment):
+        began = time.perf_counter()
+        stream = connect(side.bulk, job=JOB)
+        before, _ = call(stream, {"op": "hello"})
+        side.connect_s.append(time.perf_counter() - began)
+        began, mine = time.perf_counter(), time.process_time()
+        reply: Message = {}
+        for _ in range(units):
+            reply, _ = call(stream, {"op": "unit"})
+            stream.receive_into(into)
+        seconds = time.perf_counter() - began
+        assert into == into and bytes(into[:8]) != bytes(8)
+        cpu_s = time.process_time() - mine + reply["cpu_s"] - before["cpu_s"]
+        side.bytes_per_s.append(units * UNIT_BYTES / seconds)
+        side.cpu_s_per_gb.append(cpu_s / (units * UNIT_BYTES / 1e9))
+        stream.close()
+        client = PeerClient(current(), JOB)
+        client.ping(side.control, JOB, 10.0)
+        began = time.perf_counter()
+        for _ in range(50):
+            client.ping(side.control, JOB, 10.0)
+        side.call_s.append((time.perf_counter() - began) / 50)
+        client.close()
+
+
+def report(sides: dict[str, Side]) -> dict[str, Any]:
+    kinds = {
+        kind: {
+            "GB/s": round(statistics.median(side.bytes_per_s) / 1e9, 3),
+            "CPU s/GB": round(statistics.median(side.cpu_s_per_gb), 3),
+            "connect ms": round(statistics.median(side.connect_s) * 1e3, 2),
+            "gRPC call ms": round(statistics.median(side.call_s) * 1e3, 3),
+        }
+        for kind, side in sides.items()
+    }
+    plain = sides["plain"]
+    for kind, side in sides.items():
+        turns = [b / a for a, b in zip(plain.bytes_per_s, side.bytes_per_s, strict=True)]
+        kinds[kind]["throughput to plain"] = round(statistics.median(turns), 3)
+    return {
+        "date": time.strftime("%F %T", time.gmtime()),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "python": platform.python_version(),
+        "unit_bytes": UNIT_BYTES,
+        "turns": len(plain.bytes_per_s),
+        "kinds": kinds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.access", description=__doc__)
+    parser.add_argument("--units", type=int, default=128, help="of 4 MiB, in each turn")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parsed = parser.parse_args()
+    if parsed.serve:
+        serve()
+        return
+    with tempfile.TemporaryDirectory() as base:
+        sides = {kind: start(kind, Path(base)) for kind in KINDS}
+        try:
+            for _ in range(parsed.turns):
+                for side in sides.values():
+                    measure(side, parsed.units)
+        finally:
+            for side in sides.values():
+                side.process.communicate(timeout=30)
+    text = json.dumps(report(sides), indent=1)
+    print(text)
+    if parsed.json:
+        parsed.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Fuzzing by coverage, with atheris: ``python -m tests.fuzz.guided slot new/ tests/fuzz/corpus/slot``.
+
+Needs ``pip install holdfast[fuzz]``. The first argument is a target; the others are libFuzzer's: a directory for what
+is found, those to start from, and options such as ``-max_total_time=60``. What it finds is made small with ``-merge=1``
+and kept in ``corpus``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import atheris
+
+with atheris.instrument_imports(include=["ec", "smp_daemon", "snapshot"]):
+    from tests.fuzz.targets import targets, try_one
+
+
+def main() -> None:
+    """Never returns: libFuzzer ends the process."""
+    target = targets()[sys.argv.pop(1)]
+    atheris.Setup(sys.argv, lambda data: try_one(target, data))
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
