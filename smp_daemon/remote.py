@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from smp_daemon.service import Smp
 
 
-OPERATIONS = ("fold", "inventory", "status", "reform", *PHASES, "shard_unit", "parity_unit", "partial")
+OPERATIONS = (
+    *("fold", "inventory", "status", "reform", "move", "enlist", "drain"),
+    *PHASES,
+    *("shard_unit", "parity_unit", "partial"),
+)
 MAX_TERMS = 255
 """Nodes in a chain: no code has more units in a stripe."""
 

@@ -1,7 +1,8 @@
 #!/bin/bash
 # Slurm's Prolog (slurm.conf: Prolog=/etc/slurm/holdfast-prolog.sh), run by root on each node of a job: starts the job's
 # SMP in a unit of systemd, out of reach of the job's own cgroup. Trainers find it by the job's id.
-# Settings for all jobs stand in /etc/holdfast/slurm.env: HOLDFAST_MEMORY, HOLDFAST_KEEP_S and the like.
+# Settings for all jobs stand in /etc/holdfast/slurm.env: HOLDFAST_MEMORY, HOLDFAST_KEEP_S, and HOLDFAST_TLS_CERT, _KEY and
+# _CA, or HOLDFAST_INSECURE=1 on a network that only these nodes can reach.
 set -eu
 unit="holdfast-${SLURM_JOB_ID}"
 systemctl is-active --quiet "$unit" && exit 0
