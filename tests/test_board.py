@@ -195,3 +195,16 @@ def test_an_open_board_costs_the_one_file_that_its_mapping_keeps(boards: Pair, t
 def test_a_trainer_cannot_open_a_board_that_no_smp_has_made(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Board(tmp_path / "board")
+
+
+def test_what_is_due_to_be_persisted_is_no_business_of_outcomes_and_pauses(boards: Pair) -> None:
+    assert not boards.trainer.due
+    boards.smp.post_due(True)
+    boards.smp.reset(3)
+    boards.smp.fail_pending()
+    boards.trainer.pause(PAUSE_WORDS - 1, NOW_S)
+    boards.trainer.resume(PAUSE_WORDS - 1)
+    assert boards.trainer.due
+    assert boards.trainer.paused_for(NOW_S) == 0
+    boards.smp.post_due(False)
+    assert not boards.trainer.due
