@@ -206,3 +206,16 @@ def test_a_successor_does_not_push_out_what_was_said_last(tmp_path: Path) -> Non
     assert boards.trainer.outcome(1, 1) is Outcome.PROTECTED
     successor.post(1 + REMEMBERED, Outcome.PENDING)
     assert boards.trainer.outcome(1, 1) is Outcome.PENDING
+
+
+def test_what_is_due_to_be_persisted_is_no_business_of_outcomes_and_pauses(boards: Pair) -> None:
+    assert not boards.trainer.due
+    boards.smp.post_due(True)
+    boards.smp.reset(3)
+    boards.smp.fail_pending()
+    boards.trainer.pause(PAUSE_WORDS - 1, NOW_S)
+    boards.trainer.resume(PAUSE_WORDS - 1)
+    assert boards.trainer.due
+    assert boards.trainer.paused_for(NOW_S) == 0
+    boards.smp.post_due(False)
+    assert not boards.trainer.due

@@ -129,8 +129,11 @@ def test_more_than_parity_covers_is_made_up_for(launcher: Launcher, place: Path,
     cluster = make(launcher, place)
     cluster.kill_node(1, 2, at="train.step", step=LOST_AT)
     history = cluster.run()
-    ((step, tier, how),) = starts(history)
-    assert (tier, how) == ("persisted", "persisted")
+    restored = starts(history)
+    assert {tier for _, tier, _ in restored} == {"persisted"}
+    assert "persisted" in {how for _, _, how in restored}  # the node that is left may still hold its shard of it
+    ((step, *_), *_) = restored
+    assert {each for each, _, _ in restored} == {step}
     assert step < LOST_AT
     for event in history.of("started", generation=1):
         assert "was protected, and too much of it is lost" in event["passed_over"][0]
