@@ -71,6 +71,9 @@ class Zombie:
             "say": ({"text": "I am back", "epoch": 1}, STALE),
             "finish": ({"epoch": 1}, STALE),
             "stop": ({"remove": True}, "ConfigError"),
+            "persist": ({"snapshot": self.old}, None),
+            "persisted": ({}, None),
+            "persisted_layout": ({"snapshot": self.old}, "ConfigError"),
         }
 
     @property
@@ -170,7 +173,7 @@ def test_trainers_map_nothing_but_slots_and_the_board() -> None:
 
 TRAINER_OPERATIONS = (
     *("hello", "inventory", "join", "configure", "begin", "seal", "abandon", "await", "recover", "heal", "counters"),
-    *("scrub", "verify", "say", "finish", "stop"),
+    *("scrub", "verify", "say", "finish", "stop", "persist", "persisted", "persisted_layout"),
 )
 
 
