@@ -228,7 +228,7 @@ class SmpClient:
         Raises:
             SmpUnavailable: it ended before it had removed all of it.
         """
-        self._end({"op": "finish", "epoch": epoch})
+        self._end({"op": "finish", "epoch": epoch}, removes=True)
 
     def stop(self, *, remove: bool, force: bool) -> None:
         """Have the SMP end, and its arena stay for a successor, or not. Blocks until it has.
@@ -236,9 +236,9 @@ class SmpClient:
         Raises:
             ConfigError: other trainers are connected, and `force` was not said.
         """
-        self._end({"op": "stop", "remove": remove, "force": force})
+        self._end({"op": "stop", "remove": remove, "force": force}, removes=remove)
 
-    def _end(self, message: Message) -> None:
+    def _end(self, message: Message, *, removes: bool) -> None:
         try:
             ended = os.pidfd_open(self.pid)
         except OSError as error:  # it runs in another pid namespace, or is gone
@@ -250,7 +250,7 @@ class SmpClient:
                 pass  # it may be gone before its answer is on the way
             if not await_end(ended, CALL_DEADLINE_S):
                 raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
-            if self.arena.exists():
+            if removes and self.arena.exists():
                 raise SmpUnavailable(f"SMP {self.pid} ended and left {self.arena} behind")
         finally:
             os.close(ended)
