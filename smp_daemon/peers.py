@@ -93,11 +93,16 @@ class PeerClient:
                 call = stub.ParityDone.future(request, timeout=NOTIFY_DEADLINE_S, wait_for_ready=True)
                 call.add_done_callback(_reporter(member.name, failed))
 
-    def ping(self, address: str, job: str, deadline_s: float) -> peer_pb2.PingReply:
-        """Ask who is there. Raises `HoldfastError` if nobody answers in time, or answers for another job."""
+    def ping(self, address: str, job: str, deadline_s: float, *, starting: bool = False) -> peer_pb2.PingReply:
+        """Ask who is there. Raises `HoldfastError` if nobody answers in time, or answers for another job.
+
+        Args:
+            starting: it may not listen yet; it is waited for until the deadline.
+        """
         stub = peer_pb2_grpc.PeerStub(self._channel(address))
         try:
-            reply: peer_pb2.PingReply = stub.Ping(peer_pb2.PingRequest(job=job), timeout=deadline_s)
+            request = peer_pb2.PingRequest(job=job)
+            reply: peer_pb2.PingReply = stub.Ping(request, timeout=deadline_s, wait_for_ready=starting)
             return reply
         except grpc.RpcError as error:
             raise HoldfastError(f"{address} does not answer: {error.code().name}: {error.details()}") from error

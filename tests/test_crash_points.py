@@ -30,6 +30,7 @@ from tests.smp_kit import (
     run_on,
     shard_file,
 )
+from tests.smp_zygote import Zygote
 from tests.test_reform import come_back, leave
 
 pytestmark = pytest.mark.cluster
@@ -77,9 +78,18 @@ FINISHING = ("finish.told", "finish.closing", "arena.emptied", "arena.removed")
 WITH_TRAINERS = {"starting": STARTING, "training": TRAINING, "growing": GROWING}
 
 
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+def ground(request: pytest.FixtureRequest, zygote: Zygote) -> Iterator[Ground]:
     with playground() as made:
+        if not request.node.get_closest_marker("slow"):
+            made.zygote = zygote
         yield made
 
 
