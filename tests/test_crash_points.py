@@ -105,9 +105,12 @@ def test_every_point_has_its_test() -> None:
 def kill_at(made: Job, chain: Sequence[str], times: int = 1) -> None:
     """Kill the victim at one point after the other. At each, what was protected must lie in its arena, whole."""
     for point, following in zip(chain, [*chain[1:], None], strict=True):
-        if point in GROWING:
-            made.grow()
-        made.await_point(point, times)
+        for turn in range(1, times + 1):
+            if point in GROWING:
+                made.grow()
+            held = made.await_point(point)
+            if turn < times:
+                held.go()
         promised = made.protected()
         made.victim.kill()
         newest = max((snapshot.step for snapshot in held_whole(made.victim.arena)), default=0)
