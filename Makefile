@@ -1,7 +1,7 @@
 # make demo    the main job, on a fresh machine with Python 3.11: sets up by itself
 # make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and a spare comes
 # make test    the whole test suite, two files at a time; TESTS=... chooses
-# make slow    more of it, ten minutes: every way through other trainers' loops, every node of a pool
+# make slow    more of it, half an hour: every way through other trainers' loops, every node of a pool, every crash point
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes
 # make chaos   2,000 faults, 300 of them during recoveries: most of an hour
