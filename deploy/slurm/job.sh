@@ -7,6 +7,7 @@ set -u
 umask 077
 export HOLDFAST_JOB="$SLURM_JOB_ID" HOLDFAST_TOKEN_FILE="$HOME/.holdfast-$SLURM_JOB_ID"
 [ -e "$HOLDFAST_TOKEN_FILE" ] || head -c 32 /dev/urandom | base64 >"$HOLDFAST_TOKEN_FILE"
+trap 'rm -f "$HOLDFAST_TOKEN_FILE"' EXIT
 srun --overlap --ntasks-per-node=1 --cpus-per-task=1 --kill-on-bad-exit=0 --label bash -c '
     export HOLDFAST_NODE="$SLURMD_NODENAME"
     HOLDFAST_HOST=$(hostname -I | cut -d" " -f1) exec holdfast smp start' &

@@ -70,6 +70,10 @@ class Zombie:
             "verify": ({}, None),
             "say": ({"text": "I am back", "epoch": 1}, STALE),
             "finish": ({"epoch": 1}, STALE),
+            "stop": ({"remove": True}, "ConfigError"),
+            "persist": ({"snapshot": self.old}, None),
+            "persisted": ({}, None),
+            "persisted_layout": ({"snapshot": self.old}, "ConfigError"),
         }
 
     @property
@@ -86,6 +90,9 @@ class Zombie:
             "inventory": ({}, None),
             "status": ({}, None),
             "reform": ({}, None),
+            "move": ({"spares": []}, None),
+            "enlist": ({"epoch": 1}, "ConfigError"),
+            "drain": ({"deadline_s": 0, "spares": []}, "ConfigError"),
             "adopt": (reform, STALE),
             "encode": (reform, STALE),
             "release": (reform, STALE),
@@ -166,7 +173,7 @@ def test_trainers_map_nothing_but_slots_and_the_board() -> None:
 
 TRAINER_OPERATIONS = (
     *("hello", "inventory", "join", "configure", "begin", "seal", "abandon", "await", "recover", "heal", "counters"),
-    *("scrub", "verify", "say", "finish"),
+    *("scrub", "verify", "say", "finish", "stop", "persist", "persisted", "persisted_layout"),
 )
 
 
