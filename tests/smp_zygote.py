@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -74,10 +75,14 @@ class Forked:
         except subprocess.TimeoutExpired:
             return None
 
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it has not been waited for."""
+        if self._status is None:
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
         """SIGKILL it, if it has not been waited for."""
-        if self._status is None:
-            os.kill(self.pid, 9)
+        self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit status, once it has ended. Raises `TimeoutExpired`."""
