@@ -1,10 +1,11 @@
 # make demo    the main job, on a fresh machine with Python 3.11: sets up by itself
 # make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and a spare comes
 # make test    the whole test suite, two files at a time; TESTS=... chooses
-# make slow    more of it, ten minutes: every way through other trainers' loops, every node of a pool
+# make slow    more of it, half an hour: every way through other trainers' loops, every node of a pool, every crash point
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes
 # make chaos   2,000 faults, 300 of them during recoveries: most of an hour
+# make fuzz    two million inputs to every parser: a quarter of an hour on two cores
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
 # make proto   generate the gRPC stubs again after a change of smp_daemon/peer.proto
@@ -14,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun test slow check matrix chaos stall bench-service proto clean setup
+.PHONY: demo demo-torchrun test slow check matrix chaos fuzz stall bench-service proto clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -43,6 +44,9 @@ matrix: setup
 chaos: setup
 	$(BIN)/holdfast chaos run campaign --json benchmarks/results/chaos-$$(date +%F).json \
 		--markdown benchmarks/results/chaos-$$(date +%F).md --html benchmarks/results/chaos-$$(date +%F).html
+
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --inputs 2000000 --json benchmarks/results/fuzz-$$(date +%F).json
 
 stall: setup
 	$(BIN)/holdfast bench stall --json benchmarks/results/stall.json --markdown benchmarks/results/stall.md \

@@ -115,14 +115,18 @@ class PeerClient:
             if member.name != node:
                 self._tell(member, request, failed, again=True)
 
-    def ping(self, address: str, job: str, deadline_s: float) -> peer_pb2.PingReply:
-        """Ask who is there. Raises `HoldfastError` if nobody answers in time, or answers for another job."""
+    def ping(self, address: str, job: str, deadline_s: float, *, starting: bool = False) -> peer_pb2.PingReply:
+        """Ask who is there. Raises `HoldfastError` if nobody answers in time, or answers for another job.
+
+        Args:
+            starting: it may not listen yet; it is waited for until the deadline.
+        """
         stub = peer_pb2_grpc.PeerStub(self._channel(address))
         request = peer_pb2.PingRequest(job=job)
         try:
             if self._signer is not None:
-                return self._signed_ping(self._signer, stub, address, request, deadline_s)
-            reply: peer_pb2.PingReply = stub.Ping(request, timeout=deadline_s)
+                return self._signed_ping(self._signer, stub, address, request, deadline_s, starting)
+            reply: peer_pb2.PingReply = stub.Ping(request, timeout=deadline_s, wait_for_ready=starting)
             return reply
         except grpc.RpcError as error:
             raise HoldfastError(f"{address} does not answer: {error.code().name}: {error.details()}") from error
@@ -134,10 +138,12 @@ class PeerClient:
         address: str,
         request: peer_pb2.PingRequest,
         deadline_s: float,
+        starting: bool,
     ) -> peer_pb2.PingReply:
         def ask() -> tuple[peer_pb2.PingReply, grpc.Call, bytes]:
             sign = signer.sign(address, "/holdfast.v1.Peer/Ping", request.SerializeToString())
-            return *stub.Ping.with_call(request, timeout=deadline_s, metadata=((CALL_KEY, sign),)), sign
+            signed = {"metadata": ((CALL_KEY, sign),), "wait_for_ready": starting}
+            return *stub.Ping.with_call(request, timeout=deadline_s, **signed), sign
 
         try:
             reply, call, sign = ask()

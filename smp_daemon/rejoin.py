@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 
 from smp_daemon.census import addresses_of, take_census
-from smp_daemon.errors import HoldfastError, StaleEpoch
+from smp_daemon.errors import HoldfastError, StaleEpoch, Unrecoverable
 from smp_daemon.holdings import Key, ParityKey, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.logs import Episodes, about, get_log
@@ -98,7 +98,12 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
         if sources is None:
             whole = False  # others may come back that hold the rest
             continue
-        _bring_back(store, epoch, sources, method)
+        try:
+            _bring_back(store, epoch, sources, method)
+        except Unrecoverable as error:
+            if snapshot == store.protected:
+                raise
+            log.info("%s was not whole anywhere: %s", snapshot, error, extra=about(snapshot))
     return whole
 
 

@@ -173,7 +173,7 @@ class Smp:
         )
         gate = Gate(credentials, job)
         self._bulk = Listener(bulk, lambda sock: PeerConversation(self), gate)  # others may ask for the owner at once
-        self._peer_client.ping(f"{host}:{self._control.port}", job, START_DEADLINE_S)
+        self._peer_client.ping(f"{host}:{self._control.port}", job, START_DEADLINE_S, starting=True)
         self._write_owner()
         self._local = Listener(
             bind_unix(socket_path(arena)), lambda sock: TrainerConversation(self, checked_peer(sock))

@@ -23,7 +23,7 @@ from smp_daemon.layout import SnapshotId
 from smp_daemon.paths import ARENA_ENV
 from smp_daemon.records import ParityRecord, ShardRecord, digest, parity_from_json, shard_from_json
 from tests.crash_jobs import END
-from tests.smp_kit import DEADLINE_S, JOB, Ground, Rules, SmpProcess
+from tests.smp_kit import DEADLINE_S, JOB, Ground, Held, Rules, SmpProcess
 
 Event = dict[str, Any]
 TARGET = "tests.crash_jobs:endure"
@@ -110,18 +110,16 @@ class Job:
         """Block until a step from `step` on is protected."""
         self.wait(lambda: self.protected() >= step, f"nothing from step {step} on became protected")
 
-    def await_point(self, point: str, times: int = 1) -> None:
-        """Block until the victim stops at `point`, for the `times`-th time; before that it is told to go on."""
-        for left in range(times, 0, -1):
-            held: list[Any] = []
+    def await_point(self, point: str) -> Held:
+        """Block until the victim stops at `point`."""
+        held: list[Held] = []
 
-            def reached(held: list[Any] = held) -> bool:
-                held.extend(self.ground.points.reached(self.victim.name, point))
-                return bool(held)
+        def reached() -> bool:
+            held.extend(self.ground.points.reached(self.victim.name, point))
+            return bool(held)
 
-            self.wait(reached, f"nobody came to {point}")
-            if left > 1:
-                held[0].go()
+        self.wait(reached, f"nobody came to {point}")
+        return held[0]
 
     def wait(self, happened: Callable[[], bool], otherwise: str) -> None:
         """Block until something has happened; a trainer that fails ends the wait, unless all of them are to end."""

@@ -35,6 +35,7 @@ from smp_daemon.plan import RestorePlan, plan_restore
 from smp_daemon.slotfile import Leaf, plan_slot, write_stamp
 from smp_daemon.spawn import parse_report, smp_command
 from snapshot.arrange import RankInfo, arrange, parse_protect
+from tests.smp_zygote import Forked, Zygote
 
 JOB = "testrun"
 DEADLINE_S = 60.0
@@ -156,16 +157,22 @@ class SmpProcess:
         self.owner_pid: int | None = os.getpid()
         self._ground = ground
         self._errors = ground.base / f"{name}.stderr"
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[str] | Forked | None = None
 
     def launch(self, *more: str) -> SmpProcess:
         """Start it; returns at once."""
         command = smp_command(self.job, self.name, self.arena, self.host)
         command += ["--owner-pid", str(self.owner_pid)] if self.owner_pid else []
         with self._errors.open("a") as errors:
+            command += more or ("--priority", "normal")
+            environment = QUIET | os.environ | self._ground.points.environment(self.name, self.rules)
+            if self._ground.zygote is not None:
+                arguments = command[command.index("smp_daemon") + 1 :]
+                self._process = self._ground.zygote.start(arguments, environment, self._errors)
+                return self
             self._process = subprocess.Popen(
-                [*command, *(more or ("--priority", "normal"))],
-                env=QUIET | os.environ | self._ground.points.environment(self.name, self.rules),
+                command,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -186,7 +193,7 @@ class SmpProcess:
         return self
 
     @property
-    def process(self) -> subprocess.Popen[str]:
+    def process(self) -> subprocess.Popen[str] | Forked:
         assert self._process is not None
         return self._process
 
@@ -235,6 +242,8 @@ class Ground:
 
     def __init__(self, grace_s: float = DEADLINE_S / 4) -> None:
         """`grace_s`: what is ending already at the end of the test gets this long for it."""
+        self.zygote: Zygote | None = None
+        """Forks SMPs, if there is one; else each is a Python of its own."""
         self._grace_s = grace_s
         self.base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
         self.points = Points(self.base / "points")

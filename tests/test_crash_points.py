@@ -30,6 +30,7 @@ from tests.smp_kit import (
     run_on,
     shard_file,
 )
+from tests.smp_zygote import Zygote
 from tests.test_reform import come_back, leave
 
 pytestmark = pytest.mark.cluster
@@ -77,9 +78,18 @@ FINISHING = ("finish.told", "finish.closing", "arena.emptied", "arena.removed")
 WITH_TRAINERS = {"starting": STARTING, "training": TRAINING, "growing": GROWING}
 
 
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+def ground(request: pytest.FixtureRequest, zygote: Zygote) -> Iterator[Ground]:
     with playground() as made:
+        if not request.node.get_closest_marker("slow"):
+            made.zygote = zygote
         yield made
 
 
@@ -95,9 +105,12 @@ def test_every_point_has_its_test() -> None:
 def kill_at(made: Job, chain: Sequence[str], times: int = 1) -> None:
     """Kill the victim at one point after the other. At each, what was protected must lie in its arena, whole."""
     for point, following in zip(chain, [*chain[1:], None], strict=True):
-        if point in GROWING:
-            made.grow()
-        made.await_point(point, times)
+        for turn in range(1, times + 1):
+            if point in GROWING:
+                made.grow()
+            held = made.await_point(point)
+            if turn < times:
+                held.go()
         promised = made.protected()
         made.victim.kill()
         newest = max((snapshot.step for snapshot in held_whole(made.victim.arena)), default=0)

@@ -9,6 +9,8 @@ import pytest
 
 from smp_daemon.census import take_census
 from smp_daemon.counters import Counters
+from smp_daemon.errors import HoldfastError
+from smp_daemon.peers import PeerClient
 from smp_daemon.records import PART
 from smp_daemon.spawn import find_leftovers, remove
 from tests.smp_kit import (
@@ -27,6 +29,8 @@ from tests.smp_kit import (
     run_on,
     shard_file,
 )
+
+SHORT_S = 2.0
 
 
 @pytest.fixture
@@ -151,3 +155,20 @@ def test_what_was_being_written_when_it_died_is_removed(ground: Ground) -> None:
     smps[1].rules = []
     smps[1].launch().wait_ready()
     assert not part.exists()
+
+
+def test_an_smp_that_was_missed_by_itself_before_it_listened_starts(ground: Ground) -> None:
+    smps, _ = started(ground)
+    smps[1].rules = [("start.adopted", None)]
+    smps[1].launch()
+    held = ground.points.wait_any("node1", "start.adopted")
+    peers = PeerClient()
+    try:
+        with pytest.raises(HoldfastError, match="UNAVAILABLE"):
+            peers.ping(smps[1].control, JOB, SHORT_S)  # from now on a channel knows that nobody is there
+        answer = ground.meanwhile(lambda: peers.ping(smps[1].control, JOB, DEADLINE_S, starting=True))
+        held.go()
+        smps[1].wait_ready()
+        assert answer.result(DEADLINE_S).node == "node1"
+    finally:
+        peers.close()

@@ -245,9 +245,9 @@ class _Method:
         self._encode = encode
         self._decode = decode
 
-    def __call__(self, request: Any, timeout: float) -> Any:
+    def __call__(self, request: Any, timeout: float, wait_for_ready: bool = False) -> Any:
         active().point()
-        return self.future(request, timeout).result()
+        return self.future(request, timeout, wait_for_ready).result()
 
     def future(self, request: Any, timeout: float, wait_for_ready: bool = False) -> _Call:
         call = _Call(self._channel, self._method, self._encode(request), self._decode)
