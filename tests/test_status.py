@@ -188,7 +188,7 @@ def test_metrics_are_what_dashboard_and_alerts_ask_for(smps: list[SmpProcess], j
         asked = set(re.findall(r"\bholdfast_\w+", (ROOT / "deploy" / file).read_text()))
         assert asked
         assert asked <= exported
-    assert len(re.findall(r"- alert:", (ROOT / "deploy" / "alerts.yml").read_text())) == 6
+    assert len(re.findall(r"- alert:", (ROOT / "deploy" / "alerts.yml").read_text())) == 7
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
