@@ -20,10 +20,12 @@ import time
 from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_daemon.errors import ConfigError
-from smp_daemon.layout import SnapshotId
+
+if TYPE_CHECKING:
+    from smp_daemon.layout import SnapshotId  # NumPy, and so threads, which an SMP does not want before it is idle
 
 ENV = "HOLDFAST_LOG"
 FORMATS = ("logfmt", "json")
