@@ -250,7 +250,7 @@ class SmpClient:
                 pass  # it may be gone before its answer is on the way
             if not await_end(ended, CALL_DEADLINE_S):
                 raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
-            if removes and self.arena.exists():
+            if removes and (self.arena / "smp.json").exists():
                 raise SmpUnavailable(f"SMP {self.pid} ended and left {self.arena} behind")
         finally:
             os.close(ended)

@@ -7,6 +7,7 @@ parity is encoded anew: of the newest snapshot that lies here, and of the one th
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ AGAIN_S = 5.0
 may have been restarted too."""
 
 ATTEMPTS = 24
+ENV = "HOLDFAST_REJOIN"
 
 log = get_log(__name__)
 
@@ -51,8 +53,8 @@ class Rejoiner:
         self._closed = threading.Event()
 
     def start(self, store: Store) -> None:
-        """Begin to work for `store`, if there is anything in it."""
-        if store.holdings.held():
+        """Begin to work for `store`, if there is anything in it and ``HOLDFAST_REJOIN`` is not 0."""
+        if store.holdings.held() and os.environ.get(ENV) != "0":
             threading.Thread(target=self._run, args=(store, store.epoch), name="rejoin", daemon=True).start()
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ JOB = "testrun"
 DEADLINE_S = 60.0
 RECORD_BYTES = 600
 PROTECTED = Outcome.PROTECTED
-QUIET = {"HOLDFAST_SCRUB": "0", "HOLDFAST_REFORM_AFTER": "0"}
+QUIET = {"HOLDFAST_SCRUB": "0", "HOLDFAST_REFORM_AFTER": "0", "HOLDFAST_REJOIN": "0"}
 """What an SMP would do by itself, some time later, it does when a test says so."""
 
 Rules = Sequence[tuple[str, int | None]]

@@ -86,7 +86,8 @@ def zygote() -> Iterator[Zygote]:
 
 
 @pytest.fixture
-def ground(request: pytest.FixtureRequest, zygote: Zygote) -> Iterator[Ground]:
+def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, zygote: Zygote) -> Iterator[Ground]:
+    monkeypatch.setenv("HOLDFAST_REJOIN", "1")
     with playground() as made:
         if not request.node.get_closest_marker("slow"):
             made.zygote = zygote

@@ -34,7 +34,8 @@ SHORT_S = 2.0
 
 
 @pytest.fixture
-def ground() -> Iterator[Ground]:
+def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    monkeypatch.setenv("HOLDFAST_REJOIN", "1")
     with playground() as made:
         yield made
 
