@@ -377,6 +377,7 @@ class Arena:
             if path.name not in OWNERSHIP:
                 path.unlink(missing_ok=True)
         reach("arena.emptied")
+        (self.path / "lock").unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=False)
         reach("arena.removed")
         for pool in self.pools():

@@ -162,7 +162,11 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
     def _check(self, method: str, request: bytes, sign: bytes, context: grpc.ServicerContext) -> None:
         if not self._credentials:
             peer = _address(context.peer())
-            if peer is not None and not may_come(peer, self.listens_at):
+            try:
+                known = peer is None or may_come(peer, self.listens_at)
+            except OSError as error:
+                raise ProtocolError(f"whose process it is could not be asked: {error}") from error
+            if not known:
                 raise ProtocolError("it is another user's process")
         if self._credentials.tls is not None:
             names: Any = context.auth_context().get("x509_subject_alternative_name", [])

@@ -18,10 +18,11 @@ from smp_daemon.errors import ProtocolError
 from smp_daemon.handshake import HANDSHAKE_DEADLINE_S, NoToken, check_client
 from smp_daemon.logs import get_log
 from smp_daemon.transport import frame
-from smp_daemon.uids import is_of_this_user
+from smp_daemon.uids import SCARCE, is_of_this_user
 
 PLACES = 64
 PLACES_OF_SOURCE = 16
+ASK_AGAIN_S = 0.2
 PENALTY_S = 1.0
 """How long whoever fails keeps its place, before the connection ends."""
 
@@ -105,14 +106,18 @@ class Gate:
                 _end(sock)
 
     def _of_this_user(self, sock: socket.socket) -> socket.socket | None:
-        try:
-            if is_of_this_user(sock):
-                return sock
-            self._complaints.note(str(sock.getpeername()[0]), "it is another user's process", time.monotonic())
-        except OSError as error:
-            log.debug("a connection ended at once: %s", error)
-        sock.close()
-        return None
+        limit = time.monotonic() + HANDSHAKE_DEADLINE_S
+        while True:
+            try:
+                if is_of_this_user(sock):
+                    return sock
+                self._complaints.note(str(sock.getpeername()[0]), "it is another user's process", time.monotonic())
+            except OSError as error:
+                if error.errno in SCARCE and time.monotonic() < limit and not self._closed.wait(ASK_AGAIN_S):
+                    continue
+                log.debug("a connection ended at once: %s", error)
+            sock.close()
+            return None
 
     @contextmanager
     def _place(self, source: str, sock: socket.socket) -> Iterator[int]:

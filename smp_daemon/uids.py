@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import re
@@ -23,6 +24,8 @@ DIAG_UID_OFFSET = 16 + 4 + 48 + 12
 """In the answer: after ``nlmsghdr`` and the head, id, timer and queues of ``inet_diag_msg``; the inode follows."""
 
 ASK_DEADLINE_S = 1.0
+SCARCE = (errno.EMFILE, errno.ENFILE)
+"""There is no descriptor left to ask with: that says nothing of who is there."""
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
@@ -49,7 +52,8 @@ def uid_of(peer: Address, ours: Address) -> int | None:
     """Who made the socket at `peer`, an IPv4 address of this machine, that is connected to `ours`; its host may be
     ``0.0.0.0`` where it is not known.
 
-    None if it is closed, or the kernel does not tell: nobody must be let in then.
+    None if it is closed, or the kernel does not tell: nobody must be let in then. Raises `OSError` if there is no
+    descriptor left to ask with.
     """
     host = peer[0] if ours[0] == "0.0.0.0" else ours[0]
     uid = _asked(peer, (host, ours[1]))
@@ -68,7 +72,11 @@ def _asked(peer: Address, ours: Address) -> int | None:
             reply = asked.recv(4096)
         (kind,) = struct.unpack_from("=H", reply, 4)
         uid, inode = struct.unpack_from("=II", reply, DIAG_UID_OFFSET) if kind == SOCK_DIAG_BY_FAMILY else (0, 0)
-    except (OSError, struct.error):
+    except OSError as error:
+        if error.errno in SCARCE:
+            raise
+        return None
+    except struct.error:
         return None
     return uid if inode else None
 
@@ -81,7 +89,9 @@ def _looked_up(peer: Address, port: int) -> int | None:
     for table in TCP_TABLES:
         try:
             line = wanted.search(table.read_text())
-        except OSError:
+        except OSError as error:
+            if error.errno in SCARCE:
+                raise
             continue  # a kernel without IPv6
         if line is not None:
             return int(line[1])

@@ -288,7 +288,7 @@ class Member:
 
     def __init__(self, circle: Circle, rank: int) -> None:
         self._circle = circle
-        self._rank = rank
+        self.rank = rank
         self._turn = 0
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -304,7 +304,7 @@ class Member:
     def _post(self, value: Any) -> int:
         self._turn += 1
         self._circle.life.gate()
-        self._circle.post(self._turn, self._rank, value)
+        self._circle.post(self._turn, self.rank, value)
         return self._turn
 
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from chaos.launcher import Launcher
+from chaos.scenario import built_in
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import SmpUnavailable
 from smp_daemon.layout import SnapshotId
-from smp_daemon.points import POINTS, SMP_POINTS, TRAINER_POINTS
+from smp_daemon.points import PERSIST_POINTS, POINTS, SMP_POINTS, TRAINER_POINTS
 from tests.crash_kit import Job, held_whole, job, next_life
 from tests.smp_kit import (
     DEADLINE_S,
@@ -96,8 +97,10 @@ def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, zygo
 
 def test_every_point_has_its_test() -> None:
     here = [*STARTING, *TRAINING, *GROWING, *LEAVING, *RECOVERING, *REFORMING, *FINISHING]
-    assert sorted(here) == sorted(SMP_POINTS)
-    assert set(POINTS) == {*here, *TRAINER_POINTS}
+    assert sorted([*here, *PERSIST_POINTS]) == sorted(SMP_POINTS)  # for these there are scenarios
+    assert set(POINTS) == {*here, *TRAINER_POINTS, *PERSIST_POINTS}
+    written = {fault.point for scenario in built_in() for fault in scenario.faults}
+    assert written >= set(PERSIST_POINTS)
 
 
 # ---------------------------------------------------------------------- while trainers train

@@ -176,6 +176,7 @@ def test_a_shard_comes_back_from_the_place_and_a_damaged_one_does_not(ground: Gr
     smp.lose()
     smp.launch().wait_ready()
     client.reconnect()
+    client.join(2)
     file = ground.base / "place" / JOB / directory(snapshot) / shard_name("dp0")
     flip_a_byte(file, at=file.stat().st_size // 2)
     with pytest.raises(DamagedSnapshot, match=r"dp0 of step 1 .* is damaged: unit 0"):

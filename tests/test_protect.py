@@ -310,11 +310,11 @@ def test_who_waits_for_a_turn_stops_once_the_snapshot_is_not_wanted(
     ended: list[SnapshotId] = []
     over = threading.Event()
 
-    def note(text: str, snapshot: SnapshotId, error: Exception) -> None:
+    def note(key: str, text: str, snapshot: SnapshotId, error: Exception, **how: object) -> None:
         ended.append(snapshot)
         over.set()
 
-    monkeypatch.setattr(protect.log, "info", note)
+    monkeypatch.setattr(protect._episodes, "begin", note)
     with job_with(ground, Settings(turns=8)) as (here, run):
         run.protect(1)
         second = run.take(2)

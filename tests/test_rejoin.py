@@ -136,12 +136,11 @@ def test_what_a_job_that_had_ended_left_is_nothing_to_the_next_of_that_name(grou
     run_on(smps, [[3000], [3000]]).protect(1)
 
 
-@pytest.mark.parametrize("left", ["lock", "smp.json"])
-def test_whatever_is_left_of_an_arena_is_found(ground: Ground, left: str) -> None:
+def test_what_says_whose_an_arena_was_is_left_to_the_last_and_found(ground: Ground) -> None:
     smp = ground.smp()
     smp.kill()
     for path in list(smp.arena.iterdir()):
-        if path.name != left:
+        if path.name != "smp.json":
             path.unlink()
     [found] = find_leftovers(smp.arena.parent)
     assert (found.arena, found.job) == (smp.arena, JOB)

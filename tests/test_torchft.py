@@ -159,14 +159,20 @@ def test_sharded_tensors_are_sharded_as_before(arena: Path, tmp_path: Path) -> N
         dist.destroy_process_group()
 
 
+ATTEMPTS = 4
+"""So often is a replica killed: torchft's hook for DDP may fail an assertion of its own in the survivor
+(``assert fut._fut``, 0.2.0), which then begins anew as well."""
+
+
 class Replica:
     """One replica group of the example, under torchrun, and what it prints."""
 
     def __init__(self, number: int, lighthouse: str) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "8"]
         command += ["--standalone", "-m", "examples.torchft_replicas"]
         told = {"REPLICA_GROUP_ID": str(number), "TORCHFT_LIGHTHOUSE": lighthouse, "STEPS": "1000000"}
         self.process = subprocess.Popen(command, env=os.environ | told, stdout=subprocess.PIPE, text=True)
+        self.starts = 0
         self.sums: dict[int, str] = {}
         """What it printed as the sum of its weights after each step that it made with another."""
 
@@ -193,6 +199,9 @@ class Replica:
         assert select.select([self.process.stdout], [], [], 60)[0], "nothing was printed"
         line = self.process.stdout.readline()
         assert line, "it has ended"
+        if "is up" in line:
+            self.starts += 1
+            self.sums.clear()
         return line
 
     def end(self) -> None:
@@ -215,10 +224,16 @@ def test_a_replica_that_is_killed_comes_back_with_the_same_weights(arena: Path) 
         for replica in replicas:
             assert "is up" in replica._line()
             replica.read(3)
-        replicas[1].kill_worker()
-        together = replicas[1].read(6)
-        while replicas[0].read(1) < together:
-            pass
+        for _ in range(ATTEMPTS):
+            replicas[1].kill_worker()
+            together = replicas[1].read(6)
+            while together not in replicas[0].sums:
+                replicas[0].read(1)
+            if replicas[0].starts == 1:
+                break
+            replicas[0].starts = 1
+        else:
+            pytest.fail("the survivor never survived")
         common = replicas[0].sums.keys() & replicas[1].sums.keys()
         assert len(common) >= 5
         assert {step for step in common if replicas[0].sums[step] != replicas[1].sums[step]} == set()

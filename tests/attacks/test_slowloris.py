@@ -46,7 +46,7 @@ def test_the_page_serves_others_while_requests_never_end(victim: Victim) -> None
             stack.enter_context(dial(page)).sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
         with dial(page) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
-            assert sock.recv(1 << 12).startswith(b"HTTP/1.0 200")
+            assert sock.recv(1 << 12).startswith(b"HTTP/1.1 200")
 
 
 def test_a_message_that_comes_byte_by_byte_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
