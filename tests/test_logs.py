@@ -153,7 +153,7 @@ def log_of(smp: SmpProcess) -> list[dict[str, Any]]:
     return [parse_line(line) for line in (smp.arena / "smp.log").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["logfmt", "json"])
+@pytest.mark.parametrize("kind", ["logfmt", pytest.param("json", marks=pytest.mark.slow)])
 def test_an_smp_whose_peer_is_away_says_so_once(ground: Ground, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv(logs.ENV, kind)
     monkeypatch.setenv("HOLDFAST_REFORM_AFTER", "0.5")  # its group is looked at ten times a second

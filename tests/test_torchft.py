@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -172,6 +172,9 @@ class Replica:
         command += ["--standalone", "-m", "examples.torchft_replicas"]
         told = {"REPLICA_GROUP_ID": str(number), "TORCHFT_LIGHTHOUSE": lighthouse, "STEPS": "1000000"}
         self.process = subprocess.Popen(command, env=os.environ | told, stdout=subprocess.PIPE, text=True)
+        self._lines: SimpleQueue[str] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)  # or the pipe fills, and it waits for us
+        self._reader.start()
         self.starts = 0
         self.sums: dict[int, str] = {}
         """What it printed as the sum of its weights after each step that it made with another."""
@@ -194,10 +197,14 @@ class Replica:
         while "is up" not in self._line():
             pass
 
-    def _line(self) -> str:
+    def _read(self) -> None:
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], 60)[0], "nothing was printed"
-        line = self.process.stdout.readline()
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _line(self) -> str:
+        line = self._lines.get(timeout=60)
         assert line, "it has ended"
         if "is up" in line:
             self.starts += 1
@@ -210,10 +217,12 @@ class Replica:
                 child.kill()
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(30)
+        self._reader.join(30)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_killed_comes_back_with_the_same_weights(arena: Path) -> None:
     from torchft.coordination import LighthouseServer
 
