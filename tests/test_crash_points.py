@@ -272,6 +272,7 @@ def reformed(ground: Ground, chain: Sequence[str]) -> None:
     come_back(run, smps, [1])
 
 
+@pytest.mark.slow  # whether a reform is still called for after each death depends on how fast the others were
 def test_a_survivor_dies_again_and_again(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_REFORM_AFTER", "0.2")
     reformed(ground, REFORMING)
