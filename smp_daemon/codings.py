@@ -34,6 +34,7 @@ class Gathering:
 
     pool: Pool
     slot: Slot
+    view: memoryview
     parity: ParityGathering
 
 
@@ -111,6 +112,21 @@ class Codings:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self.changed.wait(left):
                     raise DeadlineExceeded(f"no free parity slot for {coding.snapshot} in {CALL_DEADLINE_S:.0f} s")
+
+    def heal_over(self, coding: Coding) -> None:
+        """An attempt to compute parity of that group again is over. It took the slot of what was gathered, if anything.
+
+        Until this call, what still arrives is folded into nothing. If the attempt failed, it can be gathered anew.
+        """
+        with self.changed:
+            gathering, layout = self._gatherings.get(coding), self.find_layout(coding)
+            if gathering is None or layout is None or gathering.pool.is_at(gathering.slot, gathering.view):
+                return
+            del self._gatherings[coding]
+            if not self._holdings.holds(ParityKey(*coding, gathering.parity.position)):
+                return
+            self._own_parity_done(coding, gathering.parity.position, layout)
+        self._on_done(coding.snapshot)
 
     def parity_done(self, epoch: int, coding: Coding, position: int) -> None:
         """The group member at `position` has committed its parity."""
@@ -214,7 +230,7 @@ class Codings:
                 slot = pool.begin(coding.snapshot, length)
                 view = pool.view(slot)
             reach("parity.taken", coding.snapshot.step)
-            self._gatherings[coding] = Gathering(pool, slot, self._holdings.gathering(key, stripes, view))
+            self._gatherings[coding] = Gathering(pool, slot, view, self._holdings.gathering(key, stripes, view))
             return self._gatherings[coding]
 
     def _commit_parity(self, coding: Coding, gathering: Gathering) -> None:
@@ -224,6 +240,8 @@ class Codings:
             layout = self.find_layout(coding)
             if layout is None or self._gatherings.get(coding) is not gathering:
                 return  # another thread folded in the last unit too, or the snapshot was given up
+            if not gathering.pool.is_at(gathering.slot, gathering.view):
+                return  # somebody is at work to compute it from the shards of others: see `heal_over`
             self._holdings.commit_parity(gathering.pool, gathering.slot, record)
             reach("parity.committed", coding.snapshot.step)
             del self._gatherings[coding]
@@ -240,7 +258,7 @@ class Codings:
     def _stop(self, coding: Coding) -> None:
         gathering = self._gatherings.pop(coding)
         gathering.parity.cancel()
-        gathering.pool.discard(gathering.slot)
+        self._holdings.give_back(gathering.pool, gathering.slot, gathering.view)
 
     def _is_superseded(self, coding: Coding) -> bool:
         """Whether its groups were re-formed, and again since."""

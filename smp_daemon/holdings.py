@@ -220,7 +220,7 @@ class Holdings:
                 self.commit_shard(pool, slot, record)
             reach("receive.done", key.snapshot.step)
         except BaseException:
-            self._give_back(pool, slot, view)
+            self.give_back(pool, slot, view)
             raise
 
     @contextmanager
@@ -245,7 +245,7 @@ class Holdings:
                 _check_mine(pool, slot, view, key.snapshot)
                 self.commit_parity(pool, slot, record)
         except BaseException:
-            self._give_back(pool, slot, view)
+            self.give_back(pool, slot, view)
             raise
 
     def gathering(self, key: ParityKey, stripes: Stripes, view: memoryview) -> ParityGathering:
@@ -269,6 +269,12 @@ class Holdings:
                 pool.create(length)
                 slot = pool.begin(snapshot, length)
             return pool, slot, pool.view(slot)
+
+    def give_back(self, pool: Pool, slot: Slot, view: memoryview) -> None:
+        """Free the slot that was received into, unless it was taken away before."""
+        with self._lock:
+            if pool.is_at(slot, view):
+                pool.discard(slot)
 
     def adopt(self) -> None:
         """Take over what a predecessor left in the arena; units that do not match their digests are noted."""
@@ -322,11 +328,6 @@ class Holdings:
         self.counters.add(units_damaged=1)
         text, extra = "unit %d of %s is damaged", about(key.snapshot, unit=index)
         self._episodes.begin(key, text, index, key, extra=extra)
-
-    def _give_back(self, pool: Pool, slot: Slot, view: memoryview) -> None:
-        with self._lock:
-            if pool.is_at(slot, view):
-                pool.discard(slot)
 
 
 def _fits(record: Record, length: int) -> bool:

@@ -13,7 +13,7 @@ from smp_daemon.records import ParityRecord, digest
 
 
 class ParityGathering:
-    """The parity of one position, for one snapshot, while it grows in `slot`. Thread-safe."""
+    """The parity of one `position`, for one snapshot, while it grows in `slot`. Thread-safe."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class ParityGathering:
         self.snapshot = snapshot
         self._stripes = stripes
         self._group = group
-        self._position = position
+        self.position = position
         self._codec = codec
         self._slot = slot
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class ParityGathering:
             StaleEpoch: the snapshot was given up.
         """
         if stripe not in self._folded:
-            raise ProtocolError(f"position {self._position} holds no parity of stripe {stripe}")
+            raise ProtocolError(f"position {self.position} holds no parity of stripe {stripe}")
         index, length = self._expected(stripe, position)
         if unit.nbytes != length:
             raise ProtocolError(
@@ -59,7 +59,7 @@ class ParityGathering:
             )
         if digest(unit) != unit_digest:
             raise DamagedSnapshot(f"a unit of {self.snapshot} from position {position} was damaged on its way")
-        row = self._stripes.parity_positions(stripe).index(self._position)
+        row = self._stripes.parity_positions(stripe).index(self.position)
         with self._lock:
             if self._cancelled:
                 raise StaleEpoch(f"{self.snapshot} was given up")
@@ -80,7 +80,7 @@ class ParityGathering:
         return ParityRecord(
             self.snapshot,
             self._group,
-            self._position,
+            self.position,
             self._stripes.unit_bytes,
             tuple(self._lengths[r] for r in self._mine),
             tuple(digest(self._unit(r)) for r in self._mine),
@@ -93,7 +93,7 @@ class ParityGathering:
             self._cancelled = True
 
     def _unit(self, stripe: int) -> memoryview:
-        start = self._stripes.parity_rank(self._position, stripe) * self._stripes.unit_bytes
+        start = self._stripes.parity_rank(self.position, stripe) * self._stripes.unit_bytes
         return self._slot[start : start + self._lengths[stripe]]
 
     def _expected(self, stripe: int, position: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from smp_daemon.census import addresses_of, take_census
+from smp_daemon.codings import Coding
 from smp_daemon.errors import ConfigError, DamagedSnapshot, HoldfastError, ProtocolError, Unrecoverable
 from smp_daemon.fetch import Fetcher
 from smp_daemon.holdings import Key, ParityKey, ShardKey
@@ -64,7 +65,7 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
             return recovered(store, key, "held", 0)
         damaged = store.holdings.damaged_units(key)
         with Links(store.counters) as links:
-            fetcher = Fetcher(sources, links, store.counters, store.holdings.backend)
+            fetcher = _fetcher(store, sources, links)
             for index in damaged:
                 try:
                     mend_unit(store, fetcher, key, index)
@@ -108,7 +109,7 @@ def mend_units(store: Store, key: Key, damaged: Collection[int]) -> int:
         return 0
     mended, last = 0, None
     with Links(store.counters) as links:
-        fetcher = Fetcher(sources, links, store.counters, store.holdings.backend)
+        fetcher = _fetcher(store, sources, links)
         for index in damaged:
             try:
                 mend_unit(store, fetcher, key, index)
@@ -140,17 +141,24 @@ def heal(store: Store, sources: Sources, group: int, position: int) -> int:
     layout = sources.layout
     stripes, members = layout.stripes(group), layout.members(group)
     key = ParityKey(sources.snapshot, layout.tag(group), position)
-    with Links(store.counters) as links:
-        fetcher = Fetcher(sources, links, store.counters, store.holdings.backend)
-        with store.holdings.receiving_parity(key, layout, group) as gathering:
-            for stripe in stripes.parity_stripes(position):
-                for _, contributor, piece in stripes.contributors(stripe):
-                    unit = memoryview(bytearray(piece.length))
-                    coord = members[contributor].shards[piece.segment].coord
-                    fetcher.shard_unit(coord, piece.offset // layout.unit_bytes, unit)
-                    gathering.fold(stripe, contributor, unit, digest(unit))
-        reach("heal.done", sources.snapshot.step)
-        return links.bytes_received
+    try:
+        with Links(store.counters) as links:
+            fetcher = _fetcher(store, sources, links)
+            with store.holdings.receiving_parity(key, layout, group) as gathering:
+                for stripe in stripes.parity_stripes(position):
+                    for _, contributor, piece in stripes.contributors(stripe):
+                        unit = memoryview(bytearray(piece.length))
+                        coord = members[contributor].shards[piece.segment].coord
+                        fetcher.shard_unit(coord, piece.offset // layout.unit_bytes, unit)
+                        gathering.fold(stripe, contributor, unit, digest(unit))
+            reach("heal.done", sources.snapshot.step)
+            return links.bytes_received
+    finally:
+        store.codings.heal_over(Coding(sources.snapshot, key.tag))
+
+
+def _fetcher(store: Store, sources: Sources, links: Links) -> Fetcher:
+    return Fetcher(sources, links, store.counters, store.holdings.backend)
 
 
 def _receive(store: Store, sources: Sources, coord: str, view: memoryview, *, by_chain: bool) -> int:
@@ -169,7 +177,7 @@ def _receive(store: Store, sources: Sources, coord: str, view: memoryview, *, by
 
     def work(mine: list[tuple[int, memoryview]]) -> int:
         with Links(store.counters) as links:
-            fetcher = Fetcher(sources, links, store.counters, store.holdings.backend)
+            fetcher = _fetcher(store, sources, links)
             for index, out in mine:
                 if index == len(units) // 2:
                     reach("rebuild.middle", sources.snapshot.step)

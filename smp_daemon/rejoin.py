@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 
 from smp_daemon.census import addresses_of, take_census
-from smp_daemon.errors import HoldfastError, StaleEpoch, Unrecoverable
+from smp_daemon.errors import HoldfastError, Unrecoverable
 from smp_daemon.holdings import Key, ParityKey, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.logs import Episodes, about, get_log
@@ -69,10 +69,10 @@ class Rejoiner:
                 if rejoin(store, epoch, self._method):
                     episodes.end("rejoin", "all is here again that can be had")
                     break
-            except StaleEpoch as error:
-                log.info("the rest is the new epoch's to bring back: %s", error)
-                return
             except HoldfastError as error:
+                if store.epoch != epoch:
+                    log.info("the rest is the new epoch's to bring back: %s", error)
+                    return
                 episodes.begin("rejoin", "not all is here again: %s", error)
             if self._closed.wait(AGAIN_S):
                 return
@@ -85,8 +85,7 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
     Returns whether nothing is missing any more that can be had.
 
     Raises:
-        StaleEpoch: another epoch has begun.
-        HoldfastError: something cannot be had now.
+        HoldfastError: something cannot be had now, or another epoch has begun.
     """
     whole = True
     newest = max((key.snapshot for key in store.holdings.held()), default=None)

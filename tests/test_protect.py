@@ -16,10 +16,22 @@ from smp_daemon import protect
 from smp_daemon.board import MAX_PAUSE_S, Board, Outcome
 from smp_daemon.errors import ConfigError
 from smp_daemon.layout import SnapshotId
+from smp_daemon.plan import choose_sources
 from smp_daemon.protect import ATTEMPTS, WINDOW
 from smp_daemon.service import Settings, Smp
 from tests.relay import Relay, relaying
-from tests.smp_kit import DEADLINE_S, JOB, PROTECTED, Ground, Run, SmpProcess, playground, run_on
+from tests.smp_kit import (
+    DEADLINE_S,
+    JOB,
+    PROTECTED,
+    Ground,
+    Run,
+    SmpProcess,
+    parities_by_xor,
+    parity_units,
+    playground,
+    run_on,
+)
 
 UNIT_BYTES = 4096
 
@@ -136,6 +148,28 @@ def test_a_snapshot_that_is_given_up_is_encoded_no_further(ground: Ground) -> No
     run["dp0"].seal(run.snapshot(2))
     assert run.outcomes(run.snapshot(2)) == {PROTECTED}
     assert counted(run, "dp0", "bytes_sent") <= run.layout.shard_bytes("dp0") + WINDOW * UNIT_BYTES
+
+
+@pytest.mark.parametrize("point", ["parity.folded", "parity.complete"])
+def test_parity_that_is_computed_again_while_it_is_gathered_is_committed_once(ground: Ground, point: str) -> None:
+    """As when a restarted SMP finds it missing just when the others send their units anew."""
+    smps = ground.smps(3, rules={1: [(point, 1), ("heal.taken", 1)]})
+    run = run_on(smps, [[90_000], [70_000], [80_000]], protect="2+1")
+    snapshot = run.take(1)
+    gathered = ground.points.wait("node1", point, 1)
+    sources = choose_sources([trainer.client.inventory() for trainer in run], snapshot)
+    assert sources is not None
+    healing = ground.meanwhile(run["dp1"].client.heal, sources, 0, 1)
+    taken = ground.points.wait("node1", "heal.taken", 1)
+    gathered.go()
+    if point == "parity.folded":
+        ground.points.wait("node1", point, 1).go()  # the rest goes into nothing
+    taken.go()
+    healing.result(DEADLINE_S)
+    assert run.outcomes(snapshot) == {PROTECTED}
+    assert parity_units(smps[1], snapshot, run.layout.tag(0), 1) == parities_by_xor(run, 0, snapshot)[1]
+    run.protected = snapshot
+    run.protect(2)
 
 
 def test_encoding_keeps_to_its_bandwidth(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
