@@ -17,20 +17,19 @@ from smp_daemon.census import AT_ONCE, addresses_of, take_census
 from smp_daemon.codings import Coding
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable, StaleEpoch
 from smp_daemon.holdings import ParityKey
-from smp_daemon.layout import Layout
+from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.links import Links
 from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.peers import PeerClient
 from smp_daemon.points import reach
 from smp_daemon.protect import send_units
 from smp_daemon.rebuild import recover
-from smp_daemon.reform import Reform, plan_reform
+from smp_daemon.reform import Reform, is_cluttered, plan_reform
 from smp_daemon.sources import Address, Sources
 from smp_daemon.store import Store
 
 PING_DEADLINE_S = 2.0
 PHASE_DEADLINE_S = 600.0
-PHASES = ("adopt", "encode", "release")
 
 log = get_log(__name__)
 
@@ -82,7 +81,7 @@ class Monitor:
             if layout is None or layout.epoch != self._store.epoch or not layout.parity:
                 continue
             try:
-                if self._is_incomplete(layout):
+                if self._is_incomplete(layout) or self._is_cluttered(layout):
                     self._ask_for_reform(layout)
                 self._episodes.end("watch", "the group is watched again")
             except HoldfastError as error:
@@ -101,6 +100,13 @@ class Monitor:
             except HoldfastError:
                 self._seen.setdefault(member.name, now)
         return behind or any(now - self._seen[m.name] > self._after_s for m in layout.members(group))
+
+    def _is_cluttered(self, layout: Layout) -> bool:
+        """Whether somebody died after the group went on without a member, and before the old parity was dropped."""
+        held = self._store.holdings.held()
+        newest = max((key.snapshot for key in held), default=None)
+        parities = (key for key in held if isinstance(key, ParityKey))
+        return newest is not None and newest.epoch == layout.epoch and is_cluttered(parities, newest, layout)
 
     def _ask_for_reform(self, layout: Layout) -> None:
         with Links(self._store.counters, PING_DEADLINE_S) as links:
@@ -216,7 +222,7 @@ class Monitor:
             "sources": reform.sources.to_json(),
             "layout": reform.layout.to_json(),
         }
-        for phase in PHASES:
+        for phase in reform.phases:
             self._everywhere(reform, {"op": phase, **message})
         return reform
 
@@ -270,7 +276,7 @@ class Monitor:
             reach("reform.release", sources.snapshot.step)
             with store.changed:
                 store.check_epoch(epoch)
-                self._release(sources, layout)
+                self._release(sources.snapshot, layout)
             store.counters.add(reforms=1)
             reach("reform.done", sources.snapshot.step)
 
@@ -288,8 +294,15 @@ class Monitor:
             send_units(self._store, links, sources.snapshot, layout, check, lambda count: None)
         self._store.codings.await_parities(epoch, Coding(sources.snapshot, layout.tag(group)), PHASE_DEADLINE_S)
 
-    def _release(self, sources: Sources, layout: Layout) -> None:
-        """What was parity in the old groups is not needed any more."""
-        for key in self._store.holdings.held():
-            if isinstance(key, ParityKey) and key.snapshot == sources.snapshot and layout.group_of(key.tag) is None:
-                self._store.holdings.drop(key)
+    def _release(self, snapshot: SnapshotId, layout: Layout) -> None:
+        """Drop the parity of the groups that there were before, once this node's of the new ones is here."""
+        store = self._store
+        if store.arena.layouts.get((layout.epoch, layout.revision)) != layout:
+            raise ProtocolError(f"node {store.node!r} has adopted no such layout: it drops nothing for it")
+        group, position = layout.place(store.node)
+        new = ParityKey(snapshot, layout.tag(group), position)
+        if layout.has_parity(group, position) and not store.holdings.holds(new):
+            raise ProtocolError(f"{new} is not here: what it is to take the place of is not dropped")
+        for key in store.holdings.held():
+            if isinstance(key, ParityKey) and key.snapshot == snapshot and layout.group_of(key.tag) is None:
+                store.holdings.drop(key)

@@ -8,7 +8,7 @@ what was there still is, and it is planned again. Two sides of a torn network ma
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ec import plan_groups
@@ -19,6 +19,9 @@ from smp_daemon.plan import choose_sources, missing_parities, newest_protected, 
 from smp_daemon.sources import Sources
 from smp_daemon.standing import stands
 
+PHASES = ("adopt", "encode", "release")
+"""What the nodes of a reform are told to do, one after the other, each once all have done what is before it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reform:
@@ -27,7 +30,7 @@ class Reform:
     Attributes:
         sources: who holds what now, in the layout that still codes the snapshot.
         layout: of the same epoch, with a higher revision: survivors only, and the lost shards among them.
-        nodes: names of those whose group changes.
+        nodes: names of those whose group changes; if none does, of those that hold parity which is not needed any more.
     """
 
     sources: Sources
@@ -39,13 +42,19 @@ class Reform:
         """The snapshot that is protected anew."""
         return self.sources.snapshot
 
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Those of `PHASES` that are left to do."""
+        return PHASES[-1:] if self.layout is self.sources.layout else PHASES
+
 
 def plan_reform(inventories: Sequence[Inventory]) -> Reform | None:
     """What the SMPs that answer should do to survive the next loss; None if they do already, or cannot.
 
     Groups that are whole are left alone, unless the survivors of the others are too few for k + m by themselves.
     A node that came back, with its memory or without, is taken into the groups that change; so is a spare, which no
-    layout knows. A node that is leaving gives what it holds, and is in no group any more.
+    layout knows. A node that is leaving gives what it holds, and is in no group any more. If all that is left to do is
+    to drop the old parity, because somebody died before that, so it is planned.
     """
     snapshot = newest_whole(inventories)
     sources = choose_sources(inventories, snapshot) if snapshot is not None else None
@@ -65,7 +74,9 @@ def plan_reform(inventories: Sequence[Inventory]) -> Reform | None:
     settled = {node.name for g in whole for node in layout.members(g)}
     pool = sorted(nodes.keys() - settled - leaving)
     if not pool and not departing:
-        return None
+        done = layout.revision == max(revision for _, revision in known)
+        cluttered = tuple(inv.node for inv in inventories if done and is_cluttered(inv.parities, snapshot, layout))
+        return Reform(sources, layout, cluttered) if cluttered else None
     nodes |= spares
     pool = sorted({*pool, *spares} - leaving)
     while len(pool) < layout.data + layout.parity and whole:
@@ -88,6 +99,11 @@ def plan_reform(inventories: Sequence[Inventory]) -> Reform | None:
         groups=(*_regroup(layout, whole, kept), *_new_groups(layout, members, len(kept))),
     )
     return Reform(sources, reformed, tuple(pool))
+
+
+def is_cluttered(parities: Iterable[tuple[SnapshotId, str, int]], snapshot: SnapshotId, layout: Layout) -> bool:
+    """Whether a node that holds these parities holds one of the snapshot for a group that the layout does not have."""
+    return any(of == snapshot and layout.group_of(tag) is None for of, tag, _ in parities)
 
 
 @dataclass(frozen=True, slots=True)

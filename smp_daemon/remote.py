@@ -15,9 +15,9 @@ from smp_daemon.holdings import ParityKey, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT
 from smp_daemon.links import Links
-from smp_daemon.monitor import PHASES
 from smp_daemon.priority import make_background
 from smp_daemon.records import ParityRecord, digest
+from smp_daemon.reform import PHASES
 from smp_daemon.sources import Sources
 from smp_daemon.status import take_status
 from smp_daemon.transport import Message, Stream

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +23,11 @@ def launcher() -> Iterator[Launcher]:
     with Launcher(["tests.jobs", *PRELOAD]) as started:
         started.wait_ready()
         yield started
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """An empty directory on shared memory."""
+    path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)

@@ -267,15 +267,15 @@ def reformed(ground: Ground, chain: Sequence[str]) -> None:
         ground.points.wait_any(victim.name, point)
         victim.kill()
     leave(run)
-    next_life(victim, [("reform.done", None)] if chain[-1] != "reform.done" else [])
+    next_life(victim, [])
     victim.wait_ready()
     come_back(run, smps, [1])
 
 
-@pytest.mark.slow  # whether a reform is still called for after each death depends on how fast the others were
-def test_a_survivor_dies_again_and_again(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chain", [REFORMING[:-1], REFORMING[-1:]], ids=["before-the-end", "at-the-end"])
+def test_a_survivor_dies_again_and_again(ground: Ground, monkeypatch: pytest.MonkeyPatch, chain: Sequence[str]) -> None:
     monkeypatch.setenv("HOLDFAST_REFORM_AFTER", "0.2")
-    reformed(ground, REFORMING)
+    reformed(ground, chain)
 
 
 def test_a_client_is_told_when_an_smp_left_something(ground: Ground) -> None:

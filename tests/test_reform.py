@@ -107,6 +107,28 @@ class TestThePlan:
             assert again.layout.revision == 2
             assert plan_reform(carried_out(rest, again)) is None
 
+    def test_who_still_holds_the_old_parity_is_told_to_drop_it_and_nothing_else(self) -> None:
+        layout = layout_of(4, 3, 1)
+        survivors = everything(layout, but={"node2"})
+        after = carried_out(survivors, planned(survivors))
+        before = {inventory.node: inventory.parities for inventory in survivors}
+        reform = planned([replace(i, parities=i.parities | before[i.node]) for i in after])
+        assert reform.phases == ("release",)
+        assert set(reform.nodes) == {name for name, parities in before.items() if parities} != set()
+        assert reform.layout.revision == 1
+        assert plan_reform(after) is None
+
+    def test_old_parity_is_kept_while_new_parity_is_missing(self) -> None:
+        layout = layout_of(4, 3, 1)
+        survivors = everything(layout, but={"node2"})
+        after = carried_out(survivors, planned(survivors))
+        before = {inventory.node: inventory.parities for inventory in survivors}
+        half = [replace(i, parities=before[i.node] | (i.parities if i.node != "node0" else set())) for i in after]
+        assert planned(half).phases == ("adopt", "encode", "release")
+        back = [*half, *(i for i in everything(layout) if i.node == "node2")]
+        found = plan_reform(back)
+        assert found is None or "adopt" in found.phases
+
     def test_lost_shards_go_to_the_emptiest_survivors_and_the_others_stay_where_they_are(self) -> None:
         layout = layout_of(4, 3, 1, per_node=3)
         reform = planned(everything(layout, but={"node1"}))

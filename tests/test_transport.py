@@ -34,6 +34,7 @@ from smp_daemon.paths import socket_path
 from smp_daemon.peers import PeerClient
 from smp_daemon.scratch import BUFFERS
 from smp_daemon.transport import Message, SocketStream, Stream, call, connect, receive_reply
+from tests.attacks.victim import tell
 from tests.smp_kit import DEADLINE_S, Ground, Run, SmpProcess, Trainer, playground, run_on
 
 quick = settings(deadline=None, derandomize=True, max_examples=150, suppress_health_check=list(HealthCheck))
@@ -386,26 +387,6 @@ def control_of(smp: SmpProcess) -> tuple[str, int]:
 both_sockets = pytest.mark.parametrize("of", [local_of, bulk_of], ids=["local", "bulk"])
 every_socket = pytest.mark.parametrize("of", [local_of, bulk_of, control_of], ids=["local", "bulk", "control"])
 Address = Callable[[SmpProcess], Any]
-
-
-def tell(address: Any, data: bytes, *, end: bool = True) -> bytes:
-    """Say `data` and, unless not to, nothing more; all that comes back until the other side ends the connection."""
-    sock = socket.socket(socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET, socket.SOCK_STREAM)
-    heard = b""
-    with sock:
-        sock.settimeout(DEADLINE_S)
-        sock.connect(str(address) if isinstance(address, Path) else address)
-        try:
-            sock.sendall(data)
-            if end:
-                sock.shutdown(socket.SHUT_WR)
-            while more := sock.recv(1 << 16):
-                heard += more
-        except TimeoutError:
-            raise
-        except OSError:
-            pass  # it was closed while there was more to say
-    return heard
 
 
 def replies(heard: bytes) -> list[Message]:
@@ -768,6 +749,17 @@ class TestAnSmpIsToldWhatIsAlmostRight:
                 op, layout=changed(layout, nodes=elsewhere, revision=1)
             )
         assert protected.client.inventory().layouts == before
+
+    def test_parity_is_not_dropped_for_groups_that_were_not_adopted(self, protected: Protected) -> None:
+        layout: Message = protected.messages["release"]["layout"]
+        nodes = [changed(node, shards=[]) for node in layout["nodes"]]
+        for other in (
+            changed(layout, groups=[[0], [1]]),
+            changed(layout, parity=0, revision=1),
+            changed(layout, nodes=nodes, revision=7),
+        ):
+            assert "has adopted no such layout" in protected.refused("release", layout=other)
+        assert (protected.snapshot, protected.run.layout.tag(0), 0) in protected.client.inventory().parities
 
     def test_a_phase_of_another_epoch_is_refused(self, protected: Protected) -> None:
         for op in ("adopt", "encode", "release"):
