@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from smp_daemon.credentials import MIN_TOKEN_BYTES, TLS_ENVS, TOKEN_FILE_ENV
 from smp_daemon.paths import ARENA_ENV
 
 Verdict = Literal["ok", "note", "problem"]
@@ -19,7 +20,6 @@ LEAST_ROOM_SHARE = 0.25
 """Of memory: a node needs room for three times the state of its ranks, and for its parity."""
 
 LEAST_FILES = 1024
-LEAST_TOKEN_BYTES = 16
 PIN_CAP_BYTES = 64 << 30
 """Most that one ``cudaHostRegister`` takes."""
 
@@ -89,9 +89,6 @@ class Secrets:
     token_mode: int | None = None
     unreadable: dict[str, str] = field(default_factory=dict)
     tls: frozenset[str] = frozenset()
-
-
-TLS_VARIABLES = ("HOLDFAST_TLS_CERT", "HOLDFAST_TLS_KEY", "HOLDFAST_TLS_CA")
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,12 +367,12 @@ def _wall_clock(facts: Facts) -> Finding:
 
 def _token(facts: Facts) -> Iterator[Finding]:
     secrets = facts.secrets
-    check, needed = "token", f"{LEAST_TOKEN_BYTES} bytes or more that only this user can read, off loopback"
+    check, needed = "token", f"{MIN_TOKEN_BYTES} bytes or more that only this user can read, off loopback"
     away = not _is_loopback(facts.host)
     file = secrets.source.partition("=")[2]
-    if "HOLDFAST_TOKEN_FILE" in secrets.unreadable:
-        yield Finding(check, secrets.unreadable["HOLDFAST_TOKEN_FILE"], needed, "problem", MAKE_TOKEN)
-    elif secrets.source and secrets.token_bytes < LEAST_TOKEN_BYTES:
+    if TOKEN_FILE_ENV in secrets.unreadable:
+        yield Finding(check, secrets.unreadable[TOKEN_FILE_ENV], needed, "problem", MAKE_TOKEN)
+    elif secrets.source and secrets.token_bytes < MIN_TOKEN_BYTES:
         yield Finding(check, f"{secrets.token_bytes} bytes long", needed, "problem", MAKE_TOKEN)
     elif secrets.token_mode is not None and secrets.token_mode & 0o077:
         found = f"{secrets.source}: mode {secrets.token_mode:04o}, so others can read it"
@@ -392,16 +389,16 @@ def _token(facts: Facts) -> Iterator[Finding]:
 
 
 def _certificates(secrets: Secrets) -> Finding:
-    check, needed = "certificates", f"none, or all of {', '.join(TLS_VARIABLES)}"
-    missing = [name for name in TLS_VARIABLES if name not in secrets.tls]
-    bad = [f"{name}: {why}" for name, why in secrets.unreadable.items() if name in TLS_VARIABLES]
+    check, needed = "certificates", f"none, or all of {', '.join(TLS_ENVS)}"
+    missing = [name for name in TLS_ENVS if name not in secrets.tls]
+    bad = [f"{name}: {why}" for name, why in secrets.unreadable.items() if name in TLS_ENVS]
     if not secrets.tls:
         return Finding(check, "none", needed)
     if missing:
         fix = "; ".join(f"export {name}=/path/to/file.pem" for name in missing)
         return Finding(check, f"{', '.join(missing)} not set", needed, "problem", fix)
     if bad:
-        names = [name for name in secrets.unreadable if name in TLS_VARIABLES]
+        names = [name for name in secrets.unreadable if name in TLS_ENVS]
         fix = "; ".join(f'chown {_user()} "${name}" && chmod 600 "${name}"' for name in names)
         return Finding(check, "; ".join(bad), needed, "problem", fix)
     return Finding(check, "all three can be read", needed)

@@ -25,8 +25,9 @@ from rich.text import Text
 
 from ec import choose_codec, describe_auto
 from ec.backends import BACKENDS
-from holdfast.checks import TLS_VARIABLES, Facts, Finding, Mount, Secrets, Verdict
+from holdfast.checks import Facts, Finding, Mount, Secrets, Verdict
 from smp_daemon.arena import MADV_POPULATE_WRITE, SHMEM_HUGE
+from smp_daemon.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV
 from smp_daemon.paths import arena_base
 from snapshot.cuda import REGISTER_BYTES
 from snapshot.runs import streams
@@ -130,16 +131,16 @@ def secrets_of(environment: Mapping[str, str]) -> Secrets:
     """What the variables name; nothing of what is in the files is kept."""
     unreadable: dict[str, str] = {}
     source, length, mode = "", 0, None
-    if file := environment.get("HOLDFAST_TOKEN_FILE"):
-        source = f"HOLDFAST_TOKEN_FILE={file}"
+    if file := environment.get(TOKEN_FILE_ENV):
+        source = f"{TOKEN_FILE_ENV}={file}"
         try:
             mode = stat.S_IMODE(Path(file).stat().st_mode)
             length = len(Path(file).read_bytes().strip())
         except OSError as error:
-            unreadable["HOLDFAST_TOKEN_FILE"] = f"{file}: {error.strerror}"
-    elif token := environment.get("HOLDFAST_TOKEN", "").strip():
-        source, length = "HOLDFAST_TOKEN", len(token.encode())
-    certificates = {name: environment[name] for name in TLS_VARIABLES if environment.get(name)}
+            unreadable[TOKEN_FILE_ENV] = f"{file}: {error.strerror}"
+    elif token := environment.get(TOKEN_ENV, "").strip():
+        source, length = TOKEN_ENV, len(token.encode())
+    certificates = {name: environment[name] for name in TLS_ENVS if environment.get(name)}
     for name, path in certificates.items():
         try:
             Path(path).read_bytes()

@@ -10,12 +10,12 @@ from typing import Protocol
 
 from smp_daemon.census import addresses_of, take_census
 from smp_daemon.counters import Counters
-from smp_daemon.errors import ConfigError, HoldfastError, Unrecoverable
+from smp_daemon.errors import ConfigError, Unrecoverable
 from smp_daemon.fetch import Fetcher
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.links import Links
-from smp_daemon.paths import arena_base, read_owner
+from smp_daemon.paths import find_owners
 from smp_daemon.persist.manifest import Manifest
 from smp_daemon.persist.place import Place
 from smp_daemon.persist.reading import find, read_shard
@@ -94,14 +94,7 @@ def list_memory(job: str, arena: Path | None) -> list[Listed]:
 
 def _census(job: str, arena: Path | None) -> list[Inventory]:
     """What the SMPs of a job hold: those of this machine, and all that they know of."""
-    owners = []
-    for path in sorted((arena or arena_base()).glob("**/smp.json")):
-        try:
-            owner = read_owner(path.parent)
-        except HoldfastError:
-            continue  # it is no arena
-        if owner is not None and owner.job == job:
-            owners.append((owner.host, owner.bulk_port))
+    owners = [(owner.host, owner.bulk_port) for owner in find_owners(arena, job)]
     if not owners:
         raise ConfigError(f"no SMP of job {job!r} has an arena on this machine: `holdfast status` names those that do")
     counters = Counters()

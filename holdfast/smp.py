@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 from smp_daemon.__main__ import add_options
 from smp_daemon.budget import parse_size
 from smp_daemon.client import SmpClient
-from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
+from smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
 from smp_daemon.paths import ARENA_ENV, arena_path, socket_path
-from smp_daemon.spawn import find_leftovers, parse_report, remove, running_owner, smp_command, start_deadline_s
+from smp_daemon.spawn import find_leftovers, launch, remove, running_owner, smp_command, start_deadline_s
 from snapshot.connect import job_from_environment, node_from_environment
 
 NOT_RUNNING = 3
@@ -97,17 +96,7 @@ def _start(parsed: argparse.Namespace) -> int:
         sys.stdout.flush()
         os.execv(command[0], command)
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=start_deadline_s(parsed.memory),
-            check=False,
-        )
-        owner, verb = parse_report(done.stdout, done.stderr), "started"
-    except subprocess.TimeoutExpired as error:
-        raise DeadlineExceeded(f"the SMP did not start within {error.timeout:.0f} s") from error
+        owner, verb = launch(command, start_deadline_s(parsed.memory)), "started"
     except ConfigError:
         found = running_owner(arena)
         if found is None or not socket_path(arena).exists():

@@ -13,9 +13,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from smp_daemon.errors import ConfigError, HoldfastError
+from smp_daemon.errors import ConfigError
 from smp_daemon.overview import Overview, look
-from smp_daemon.paths import ARENA_ENV, Owner, arena_base, read_owner
+from smp_daemon.paths import ARENA_ENV, Owner, find_owners
 
 COLOURS = {-1: "bold red", 0: "yellow"}
 
@@ -68,13 +68,7 @@ def show_top(parsed: argparse.Namespace) -> int:
 def gather(base: Path | None = None, job: str | None = None) -> list[tuple[Owner, Overview]]:
     """Every job with an arena below `base`, as one of its SMPs here sees it. Blocks for some seconds at most."""
     found: dict[str, tuple[Owner, Overview]] = {}
-    for path in sorted((base or arena_base()).glob("**/smp.json")):
-        try:
-            owner = read_owner(path.parent)
-        except HoldfastError:
-            continue  # it is no arena
-        if owner is None or (job is not None and owner.job != job):
-            continue
+    for owner in find_owners(base, job):
         if owner.job not in found or not found[owner.job][1].statuses:
             found[owner.job] = owner, look(owner.job, (owner.host, owner.bulk_port))
     return list(found.values())

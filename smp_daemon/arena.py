@@ -380,8 +380,6 @@ class Arena:
         (self.path / "lock").unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=False)
         reach("arena.removed")
-        for pool in self.pools():
-            pool.slots.clear()
 
 
 def _is_count(text: str) -> bool:

@@ -10,7 +10,7 @@ import os
 import select
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -123,10 +123,6 @@ class Attendance:
         now = time.monotonic()
         with self._lock:
             return [self._report(seen, now) for _, seen in sorted(self._seen.items())]
-
-    def count(self) -> Counter[str]:
-        """How many there are in each `Health`."""
-        return Counter(trainer.health for trainer in self.trainers())
 
     # ------------------------------------------------------------------ watching
 

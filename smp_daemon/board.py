@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from smp_daemon.errors import ProtocolError
+from smp_daemon.records import PART
 
 WORDS = 16
 """Of the SMP."""
@@ -95,7 +96,7 @@ class Board:
         """The board of a newer epoch, in place of this one. Who still has this one mapped is told that its epoch is
         over, and asks for quiet on nobody's board.
         """
-        part = self._path.with_name(self._path.name + ".part")
+        part = self._path.with_name(self._path.name + PART)
         part.unlink(missing_ok=True)
         board = Board(part, create=True)
         board._path = self._path

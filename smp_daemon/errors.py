@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 
 class HoldfastError(Exception):
     """Root of every error that holdfast raises on purpose."""
+
+
+E = TypeVar("E", bound=HoldfastError)
 
 
 class ConfigError(HoldfastError):
@@ -69,3 +75,12 @@ BY_NAME: dict[str, type[HoldfastError]] = {
     )
 }
 """How an error's name in a message becomes an exception again on the other side."""
+
+
+def failure_of(work: Callable[[], object], kind: type[E]) -> E | None:
+    """Why `work` failed, or None; errors of other kinds are raised."""
+    try:
+        work()
+    except kind as error:
+        return error
+    return None

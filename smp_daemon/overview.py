@@ -36,22 +36,16 @@ class Overview:
     @property
     def tiers(self) -> list[str]:
         """How the persist tier is, in words: one line if it is on and well, and one for every node with a problem."""
-        on = [status for status in self.statuses if status.tier is not None]
-        if not on:
+        tiers = [(status.inventory.node, status.tier) for status in self.statuses if status.tier is not None]
+        if not tiers:
             return []
-        tiers = [status.tier for status in on if status.tier is not None]
-        newest = max(
-            (tier for tier in tiers if tier.persisted), key=lambda tier: tier.persisted or (0, 0), default=None
-        )
-        if newest is None or newest.persisted is None:
-            lines = [f"nothing is persisted yet at {tiers[0].place}"]
-        else:
-            ago_s = max(0.0, time.time() - newest.at_s)
-            lines = [f"step {newest.persisted.step:,} is persisted at {newest.place}, {ago_s:,.0f} s ago"]
-        return [
-            *lines,
-            *(f"{s.inventory.node}: not persisted: {s.tier.problem}" for s in on if s.tier and s.tier.problem),
-        ]
+        known = [(tier.persisted, tier) for _, tier in tiers if tier.persisted is not None]
+        line = f"nothing is persisted yet at {tiers[0][1].place}"
+        if known:
+            snapshot, tier = max(known, key=lambda pair: pair[0])
+            ago_s = max(0.0, time.time() - tier.at_s)
+            line = f"step {snapshot.step:,} is persisted at {tier.place}, {ago_s:,.0f} s ago"
+        return [line, *(f"{node}: not persisted: {tier.problem}" for node, tier in tiers if tier.problem)]
 
     def age_s(self, standing: Standing) -> float | None:
         """Seconds since the last shard of a snapshot was sealed; None if no SMP that answers knows."""

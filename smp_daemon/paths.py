@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from smp_daemon.errors import ConfigError, ProtocolError
+from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
 from smp_daemon.limits import is_identifier
 from smp_daemon.records import read_json
 
@@ -66,3 +67,14 @@ def read_owner(arena: Path) -> Owner | None:
         return owner
     except TypeError as error:
         raise ProtocolError(f"{arena / 'smp.json'} does not describe an owner: {error}") from error
+
+
+def find_owners(base: Path | None = None, job: str | None = None) -> Iterator[Owner]:
+    """Who owns the arenas below `base`, of `job` or of any, in order of their paths; other files are passed over."""
+    for path in sorted((base or arena_base()).glob("**/smp.json")):
+        try:
+            owner = read_owner(path.parent)
+        except HoldfastError:
+            continue  # it is no arena
+        if owner is not None and (job is None or owner.job == job):
+            yield owner

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,17 +52,22 @@ def start_smp(job: str, node: str, arena: Path, *, host: str = "127.0.0.1", inse
     """
     command = [*smp_command(job, node, arena, host), "--detach", *(["--insecure"] if insecure else [])]
     with _one_at_a_time(arena.parent):
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=start_deadline_s(),
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise DeadlineExceeded(f"the SMP did not start within {error.timeout:.0f} s") from error
+        return launch(command, start_deadline_s())
+
+
+def launch(command: Sequence[str], deadline_s: float) -> Owner:
+    """Run a command line that starts an SMP and returns; what it reports.
+
+    Raises:
+        HoldfastError: what the SMP could not do, in its own words.
+        DeadlineExceeded: it said nothing for `deadline_s`.
+    """
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=deadline_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineExceeded(f"the SMP did not start within {deadline_s:.0f} s") from error
     return parse_report(done.stdout, done.stderr)
 
 

@@ -380,10 +380,11 @@ class Store:
         def stays(snapshot: SnapshotId) -> bool:
             return snapshot in keep or snapshot >= before
 
-        held = set(self._held)
         self._forget(lambda snapshot: not stays(snapshot))
         self.arena.release(keep, before, self._held)
-        self.holdings.keep_only(lambda key: stays(key.snapshot) or (isinstance(key, ShardKey) and key.snapshot in held))
+        self.holdings.keep_only(
+            lambda key: stays(key.snapshot) or (isinstance(key, ShardKey) and key.snapshot in self._held)
+        )
         self.changed.notify_all()
 
     def _is_open(self, snapshot: SnapshotId) -> bool:

@@ -27,7 +27,7 @@ import torch
 
 from smp_daemon.board import MAX_PAUSE_S, Outcome, Phase
 from smp_daemon.client import SmpClient
-from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
+from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.logs import Episodes, about, get_log, log_here
 from smp_daemon.paths import arena_path
@@ -446,13 +446,13 @@ class SnapshotHook:
         Every change of layout, and every attempt at one, is an epoch of its own; what was snapshot before stays until
         the new is protected. False, on every rank: some SMP is away, and it must be tried again.
         """
-        failure = _failure_of(self._attach)
+        failure = failure_of(self._attach, SmpUnavailable)
         if self._agreement.minimum([int(failure is None)])() == [1]:
             form = self._capture.plan(SnapshotId(self._epoch, self._step))
             if self._attempted:
                 self._epoch += 1
             self._attempted = True
-            failure = _failure_of(lambda: self._reserve(form.total_bytes))
+            failure = failure_of(lambda: self._reserve(form.total_bytes), SmpUnavailable)
             if failure is None:
                 self._planned = True
                 return True
@@ -527,15 +527,6 @@ class SnapshotHook:
                 self._connect_again()
                 self._client.join(self._epoch)
                 self._client.finish(self._epoch)
-
-
-def _failure_of(work: Callable[[], None]) -> SmpUnavailable | None:
-    """Why the SMP did not do `work`, or None; other errors are raised."""
-    try:
-        work()
-    except SmpUnavailable as error:
-        return error
-    return None
 
 
 def budget_from_environment() -> float:

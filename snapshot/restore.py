@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from smp_daemon.errors import (
     ProtocolError,
     StateMismatch,
     Unrecoverable,
+    failure_of,
 )
 from smp_daemon.inventory import Inventory, Persisted
 from smp_daemon.layout import Layout, SnapshotId
@@ -97,12 +98,12 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
             return Restored(epoch, clock=clock | {"fetch": clock["plan"], "load": clock["plan"]})
         reach("restore.before", plan.snapshot.step)
         attempt = _Attempt(client, plan, coord)
-        failure = _failure_of(attempt.recover)
-        whole, unspoilt = agreement.minimum([int(failure is None), int(not isinstance(failure, DamagedSnapshot))])()
+        failure = failure_of(attempt.recover, HoldfastError)
+        whole, unspoilt = _agree(agreement, failure)
         if whole:
             clock["fetch"] = time.monotonic()
             failure = _load(attempt, agreement, adapter, mover)
-            whole, unspoilt = agreement.minimum([int(failure is None), int(not isinstance(failure, DamagedSnapshot))])()
+            whole, unspoilt = _agree(agreement, failure)
         if whole:
             clock["load"] = time.monotonic()
             heal(client, plan, coords, coord)
@@ -125,6 +126,12 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
         course.failed(plan, str(failure or "another rank failed"), damaged=not unspoilt)
         text, why = "recovery of %s is tried again: %s", failure or "another rank failed"
         log.warning(text, plan.snapshot, why, extra=about(plan.snapshot))
+
+
+def _agree(agreement: Agreement, failure: HoldfastError | None) -> tuple[bool, bool]:
+    """Whether an attempt went well on every rank; and whether none has met damage. A collective call."""
+    whole, unspoilt = agreement.minimum([int(failure is None), int(not isinstance(failure, DamagedSnapshot))])()
+    return bool(whole), bool(unspoilt)
 
 
 def _plan(
@@ -277,15 +284,6 @@ class _Attempt:
         self._taken |= units_of(self.shard, ranges)
 
 
-def _failure_of(work: Callable[[], None]) -> HoldfastError | None:
-    """Why `work` failed, or None."""
-    try:
-        work()
-    except HoldfastError as error:
-        return error
-    return None
-
-
 def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Mover) -> HoldfastError | None:
     """Load a slot into the live job, checking it on the way. Nothing is written unless it fits on every rank.
 
@@ -322,7 +320,9 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Move
     gathering = plan_gathering(agreement, adapter.replica_set(), held, shared)
     tensors = {item.name: item.tensor for item in live}
     pieces = place_tensors(form, _own(tensors, held, shared))
-    failure = _failure_of(lambda: load_checked(mover, pieces, attempt.shard, attempt.mend, midway=attempt.midway))
+    failure = failure_of(
+        lambda: load_checked(mover, pieces, attempt.shard, attempt.mend, midway=attempt.midway), HoldfastError
+    )
     if agreement.minimum([int(failure is None)])() == [1]:
         if gathering is not None:
             gathering.fill(agreement, tensors)

@@ -6,9 +6,7 @@ import errno
 import mmap
 import os
 import resource
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,14 +23,6 @@ from smp_daemon.slots import Slot, SlotState
 PAGE = mmap.PAGESIZE
 SMALL_TMPFS = 16 * PAGE
 TAG = "0123456789abcdef"
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """An empty directory on shared memory."""
-    path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

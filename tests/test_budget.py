@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,13 +23,6 @@ from tests.smp_kit import Ground, SmpProcess, Trainer, memory_of, playground, ru
 from tests.test_arena import PAGE, TAG, at, crash, hold
 
 ROOM = 64 * PAGE
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 
 from chaos.sim.scheduler import active
 from chaos.sim.threads import Event, Signal
-from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
+from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError, failure_of
 from smp_daemon.layout import SnapshotId
 from smp_daemon.slotfile import Leaf, SlotFormat, plan_slot
 from snapshot.agreement import AgreementLost, Result
@@ -252,12 +252,10 @@ def load(attempt: Any, agreement: Member, adapter: SimAdapter, mover: SimMover) 
     if not whole:
         return problem
     live = torch.zeros(leaf.bytes, dtype=torch.uint8)
-    failure: HoldfastError | None = None
-    try:
-        pieces = [Piece(live, offset, leaf.bytes)]
-        load_checked(CpuMover(), pieces, attempt.shard, attempt.mend, midway=attempt.midway)
-    except HoldfastError as error:
-        failure = error
+    pieces = [Piece(live, offset, leaf.bytes)]
+    failure = failure_of(
+        lambda: load_checked(CpuMover(), pieces, attempt.shard, attempt.mend, midway=attempt.midway), HoldfastError
+    )
     if agreement.minimum([int(failure is None)])() == [1]:
         adapter.take_over(attempt.snapshot, live.numpy().tobytes())
     return failure

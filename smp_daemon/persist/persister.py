@@ -21,7 +21,7 @@ from smp_daemon.errors import ConfigError, DamagedSnapshot, HoldfastError, Place
 from smp_daemon.holdings import ShardKey
 from smp_daemon.inventory import Persisted
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.logs import get_log
+from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.pacer import Pacer
 from smp_daemon.persist.manifest import Manifest
 from smp_daemon.persist.options import Options
@@ -56,7 +56,7 @@ class Persister:
         self._closed = threading.Event()
         self._order: tuple[SnapshotId, Layout] | None = None
         self._accepted: SnapshotId | None = None
-        self._failing = False
+        self._episodes = Episodes(log)
         self._standing = Standing(self._place.name, options.every_s, options.keep) if options and self._place else None
         self._store: Store
 
@@ -188,18 +188,18 @@ class Persister:
             self._say(state="waiting")
 
     def _done(self, snapshot: SnapshotId, stored: int) -> None:
-        self._failing = False
         self._store.counters.add(snapshots_persisted=1, bytes_persisted=stored)
         self._say(persisted=snapshot, at_s=time.time(), problem="")
         log.info("%s is persisted; this node wrote %d bytes", snapshot, stored)
+        self._episodes.end("persist", "snapshots are persisted again: %s", snapshot, extra=about(snapshot))
 
     def _fail(self, snapshot: SnapshotId, problem: str, state: str = "waiting") -> None:
         if self._closed.is_set():
             return
         self._store.counters.add(persist_failures=1)
         self._say(problem=f"{snapshot}: {problem}", state=state)
-        log.log(logging.INFO if self._failing else logging.ERROR, "%s is not persisted: %s", snapshot, problem)
-        self._failing = True  # said once, until it works again
+        text, extra = "%s is not persisted: %s", about(snapshot)
+        self._episodes.begin("persist", text, snapshot, problem, level=logging.ERROR, extra=extra)
 
     def _say(self, **changes: Any) -> None:
         with self._changed:

@@ -11,7 +11,7 @@ from smp_daemon.holdings import Holdings, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.logs import get_log
 from smp_daemon.persist import manifest, planes
-from smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, Manifest
+from smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT
 from smp_daemon.persist.place import Place
 from smp_daemon.persist.reading import find
 from smp_daemon.persist.shardfile import Encoder, Header
@@ -116,11 +116,3 @@ def tidy(place: Place, job: str, keep: int) -> Sequence[SnapshotId]:
         except PlaceError as error:
             log.warning("%s is not removed from %s: %s", snapshot, place.name, error)
     return gone
-
-
-def describe(whole: Manifest) -> str:
-    """A whole snapshot in words."""
-    ratio = whole.bytes / max(1, whole.stored_bytes)
-    return (
-        f"{whole.snapshot}: {len(whole.stored)} shards, {whole.bytes:,} bytes in {whole.stored_bytes:,} ({ratio:.2f}x)"
-    )
