@@ -82,7 +82,7 @@ class TrainerConversation:
         return operation(message), None
 
     def ended(self) -> None:
-        for snapshot, coord in self._writing:
+        for snapshot, coord in sorted(self._writing):
             self._store.abandon(snapshot, coord)
         if self._hang_up is not None:
             self._smp.attendance.left(self._pid, self._hang_up, self._coord)
