@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_daemon.board import BEAT_ROWS, Board, Outcome, Phase
-from smp_daemon.errors import DeadlineExceeded, ProtocolError, SmpUnavailable, StaleEpoch
+from smp_daemon.errors import DamagedSnapshot, DeadlineExceeded, ProtocolError, SmpUnavailable, StaleEpoch
 from smp_daemon.inventory import Inventory, Persisted
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_SAYING, PROTOCOL_VERSION
@@ -177,6 +177,31 @@ class SmpClient:
             tuple(map(int, reply["digests"])),
         )
 
+    def lend(self, sources: Sources) -> None:
+        """From now on `unit` gives units of that snapshot, whoever holds them."""
+        self._call(self._in_epoch() | {"op": "lend", "sources": sources.to_json()})
+
+    def unit(self, coord: str, index: int, out: memoryview) -> int:
+        """Fill `out`, which is as long as that unit of a shard, with it, checked. Blocks while it is got.
+
+        Returns the bytes that the SMP has fetched over the network since `lend`.
+
+        Raises:
+            Unrecoverable, DamagedSnapshot: it cannot be had whole.
+        """
+        message = self._in_epoch() | {"op": "unit", "coord": coord, "unit": index}
+        with self._lock:
+            stream = self._connected()
+            stream.set_deadline(RECOVER_DEADLINE_S)
+            reply, payload = call(stream, message)
+            if payload != out.nbytes:
+                self._hang_up()
+                raise ProtocolError(f"unit {index} of {coord} has {payload} bytes there, and {out.nbytes} here")
+            stream.receive_into(out)
+        if digest(out) != reply.get("digest"):
+            raise DamagedSnapshot(f"unit {index} of {coord} was damaged on its way from the SMP")
+        return int(reply.get("bytes_fetched", 0))
+
     @property
     def persist_due(self) -> bool:
         """Whether this node is ready to persist a snapshot. Reads shared memory; never blocks."""
@@ -265,13 +290,17 @@ class SmpClient:
 
     def _call(self, message: Message, deadline_s: float = CALL_DEADLINE_S) -> Message:
         with self._lock:
-            if self._stream is None:
-                raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
-            self._stream.set_deadline(deadline_s)
-            reply, payload = call(self._stream, message)
+            stream = self._connected()
+            stream.set_deadline(deadline_s)
+            reply, payload = call(stream, message)
         if payload:
             raise ProtocolError("the SMP sent bytes that nobody asked for")
         return reply
+
+    def _connected(self) -> SocketStream:
+        if self._stream is None:
+            raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
+        return self._stream
 
     def _in_epoch(self) -> Message:
         """For what names no snapshot of this epoch: the SMP refuses it once the epoch that was joined is over."""

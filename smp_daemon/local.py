@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
 from smp_daemon.fields import identifier, number, seconds, snapshot_id, text
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.lending import Lender
 from smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_SAYING, PROTOCOL_VERSION
 from smp_daemon.logs import about, get_log
 from smp_daemon.rebuild import heal, recover, verify
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 """How many digests of units a message has room for, beside its other fields."""
 
-FENCED = ("recover", "heal", "say")
+FENCED = ("recover", "lend", "unit", "heal", "say")
 """Operations that change something here and name no snapshot of the epoch at hand: who has joined one says which."""
 
 log = get_log(__name__)
@@ -43,6 +44,8 @@ class TrainerConversation:
         self._greeted = False
         self._coord: str | None = None
         self._hang_up: Callable[[], None] | None = None
+        self._lender: Lender | None = None
+        self._lent: memoryview | None = None
         self._operations: dict[str, Callable[[Message], Message]] = {
             "hello": self._hello,
             "inventory": lambda message: smp.inventory().to_json(),
@@ -53,6 +56,8 @@ class TrainerConversation:
             "abandon": self._abandon,
             "await": self._await,
             "recover": self._recover,
+            "lend": self._lend,
+            "unit": self._unit,
             "heal": self._heal,
             "persist": lambda message: {"accepted": smp.persister.order(snapshot_id(message, "snapshot"))},
             "persisted": lambda message: smp.persister.look().to_json(),
@@ -67,7 +72,7 @@ class TrainerConversation:
             "stop": self._stop,
         }
 
-    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, None]:
+    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
         operation = self._operations.get(str(message.get("op")))
         if payload:
             stream.close()
@@ -79,13 +84,16 @@ class TrainerConversation:
             raise ProtocolError(f"an SMP does not know the operation {message.get('op')!r}")
         if "epoch" in message and message["op"] in FENCED:
             self._store.check_epoch(number(message, "epoch", MAX_COUNT))
-        return operation(message), None
+        self._lent = None
+        return operation(message), self._lent
 
     def ended(self) -> None:
         for snapshot, coord in sorted(self._writing):
             self._store.abandon(snapshot, coord)
         if self._hang_up is not None:
             self._smp.attendance.left(self._pid, self._hang_up, self._coord)
+        if self._lender is not None:
+            self._lender.close()
         if self._greeted:
             with self._store.changed:
                 self._smp.trainers -= 1
@@ -174,6 +182,24 @@ class TrainerConversation:
             "unit_bytes": recovered.unit_bytes,
             "digests": recovered.digests,
         }
+
+    def _lend(self, message: Message) -> Message:
+        """From now on `unit` gives units of this snapshot."""
+        sources = Sources.from_json(message.get("sources"))
+        if sources.persisted:
+            raise ConfigError(f"{sources.snapshot} is persisted: units are lent from memory only")
+        if self._lender is not None:
+            self._lender.close()
+        self._store.is_restored(sources.snapshot)
+        self._lender = Lender(self._store, sources)
+        return {}
+
+    def _unit(self, message: Message) -> Message:
+        if self._lender is None:
+            raise ProtocolError("say first what to `lend` units of")
+        unit, unit_digest = self._lender.unit(identifier(message, "coord"), number(message, "unit", MAX_COUNT))
+        self._lent = unit
+        return {"digest": unit_digest, "bytes_fetched": self._lender.bytes_fetched}
 
     def _heal(self, message: Message) -> Message:
         sources = Sources.from_json(message.get("sources"))

@@ -40,6 +40,7 @@ from snapshot.cadence import Cadence
 from snapshot.capture import Capture
 from snapshot.connect import connect, job_from_environment, start_here, warn_of_stale_store
 from snapshot.copier import Copier, CopyJob
+from snapshot.elastic import elastic_from_environment
 from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
@@ -93,6 +94,7 @@ class SnapshotHook:
         arena: Path | None = None,
         deadline_s: float = 60.0,
         overhead_budget: float | None = None,
+        elastic: bool | None = None,
     ) -> None:
         if not 2 <= slots <= 16:
             raise ConfigError(f"slots={slots}: a shard has 2 to 16 slots")
@@ -108,6 +110,7 @@ class SnapshotHook:
         self._strict = strict
         self._arena = arena_path(self._job, arena)
         self._deadline_s = deadline_s
+        self._elastic = elastic_from_environment() if elastic is None else elastic
         self._ledger = Ledger(slots)
         self._copy: CopyJob | None = None
         self._outcomes: Result | None = None
@@ -241,7 +244,7 @@ class SnapshotHook:
         self._identify()
         self._mover = choose_mover({item.tensor.device for item in self._adapter.tensors()})
         try:
-            self._restored = restore(self._client, self._agreement, self._adapter, self._mover)
+            self._restored = restore(self._client, self._agreement, self._adapter, self._mover, elastic=self._elastic)
         except BaseException:
             self._close()
             raise
