@@ -101,6 +101,11 @@ class SmpClient:
         """What the SMP holds."""
         return Inventory.from_json(self._call({"op": "inventory"}))
 
+    def census(self) -> list[Inventory]:
+        """What SMPs of other nodes hold that have no trainer, without their layouts. Blocks while they are asked."""
+        reply = self._call({"op": "census"}, RECOVER_DEADLINE_S)
+        return [Inventory.from_json(each) for each in reply["inventories"]]
+
     def join(self, epoch: int) -> None:
         """Enter an epoch; fences every older one."""
         self._call({"op": "join", "epoch": epoch})

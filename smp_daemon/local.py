@@ -6,9 +6,10 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+from smp_daemon.census import addresses_of, take_census
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
 from smp_daemon.fields import identifier, number, seconds, snapshot_id, text
 from smp_daemon.layout import Layout, SnapshotId
@@ -49,6 +50,7 @@ class TrainerConversation:
         self._operations: dict[str, Callable[[Message], Message]] = {
             "hello": self._hello,
             "inventory": lambda message: smp.inventory().to_json(),
+            "census": self._census,
             "join": self._join,
             "configure": self._configure,
             "begin": self._begin,
@@ -118,6 +120,14 @@ class TrainerConversation:
             self._coord = text(message, "coord")
             row = self._smp.attendance.attend(self._pid, self._coord, self._hang_up)
         return {"node": self._store.node, "pid": os.getpid(), "row": row}
+
+    def _census(self, message: Message) -> Message:
+        """What SMPs hold that no trainer asks. Without their layouts, which are known here."""
+        with self._store.changed:
+            addresses = addresses_of(self._store.arena.layouts.values())
+        found = take_census(self._store.job, addresses, self._store.counters)
+        others = [each for each in found if not each.trainers and each.node != self._store.node]
+        return {"inventories": [replace(each, layouts={}).to_json() for each in others]}
 
     def _join(self, message: Message) -> Message:
         self._store.join(number(message, "epoch", MAX_COUNT))

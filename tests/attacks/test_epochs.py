@@ -57,6 +57,7 @@ class Zombie:
         return {
             "hello": ({"job": JOB, "version": 2}, None),
             "inventory": ({}, None),
+            "census": ({}, None),
             "join": ({"epoch": 1}, STALE),
             "configure": ({"layout": {**self.layout, "slots": 4}}, STALE),
             "begin": ({**written, "keep": []}, STALE),
@@ -174,22 +175,9 @@ def test_trainers_map_nothing_but_slots_and_the_board() -> None:
 
 
 TRAINER_OPERATIONS = (
-    *(
-        "hello",
-        "inventory",
-        "join",
-        "configure",
-        "begin",
-        "seal",
-        "abandon",
-        "await",
-        "recover",
-        "lend",
-        "unit",
-        "heal",
-    ),
-    "counters",
-    *("scrub", "verify", "say", "finish", "stop", "persist", "persisted", "persisted_layout"),
+    *("hello", "inventory", "census", "join", "configure", "begin", "seal", "abandon", "await", "recover", "lend"),
+    *("unit", "heal", "counters", "scrub", "verify", "say", "finish", "stop", "persist", "persisted"),
+    "persisted_layout",
 )
 
 
