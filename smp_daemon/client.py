@@ -21,7 +21,7 @@ from smp_daemon.limits import CALL_DEADLINE_S, MAX_SAYING, PROTOCOL_VERSION
 from smp_daemon.paths import socket_path
 from smp_daemon.pidfds import await_end
 from smp_daemon.records import digest
-from smp_daemon.sources import Sources
+from smp_daemon.sources import Address, Sources
 from smp_daemon.transport import Message, SocketStream, call, connect
 
 RECOVER_DEADLINE_S = 600.0
@@ -101,9 +101,9 @@ class SmpClient:
         """What the SMP holds."""
         return Inventory.from_json(self._call({"op": "inventory"}))
 
-    def census(self) -> list[Inventory]:
-        """What SMPs of other nodes hold that have no trainer, without their layouts. Blocks while they are asked."""
-        reply = self._call({"op": "census"}, RECOVER_DEADLINE_S)
+    def census(self, addresses: Collection[Address]) -> list[Inventory]:
+        """What those SMPs hold that answer, without their layouts. Blocks while they are asked."""
+        reply = self._call({"op": "census", "addresses": list(addresses)}, RECOVER_DEADLINE_S)
         return [Inventory.from_json(each) for each in reply["inventories"]]
 
     def join(self, epoch: int) -> None:

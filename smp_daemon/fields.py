@@ -46,3 +46,10 @@ def snapshot_id(message: Message, key: str) -> SnapshotId:
     if not isinstance(value, list) or len(value) != 2:
         raise ProtocolError(f"{key!r} must be [epoch, step], not {value!r}")
     return SnapshotId(*(number({key: n}, key, MAX_COUNT) for n in value))
+
+
+def address(value: object) -> tuple[str, int]:
+    """``[host, port]``."""
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str) or not isinstance(value[1], int):
+        raise ProtocolError(f"a message says at which address somebody is, not {str(value)[:80]}")
+    return value[0], value[1]

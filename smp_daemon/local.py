@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from smp_daemon.census import addresses_of, take_census
+from smp_daemon.census import take_census
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
-from smp_daemon.fields import identifier, number, seconds, snapshot_id, text
+from smp_daemon.fields import address, identifier, number, seconds, snapshot_id, text
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.lending import Lender
-from smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_SAYING, PROTOCOL_VERSION
+from smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_NODES, MAX_SAYING, PROTOCOL_VERSION
 from smp_daemon.logs import about, get_log
 from smp_daemon.rebuild import heal, recover, verify
 from smp_daemon.scrub import scrub
@@ -122,12 +122,12 @@ class TrainerConversation:
         return {"node": self._store.node, "pid": os.getpid(), "row": row}
 
     def _census(self, message: Message) -> Message:
-        """What SMPs hold that no trainer asks. Without their layouts, which are known here."""
-        with self._store.changed:
-            addresses = addresses_of(self._store.arena.layouts.values())
-        found = take_census(self._store.job, addresses, self._store.counters)
-        others = [each for each in found if not each.trainers and each.node != self._store.node]
-        return {"inventories": [replace(each, layouts={}).to_json() for each in others]}
+        """What the SMPs at these addresses hold; without their layouts, which whoever knows of them has."""
+        told = message.get("addresses")
+        if not isinstance(told, list) or len(told) > MAX_NODES:
+            raise ProtocolError(f"'addresses' must be a list of at most {MAX_NODES}")
+        found = take_census(self._store.job, [address(each) for each in told], self._store.counters)
+        return {"inventories": [replace(each, layouts={}).to_json() for each in found]}
 
     def _join(self, message: Message) -> Message:
         self._store.join(number(message, "epoch", MAX_COUNT))

@@ -16,6 +16,7 @@ import torch
 
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, StateMismatch, failure_of
+from smp_daemon.inventory import Inventory
 from smp_daemon.logs import about, get_log
 from smp_daemon.plan import RestorePlan
 from smp_daemon.points import reach
@@ -51,6 +52,17 @@ def elastic_from_environment() -> bool:
     if text not in ("", "0", "1"):
         raise ConfigError(f"{ENV}={text!r}: say 1 to let the number of data-parallel ranks change, or 0")
     return text == "1"
+
+
+def ask_idle(client: SmpClient, agreement: Agreement, inventories: Sequence[Inventory]) -> list[Inventory]:
+    """What the SMPs of nodes hold that have no rank any more, but are still there. A collective call: the first rank
+    asks for all."""
+    known = {key: layout for inventory in inventories for key, layout in inventory.layouts.items()}
+    bulk = {node.name: node.bulk for _, layout in sorted(known.items()) for node in layout.nodes}
+    missing = sorted(bulk[name] for name in bulk.keys() - {inventory.node for inventory in inventories})
+    told = client.census(missing) if missing and agreement.rank == 0 else []
+    texts = agreement.gather(json.dumps([inventory.to_json() for inventory in told]).encode())
+    return [Inventory.from_json(each) for text in texts for each in json.loads(text)]
 
 
 @dataclass(frozen=True, slots=True)

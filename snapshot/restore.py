@@ -29,7 +29,7 @@ from smp_daemon.points import reach
 from smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement
-from snapshot.elastic import Resharding
+from snapshot.elastic import Resharding, ask_idle
 from snapshot.loading import check_ranges, load_checked, units_of
 from snapshot.movers import Mover
 from snapshot.replicas import is_part_of, part_of, plan_gathering
@@ -94,7 +94,9 @@ def restore(
     course = Course()
     unpromised: set[SnapshotId] = set()
     while True:
-        inventories, coords = exchange(client, agreement, coord, others=elastic)
+        inventories, coords = exchange(client, agreement, coord)
+        if elastic:
+            inventories += ask_idle(client, agreement, inventories)
         unpromised.update(*(inventory.unpromised for inventory in inventories))
         plan, newest = _plan(client, agreement, inventories, coords, course, unpromised, failure, elastic)
         resharded = plan is not None and set(plan.sources.layout.coords) != set(coords)
@@ -214,28 +216,19 @@ def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], cours
     log.error("going back to %s, which was persisted: %s", plan.snapshot, after, extra=about(plan.snapshot))
 
 
-def exchange(
-    client: SmpClient, agreement: Agreement, coord: str, *, others: bool = False
-) -> tuple[list[Inventory], dict[str, str]]:
-    """Every SMP's inventory, and the node of every coordinate. A collective call.
-
-    Args:
-        others: the inventories of SMPs that no rank is connected to, too.
-    """
-    more = [each.to_json() for each in client.census()] if others else []
-    mine = {"coord": coord, "inventory": client.inventory().to_json(), "others": more}
-    idle: dict[str, Inventory] = {}
+def exchange(client: SmpClient, agreement: Agreement, coord: str) -> tuple[list[Inventory], dict[str, str]]:
+    """Every SMP's inventory, and the node of every coordinate."""
+    mine = {"coord": coord, "inventory": client.inventory().to_json()}
     by_node: dict[str, Inventory] = {}
     coords: dict[str, str] = {}
     for text in agreement.gather(json.dumps(mine).encode()):
         data: Any = json.loads(text)
         inventory = Inventory.from_json(data["inventory"])
         by_node[inventory.node] = inventory
-        idle |= {each.node: each for each in map(Inventory.from_json, data["others"])}
         if data["coord"] in coords:
             raise StateMismatch(f"two ranks have the coordinate {data['coord']!r}")
         coords[data["coord"]] = inventory.node
-    return list((idle | by_node).values()), coords
+    return list(by_node.values()), coords
 
 
 class _Attempt:

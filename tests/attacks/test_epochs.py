@@ -57,7 +57,7 @@ class Zombie:
         return {
             "hello": ({"job": JOB, "version": 2}, None),
             "inventory": ({}, None),
-            "census": ({}, None),
+            "census": ({"addresses": []}, None),
             "join": ({"epoch": 1}, STALE),
             "configure": ({"layout": {**self.layout, "slots": 4}}, STALE),
             "begin": ({**written, "keep": []}, STALE),
