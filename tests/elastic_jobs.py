@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from chaos import drill
 from chaos.trainer import Trainer
 from examples.elastic import Elastic
+from examples.zero import Zero
 from smp_daemon.points import reach
 
 DRAIN_DEADLINE_S = 10.0
@@ -35,6 +36,8 @@ def train() -> None:
         from holdfast.gpt import Gpt
 
         job = Gpt(1234, **args.get("options", {}))
+    elif args["kind"] == "zero":
+        job = Zero(7)
     else:
         job = Elastic(7, args["kind"], **args.get("options", {}))
     arena = Path(args["arena"]) / os.environ["HOLDFAST_NODE"]
@@ -58,7 +61,9 @@ def train() -> None:
 
 def said(job: Any, ema: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Digests: of the job as a whole, and of what each rank has of its own."""
-    pieces = list(megatron(job) if hasattr(job, "chunks") else plain(job))
+    pieces = list(
+        megatron(job) if hasattr(job, "chunks") else plain(job.model, getattr(job, "optim", None) or job.zero.optim)
+    )
     everyone: list[list[Piece]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, pieces)
     wholes: dict[str, torch.Tensor] = {}
@@ -73,6 +78,7 @@ def said(job: Any, ema: dict[str, torch.Tensor]) -> dict[str, Any]:
     holes = [name for name, mask in seen.items() if not mask.all()]
     assert not holes, holes
     schedule = job.scheduler if hasattr(job, "chunks") else job.schedule
+    position = job.batches.state_dict() if hasattr(job, "batches") else {}
     own = dict(drill.generators())
     if hasattr(job, "chunks"):
         from megatron.core import tensor_parallel
@@ -80,18 +86,17 @@ def said(job: Any, ema: dict[str, torch.Tensor]) -> dict[str, Any]:
         own |= {f"tracker.{k}": v for k, v in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
     return {
         "whole": {name: drill.digest(whole) for name, whole in sorted(wholes.items())},
-        "alike": drill.digest([sorted(schedule.state_dict().items(), key=str), ema["ema"].tolist()]),
+        "alike": drill.digest([sorted(schedule.state_dict().items(), key=str), ema["ema"].tolist(), position]),
         "own": drill.digests(own.items()),
     }
 
 
-def plain(job: Elastic) -> Iterator[Piece]:
-    """Parameters, and the optimizer's state; distributed tensors put together by torch."""
-    for name, parameter in job.model.named_parameters():
-        for key, value in [("", parameter), *job.optim.state.get(parameter, {}).items()]:
+def plain(model: torch.nn.Module, optim: torch.optim.Optimizer) -> Iterator[Piece]:
+    """Parameters, and the state that this rank's optimizer has; distributed tensors put together by torch."""
+    for name, parameter in model.named_parameters():
+        for key, value in [("", parameter), *optim.state.get(parameter, {}).items()]:
             full = value.full_tensor() if isinstance(value, DTensor) else value
             yield f"{name}/{key}", full.numel(), 0, full.detach().clone()
-    yield "position", 1, 0, torch.tensor([job.batches.state_dict()["position"]])
 
 
 def megatron(job: Any) -> Iterator[Piece]:

@@ -122,6 +122,7 @@ def test_whoever_is_killed_on_the_way_loses_nothing(fleet: Callable[..., Fleet])
     assert one(job.run(3, 6).of("started"), 3) == one(history.of("end"), 3)
 
 
+@SLOW
 def test_a_rank_that_never_was_gets_streams_of_its_own(fleet: Callable[..., Fleet]) -> None:
     job = fleet("ddp")
     before = one(job.run(2, 3).of("end"), 2)
@@ -141,6 +142,20 @@ def test_what_cannot_be_is_said(fleet: Callable[..., Fleet]) -> None:
     job.lose(2)
     with pytest.raises(JobFailed, match=r"Unrecoverable: step \d .* was protected, and too much of it is lost"):
         job.run(3, 4)
+
+
+@SLOW
+def test_optimizer_state_that_is_dealt_out_goes_where_its_parameter_goes(fleet: Callable[..., Fleet]) -> None:
+    """ZeRO-1: each rank has the moments of other parameters, under numbers of its own; three deal them out anew."""
+    job = fleet("zero")
+    before = one(job.run(4, 4).of("end"), 4)
+    job.lose(2)
+    three = job.run(3, 6)
+    started = one(three.of("started"), 3)
+    assert (started["whole"], started["alike"]) == (before["whole"], before["alike"])
+    after = one(three.of("end"), 3)
+    again = one(job.run(4, 7).of("started"), 4)
+    assert (again["whole"], again["alike"]) == (after["whole"], after["alike"])
 
 
 @pytest.mark.parametrize(
