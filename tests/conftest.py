@@ -13,6 +13,9 @@ import pytest
 from chaos.launcher import Launcher
 from holdfast.demo import PRELOAD
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Two workers share two cores, and threads that OpenMP keeps spinning take them from processes that have work."""
+
 os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
 """Steps of tests take no time, so any snapshot would be over any budget."""
 
