@@ -159,6 +159,9 @@ class TrainerConversation:
             recovered = self._smp.persister.recover(sources.snapshot, coord, check)
         else:
             recovered = recover(self._store, sources, coord, self._smp.settings.rebuild, check)
+        self._smp.recoveries.restored(
+            self._store.epoch, sources.snapshot, coord, recovered.how, recovered.bytes_fetched
+        )
         if len(recovered.digests) > MAX_DIGESTS:
             raise ConfigError(
                 f"{message['coord']} has {len(recovered.digests)} units of {recovered.unit_bytes} bytes, and a message "

@@ -16,7 +16,9 @@ from smp_daemon.errors import ProtocolError
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import SnapshotId
 from smp_daemon.liveness import Health, Trainer, judge_lease
+from smp_daemon.logs import Event, last_events
 from smp_daemon.persist.standing import Standing
+from smp_daemon.recoveries import Recovery
 from smp_daemon.slots import SlotState
 from smp_daemon.sources import Address
 
@@ -41,6 +43,8 @@ class Status:
             up; 0: never.
         said: what a trainer wants operators to know; empty if nothing.
         tier: how the persist tier is here; None if it is off.
+        recoveries: the last ones here, the newest first.
+        events: the last lines of its log, the newest first, see `smp_daemon.logs.Event`.
         access: how it tells friend from foe, see `smp_daemon.credentials.access_of`.
     """
 
@@ -59,6 +63,8 @@ class Status:
     lease_s: float = 0.0
     said: str = ""
     tier: Standing | None = None
+    recoveries: tuple[Recovery, ...] = ()
+    events: tuple[Event, ...] = ()
     access: str = ""
 
     @property
@@ -81,6 +87,8 @@ class Status:
             "trainers": [trainer.to_json() for trainer in self.trainers],
             "troubles": self.troubles,
             "tier": self.tier.to_json() if self.tier else None,
+            "recoveries": [recovery.to_json() for recovery in self.recoveries],
+            "events": [event.to_json() for event in self.events],
         }
 
     @classmethod
@@ -103,6 +111,8 @@ class Status:
                 lease_s=float(data["lease_s"]),
                 said=str(data["said"]),
                 tier=Standing.from_json(data["tier"]) if data["tier"] else None,
+                recoveries=tuple(Recovery.from_json(recovery) for recovery in data["recoveries"]),
+                events=tuple(Event.from_json(event) for event in data["events"]),
                 access=str(data["access"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -141,6 +151,8 @@ def take_status(smp: Smp) -> Status:
         smp.settings.reform_after_s,
         smp.said,
         smp.persister.standing,
+        tuple(smp.recoveries.last()),
+        last_events(),
         smp.access,
     )
 

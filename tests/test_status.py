@@ -202,6 +202,7 @@ def test_a_browser_shows_it(smps: list[SmpProcess], job: Run, tmp_path: Path) ->
     assert "step 12,340 is safe against the loss of any 1 node" in done.stdout
     assert done.stdout.count('class="node"') == 3
     assert done.stdout.count('class="node bad"') == 1
+    assert "parity is computed by" in done.stdout
 
 
 # ---------------------------------------------------------------------- where it listens
