@@ -68,7 +68,8 @@ class Overview:
         return min(ages, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """For people's programs, and the page."""
+        """For people's programs, and the page. Layouts are named by their digests alone."""
+        digests = {layout.digest for status in self.statuses for layout in status.inventory.layouts.values()}
         return {
             "job": self.job,
             "at": time.time(),
@@ -88,7 +89,7 @@ class Overview:
                 }
                 for standing in self.standings
             ],
-            "nodes": [status.to_json() for status in self.statuses],
+            "nodes": [status.to_json(digests) for status in self.statuses],
         }
 
     def sentence(self) -> str:
@@ -114,7 +115,7 @@ def look(job: str, first: Address) -> Overview:
     known = [layout for status in statuses for layout in status.inventory.layouts.values()]
     newest = max(known, key=lambda layout: (layout.epoch, layout.revision), default=None)
     others = [address for address in addresses_of([newest] if newest else []) if address != first]
-    statuses = sorted([*statuses, *take_statuses(job, others, counters)], key=lambda each: each.inventory.node)
+    statuses = sorted([*statuses, *take_statuses(job, others, counters, known)], key=lambda each: each.inventory.node)
     answering = {status.inventory.node for status in statuses}
     silent = [node.name for node in newest.nodes if node.name not in answering] if newest else []
     return Overview(job, tuple(statuses), tuple(silent), tuple(standings([status.inventory for status in statuses])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from smp_daemon.census import ask_all
 from smp_daemon.counters import Counters
 from smp_daemon.errors import ProtocolError
 from smp_daemon.inventory import Inventory
-from smp_daemon.layout import SnapshotId
+from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.liveness import Health, Trainer, judge_lease
 from smp_daemon.logs import Event, last_events
 from smp_daemon.persist.standing import Standing
@@ -77,12 +77,12 @@ class Status:
                 bad.append(f"peer {name} is {health} to {self.inventory.node}: quiet for {age_s:,.1f} s")
         return bad
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
+    def to_json(self, known: Collection[str] = ()) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back. `known`: see `Inventory.to_json`."""
         data = {name: getattr(self, name) for name in self.__dataclass_fields__}
         ages = sorted([*snapshot, seconds] for snapshot, seconds in self.ages_s.items())
         return data | {
-            "inventory": self.inventory.to_json(),
+            "inventory": self.inventory.to_json(known),
             "ages_s": ages,
             "trainers": [trainer.to_json() for trainer in self.trainers],
             "troubles": self.troubles,
@@ -92,11 +92,11 @@ class Status:
         }
 
     @classmethod
-    def from_json(cls, data: Any) -> Status:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+    def from_json(cls, data: Any, known: Mapping[str, Layout] | None = None) -> Status:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes. `known`: layouts by their digests."""
         try:
             return cls(
-                inventory=Inventory.from_json(data["inventory"]),
+                inventory=Inventory.from_json(data["inventory"], known),
                 pid=int(data["pid"]),
                 up_s=float(data["up_s"]),
                 arena=str(data["arena"]),
@@ -157,7 +157,11 @@ def take_status(smp: Smp) -> Status:
     )
 
 
-def take_statuses(job: str, addresses: Collection[Address], counters: Counters) -> list[Status]:
-    """Of all SMPs of a job that answer, by node. Blocks as `smp_daemon.census.take_census`."""
-    found = ask_all({"op": "status", "job": job}, addresses, counters, lambda r: Status.from_json(r["status"]))
+def take_statuses(
+    job: str, addresses: Collection[Address], counters: Counters, known: Collection[Layout] = ()
+) -> list[Status]:
+    """Of all SMPs of a job that answer, by node. Blocks as `smp_daemon.census.take_census`; `known` as there."""
+    by_digest = {layout.digest: layout for layout in known}
+    message = {"op": "status", "job": job, "known": list(by_digest)}
+    found = ask_all(message, addresses, counters, lambda reply: Status.from_json(reply["status"], by_digest))
     return sorted(found, key=lambda status: status.inventory.node)
