@@ -40,7 +40,7 @@ class Elastic:
     def __init__(self, seed: int, kind: str = "ddp", dropout: float = 0.0) -> None:
         seed_everything(seed)
         layers = nn.Sequential(
-            nn.Linear(WIDTH, 65), nn.GELU(), nn.Dropout(dropout), nn.Linear(65, 31), nn.Linear(31, WIDTH)
+            nn.Linear(WIDTH, 65), nn.GELU(), nn.Dropout(dropout), nn.Linear(65, 3), nn.Linear(3, WIDTH)
         )
         self.model = self._wrap(layers, kind)
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-2)

@@ -94,6 +94,7 @@ class Resharding:
         self._coord = coord
         self._rank = rank
         self._fills: list[_Fill] = []
+        self._made = False
 
     @property
     def bytes_fetched(self) -> int:
@@ -134,7 +135,7 @@ class Resharding:
                 problem = StateMismatch(f"the snapshot does not fit this job: not in this job: {_some(extra)}")
         fatal = isinstance(problem, StateMismatch | ConfigError | ProtocolError)
         fits, ready = agreement.minimum([int(not fatal), int(problem is None)])()
-        if not ready and values is not None:
+        if not ready and self._made:
             adapter.withdraw()
         if not fits:
             raise problem if fatal and problem else StateMismatch("the snapshot does not fit another rank; see its log")
@@ -204,6 +205,7 @@ class Resharding:
     ) -> None:
         adapter.check(*values)
         adapter.materialise(_leaves_to_make(family, adapter))
+        self._made = True
         problems = []
         owners = {stem: parameter.owner for stem, parameter in adapter.updated().items()}
         live = list(adapter.tensors())

@@ -150,9 +150,18 @@ class OldManifest:
 
     @classmethod
     def of(cls, shard: OldShard) -> OldManifest:
-        """Reads the leaves that only this rank holds."""
+        """Reads the leaves that only this rank holds.
+
+        Raises:
+            StateMismatch: it was written by a version that did not say which parts of a whole tensors are.
+        """
         early, late, fixed = shard.values()
-        shared, blocks = shared_leaves(shard.record), shard.record[FIXED].get("blocks", {})
+        if "blocks" not in shard.record[FIXED]:
+            raise StateMismatch(
+                f"the snapshot of {shard.coord} was taken by an older holdfast and cannot be cut anew: "
+                "start with the same parallel sizes"
+            )
+        shared, blocks = shared_leaves(shard.record), shard.record[FIXED]["blocks"]
         tensors = {name: place for name, place in shard.form.offsets.items() if not is_of_record(name)}
         encoded = shard.record[LATE].get("optim", [])
         return cls(
@@ -162,8 +171,8 @@ class OldManifest:
             blocks,
             [
                 {
-                    "prefix": kept.get("prefix", ""),
-                    "owners": kept.get("owners", {}),
+                    "prefix": kept["prefix"],
+                    "owners": kept["owners"],
                     "order": kept["order"],
                     "state": plain["state"],
                 }

@@ -28,14 +28,20 @@ class Fleet:
         self._args = {"kind": kind, "options": options, "arena": str(base)}
 
     def run(
-        self, ranks: int, steps: int, *, elastic: bool = True, faults: Callable[[VirtualCluster], None] | None = None
+        self,
+        ranks: int,
+        steps: int,
+        *,
+        elastic: bool = True,
+        faults: Callable[[VirtualCluster], None] | None = None,
+        **others: str,
     ) -> History:
         cluster = VirtualCluster(
             self._launcher,
             nodes=ranks,
             ranks_per_node=1,
             target="tests.elastic_jobs:train",
-            args={**self._args, "steps": steps, "elastic": elastic},
+            args={**self._args, "steps": steps, "elastic": elastic, **others},
             job="elastic",
             smps=False,
             deadline_s=90,
@@ -138,6 +144,8 @@ def test_what_cannot_be_is_said(fleet: Callable[..., Fleet]) -> None:
     job.run(4, 3)
     with pytest.raises(JobFailed, match=r"StateMismatch: the snapshot is of 4 ranks and this job has 3.*elastic=True"):
         job.run(3, 4, elastic=False)
+    with pytest.raises(JobFailed, match=r"StateMismatch: the snapshot does not fit this job"):
+        job.run(3, 4, kind="fsdp")
     job.lose(1)
     job.lose(2)
     with pytest.raises(JobFailed, match=r"Unrecoverable: step \d .* was protected, and too much of it is lost"):
