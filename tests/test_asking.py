@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import pytest
 
@@ -15,17 +16,19 @@ from tests.asking_kit import Played, Served, at, play, ways
 UNITS = 200
 
 
-def lost(data: int, parity: int, *, by_chain: bool = True, **changed: Served) -> Played:
-    """A lost node's shard; ``s0=...`` is source 0."""
-    sources = {at(n): changed.get(f"s{n}", Served()) for n in range(data + parity - 1)}
+NONE: Mapping[int, Served] = {}
+
+
+def lost(data: int, parity: int, changed: Mapping[int, Served] = NONE, *, by_chain: bool = True) -> Played:
+    """A lost node's shard; `changed` are the sources that are not as the others."""
+    sources = {at(n): changed.get(n, Served()) for n in range(data + parity - 1)}
     return play(Asking(UNITS, ways(data, parity), by_chain=by_chain), sources)
 
 
-def held(data: int, parity: int, *, count: int = UNITS, by_chain: bool = True, **changed: Served) -> Played:
-    """A shard that source 99 holds; ``holder=...`` is that one."""
-    sources = {at(n): changed.get(f"s{n}", Served()) for n in range(data + parity - 1)}
-    sources[at(99)] = changed.get("holder", Served())
-    return play(Asking(count, ways(data, parity, held=True), by_chain=by_chain), sources)
+def held(data: int, parity: int, holder: Served | None = None, *, count: int = UNITS) -> Played:
+    """A shard that source 99, `holder`, holds."""
+    sources = {at(n): Served() for n in range(data + parity - 1)} | {at(99): holder or Served()}
+    return play(Asking(count, ways(data, parity, held=True), by_chain=True), sources)
 
 
 class TestInGoodHealth:
@@ -62,27 +65,27 @@ class TestInGoodHealth:
 
 class TestASlowSource:
     def test_of_a_chain_is_left_out(self) -> None:
-        well, slow = lost(3, 2), lost(3, 2, s1=Served(seconds=0.2))
+        well, slow = lost(3, 2), lost(3, 2, {1: Served(seconds=0.2)})
         assert slow.seconds < 2.5 * well.seconds
 
     def test_that_holds_the_shard_is_helped(self) -> None:
-        well, slow = held(3, 2), held(3, 2, holder=Served(seconds=0.3))
+        well, slow = held(3, 2), held(3, 2, Served(seconds=0.3))
         assert slow.asks[How.CHAIN] > slow.asks[How.WHOLE] > 0
         assert slow.seconds < 0.25 * 0.3 * UNITS
         assert slow.seconds < 8 * well.seconds
 
     def test_becomes_slow_in_the_middle(self) -> None:
-        assert held(3, 2, holder=Served(changes=(0.5, 0.4))).seconds < 10
-        assert lost(3, 2, s2=Served(changes=(0.5, 0.4))).seconds < 10
+        assert held(3, 2, Served(changes=(0.5, 0.4))).seconds < 10
+        assert lost(3, 2, {2: Served(changes=(0.5, 0.4))}).seconds < 10
 
     def test_is_used_where_there_is_no_other(self) -> None:
-        played = lost(3, 1, s1=Served(seconds=0.2))
+        played = lost(3, 1, {1: Served(seconds=0.2)})
         assert sorted(played.written) == list(range(UNITS))
         assert played.hopeless is None
 
     def test_is_no_worse_than_all_slow(self) -> None:
-        every = {f"s{n}": Served(seconds=0.5) for n in range(4)}
-        played = lost(3, 2, **every)
+        every = {n: Served(seconds=0.5) for n in range(4)}
+        played = lost(3, 2, every)
         assert sorted(played.written) == list(range(UNITS))
         assert played.seconds < 0.5 * UNITS * 3
 
@@ -92,39 +95,39 @@ class TestASourceThatStops:
     def test_in_the_middle_costs_no_more_than_a_few_patiences(self, by_chain: bool) -> None:
         for stopped in range(4):
             well = lost(3, 2, by_chain=by_chain)
-            played = lost(3, 2, by_chain=by_chain, **{f"s{stopped}": Served(stalls=(0.3, 500.0))})
+            played = lost(3, 2, {stopped: Served(stalls=(0.3, 500.0))}, by_chain=by_chain)
             assert played.seconds < 1.7 * well.seconds + 3 * FIRST_PATIENCE_S, stopped
 
     def test_while_it_holds_the_shard_is_done_without(self) -> None:
-        played = held(3, 2, holder=Served(stalls=(0.3, 500.0)))
+        played = held(3, 2, Served(stalls=(0.3, 500.0)))
         assert played.seconds < 12
         assert played.again > 0
 
     def test_and_goes_on_is_taken_in_again(self) -> None:
-        played = held(3, 1, holder=Served(stalls=(0.3, 4.0)))
+        played = held(3, 1, Served(stalls=(0.3, 4.0)))
         assert sorted(played.written) == list(range(UNITS))
 
     def test_where_no_other_is_left_is_waited_for(self) -> None:
-        played = lost(3, 1, s0=Served(stalls=(0.3, 8.0)))
+        played = lost(3, 1, {0: Served(stalls=(0.3, 8.0))})
         assert sorted(played.written) == list(range(UNITS))
         assert 8.0 < played.seconds < 40.0
 
     def test_for_good_where_no_other_is_left_ends_it(self) -> None:
-        assert lost(3, 1, s0=Served(stalls=(0.3, 5000.0))).hopeless is not None
+        assert lost(3, 1, {0: Served(stalls=(0.3, 5000.0))}).hopeless is not None
 
 
 class TestASourceThatDies:
     def test_is_done_without(self) -> None:
         for died in range(4):
-            assert sorted(lost(3, 2, **{f"s{died}": Served(dies=0.4)}).written) == list(range(UNITS))
+            assert sorted(lost(3, 2, {died: Served(dies=0.4)}).written) == list(range(UNITS))
 
     def test_while_it_holds_the_shard_is_made_up_for(self) -> None:
-        played = held(3, 2, holder=Served(dies=0.4))
+        played = held(3, 2, Served(dies=0.4))
         assert sorted(played.written) == list(range(UNITS))
         assert played.asks[How.CHAIN] > 0
 
     def test_beyond_parity_ends_it_soon(self) -> None:
-        played = lost(3, 2, s0=Served(dies=0.4), s1=Served(dies=0.6))
+        played = lost(3, 2, {0: Served(dies=0.4), 1: Served(dies=0.6)})
         assert played.hopeless is not None
         assert played.seconds < 2.0
 
@@ -138,17 +141,17 @@ class TestASourceThatDies:
 
 class TestADamagedUnit:
     def test_of_its_holder_is_had_from_others(self) -> None:
-        played = held(3, 2, holder=Served(bad=frozenset({7, 8})))
+        played = held(3, 2, Served(bad=frozenset({7, 8})))
         assert sorted(played.written) == list(range(UNITS))
         assert played.asks[How.CHAIN] == 2
 
     def test_of_a_stripe_is_left_out_of_its_sum(self) -> None:
-        played = lost(3, 2, s1=Served(bad=frozenset((unit, 1) for unit in range(50))))
+        played = lost(3, 2, {1: Served(bad=frozenset((unit, 1) for unit in range(50)))})
         assert sorted(played.written) == list(range(UNITS))
 
     def test_beyond_parity_ends_it(self) -> None:
-        bad = {f"s{n}": Served(bad=frozenset({(9, n)})) for n in (1, 2)}
-        assert lost(3, 2, **bad).hopeless == 9
+        bad = {n: Served(bad=frozenset({(9, n)})) for n in (1, 2)}
+        assert lost(3, 2, bad).hopeless == 9
 
     def test_that_was_summed_wrong_is_had_from_its_holder_or_not_at_all(self) -> None:
         sources = {at(n): Served() for n in range(4)} | {at(99): Served(bad=frozenset({3}))}
