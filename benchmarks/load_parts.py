@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import select
@@ -44,6 +45,7 @@ READERS = 4
 
 DEADLINE_S = 300.0
 SWITCH = "switch"
+NUMBERS = itertools.count()
 WITHOUT = "benchmarks.load_parts"
 
 
@@ -61,6 +63,7 @@ class Links:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._hosts: dict[str, subprocess.Popen[bytes]] = {}
+        self._ports: dict[str, str] = {}
         run("ip", "link", "add", SWITCH, "type", "bridge")
         stack.callback(run, "ip", "link", "del", SWITCH)
         run("ip", "link", "set", SWITCH, "up")
@@ -76,7 +79,9 @@ class Links:
         while Path(path).stat().st_ino == mine:
             if time.monotonic() > limit:
                 raise DeadlineExceeded("unshare made no namespace")
-        port, near = f"port{len(self._hosts)}", f"near{len(self._hosts)}"
+        number = next(NUMBERS)  # a device goes some time after its namespace, so no name is used again
+        port, near = f"port{number}", f"near{number}"
+        self._ports[host] = port
         run("ip", "link", "add", port, "type", "veth", "peer", "name", near)
         run("ip", "link", "set", near, "netns", str(holder.pid), "name", "eth0")
         run("ip", "link", "set", port, "master", SWITCH, "up")
@@ -89,9 +94,9 @@ class Links:
 
     def shape(self, host: str, rate: float) -> None:
         """From now on at most so many bytes a second go to `host`, and as many from it."""
-        number, pid = list(self._hosts).index(host), self._hosts[host].pid
+        pid = self._hosts[host].pid
         rule = ("root", "tbf", "rate", f"{int(rate * 8)}bit", "burst", "128kb", "latency", "200ms")
-        run("tc", "qdisc", "replace", "dev", f"port{number}", *rule)
+        run("tc", "qdisc", "replace", "dev", self._ports[host], *rule)
         run("nsenter", f"--net=/proc/{pid}/ns/net", "tc", "qdisc", "replace", "dev", "eth0", *rule)
 
 

@@ -12,6 +12,7 @@ At most `LANES` asks are open at a time, and `SUMS` units are summed, whatever t
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -278,8 +279,10 @@ class Asking:
         rest = [number for number in able if able[number] in slow]
         if len(fast) < unit.ways.needed and not (slow_too and len(able) >= unit.ways.needed):
             return None
+        busy = Counter(address for ask in self._asks.values() for address in ask.through)
         shuffle = random.Random(unit.index)  # so that all are equally often next to each other, first, and left out
-        chosen = (shuffle.sample(fast, len(fast)) + shuffle.sample(rest, len(rest)))[: unit.ways.needed]
+        fast, rest = shuffle.sample(fast, len(fast)), shuffle.sample(rest, len(rest))
+        chosen = (sorted(fast, key=lambda number: busy[able[number]]) + rest)[: unit.ways.needed]
         order = tuple(shuffle.sample(chosen, len(chosen)))
         return _Next(unit, How.CHAIN, order, tuple(able[number] for number in order))
 
