@@ -224,6 +224,7 @@ class _Attempt:
         self.snapshot = plan.snapshot
         self.how = ""
         self.notes: dict[str, Any] = {}
+        self.node = client.node
         self._client = client
         self._sources = plan.sources
         self._coord = coord
@@ -317,7 +318,7 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Move
         raise problem or StateMismatch("the snapshot does not fit the job on another rank; see its log")
     if not whole_everywhere:
         return problem
-    gathering = plan_gathering(agreement, adapter.replica_set(), held, shared)
+    gathering = plan_gathering(agreement, adapter.replica_set(), held, shared, attempt.node)
     tensors = {item.name: item.tensor for item in live}
     pieces = place_tensors(form, _own(tensors, held, shared))
     failure = failure_of(
