@@ -10,6 +10,7 @@ from smp_daemon.census import addresses_of
 from smp_daemon.counters import Counters
 from smp_daemon.sources import Address
 from smp_daemon.standing import Standing, safest, standings
+from smp_daemon.starts import standing_streak
 from smp_daemon.status import Status, take_statuses
 
 
@@ -32,6 +33,12 @@ class Overview:
     def safest(self) -> Standing | None:
         """The newest snapshot that stands most."""
         return safest(self.standings)
+
+    @property
+    def repeats(self) -> str:
+        """How the last starts of the job ended, if it is over or came no further since; empty if there is no such."""
+        streak = standing_streak([status.inventory for status in self.statuses])
+        return str(streak) if streak is not None else ""
 
     @property
     def tiers(self) -> list[str]:
@@ -60,6 +67,7 @@ class Overview:
             "safe": self.sentence(),
             "silent": self.silent,
             "persisted": self.tiers,
+            "repeats": self.repeats,
             "snapshots": [
                 {
                     "epoch": standing.snapshot.epoch,

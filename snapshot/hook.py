@@ -31,6 +31,7 @@ from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpU
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.logs import Episodes, about, get_log, log_here
 from smp_daemon.paths import arena_path
+from smp_daemon.starts import WELL, End, failure_text
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement, Result, default_agreement
 from snapshot.arrange import coordinate_key, parse_domains, parse_protect
@@ -49,6 +50,7 @@ from snapshot.reserve import reserve
 from snapshot.restore import Restored, restore
 from snapshot.state import Misfit
 from snapshot.tracked import make
+from snapshot.wishes import wishes_from_environment
 
 log = get_log(__name__)
 
@@ -93,11 +95,13 @@ class SnapshotHook:
         arena: Path | None = None,
         deadline_s: float = 60.0,
         overhead_budget: float | None = None,
+        max_repeats: int | None = None,
     ) -> None:
         if not 2 <= slots <= 16:
             raise ConfigError(f"slots={slots}: a shard has 2 to 16 slots")
         self._adapter = adapter
         self._job = job or job_from_environment()
+        self._wishes = wishes_from_environment(max_repeats=max_repeats)
         budget = budget_from_environment() if overhead_budget is None else overhead_budget
         self._recording = recording_from_environment(slots)
         self._cadence = Cadence(every, budget or None, slots, self._recording)
@@ -241,8 +245,9 @@ class SnapshotHook:
         self._identify()
         self._mover = choose_mover({item.tensor.device for item in self._adapter.tensors()})
         try:
-            self._restored = restore(self._client, self._agreement, self._adapter, self._mover)
-        except BaseException:
+            self._restored = restore(self._client, self._agreement, self._adapter, self._mover, self._wishes)
+        except BaseException as error:
+            self._say_end(error)
             self._close()
             raise
         self._epoch = self._restored.epoch
@@ -293,6 +298,7 @@ class SnapshotHook:
         After an exception everything stays, for the restart.
         """
         self._boundary.remove()
+        self._say_end(error)
         self._pace.fence()
         if self._copy is not None:
             self._capture.finalise(self._copy)
@@ -509,6 +515,14 @@ class SnapshotHook:
         self._sealing.close()
         self._client.close()
         self._agreement.close()
+
+    def _say_end(self, error: BaseException | None) -> None:
+        """Have the SMP keep how the job ended here, for its next start. Never raises."""
+        failure = failure_text(error) if error is not None else WELL
+        try:
+            self._client.ended(self._coord, End(getattr(self, "_step", 0), failure))
+        except HoldfastError as problem:
+            log.warning("the SMP of this node does not hear how the job ends: %s", problem)
 
     def _finish(self) -> None:
         if self._copy is not None:

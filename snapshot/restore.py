@@ -27,6 +27,7 @@ from smp_daemon.logs import about, get_log
 from smp_daemon.plan import RestorePlan, healer, newest_protected, plan_persisted, plan_restore
 from smp_daemon.points import reach
 from smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
+from smp_daemon.starts import Start, Streak
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement
 from snapshot.loading import check_ranges, load_checked, units_of
@@ -36,6 +37,7 @@ from snapshot.shares import Part, parse_part
 from snapshot.state import NOTES, check_fit, decode_record, decode_values, is_of_record, place_tensors, shared_leaves
 from snapshot.tensors import read_leaf
 from snapshot.tiers import PERSISTED, Course, tier_of
+from snapshot.wishes import Wishes, agree, check_repeats
 
 log = get_log(__name__)
 
@@ -69,7 +71,9 @@ class Restored:
     passed_over: tuple[str, ...] = ()
 
 
-def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mover) -> Restored:
+def restore(
+    client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mover, wishes: Wishes | None = None
+) -> Restored:
     """Bring the newest snapshot back that can be had, tier by tier: see `snapshot.tiers`. A collective call; blocks.
 
     A copy that turns out to be damaged is no longer counted, and planning starts again. A snapshot that failed twice,
@@ -79,19 +83,24 @@ def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mo
     Raises:
         StateMismatch: see `check_fit`. Nothing was written on any rank.
         Unrecoverable: see `plan_restore`; or every copy turned out to be damaged, and tensors may be filled in part.
-        ConfigError, PlaceError: see `Course.choose_persisted`.
+        ConfigError, PlaceError: see `Course.choose_persisted`, `snapshot.wishes.agree`.
+        Repeated: see `check_repeats`. Nothing was changed anywhere.
     """
     coord = adapter.coordinate()
     clock = {"enter": time.monotonic()}
     failure: HoldfastError | None = None
     course = Course()
     unpromised: set[SnapshotId] = set()
+    streak: Streak | None = None
+    joined = False
     while True:
-        inventories, coords = exchange(client, agreement, coord)
+        inventories, coords, all_wishes = exchange_wishes(client, agreement, coord, wishes or Wishes())
+        streak = check_repeats(inventories, agree(all_wishes)) if not joined else streak
         unpromised.update(*(inventory.unpromised for inventory in inventories))
         plan, newest = _plan(client, agreement, inventories, coords, course, unpromised, failure)
         epoch = max(newest, *(inv.epoch for inv in inventories)) + 1
-        client.join(epoch)
+        client.join(epoch, Start(epoch, plan.snapshot.step if plan else 0, streak))
+        joined = True
         agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
         clock["plan"] = time.monotonic()
         if plan is None:
@@ -201,18 +210,28 @@ def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], cours
 
 
 def exchange(client: SmpClient, agreement: Agreement, coord: str) -> tuple[list[Inventory], dict[str, str]]:
-    """Every SMP's inventory, and the node of every coordinate."""
-    mine = {"coord": coord, "inventory": client.inventory().to_json()}
+    """Every SMP's inventory, and the node of every coordinate. A collective call."""
+    inventories, coords, _ = exchange_wishes(client, agreement, coord, Wishes())
+    return inventories, coords
+
+
+def exchange_wishes(
+    client: SmpClient, agreement: Agreement, coord: str, wishes: Wishes
+) -> tuple[list[Inventory], dict[str, str], list[Wishes]]:
+    """The same, and what every rank wishes."""
+    mine = {"coord": coord, "inventory": client.inventory().to_json(), "wishes": wishes.to_json()}
     by_node: dict[str, Inventory] = {}
     coords: dict[str, str] = {}
+    all_wishes: list[Wishes] = []
     for text in agreement.gather(json.dumps(mine).encode()):
         data: Any = json.loads(text)
         inventory = Inventory.from_json(data["inventory"])
         by_node[inventory.node] = inventory
+        all_wishes.append(Wishes.from_json(data["wishes"]))
         if data["coord"] in coords:
             raise StateMismatch(f"two ranks have the coordinate {data['coord']!r}")
         coords[data["coord"]] = inventory.node
-    return list(by_node.values()), coords
+    return list(by_node.values()), coords, all_wishes
 
 
 class _Attempt:
