@@ -8,6 +8,8 @@ from typing import Any
 
 from smp_daemon.census import addresses_of
 from smp_daemon.counters import Counters
+from smp_daemon.layout import SnapshotId
+from smp_daemon.plan import newest_protected, whole_snapshots
 from smp_daemon.sources import Address
 from smp_daemon.standing import Standing, safest, standings
 from smp_daemon.starts import standing_streak
@@ -41,6 +43,13 @@ class Overview:
         return str(streak) if streak is not None else ""
 
     @property
+    def older(self) -> list[SnapshotId]:
+        """Whole snapshots that only ``HOLDFAST_RESTORE_STEP`` goes back to, the newest first."""
+        inventories = [status.inventory for status in self.statuses]
+        protected = newest_protected(inventories)
+        return [each for each in whole_snapshots(inventories) if protected is not None and each < protected]
+
+    @property
     def tiers(self) -> list[str]:
         """How the persist tier is, in words: one line if it is on and well, and one for every node with a problem."""
         tiers = [(status.inventory.node, status.tier) for status in self.statuses if status.tier is not None]
@@ -68,6 +77,7 @@ class Overview:
             "silent": self.silent,
             "persisted": self.tiers,
             "repeats": self.repeats,
+            "older": [list(snapshot) for snapshot in self.older],
             "snapshots": [
                 {
                     "epoch": standing.snapshot.epoch,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from smp_daemon.errors import ProtocolError
+from smp_daemon.layout import SnapshotId
 from smp_daemon.limits import MAX_COUNT, MAX_FAILURE, is_identifier
 
 if TYPE_CHECKING:
@@ -81,6 +82,31 @@ class Streak:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """To go back to `snapshot`, whatever is newer, and to what was taken after that: in epoch `since` or later."""
+
+    snapshot: SnapshotId
+    since: int
+
+    def admits(self, snapshot: SnapshotId) -> bool:
+        """Whether a start that made this choice may go back to `snapshot`."""
+        return snapshot == self.snapshot or snapshot.epoch >= self.since
+
+    def to_json(self) -> list[int]:
+        """What `from_json` reads back."""
+        return [*self.snapshot, self.since]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Choice:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+        try:
+            epoch, step, since = data
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"not a choice of a snapshot: {error!r}") from error
+        return cls(SnapshotId(_count(epoch), _count(step)), _count(since))
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """One start of the job.
 
@@ -88,24 +114,28 @@ class Start:
         epoch: that it began.
         base: the step that it went back to; 0 on a cold start.
         before: how the starts before it ended; None if the last one ended well.
+        choice: what it was told to go back to; None: the newest.
     """
 
     epoch: int
     base: int
     before: Streak | None = None
+    choice: Choice | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
         before = self.before.to_json() if self.before else None
-        return {"epoch": self.epoch, "base": self.base, "before": before}
+        choice = self.choice.to_json() if self.choice else None
+        return {"epoch": self.epoch, "base": self.base, "before": before, "choice": choice}
 
     @classmethod
     def from_json(cls, data: Any) -> Start:
         """Raises `ProtocolError` if `data` is not what `to_json` makes."""
         try:
             before = Streak.from_json(data["before"]) if data["before"] is not None else None
-            return cls(_count(data["epoch"]), _count(data["base"]), before)
-        except (KeyError, TypeError) as error:
+            choice = Choice.from_json(data["choice"]) if data.get("choice") is not None else None
+            return cls(_count(data["epoch"]), _count(data["base"]), before, choice)
+        except (KeyError, TypeError, AttributeError) as error:
             raise ProtocolError(f"not a start of a job: {error!r}") from error
 
 

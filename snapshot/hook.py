@@ -96,12 +96,16 @@ class SnapshotHook:
         deadline_s: float = 60.0,
         overhead_budget: float | None = None,
         max_repeats: int | None = None,
+        generations: int | None = None,
+        restore_step: int | None = None,
     ) -> None:
         if not 2 <= slots <= 16:
             raise ConfigError(f"slots={slots}: a shard has 2 to 16 slots")
         self._adapter = adapter
         self._job = job or job_from_environment()
-        self._wishes = wishes_from_environment(max_repeats=max_repeats)
+        self._wishes = wishes_from_environment(
+            max_repeats=max_repeats, generations=generations, restore_step=restore_step
+        )
         budget = budget_from_environment() if overhead_budget is None else overhead_budget
         self._recording = recording_from_environment(slots)
         self._cadence = Cadence(every, budget or None, slots, self._recording)
@@ -112,7 +116,10 @@ class SnapshotHook:
         self._strict = strict
         self._arena = arena_path(self._job, arena)
         self._deadline_s = deadline_s
-        self._ledger = Ledger(slots)
+        self._slots = slots + self._wishes.generations - 1
+        if self._slots > 16:
+            raise ConfigError(f"slots={slots} and {self._wishes.generations} generations: together at most 17")
+        self._ledger = Ledger(self._slots, generations=self._wishes.generations)
         self._copy: CopyJob | None = None
         self._outcomes: Result | None = None
         self._copies: dict[SnapshotId, CopyJob] = {}
@@ -254,8 +261,15 @@ class SnapshotHook:
         self._step = self._restored.snapshot.step if self._restored.snapshot else 0
         self._phase = Phase.START
         self._client.beat(self._phase, self._step)
-        older = self._restored.protected if self._ledger.slots > 2 else None  # else none would ever be free
-        self._ledger = Ledger(self._ledger.slots, self._restored.snapshot, older, known=self._restored.whole)
+        self._ledger = Ledger.restored(
+            self._slots,
+            self._restored.snapshot,
+            self._restored.protected,
+            known=self._restored.whole,
+            generations=self._wishes.generations,
+            earlier=self._restored.earlier,
+            abandoned=self._restored.abandoned,
+        )
         self._capture = Capture(self._adapter, self._agreement, self._mover, self._job, self._coord)
         self._copier = Copier(self._client, self._sealing, self._mover, self._pace, self._reattach, self._over)
         self._capture.notes = self._cadence.notes
@@ -488,7 +502,7 @@ class SnapshotHook:
             self._coord,
             slot_bytes,
             self._protection,
-            self._ledger.slots,
+            self._slots,
             self._domains,
         )
         self._cadence.placed(self._layout)
