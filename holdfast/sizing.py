@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from holdfast.shapes import Shape
 from smp_daemon.errors import ConfigError
 from snapshot.arrange import Protection
+from snapshot.wishes import MAX_GENERATIONS
 
 STATE_BYTES = {"adam": 12.0, "adam-16bit": 6.0, "adam-8bit": 6.0, "sgd": 8.0}
 """Of each trained parameter: its main copy and moments, fp32; all in 16 bits; fp32 and two moments of a byte each
@@ -143,14 +144,17 @@ class Sizes:
     parity: int
 
 
-def size(job: Job, machine: Machine, protection: Protection, slots: int = 3) -> Sizes:
+def size(job: Job, machine: Machine, protection: Protection, slots: int = 3, generations: int = 1) -> Sizes:
     """What snapshots of `job` take.
 
     Raises:
-        ConfigError: the protection needs more nodes than there are, or the number of slots is not 2 to 16.
+        ConfigError: the protection needs more nodes than there are, or the number of slots is not 2 to 16, or of
+            generations not 1 to 8.
     """
     if not 2 <= slots <= 16:
         raise ConfigError(f"{slots} slots: use 2 to 16")
+    if not 1 <= generations <= MAX_GENERATIONS:
+        raise ConfigError(f"{generations} generations: keep 1 to {MAX_GENERATIONS}")
     chosen = protection.for_nodes(job.nodes)
     parity = chosen.parity if job.nodes > 1 else 0
     if parity and protection.data and protection.data + parity > job.nodes:
@@ -171,7 +175,7 @@ def size(job: Job, machine: Machine, protection: Protection, slots: int = 3) -> 
         static_bytes=static,
         gpu_bytes=node / job.gpus_per_node,
         node_bytes=node,
-        arena_bytes=slots * node * (1 + parity / chosen.data if parity else 1),
+        arena_bytes=(slots + generations - 1) * node * (1 + parity / chosen.data if parity else 1),
         device_bytes=device_bytes(job),
         copy_s=copy_s,
         encode_s=encode_s,

@@ -69,6 +69,7 @@ class Zombie:
             "scrub": ({}, None),
             "verify": ({}, None),
             "say": ({"text": "I am back", "epoch": 1}, STALE),
+            "ended": ({"coord": "dp0", "step": 2, "failure": "killed", "epoch": 1}, STALE),
             "finish": ({"epoch": 1}, STALE),
             "stop": ({"remove": True}, "ConfigError"),
             "persist": ({"snapshot": self.old}, None),
@@ -173,7 +174,7 @@ def test_trainers_map_nothing_but_slots_and_the_board() -> None:
 
 TRAINER_OPERATIONS = (
     *("hello", "inventory", "join", "configure", "begin", "seal", "abandon", "await", "recover", "heal", "counters"),
-    *("scrub", "verify", "say", "finish", "stop", "persist", "persisted", "persisted_layout"),
+    *("scrub", "verify", "say", "ended", "finish", "stop", "persist", "persisted", "persisted_layout"),
 )
 
 
