@@ -7,6 +7,7 @@ from __future__ import annotations
 from smp_daemon.errors import DamagedSnapshot, ProtocolError
 from smp_daemon.fetch import Fetcher
 from smp_daemon.holdings import ShardKey
+from smp_daemon.layout import SnapshotId
 from smp_daemon.links import Links
 from smp_daemon.records import digest
 from smp_daemon.sources import Sources
@@ -22,6 +23,11 @@ class Lender:
         self._links = Links(store.counters)
         self._fetcher = Fetcher(sources, self._links, store.counters, store.holdings.backend)
         self._buffer = memoryview(bytearray(sources.layout.unit_bytes))
+
+    @property
+    def snapshot(self) -> SnapshotId:
+        """Of which it gives units."""
+        return self._sources.snapshot
 
     @property
     def bytes_fetched(self) -> int:

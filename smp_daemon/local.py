@@ -126,7 +126,9 @@ class TrainerConversation:
         told = message.get("addresses")
         if not isinstance(told, list) or len(told) > MAX_NODES:
             raise ProtocolError(f"'addresses' must be a list of at most {MAX_NODES}")
-        found = take_census(self._store.job, [address(each) for each in told], self._store.counters)
+        with self._store.changed:
+            known = list(self._store.arena.layouts.values())
+        found = take_census(self._store.job, [address(each) for each in told], self._store.counters, known)
         return {"inventories": [replace(each, layouts={}).to_json() for each in found]}
 
     def _join(self, message: Message) -> Message:
@@ -177,6 +179,9 @@ class TrainerConversation:
             recovered = self._smp.persister.recover(sources.snapshot, coord, check)
         else:
             recovered = recover(self._store, sources, coord, self._smp.settings.rebuild, check)
+        self._smp.recoveries.restored(
+            self._store.epoch, sources.snapshot, coord, recovered.how, recovered.bytes_fetched
+        )
         if len(recovered.digests) > MAX_DIGESTS:
             raise ConfigError(
                 f"{message['coord']} has {len(recovered.digests)} units of {recovered.unit_bytes} bytes, and a message "
@@ -207,8 +212,13 @@ class TrainerConversation:
     def _unit(self, message: Message) -> Message:
         if self._lender is None:
             raise ProtocolError("say first what to `lend` units of")
+        before = self._lender.bytes_fetched
         unit, unit_digest = self._lender.unit(identifier(message, "coord"), number(message, "unit", MAX_COUNT))
         self._lent = unit
+        fetched = self._lender.bytes_fetched - before
+        if self._coord is not None:
+            epoch, of = self._store.epoch, self._lender.snapshot
+            self._smp.recoveries.restored(epoch, of, self._coord, "resharded", fetched)
         return {"digest": unit_digest, "bytes_fetched": self._lender.bytes_fetched}
 
     def _heal(self, message: Message) -> Message:
