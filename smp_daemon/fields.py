@@ -50,6 +50,13 @@ def snapshot_id(message: Message, key: str) -> SnapshotId:
     return SnapshotId(*(number({key: n}, key, MAX_COUNT) for n in value))
 
 
+def address(value: object) -> tuple[str, int]:
+    """``[host, port]``."""
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str) or not isinstance(value[1], int):
+        raise ProtocolError(f"a message says at which address somebody is, not {str(value)[:80]}")
+    return value[0], value[1]
+
+
 def digests(message: Message, key: str) -> frozenset[str]:
     """Digests of layouts, as texts; none if nothing is said."""
     value = message.get(key, [])

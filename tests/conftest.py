@@ -25,7 +25,7 @@ os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
     """Imports torch, megatron-core and the jobs once; every virtual cluster forks from it."""
-    with Launcher(["tests.jobs", *PRELOAD]) as started:
+    with Launcher(["tests.jobs", "tests.elastic_jobs", "tests.layout_jobs", *PRELOAD]) as started:
         started.wait_ready()
         yield started
 
