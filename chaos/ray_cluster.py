@@ -8,7 +8,6 @@ import json
 import os
 import selectors
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -49,12 +48,12 @@ class RayFault:
     """Something to be done when the member on a node comes to a point of a step.
 
     Attributes:
-        do: told the cluster and the pid of the process that waits at the point.
+        do: what is done; the process waits at the point meanwhile.
     """
 
     node: str
     step: int
-    do: Callable[[VirtualRay, int], None]
+    do: Callable[[VirtualRay], None]
     point: str = "train.step"
     done: bool = field(default=False, compare=False)
 
@@ -72,6 +71,7 @@ class VirtualRay:
         self._config = {**HEALTH, **(config or {})}
         self._raylets: dict[str, psutil.Process] = {}
         self._driver: subprocess.Popen[bytes] | None = None
+        self._frozen: list[psutil.Process] = []
         self.seats: list[list[Seat]] = []
 
     # ------------------------------------------------------------------ nodes
@@ -148,8 +148,16 @@ class VirtualRay:
             self._raylets[name].wait(END_DEADLINE_S)
 
     def freeze(self, name: str) -> None:
-        """SIGSTOP: to Ray the node is dead after a while, and its workers train on."""
-        self._raylets[name].suspend()
+        """SIGSTOP to a raylet and all that it started; the SMP goes on. To Ray the node is dead after a while."""
+        self._frozen = [*self._on([name]), self._raylets[name]]
+        for process in self._frozen:
+            process.suspend()
+
+    def thaw(self) -> None:
+        """What was frozen goes on, in the middle of what it was about, although others have taken its place."""
+        for process in self._frozen:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
 
     def lose(self, *names: str) -> None:
         """Cut the power of nodes: raylets, what they started, and SMPs are killed, and their memory is gone."""
@@ -161,6 +169,27 @@ class VirtualRay:
         psutil.wait_procs(left, END_DEADLINE_S)
         for name in names:
             shutil.rmtree(self.memory(name))
+
+    def kill_actors(self, name: str) -> None:
+        """SIGKILL to all members of crews on a node."""
+        for process in self._on([name]):
+            with suppress(psutil.NoSuchProcess):
+                if process.cmdline()[0].startswith("ray::Member"):
+                    process.kill()
+                    process.wait(END_DEADLINE_S)
+
+    def restart(self) -> None:
+        """The head is lost, all that Ray has with it, and the driver; operators start Ray again on the same hosts."""
+        if self._driver is not None:
+            self._driver.kill()
+            self._driver.wait(END_DEADLINE_S)
+        self.end()
+        self.begin()
+
+    def restart_gcs(self) -> None:
+        """The head's GCS dies and is started again; what it had stored is there only if `config` says so."""
+        self._cluster.head_node.kill_gcs_server()
+        self._cluster.head_node.start_gcs_server()
 
     def _on(self, names: Sequence[str]) -> list[psutil.Process]:
         """All that raylets of these nodes have started."""
@@ -197,7 +226,7 @@ class VirtualRay:
             raise HoldfastError(f"{len(missed)} faults never came due, as that of {missed[0].node}")
         events = [json.loads(line) for path in sorted(notes.glob("rank*.jsonl")) for line in path.open()]
         rounds = json.loads((notes / "seats.json").read_text())
-        self.seats = [[Seat(*seat) for seat in seats] for seats in rounds]
+        self.seats = [[Seat(**seat) for seat in seats] for seats in rounds]
         shutil.rmtree(notes)
         return History(events)
 
@@ -221,7 +250,7 @@ class VirtualRay:
                     said["step"],
                 ):
                     fault.done = True
-                    fault.do(self, said["pid"])
+                    fault.do(self)
             with suppress(BrokenPipeError, ConnectionResetError):
                 connection.sendall(b"g")
 
@@ -259,8 +288,3 @@ def _is_rays(process: psutil.Process) -> bool:
 
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-
-
-def kill_member(ray: VirtualRay, pid: int) -> None:
-    """SIGKILL to the actor that came to the point."""
-    os.kill(pid, signal.SIGKILL)

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from typing import Any
 COLLECTIVE_DEADLINE_S = 60.0
 
 
-def train(folder: str, args: dict[str, Any]) -> None:
-    """One member, one round."""
+def train(folder: str, life: float, args: dict[str, Any]) -> None:
+    """One member, one round; `life`: of the driver."""
     import torch
     import torch.distributed as dist
 
@@ -31,7 +32,7 @@ def train(folder: str, args: dict[str, Any]) -> None:
     with (Path(folder) / f"rank{rank}.jsonl").open("a") as file:
 
         def report(kind: str, **what: Any) -> None:
-            about = {"rank": rank, "generation": generation, "pid": os.getpid(), "wall": time.time()}
+            about = {"rank": rank, "life": life, "generation": generation, "pid": os.getpid(), "wall": time.time()}
             print(json.dumps({"kind": kind, **about, **what}), file=file, flush=True)
 
         go_through(args, report)
@@ -48,9 +49,9 @@ def drive(plan: dict[str, Any]) -> None:
     try:
         start()
         with Crew(plan["nodes"], **plan.get("crew", {})) as crew:
-            crew.run(train, plan["folder"], plan["args"])
+            crew.run(train, plan["folder"], time.time(), plan["args"])
         (Path(plan["folder"]) / "seats.json").write_text(
-            json.dumps([[[seat.rank, seat.ray_node, seat.pid, seat.rounds] for seat in seats] for seats in crew.seats])
+            json.dumps([[asdict(seat) for seat in seats] for seats in crew.seats])
         )
         stop(remove=True)
     finally:

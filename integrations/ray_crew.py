@@ -12,7 +12,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from smp_daemon.errors import ConfigError, DeadlineExceeded, StateMismatch, Unrecoverable
 from smp_daemon.logs import get_log
-from snapshot.connect import job_from_environment
+from snapshot.connect import job_from_environment, node_from_environment
 
 GRACE_S = 10.0
 """How long members may take to return after another one has died; then Ray restarts them, too."""
@@ -41,11 +41,12 @@ class Seat:
     """Where a member is in a round.
 
     Attributes:
-        ray_node: Ray's id of the node; `pid`: of the member's process.
+        node: how holdfast calls it; `ray_node`: Ray's id of it; `pid`: of the member's process.
         rounds: how many rounds that process took part in before.
     """
 
     rank: int
+    node: str
     ray_node: str
     pid: int
     rounds: int
@@ -58,7 +59,7 @@ class Crew:
 
     Args:
         nodes: how many, all distinct (``STRICT_SPREAD``), so that the nodes of a protection group are, too.
-        per_node: members on each; ranks go node by node.
+        per_node: members on each; ranks go node by node, in the order of the nodes' names at first.
         resources: of one member, in Ray's words; default a processor.
         job: id of the training run; default from the environment, as for `InMemorySnapshot`.
         environment: of the members, besides what torchrun would set; what a node's own raylet was started with comes
@@ -103,7 +104,7 @@ class Crew:
         """Ask Ray for the nodes and the actors; returns before they are there."""
         bundle = {name: amount * self._per_node for name, amount in self._resources.items()}
         self._group = placement_group([bundle] * self._nodes, strategy="STRICT_SPREAD")
-        self._members = [self._make(rank) for rank in range(self._nodes * self._per_node)]
+        self._members = [self._make(index) for index in range(self._nodes * self._per_node)]
         return self
 
     def __exit__(
@@ -113,8 +114,8 @@ class Crew:
             ray.kill(member)
         remove_placement_group(self._group)
 
-    def _make(self, rank: int) -> Any:
-        place = PlacementGroupSchedulingStrategy(self._group, rank // self._per_node)
+    def _make(self, index: int) -> Any:
+        place = PlacementGroupSchedulingStrategy(self._group, index // self._per_node)
         amounts = dict(self._resources)
         return (
             ray.remote(Member)
@@ -127,7 +128,7 @@ class Crew:
                 scheduling_strategy=place,
                 **self._options,
             )
-            .remote(rank, rank % self._per_node, self._per_node, self._job, self._environment)
+            .remote(index % self._per_node, self._per_node, self._job, self._environment)
         )
 
     def run(self, train: Callable[..., Any], *args: Any) -> list[Any]:
@@ -161,13 +162,17 @@ class Crew:
         waiting = [member.sit.options(max_task_retries=-1).remote() for member in self._members]
         try:
             found = ray.get(waiting, timeout=max(0.0, limit - time.monotonic()))
+            if not self.seats:
+                order = by_node([node for node, *_ in found], self._per_node)
+                self._members = [self._members[index] for index in order]
+                found = [found[index] for index in order]
         except GetTimeoutError:
             _, missing = ray.wait(waiting, num_returns=len(waiting), timeout=0)
             raise DeadlineExceeded(
                 f"{len(missing)} of {len(waiting)} members have no place within {self._deadline_s:.0f} s: the crew "
                 f"needs {self._nodes} distinct nodes with {self._resources} for each of {self._per_node} members"
             ) from None
-        self.seats.append(tuple(Seat(*seat) for seat in found))
+        self.seats.append(tuple(Seat(rank, *seat) for rank, seat in enumerate(found)))
 
     def _round(
         self, number: int, train: Callable[..., Any], args: tuple[Any, ...]
@@ -179,7 +184,8 @@ class Crew:
             return [], error
         world = len(self._members)
         calls = {
-            member.call.remote(number, world, store, train, args): rank for rank, member in enumerate(self._members)
+            member.call.remote(number, rank, world, store, train, args): rank
+            for rank, member in enumerate(self._members)
         }
         results: list[Any] = [None] * world
         found: Exception | None = None
@@ -204,22 +210,20 @@ class Crew:
 class Member:
     """One process of a crew. Runs in Ray."""
 
-    def __init__(self, rank: int, local_rank: int, local_size: int, job: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, local_rank: int, local_size: int, job: str, environment: Mapping[str, str]) -> None:
         for name, value in environment.items():
             os.environ.setdefault(name, value)
-        self._rank = rank
         self._rounds = 0
         self._store: Any = None
         os.environ |= {
             "HOLDFAST_JOB": job,
-            "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(local_size),
         }
 
-    def sit(self) -> tuple[int, str, int, int]:
+    def sit(self) -> tuple[str, str, int, int]:
         """Of `Seat`."""
-        return self._rank, ray.get_runtime_context().get_node_id(), os.getpid(), self._rounds
+        return node_from_environment(), ray.get_runtime_context().get_node_id(), os.getpid(), self._rounds
 
     def host(self) -> tuple[str, int]:
         """Host a store for one round; where it is."""
@@ -229,12 +233,15 @@ class Member:
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return address, self._store.port
 
-    def call(self, number: int, world: int, store: tuple[str, int], train: Callable[..., Any], args: Any) -> Any:
+    def call(
+        self, number: int, rank: int, world: int, store: tuple[str, int], train: Callable[..., Any], args: Any
+    ) -> Any:
         """Take part in a round, as a worker that torchrun started in an agent's store."""
         import torch.distributed as dist
 
         self._rounds += 1
         os.environ |= {
+            "RANK": str(rank),
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": store[0],
             "MASTER_PORT": str(store[1]),
@@ -267,6 +274,16 @@ def forget(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
     gc.collect()
+
+
+def by_node(nodes: Sequence[str], per_node: int) -> list[int]:
+    """In which order members take ranks, so that a crew on the same nodes has the same ranks on them. Pure.
+
+    Args:
+        nodes: of each member, `per_node` in a row on the same.
+    """
+    firsts = sorted(range(0, len(nodes), per_node), key=lambda first: (nodes[first], first))
+    return [first + local for first in firsts for local in range(per_node)]
 
 
 def worse(one: Exception | None, other: Exception) -> Exception:

@@ -20,7 +20,7 @@ pytest.importorskip("ray")
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from chaos.ray_cluster import RayFault, VirtualRay, kill_member
+from chaos.ray_cluster import RayFault, VirtualRay
 from integrations import ray as shepherds
 from integrations.ray_crew import Crew, worse
 
@@ -45,7 +45,10 @@ def folder() -> Iterator[Path]:
 def test_an_actor_is_killed_and_the_other_goes_on_in_the_same_process(launcher: Launcher, folder: Path) -> None:
     expected = undisturbed(launcher, 2)
     with VirtualRay(2, folder) as cluster:
-        history = cluster.run({"nodes": 2, "args": {**ARGS, "snapshots": True}}, [RayFault("node1", 5, kill_member)])
+        history = cluster.run(
+            {"nodes": 2, "args": {**ARGS, "snapshots": True}},
+            [RayFault("node1", 5, lambda ray: ray.kill_actors("node1"))],
+        )
         first, second = cluster.seats
     assert compare(expected, history) == ""
     assert {(e["step"], e["how"]) for e in history.of("started", generation=1)} == {(4, "held")}
