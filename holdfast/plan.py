@@ -45,6 +45,7 @@ def add(commands: Any, add_json: Any) -> None:
     plan.add_argument("--protect", default="auto", help="k+m such as 6+2, copies:r, auto or none (default auto)")
     plan.add_argument("--slots", type=int, default=3, help="slots for each shard (default 3)")
     plan.add_argument("--generations", type=int, default=1, help="protected snapshots that are kept (default 1)")
+    plan.add_argument("--persist", action="store_true", help="snapshots are also written to storage")
     plan.add_argument("--device-rate", default="25GB/s", help="one GPU to host memory (default 25GB/s)")
     plan.add_argument("--copy-rate", default="10GB/s", help="memory to memory, for --offload (default 10GB/s)")
     plan.add_argument("--network-rate", default="25GB/s", help="out of a node, for encoding (default 25GB/s)")
@@ -81,8 +82,16 @@ def run(parsed: argparse.Namespace) -> int:
     )
     protection = parse_protect(parsed.protect)
     jobs = [(parsed.model, job)] if parsed.model else variants(job)
-    rows = [(name, each, size(each, machine, protection, parsed.slots, parsed.generations)) for name, each in jobs]
-    show(Console(stderr=parsed.json == "-", highlight=False), rows, machine, parsed.slots, parsed.generations)
+    rows = [
+        (name, each, size(each, machine, protection, parsed.slots, parsed.generations, persists=parsed.persist))
+        for name, each in jobs
+    ]
+    slots = f"{parsed.slots} slots"
+    if parsed.generations > 1:
+        slots += f" and {parsed.generations - 1} for older generations"
+    if parsed.persist:
+        slots += " and one that is written to storage"
+    show(Console(stderr=parsed.json == "-", highlight=False), rows, machine, slots)
     write_json(parsed.json, [{"name": name, "job": asdict(each), "sizes": asdict(sizes)} for name, each, sizes in rows])
     return 0
 
@@ -106,8 +115,8 @@ def variants(job: Job) -> list[tuple[str, Job]]:
     return found
 
 
-def show(console: Console, rows: Sequence[Row], machine: Machine, slots: int, generations: int) -> None:
-    """Print a table, what it rests on, and what does not fit."""
+def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) -> None:
+    """Print a table, what it rests on (of `slots`, in words), and what does not fit."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for heading in ("GPU holds", "captured", "a node", "arena", "copied", "safe", "every"):
@@ -127,9 +136,8 @@ def show(console: Console, rows: Sequence[Row], machine: Machine, slots: int, ge
     console.print(table, width=max(console.width, 100), soft_wrap=True)
     first = rows[0]
     code = f"{first[2].data}+{first[2].parity}" if first[2].parity else "no parity: processes only"
-    more = f" and {generations - 1} for older generations" if generations > 1 else ""
     console.print(
-        f"\n{first[1].nodes} nodes of {first[1].gpus_per_node} GPUs, {code}, {slots} slots{more}; "
+        f"\n{first[1].nodes} nodes of {first[1].gpus_per_node} GPUs, {code}, {slots}; "
         f"{amount(machine.device_rate)}/s from a GPU, {amount(machine.copy_rate)}/s in memory, "
         f"{amount(machine.network_rate)}/s to the network. 'captured' is each GPU's share of a snapshot, 'arena' the "
         "shared memory of a node, 'every' the shortest interval at which each snapshot is protected. 'GPU holds' is an "

@@ -144,8 +144,13 @@ class Sizes:
     parity: int
 
 
-def size(job: Job, machine: Machine, protection: Protection, slots: int = 3, generations: int = 1) -> Sizes:
+def size(
+    job: Job, machine: Machine, protection: Protection, slots: int = 3, generations: int = 1, *, persists: bool = False
+) -> Sizes:
     """What snapshots of `job` take.
+
+    Args:
+        persists: snapshots are also written to storage, and one more slot for each shard holds what is being written.
 
     Raises:
         ConfigError: the protection needs more nodes than there are, or the number of slots is not 2 to 16, or of
@@ -162,6 +167,7 @@ def size(job: Job, machine: Machine, protection: Protection, slots: int = 3, gen
             f"{protection.data}+{parity} needs {protection.data + parity} nodes, and there are {job.nodes}: "
             "use a smaller code or more nodes"
         )
+    kept = slots + generations - 1
     state = job.trained * STATE_BYTES[job.optimizer]
     static = job.shape.parameters * BASE_BYTES[job.base]
     node = (state + static) / job.nodes
@@ -175,7 +181,7 @@ def size(job: Job, machine: Machine, protection: Protection, slots: int = 3, gen
         static_bytes=static,
         gpu_bytes=node / job.gpus_per_node,
         node_bytes=node,
-        arena_bytes=(slots + generations - 1) * node * (1 + parity / chosen.data if parity else 1),
+        arena_bytes=kept * node * (1 + parity / chosen.data if parity else 1) + node * persists,
         device_bytes=device_bytes(job),
         copy_s=copy_s,
         encode_s=encode_s,
