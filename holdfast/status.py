@@ -97,6 +97,9 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     if owner.http_port:
         parts.append(Text(f"http://127.0.0.1:{owner.http_port}/", style="dim"))
     parts += [Text(line, style="yellow" if "not persisted" in line else "") for line in overview.tiers]
+    parts += [Text(overview.repeats, style="yellow")] if overview.repeats else []
+    older = ", ".join(f"{snapshot.step:,}" for snapshot in overview.older)
+    parts += [Text(f"HOLDFAST_RESTORE_STEP could go back to step {older}")] if older else []
     insecure = [status.inventory.node for status in overview.statuses if status.access == "insecure"]
     if insecure:
         parts.append(

@@ -22,9 +22,11 @@ from smp_daemon.paths import socket_path
 from smp_daemon.pidfds import await_end
 from smp_daemon.records import digest
 from smp_daemon.sources import Address, Sources
+from smp_daemon.starts import End, Start
 from smp_daemon.transport import Message, SocketStream, call, connect
 
 RECOVER_DEADLINE_S = 600.0
+END_DEADLINE_S = 5.0
 PLACE_DEADLINE_S = 60.0
 """How long the storage of persisted snapshots may take to say what is there."""
 
@@ -106,9 +108,9 @@ class SmpClient:
         reply = self._call({"op": "census", "addresses": list(addresses)}, RECOVER_DEADLINE_S)
         return [Inventory.from_json(each) for each in reply["inventories"]]
 
-    def join(self, epoch: int) -> None:
-        """Enter an epoch; fences every older one."""
-        self._call({"op": "join", "epoch": epoch})
+    def join(self, epoch: int, start: Start | None = None) -> None:
+        """Enter an epoch; fences every older one. `start`: if the job starts with it."""
+        self._call({"op": "join", "epoch": epoch, "start": start.to_json() if start else None})
         self._epoch = epoch
         self._board = Board(self.arena / "board")
 
@@ -240,6 +242,12 @@ class SmpClient:
     def say(self, text: str) -> None:
         """Have the SMP show the first `MAX_SAYING` characters of `text` to whoever looks, not what was said before."""
         self._call(self._in_epoch() | {"op": "say", "text": text[:MAX_SAYING]})
+
+    def ended(self, coord: str, end: End) -> None:
+        """Tell how the job ends for this trainer, if it has joined an epoch."""
+        if self._epoch is not None:
+            said = {"op": "ended", "coord": coord, "step": end.step, "failure": end.failure}
+            self._call(self._in_epoch() | said, END_DEADLINE_S)
 
     def counters(self) -> dict[str, int]:
         """What the SMP has counted since it started; see `smp_daemon.counters.Counts`."""

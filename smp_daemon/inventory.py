@@ -8,6 +8,7 @@ from typing import Any
 
 from smp_daemon.errors import ProtocolError
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.starts import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Inventory:
         unpromised: of the snapshots that it holds, those that were certainly never reported as protected: this node
             took part, and was not done with them.
         leaving: it is being drained: others may read what it holds, and shall count on it for nothing.
+        record: how the job was started last, and how that ended here.
     """
 
     node: str
@@ -39,6 +41,7 @@ class Inventory:
     parities: frozenset[tuple[SnapshotId, str, int]] = frozenset()
     unpromised: frozenset[SnapshotId] = frozenset()
     leaving: bool = False
+    record: Record = field(default_factory=Record)
 
     @property
     def bulk(self) -> tuple[str, int]:
@@ -62,6 +65,7 @@ class Inventory:
             "parities": sorted([*snapshot, tag, position] for snapshot, tag, position in self.parities),
             "unpromised": sorted(map(list, self.unpromised)),
             "leaving": self.leaving,
+            "record": self.record.to_json(),
         }
 
     @classmethod
@@ -84,6 +88,7 @@ class Inventory:
                 parities=frozenset((SnapshotId(int(e), int(s)), str(t), int(p)) for e, s, t, p in data["parities"]),
                 unpromised=frozenset(SnapshotId(int(e), int(s)) for e, s in data["unpromised"]),
                 leaving=bool(data["leaving"]),
+                record=Record.from_json(data["record"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"not an inventory: {error!r}") from error

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from smp_daemon.census import take_census
-from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
+from smp_daemon.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
 from smp_daemon.fields import address, identifier, number, seconds, snapshot_id, text
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.lending import Lender
@@ -19,6 +19,7 @@ from smp_daemon.logs import about, get_log
 from smp_daemon.rebuild import heal, recover, verify
 from smp_daemon.scrub import scrub
 from smp_daemon.sources import Sources
+from smp_daemon.starts import KILLED, End, Start, checked_failure
 from smp_daemon.transport import Message, Stream
 from smp_daemon.uids import peer_of
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 """How many digests of units a message has room for, beside its other fields."""
 
-FENCED = ("recover", "lend", "unit", "heal", "say")
+FENCED = ("recover", "lend", "unit", "heal", "say", "ended")
 """Operations that change something here and name no snapshot of the epoch at hand: who has joined one says which."""
 
 log = get_log(__name__)
@@ -44,6 +45,7 @@ class TrainerConversation:
         self._writing: set[tuple[SnapshotId, str]] = set()
         self._greeted = False
         self._coord: str | None = None
+        self._epoch: int | None = None
         self._hang_up: Callable[[], None] | None = None
         self._lender: Lender | None = None
         self._lent: memoryview | None = None
@@ -70,6 +72,7 @@ class TrainerConversation:
             "scrub": self._scrub,
             "verify": self._verify,
             "say": self._say,
+            "ended": self._ended,
             "finish": self._finish,
             "stop": self._stop,
         }
@@ -93,7 +96,8 @@ class TrainerConversation:
         for snapshot, coord in sorted(self._writing):
             self._store.abandon(snapshot, coord)
         if self._hang_up is not None:
-            self._smp.attendance.left(self._pid, self._hang_up, self._coord)
+            step = self._smp.attendance.left(self._pid, self._hang_up, self._coord)
+            self._note_end(step)
         if self._lender is not None:
             self._lender.close()
         if self._greeted:
@@ -132,7 +136,10 @@ class TrainerConversation:
         return {"inventories": [replace(each, layouts={}).to_json() for each in found]}
 
     def _join(self, message: Message) -> Message:
-        self._store.join(number(message, "epoch", MAX_COUNT))
+        start = Start.from_json(message["start"]) if message.get("start") is not None else None
+        epoch = number(message, "epoch", MAX_COUNT)
+        self._store.join(epoch, start)
+        self._epoch = epoch
         return {}
 
     def _configure(self, message: Message) -> Message:
@@ -270,6 +277,22 @@ class TrainerConversation:
             raise ProtocolError(f"'text' must be a string of at most {MAX_SAYING} characters")
         self._smp.said = said
         return {}
+
+    def _ended(self, message: Message) -> Message:
+        end = End(number(message, "step", MAX_COUNT), checked_failure(message.get("failure")))
+        self._store.ended(number(message, "epoch", MAX_COUNT), identifier(message, "coord"), end)
+        return {}
+
+    def _note_end(self, step: int | None) -> None:
+        """It went away without a word, with so many steps finished; None: it has left as it should."""
+        if step is None or self._coord is None or self._epoch is None:
+            return
+        try:
+            self._store.ended(self._epoch, self._coord, End(min(max(step, 0), MAX_COUNT), KILLED))
+        except StaleEpoch:
+            pass  # the next start goes on without it, and has taken note of how it ended
+        except ArenaTooSmall as error:
+            log.warning("how %s ended is not noted: %s", self._coord, error)
 
     def _stop(self, message: Message) -> Message:
         with self._store.changed:

@@ -8,10 +8,13 @@ from typing import Any
 
 from smp_daemon.census import addresses_of
 from smp_daemon.counters import Counters
+from smp_daemon.layout import SnapshotId
 from smp_daemon.logs import Event
+from smp_daemon.plan import newest_protected, whole_snapshots
 from smp_daemon.recoveries import summarise
 from smp_daemon.sources import Address
 from smp_daemon.standing import Standing, safest, standings
+from smp_daemon.starts import standing_streak
 from smp_daemon.status import Status, take_statuses
 
 EVENTS_SHOWN = 30
@@ -36,6 +39,19 @@ class Overview:
     def safest(self) -> Standing | None:
         """The newest snapshot that stands most."""
         return safest(self.standings)
+
+    @property
+    def repeats(self) -> str:
+        """How the last starts of the job ended, if it is over or came no further since; empty if there is no such."""
+        streak = standing_streak([status.inventory for status in self.statuses])
+        return str(streak) if streak is not None else ""
+
+    @property
+    def older(self) -> list[SnapshotId]:
+        """Whole snapshots that only ``HOLDFAST_RESTORE_STEP`` goes back to, the newest first."""
+        inventories = [status.inventory for status in self.statuses]
+        protected = newest_protected(inventories)
+        return [each for each in whole_snapshots(inventories) if protected is not None and each < protected]
 
     @property
     def tiers(self) -> list[str]:
@@ -78,6 +94,8 @@ class Overview:
             "persisted": self.tiers,
             "recoveries": self.recoveries,
             "events": [[node, *event.to_json()] for node, event in self.events],
+            "repeats": self.repeats,
+            "older": [list(snapshot) for snapshot in self.older],
             "snapshots": [
                 {
                     "epoch": standing.snapshot.epoch,

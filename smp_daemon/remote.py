@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from smp_daemon.holdings import ParityKey, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT
 from smp_daemon.links import Links
+from smp_daemon.load import MICROSECONDS, waits_of
 from smp_daemon.priority import make_background
 from smp_daemon.records import ParityRecord, digest
 from smp_daemon.reform import PHASES
@@ -147,10 +149,12 @@ class PeerConversation:
         expected = sources.get(number(message, "position"))
         if self._sum.nbytes < length:
             self._sum = memoryview(bytearray(length))
-        total = self._sum[:length]
+        total, waits = self._sum[:length], []
         if len(terms) > 1:
             host, port = _address(terms[1])
+            began = time.monotonic()
             reply = self._links.call((host, port), {**message, "terms": terms[1:]}, total)
+            waits = [int((time.monotonic() - began) * MICROSECONDS), *_waits(reply)]
             if digest(total) != reply.get("digest"):
                 self._links.drop((host, port))
                 raise DamagedSnapshot(f"a partial sum from {host}:{port} was damaged on its way")
@@ -160,7 +164,7 @@ class PeerConversation:
         count = min(length, unit.nbytes)
         choose_codec(1, 1, self._smp.settings.backend).add_scaled(factor, unit[:count], total[:count])
         self._store.counters.add(bytes_sent=length)
-        return {"digest": digest(total), "expected": expected}, total
+        return {"digest": digest(total), "expected": expected, "waits": waits}, total
 
 
 def _discard(count: int, stream: Stream) -> None:
@@ -170,6 +174,11 @@ def _discard(count: int, stream: Stream) -> None:
         piece = nowhere[: min(count, nowhere.nbytes)]
         stream.receive_into(piece)
         count -= piece.nbytes
+
+
+def _waits(reply: Message) -> list[int]:
+    """How long the helpers of the rest of a chain waited for each other, in microseconds."""
+    return [int(wait * MICROSECONDS) for wait in waits_of(reply)[:MAX_TERMS]]
 
 
 def _spares(message: Message) -> list[tuple[str, int]]:

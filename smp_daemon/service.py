@@ -203,6 +203,7 @@ class Smp:
                 parities=frozenset((key.snapshot, key.tag, key.position) for key in keys if isinstance(key, ParityKey)),
                 unpromised=frozenset(self.store.unpromised()),
                 leaving=self._drain.leaving,
+                record=self.store.record,
             )
 
     def shown_at(self, port: int) -> None:
