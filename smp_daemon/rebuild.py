@@ -110,7 +110,7 @@ def mend_units(store: Store, key: Key, damaged: Collection[int]) -> int:
     """
     with store.changed:
         layouts = list(store.arena.layouts.values())
-    inventories = take_census(store.job, addresses_of(layouts), store.counters)
+    inventories = take_census(store.job, addresses_of(layouts), store.counters, layouts)
     sources = choose_sources(inventories, key.snapshot)
     if sources is None:
         return 0

@@ -11,7 +11,7 @@ from ec import choose_codec
 from smp_daemon.codings import Coding
 from smp_daemon.drain import Drained
 from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
-from smp_daemon.fields import identifier, number, seconds, snapshot_id
+from smp_daemon.fields import address, digests, identifier, number, seconds, snapshot_id
 from smp_daemon.holdings import ParityKey, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT
@@ -62,9 +62,9 @@ class PeerConversation:
             return self._fold(message, payload, stream), None
         self._check_job(message)
         if op == "inventory":
-            return {"inventory": self._smp.inventory().to_json()}, None
+            return {"inventory": self._smp.inventory().to_json(digests(message, "known"))}, None
         if op == "status":
-            return {"status": take_status(self._smp).to_json()}, None
+            return {"status": take_status(self._smp).to_json(digests(message, "known"))}, None
         if op == "reform":
             self._smp.monitor.request()
             return {}, None
@@ -189,7 +189,4 @@ def _spares(message: Message) -> list[tuple[str, int]]:
 
 
 def _address(term: Any) -> tuple[str, int]:
-    at = term.get("at") if isinstance(term, dict) else None
-    if not isinstance(at, list) or len(at) != 2 or not isinstance(at[0], str) or not isinstance(at[1], int):
-        raise ProtocolError(f"a term says at which address it is, not {at!r}")
-    return at[0], at[1]
+    return address(term.get("at") if isinstance(term, dict) else None)

@@ -298,6 +298,7 @@ def deepspeed() -> None:
 
     from integrations.deepspeed import MemoryCheckpointEngine
 
+    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for most of a minute; gloo will do
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(24, 37), torch.nn.Tanh(), torch.nn.Linear(37, 10))
     config = {
