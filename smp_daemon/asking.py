@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from smp_daemon.asks import Ask, How, Verdict, Wanted, Ways
@@ -112,7 +112,7 @@ class Asking:
 
     def wait_s(self, now: float) -> float | None:
         """How long it takes from `now` until an ask becomes late; None: none will."""
-        dues = [ask.due for ask in self._asks.values() if ask.number not in self._late]
+        dues = [self._due(ask) for ask in self._asks.values() if ask.number not in self._late]
         return max(0.0, min(dues) - now) if dues else None
 
     def called_off(self) -> list[int]:
@@ -358,11 +358,15 @@ class Asking:
 
     def _note_late(self, now: float) -> None:
         for number, ask in self._asks.items():
-            if number not in self._late and now >= ask.due:
+            if number not in self._late and now >= self._due(ask):
                 self._late.add(number)
                 self._patience[ask.how].late()
                 if len(set(ask.through)) == 1:
                     self.speeds[ask.through[0]].late = True
+
+    def _due(self, ask: Ask) -> float:
+        """When an ask is late: sooner than was thought when it began, if others turned out to be faster."""
+        return min(ask.due, ask.began + self._patience[ask.how].seconds)
 
     def _note_times(self, ask: Ask, now: float, waits: tuple[float, ...]) -> None:
         seconds = max(0.0, now - ask.began)
@@ -391,7 +395,3 @@ class Asking:
         if unit is not None:
             unit.open.pop(ask.number, None)
         return unit
-
-    def __iter__(self) -> Iterator[Ask]:
-        """The open asks."""
-        return iter(self._asks.values())

@@ -54,7 +54,7 @@ class Ask:
         terms: of a chain, in the order in which it goes; of a term, its number.
         through: whom the answer depends on; the first is asked.
         shared: how many asks the first has, this one included.
-        began, due: seconds by the caller's clock. After `due` it is late.
+        began, due: seconds by the caller's clock. After `due`, at the latest, it is late.
     """
 
     number: int

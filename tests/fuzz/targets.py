@@ -19,6 +19,7 @@ from smp_daemon.fetch import digests_of
 from smp_daemon.handshake import check_client
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from smp_daemon.load import waits_of
 from smp_daemon.records import (
     ParityRecord,
     ShardRecord,
@@ -229,6 +230,9 @@ def targets() -> dict[str, Target]:
             _json(lambda v: digests_of(v) if isinstance(v, dict) else None),
             (_text({"sources": {"0": 1, "12": 5}}),),
             text=True,
+        ),
+        "waits": Target(
+            _json(lambda v: waits_of(v) if isinstance(v, dict) else None), (_text({"waits": [120, 7]}),), text=True
         ),
         "part": Target(lambda data: parse_part(data.decode("utf-8", "replace")), (b"weight[3:17]", b"a.b[0:1]")),
         "protobuf": Target(
