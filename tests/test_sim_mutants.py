@@ -69,7 +69,7 @@ MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     "the next step does not wait for the copy": (100, [(SnapshotHook, "before_step", _step_without_waiting)]),
     "lost parity is not healed": (56, [("smp_daemon.local", "heal", lambda *arguments: 0)]),
     "digests are not compared": (
-        624,
+        2336,
         [
             (Holdings, "damaged_units", lambda self, key: []),
             ("smp_daemon.client.RecoveredShard", "matches", lambda self, unit: True),
