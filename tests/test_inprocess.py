@@ -32,13 +32,13 @@ class Survival:
     """A launcher that starts a dead rank again, and nobody else. Every rank is a node of its own, with an SMP."""
 
     def __init__(self, base: Path, kills: dict[int, list[Any]]) -> None:
-        base.mkdir(mode=0o700)
         self.base = base
         self._kills = kills
         self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S)
         )
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        base.mkdir(mode=0o700)
 
     def _start(self, rank: int, turn: int) -> None:
         own = self.base / f"node{rank}"
