@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -62,13 +62,20 @@ def train() -> None:
     args = trainer.args
     torch.set_num_threads(1)
     trainer.init_process_group()
+    go_through(args, trainer.report)
+    # The group is not destroyed: gloo's threads may still need the interpreter to let go of what DDP's last reduction
+    # held, and whoever frees the group waits for them and holds it. The process ends right after this.
+
+
+def go_through(args: Mapping[str, Any], report: Callable[..., None]) -> None:
+    """What `train` does once the process group is there; `report` is told of the start, every step, and the end."""
     job = find(args["job"])(args["seed"], **args.get("options", {}))
     with ExitStack() as stack:
         snap: SnapshotHook | None = None
         if args["snapshots"]:
             snap = stack.enter_context(job.protect(start=False, overhead_budget=0, **args.get("hook", {})))
             restored = snap.restored
-            trainer.report(
+            report(
                 "started",
                 step=snap.step,
                 how=restored.how,
@@ -86,15 +93,13 @@ def train() -> None:
                 reach("train.step", number)
 
             loss = job.step(step, middle)
-            trainer.report(
+            report(
                 "step",
                 step=step + 1,
                 loss="none" if loss is None else loss.hex(),
                 protected=snap.protected_step if snap else None,
             )
-        trainer.report("end", digests=digests(job.state()))
-    # The group is not destroyed: gloo's threads may still need the interpreter to let go of what DDP's last reduction
-    # held, and whoever frees the group waits for them and holds it. The process ends right after this.
+        report("end", digests=digests(job.state()))
 
 
 def drains(drain: bool | int, step: int) -> bool:

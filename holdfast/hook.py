@@ -53,6 +53,8 @@ class InMemorySnapshot(SnapshotHook):
             beyond the first. Default ``HOLDFAST_GENERATIONS``, or 1.
         restore_step: go back to the snapshot of that step, not to the newest. What is newer is kept until something
             taken since is protected; then the same wish goes on from there. Default ``HOLDFAST_RESTORE_STEP``.
+        elastic: restore a snapshot of another number of data-parallel ranks, too: it is cut anew, in memory. The same
+            on every rank. Default ``HOLDFAST_ELASTIC``, or off. See docs/elastic.md.
 
     Raises:
         ConfigError: an argument or the machine's set-up is wrong. Entering raises any `HoldfastError`, as does the
@@ -80,6 +82,7 @@ class InMemorySnapshot(SnapshotHook):
         max_repeats: int | None = None,
         generations: int | None = None,
         restore_step: int | None = None,
+        elastic: bool | None = None,
     ) -> None:
         super().__init__(
             adapter_for(model, optim, scheduler, dict(extra or {})),
@@ -97,6 +100,7 @@ class InMemorySnapshot(SnapshotHook):
             max_repeats=max_repeats,
             generations=generations,
             restore_step=restore_step,
+            elastic=elastic,
         )
 
 

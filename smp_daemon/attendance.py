@@ -49,10 +49,18 @@ class _Seen:
 class Attendance:
     """Thread-safe. Nothing is watched until `start`."""
 
-    def __init__(self, board: Callable[[], Board], deadlines: Deadlines, on_hang: OnHang | None) -> None:
+    def __init__(
+        self,
+        board: Callable[[], Board],
+        deadlines: Deadlines,
+        on_hang: OnHang | None,
+        on_death: Callable[[str], None] = lambda coord: None,
+    ) -> None:
+        """`on_death`: called with the coordinate of a trainer that has died; it must not block."""
         self._board = board
         self._deadlines = deadlines
         self._on_hang = on_hang
+        self._on_death = on_death
         self._lock = threading.Lock()
         self._seen: dict[str, _Seen] = {}
         self._callers: dict[int, list[Callable[[], None]]] = {}
@@ -172,6 +180,8 @@ class Attendance:
                     news.append((report, seen.health))
                     seen.health = Health(report.health)
         for report, before in news:
+            if report.health == Health.DEAD:
+                self._on_death(report.coord)
             if report.health in (Health.HUNG, Health.DEAD):
                 log.error("%s", report)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +48,10 @@ class Inventory:
         """Where it serves raw bytes."""
         return (self.host, self.bulk_port)
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
+    def to_json(self, known: Collection[str] = ()) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back. Of layouts whose digests are `known` it has no more than those: in
+        a large job they are most of it."""
+        layouts = self.layouts.values()
         return {
             "node": self.node,
             "host": self.host,
@@ -57,7 +60,7 @@ class Inventory:
             "epoch": self.epoch,
             "protected": list(self.protected) if self.protected else None,
             "trainers": self.trainers,
-            "layouts": [layout.to_json() for layout in self.layouts.values()],
+            "layouts": [each.digest if known and each.digest in known else each.to_json() for each in layouts],
             "shards": sorted([*snapshot, coord] for snapshot, coord in self.shards),
             "parities": sorted([*snapshot, tag, position] for snapshot, tag, position in self.parities),
             "unpromised": sorted(map(list, self.unpromised)),
@@ -66,10 +69,12 @@ class Inventory:
         }
 
     @classmethod
-    def from_json(cls, data: Any) -> Inventory:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+    def from_json(cls, data: Any, known: Mapping[str, Layout] | None = None) -> Inventory:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes. `known`: layouts by their digests."""
         try:
-            layouts = [Layout.from_json(layout) for layout in data["layouts"]]
+            layouts = [
+                (known or {})[each] if isinstance(each, str) else Layout.from_json(each) for each in data["layouts"]
+            ]
             return cls(
                 node=str(data["node"]),
                 host=str(data["host"]),

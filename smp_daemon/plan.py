@@ -11,6 +11,11 @@ from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.sources import Sources, sources_of
 from smp_daemon.starts import Choice
 
+RESHARD = (
+    ", or, if only the number of data-parallel ranks has changed, with elastic=True or HOLDFAST_ELASTIC=1, which cuts "
+    "the snapshot anew"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
@@ -67,7 +72,7 @@ def plan_restore(
             reasons.extend(f"{snapshot}: {reason}" for reason in missing)
             continue
         if coords is not None:
-            check_world(sources.layout, coords)
+            check_world(sources.layout, coords, RESHARD)
         return RestorePlan(
             sources,
             tuple(c for c in sources.layout.coords if c not in sources.shards),
@@ -183,12 +188,12 @@ def healer(layout: Layout, group: int, position: int) -> str:
     return own[0].coord if own else layout.coords[0]
 
 
-def check_world(layout: Layout, coords: Collection[str]) -> None:
-    """Raises `StateMismatch` unless a layout is of just these coordinates."""
+def check_world(layout: Layout, coords: Collection[str], otherwise: str = "") -> None:
+    """Raises `StateMismatch` unless a layout is of just these coordinates. `otherwise`: what else can be done."""
     wanted, held = set(coords), set(layout.coords)
     if wanted != held:
         raise StateMismatch(
             f"the snapshot is of {len(held)} ranks and this job has {len(wanted)}; "
             f"not in the snapshot: {sorted(wanted - held)[:8]}; not in this job: {sorted(held - wanted)[:8]}. "
-            "Start with the same parallel sizes"
+            f"Start with the same parallel sizes{otherwise}"
         )

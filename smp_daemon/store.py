@@ -45,9 +45,11 @@ class Store:
 
     Args:
         backend: erasure code backend, see `ec.choose_codec`.
-        on_sealed: called (in the thread that sealed) once all shards of this node are sealed and must be encoded.
+        on_sealed: called (in the thread that sealed) once all shards of this node are sealed, with whether they must be
+            encoded.
         on_parity: called once this node's own parity of a snapshot is committed, to tell the group of that layout.
-        on_epoch: called once a newer epoch has begun.
+        on_protected: called once a snapshot is protected, as far as this node's group is concerned.
+        on_epoch: called with it once a newer epoch has begun.
         spare: slots for each shard beside those that the layout names, for snapshots that are held.
     """
 
@@ -58,9 +60,10 @@ class Store:
         node: str,
         *,
         backend: str = "auto",
-        on_sealed: Callable[[SnapshotId], None],
+        on_sealed: Callable[[SnapshotId, bool], None],
         on_parity: Callable[[SnapshotId, Layout], None],
-        on_epoch: Callable[[], None],
+        on_protected: Callable[[SnapshotId], None],
+        on_epoch: Callable[[int], None],
         spare: int = 0,
     ) -> None:
         self.arena = arena
@@ -85,6 +88,7 @@ class Store:
         )
         self._failures = Episodes(log)
         self._on_sealed = on_sealed
+        self._on_protected = on_protected
         self._on_epoch = on_epoch
         self._spare = spare
         self._held: set[SnapshotId] = set()
@@ -140,7 +144,7 @@ class Store:
             self.board = self.board.succeeded(epoch)
             reach("join.done")
             self.changed.notify_all()
-        self._on_epoch()
+        self._on_epoch(epoch)
 
     def ended(self, epoch: int, coord: str, end: End) -> None:
         """The trainer `coord` of this epoch has ended. Raises `StaleEpoch`."""
@@ -264,8 +268,7 @@ class Store:
         if whole:
             reach("seal.done", snapshot.step)
             group, _ = layout.place(self.node)
-            if layout.protects(group):
-                self._on_sealed(snapshot)
+            self._on_sealed(snapshot, layout.protects(group))
             self._settle(snapshot)
 
     def unpromised(self) -> set[SnapshotId]:
@@ -393,6 +396,7 @@ class Store:
                 progress.outcome = Outcome.PROTECTED
                 self.board.post(snapshot.step, Outcome.PROTECTED)
                 reach("outcome.protected", snapshot.step)
+                self._on_protected(snapshot)
                 self.changed.notify_all()
                 self._failures.end("snapshots", "snapshots are protected again: %s", snapshot, extra=about(snapshot))
 

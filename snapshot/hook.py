@@ -41,6 +41,7 @@ from snapshot.cadence import Cadence
 from snapshot.capture import Capture
 from snapshot.connect import connect, job_from_environment, start_here, warn_of_stale_store
 from snapshot.copier import Copier, CopyJob
+from snapshot.elastic import elastic_from_environment
 from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
@@ -98,6 +99,7 @@ class SnapshotHook:
         max_repeats: int | None = None,
         generations: int | None = None,
         restore_step: int | None = None,
+        elastic: bool | None = None,
     ) -> None:
         if not 2 <= slots <= 16:
             raise ConfigError(f"slots={slots}: a shard has 2 to 16 slots")
@@ -116,6 +118,7 @@ class SnapshotHook:
         self._strict = strict
         self._arena = arena_path(self._job, arena)
         self._deadline_s = deadline_s
+        self._elastic = elastic_from_environment() if elastic is None else elastic
         self._slots = slots + self._wishes.generations - 1
         if self._slots > 16:
             raise ConfigError(f"slots={slots} and {self._wishes.generations} generations: together at most 17")
@@ -252,7 +255,9 @@ class SnapshotHook:
         self._identify()
         self._mover = choose_mover({item.tensor.device for item in self._adapter.tensors()})
         try:
-            self._restored = restore(self._client, self._agreement, self._adapter, self._mover, self._wishes)
+            self._restored = restore(
+                self._client, self._agreement, self._adapter, self._mover, self._wishes, elastic=self._elastic
+            )
         except BaseException as error:
             self._say_end(error)
             self._close()

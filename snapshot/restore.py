@@ -30,6 +30,7 @@ from smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_forma
 from smp_daemon.starts import Choice, Start, Streak
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement
+from snapshot.elastic import Resharding, ask_idle
 from snapshot.loading import check_ranges, load_checked, units_of
 from snapshot.movers import Mover
 from snapshot.replicas import is_part_of, part_of, plan_gathering
@@ -38,6 +39,7 @@ from snapshot.state import NOTES, check_fit, decode_record, decode_values, is_of
 from snapshot.tensors import read_leaf
 from snapshot.tiers import PERSISTED, Course, tier_of
 from snapshot.wishes import Wishes, agree, check_repeats, choose
+from snapshot.worlds import check_change
 
 log = get_log(__name__)
 
@@ -51,8 +53,8 @@ class Restored:
         snapshot: what was restored, or None on a cold start.
         protected: the newest snapshot that every node knew to be protected, if it is an older one.
         whole: whether `snapshot` had all of its parity, so that it is protected as it is.
-        how: ``held``, ``mended``, ``fetched``, ``rebuilt`` or ``persisted``; empty on a cold start.
-        bytes_fetched: what came over the network for this rank's shard.
+        how: ``held``, ``mended``, ``fetched``, ``rebuilt``, ``persisted`` or ``resharded``; empty on a cold start.
+        bytes_fetched: what came over the network for this rank's state.
         notes: what the snapshot's record says beside the state; empty if nothing.
         clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
         tier: what the job as a whole came back from, see `snapshot.tiers`; empty on a cold start.
@@ -76,13 +78,22 @@ class Restored:
 
 
 def restore(
-    client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mover, wishes: Wishes | None = None
+    client: SmpClient,
+    agreement: Agreement,
+    adapter: Adapter,
+    mover: Mover,
+    wishes: Wishes | None = None,
+    *,
+    elastic: bool = False,
 ) -> Restored:
     """Bring the newest snapshot back that can be had, tier by tier: see `snapshot.tiers`. A collective call; blocks.
 
     A copy that turns out to be damaged is no longer counted, and planning starts again. A snapshot that failed twice,
     and was never promised, is passed over: an older one may be whole, down to the one that was promised. What is
     persisted is only looked at if memory has nothing that may be taken.
+
+    Args:
+        elastic: take a snapshot of another number of data-parallel ranks, too, from memory; see `snapshot.elastic`.
 
     Raises:
         StateMismatch: see `check_fit`. Nothing was written on any rank.
@@ -100,11 +111,16 @@ def restore(
     joined = False
     while True:
         inventories, coords, all_wishes = exchange_wishes(client, agreement, coord, wishes or Wishes())
+        if elastic:
+            inventories += ask_idle(client, agreement, inventories)
         if not joined:
             streak = check_repeats(inventories, agree(all_wishes))
             choice = choose(inventories, all_wishes[0])
         unpromised.update(*(inventory.unpromised for inventory in inventories))
-        plan, newest = _plan(client, agreement, inventories, coords, course, unpromised, choice, failure)
+        plan, newest = _plan(client, agreement, inventories, coords, course, unpromised, choice, failure, elastic)
+        resharded = plan is not None and set(plan.sources.layout.coords) != set(coords)
+        if plan is not None and resharded:
+            check_change(plan.sources.layout.coords, coords)
         epoch = max(newest, *(inv.epoch for inv in inventories)) + 1
         client.join(epoch, Start(epoch, plan.snapshot.step if plan else 0, streak, choice))
         joined = True
@@ -113,16 +129,19 @@ def restore(
         if plan is None:
             return Restored(epoch, clock=clock | {"fetch": clock["plan"], "load": clock["plan"]})
         reach("restore.before", plan.snapshot.step)
-        attempt = _Attempt(client, plan, coord)
+        attempt: _Attempt | Resharding = (
+            Resharding(client, plan, coords, coord, agreement.rank) if resharded else _Attempt(client, plan, coord)
+        )
         failure = failure_of(attempt.recover, HoldfastError)
         whole, unspoilt = _agree(agreement, failure)
         if whole:
             clock["fetch"] = time.monotonic()
-            failure = _load(attempt, agreement, adapter, mover)
+            failure = attempt.load(agreement, adapter, mover)
             whole, unspoilt = _agree(agreement, failure)
         if whole:
             clock["load"] = time.monotonic()
-            heal(client, plan, coords, coord)
+            if not resharded:
+                heal(client, plan, coords, coord)
             tier = tier_of(plan, inventories, coords)
             _say_what_is_lost(plan, inventories, course)
             known = [inventory.protected for inventory in inventories if inventory.protected is not None]
@@ -134,7 +153,7 @@ def restore(
                 protected,
                 whole=not plan.heal and tier != PERSISTED,
                 how=attempt.how,
-                bytes_fetched=attempt.shard.bytes_fetched,
+                bytes_fetched=attempt.bytes_fetched,
                 notes=attempt.notes,
                 clock=clock,
                 tier=tier,
@@ -162,6 +181,7 @@ def _plan(
     unpromised: set[SnapshotId],
     choice: Choice | None,
     failure: HoldfastError | None,
+    elastic: bool,
 ) -> tuple[RestorePlan | None, int]:
     """What to restore, and the newest epoch that anything is persisted of; (None, ...): start from nothing. A
     collective call.
@@ -172,7 +192,7 @@ def _plan(
     lost = Unrecoverable(course.given_up) if course.given_up else None
     if lost is None:
         try:
-            plan = plan_restore(inventories, coords, course.hopeless(unpromised), choice)
+            plan = plan_restore(inventories, None if elastic else coords, course.hopeless(unpromised), choice)
         except Unrecoverable as error:
             lost = error
         else:
@@ -256,15 +276,25 @@ class _Attempt:
         self.snapshot = plan.snapshot
         self.how = ""
         self.notes: dict[str, Any] = {}
+        self.node = client.node
         self._client = client
         self._sources = plan.sources
         self._coord = coord
         self._taken: set[int] = set()
 
+    @property
+    def bytes_fetched(self) -> int:
+        """What came over the network for the shard."""
+        return self.shard.bytes_fetched
+
     def recover(self) -> None:
         """Have the shard here. Raises what stands against it."""
         self.shard = self._client.recover(self._sources, self._coord, check=False)
         self.how = self.shard.how
+
+    def load(self, agreement: Agreement, adapter: Adapter, mover: Mover) -> HoldfastError | None:
+        """Load it into the live job; see `_load`."""
+        return _load(self, agreement, adapter, mover)
 
     def mend(self, units: list[int]) -> None:
         """Have damaged units mended in place.
@@ -349,7 +379,7 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Move
         raise problem or StateMismatch("the snapshot does not fit the job on another rank; see its log")
     if not whole_everywhere:
         return problem
-    gathering = plan_gathering(agreement, adapter.replica_set(), held, shared)
+    gathering = plan_gathering(agreement, adapter.replica_set(), held, shared, attempt.node)
     tensors = {item.name: item.tensor for item in live}
     pieces = place_tensors(form, _own(tensors, held, shared))
     failure = failure_of(
