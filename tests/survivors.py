@@ -24,6 +24,8 @@ from integrations.inprocess import RANK_LOST, abandon_process_groups
 
 STEPS = 8
 TURNS = 6
+TIMEOUT_S = 200
+"""Of the process group: whoever waits for the replacement waits for its imports, on a busy machine."""
 
 
 class Rank:
@@ -35,7 +37,7 @@ class Rank:
         self.kills: dict[str, list[Any]] = orders["kills"]
         self.turn: int = orders["turn"]
         self.out = Path(orders["out"]).open("a")  # noqa: SIM115  # for as long as the process lives
-        self.store = TCPStore("127.0.0.1", orders["port"], is_master=False, timeout=timedelta(seconds=60))
+        self.store = TCPStore("127.0.0.1", orders["port"], is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
 
     def make(self) -> None:
         """The job as it begins."""
@@ -57,7 +59,7 @@ class Rank:
 
     def join(self, name: str) -> torch.nn.Module:
         store = PrefixStore(name, self.store)
-        timeout = timedelta(seconds=60)
+        timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=timeout)
         return torch.nn.parallel.DistributedDataParallel(self.net, find_unused_parameters=True)
 

@@ -22,7 +22,7 @@ from integrations.inprocess import abandon_process_groups
 from smp_daemon.paths import ARENA_ENV, read_owner
 
 WORLD = 3
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 LAST = 7
 
 Event = dict[str, Any]
