@@ -103,6 +103,7 @@ def check(events: list[list[Event]], kills: dict[int, list[Any]]) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow  # four processes that import torch
 def test_survivors_keep_their_processes_and_go_on_bit_for_bit() -> None:
     kills = {0: [1, "middle", 4]}
     events = survive("middle", kills)
