@@ -29,7 +29,7 @@ SLACK_STEPS = 1
 
 _ECHO = re.compile(
     r"\b(gloo|nccl|ucc|mpi)\b|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|another rank|"
-    r"^(AgreementLost|Dist\w*Error|SignalException|BrokenPipeError|ConnectionError)\b",
+    r"^(AgreementLost|RankShouldRestart|Dist\w*Error|SignalException|BrokenPipeError|ConnectionError)\b",
     re.IGNORECASE,
 )
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)

@@ -129,6 +129,11 @@ class Copier:
         for thread in self._threads:
             thread.start()
 
+    def let_go(self) -> None:
+        """Forget every slot. After `close`."""
+        self._ahead = None
+        self._frozen.clear()
+
     def submit(self, job: CopyJob) -> None:
         """Begin `job` as soon as the copy before it is done. Returns at once."""
         self._jobs.put(job)

@@ -533,7 +533,15 @@ class SnapshotHook:
         self._mover.close()
         self._sealing.close()
         self._client.close()
+        self._let_go()
         self._agreement.close()
+
+    def _let_go(self) -> None:
+        """Whoever still refers to this hook shall not keep slots mapped: a process may enter many."""
+        self._copy = None
+        self._copies.clear()
+        if hasattr(self, "_copier"):
+            self._copier.let_go()
 
     def _say_end(self, error: BaseException | None) -> None:
         """Have the SMP keep how the job ended here, for its next start. Never raises."""

@@ -67,9 +67,9 @@ MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     "a bit of parity is wrong": (0, [(ParityGathering, "fold", _fold_badly)]),
     "parity is never committed": (0, [(Codings, "_commit_parity", lambda self, coding, gathering: None)]),
     "the next step does not wait for the copy": (100, [(SnapshotHook, "before_step", _step_without_waiting)]),
-    "lost parity is not healed": (56, [("smp_daemon.local", "heal", lambda *arguments: 0)]),
+    "lost parity is not healed": (76, [("smp_daemon.local", "heal", lambda *arguments: 0)]),
     "digests are not compared": (
-        624,
+        2336,
         [
             (Holdings, "damaged_units", lambda self, key: []),
             ("smp_daemon.client.RecoveredShard", "matches", lambda self, unit: True),
