@@ -36,6 +36,7 @@ NAMESPACE = "holdfast"
 START_DEADLINE_S = 120.0
 ANSWER_DEADLINE_S = 10.0
 LOOK_EVERY_S = 1.0
+REFUSED_AGAIN_S = 0.2
 PREFIX = "HOLDFAST_"
 SUBREAPER_ENV = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 
@@ -151,7 +152,7 @@ def stop(job: str | None = None, *, remove: bool = False, force: bool = False) -
     for node in nodes():
         shepherd = _find(_name(name, node))
         if shepherd is not None:
-            _answer(shepherd.stop.remote(remove, force), time.monotonic() + ANSWER_DEADLINE_S)
+            _end(shepherd, remove, force)
             ray.kill(shepherd)
     return Report(name, found)
 
@@ -311,6 +312,19 @@ def _ask(job: str, node: str, limit: float, *, begin: bool = False) -> Herded:
         if getattr(error, "actor_init_failed", False):
             raise ConfigError(f"the shepherd of {node} could not start an SMP: {error}") from error
         return Herded(node, trouble=f"its shepherd does not answer: {error}")
+
+
+def _end(shepherd: Any, remove: bool, force: bool) -> None:
+    """Have a shepherd end its SMP; trainers that have just been told to end are given some time to do so."""
+    limit = time.monotonic() + ANSWER_DEADLINE_S
+    while True:
+        try:
+            _answer(shepherd.stop.remote(remove, force), limit)
+            return
+        except ConfigError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(REFUSED_AGAIN_S)
 
 
 def _answer(reference: Any, limit: float) -> Any:
