@@ -117,6 +117,8 @@ def test_shepherds_start_smps_that_outlive_raylets_and_are_adopted(
         first = json.loads(done.stdout.splitlines()[-1])
         assert [smp["node"] for smp in first] == ["node0", "node1"]
         assert all(psutil.Process(smp["pid"]).ppid() not in cluster.raylets() for smp in first)
+        done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=100)
+        assert "ConfigError: the shepherd of" in done.stderr and "HOLDFAST_TOKEN_FILE" in done.stderr
         cluster.kill_raylet("node1")
         assert psutil.pid_exists(first[1]["pid"])
         cluster.add("node1")
@@ -137,6 +139,12 @@ from dataclasses import asdict
 ray.init()
 found = holdfast.ray.start("job")
 print(json.dumps(sorted((asdict(smp) for smp in found.smps), key=lambda smp: smp["node"])))
+"""
+
+REFUSED = """
+import ray, holdfast.ray
+ray.init()
+holdfast.ray.start("open", environment={"HOLDFAST_HOST": "0.0.0.0"})
 """
 
 
