@@ -18,6 +18,7 @@ import pytest
 from chaos.drill import compare
 from chaos.launcher import Launcher
 from holdfast.cli import main
+from holdfast.own_command import draw
 from smp_daemon.errors import ConfigError, Unrecoverable
 from smp_daemon.paths import ARENA_ENV
 
@@ -162,9 +163,10 @@ def test_a_raylet_is_killed_under_a_job_that_starts_ray_itself(
     }.items():
         monkeypatch.setenv(name, value)
     report = tmp_path / "report.json"
-    how = ["--seed", "6", "--faults", "2", "--steps", "10", "--other", "raylet", "--json", str(report)]
-    status = main(["chaos", "run", *how, "--", sys.executable, "-m", "examples.ray_rollouts", "--steps", "10"])
+    seed = next(seed for seed in range(200) if draw(seed, 1, 2, 8, other=True)[0].kind == "kill-other")
+    how = ["--seed", str(seed), "--faults", "1", "--steps", "8", "--other", "raylet", "--json", str(report)]
+    status = main(["chaos", "run", *how, "--", sys.executable, "-m", "examples.ray_rollouts", "--steps", "8"])
     found = json.loads(report.read_text())
     assert status == 0, found["problems"]
-    assert [fault["kind"] for fault in found["injected"]] == ["kill-other", "kill-trainer"]
+    assert [fault["kind"] for fault in found["injected"]] == ["kill-other"]
     shutil.rmtree(folder)
