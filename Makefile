@@ -9,6 +9,7 @@
 # make fuzz    two million inputs to every parser: a quarter of an hour on two cores
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
+# make bench-load   a lost node's state from memory over shaped links, against a file server: ten minutes, as root
 # make proto   generate the gRPC stubs again after a change of smp_daemon/peer.proto
 
 PYTHON ?= python3.11
@@ -16,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow check matrix chaos fuzz stall bench-service proto clean setup
+.PHONY: demo demo-torchrun demo-ray test slow check matrix chaos fuzz stall bench-service bench-load proto clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -59,6 +60,10 @@ stall: setup
 bench-service: setup
 	$(BIN)/python benchmarks/service.py --json benchmarks/results/service-$$(date +%F).json \
 		--markdown benchmarks/results/service-$$(date +%F).md
+
+bench-load: setup
+	$(BIN)/python benchmarks/load.py --json benchmarks/results/load-$$(date +%F).json \
+		--markdown benchmarks/results/load-$$(date +%F).md
 
 proto: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. smp_daemon/peer.proto

@@ -20,6 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--restore-step", type=int, help="go back to the snapshot of that step, not to the newest")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -27,7 +28,7 @@ def main() -> None:
     initialise(options, args.seed)
     model, optimizer, scheduler = build(options)
 
-    with InMemorySnapshot(model, optimizer, scheduler=scheduler) as snap:
+    with InMemorySnapshot(model, optimizer, scheduler=scheduler, restore_step=args.restore_step) as snap:
         for step in range(snap.step, args.steps):
             for chunk in model:
                 chunk.zero_grad_buffer()

@@ -47,6 +47,14 @@ class InMemorySnapshot(SnapshotHook):
         deadline_s: how long the fence waits for a copy before it gives that snapshot up.
         overhead_budget: fraction of training time that snapshots may take. Where they measurably take more, the ranks
             agree on a longer interval than `every`; 0: never. Default ``HOLDFAST_OVERHEAD_BUDGET``, or 0.01.
+        max_repeats: after so many starts in a row that ended at the same step in the same way the next one is refused
+            with `Repeated`; 0: never. Default ``HOLDFAST_MAX_REPEATS``, or 5.
+        generations: how many protected snapshots are kept, beside those that are under way: a slot more for each
+            beyond the first. Default ``HOLDFAST_GENERATIONS``, or 1.
+        restore_step: go back to the snapshot of that step, not to the newest. What is newer is kept until something
+            taken since is protected; then the same wish goes on from there. Default ``HOLDFAST_RESTORE_STEP``.
+        elastic: restore a snapshot of another number of data-parallel ranks, too: it is cut anew, in memory. The same
+            on every rank. Default ``HOLDFAST_ELASTIC``, or off. See docs/elastic.md.
 
     Raises:
         ConfigError: an argument or the machine's set-up is wrong. Entering raises any `HoldfastError`, as does the
@@ -71,6 +79,10 @@ class InMemorySnapshot(SnapshotHook):
         arena: Path | None = None,
         deadline_s: float = 60.0,
         overhead_budget: float | None = None,
+        max_repeats: int | None = None,
+        generations: int | None = None,
+        restore_step: int | None = None,
+        elastic: bool | None = None,
     ) -> None:
         super().__init__(
             adapter_for(model, optim, scheduler, dict(extra or {})),
@@ -85,6 +97,10 @@ class InMemorySnapshot(SnapshotHook):
             arena=arena,
             deadline_s=deadline_s,
             overhead_budget=overhead_budget,
+            max_repeats=max_repeats,
+            generations=generations,
+            restore_step=restore_step,
+            elastic=elastic,
         )
 
 

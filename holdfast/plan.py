@@ -13,7 +13,7 @@ from rich.table import Table
 from holdfast.shapes import PRESETS, parse_shape
 from holdfast.sizing import BASE_BYTES, RECOMPUTE, STATE_BYTES, Job, Machine, Sizes, size
 from smp_daemon.pacer import parse_rate
-from snapshot.arrange import Protection, parse_protect
+from snapshot.arrange import parse_protect
 from snapshot.tuning.durations import duration, parse_duration
 
 Row = tuple[str, Job, Sizes]
@@ -44,6 +44,8 @@ def add(commands: Any, add_json: Any) -> None:
     plan.add_argument("--step", default="0s", help="how long a step takes, such as 12s or 800ms")
     plan.add_argument("--protect", default="auto", help="k+m such as 6+2, copies:r, auto or none (default auto)")
     plan.add_argument("--slots", type=int, default=3, help="slots for each shard (default 3)")
+    plan.add_argument("--generations", type=int, default=1, help="protected snapshots that are kept (default 1)")
+    plan.add_argument("--persist", action="store_true", help="snapshots are also written to storage")
     plan.add_argument("--device-rate", default="25GB/s", help="one GPU to host memory (default 25GB/s)")
     plan.add_argument("--copy-rate", default="10GB/s", help="memory to memory, for --offload (default 10GB/s)")
     plan.add_argument("--network-rate", default="25GB/s", help="out of a node, for encoding (default 25GB/s)")
@@ -80,8 +82,16 @@ def run(parsed: argparse.Namespace) -> int:
     )
     protection = parse_protect(parsed.protect)
     jobs = [(parsed.model, job)] if parsed.model else variants(job)
-    rows = [(name, each, size(each, machine, protection, parsed.slots)) for name, each in jobs]
-    show(Console(stderr=parsed.json == "-", highlight=False), rows, machine, protection, parsed.slots)
+    rows = [
+        (name, each, size(each, machine, protection, parsed.slots, parsed.generations, persists=parsed.persist))
+        for name, each in jobs
+    ]
+    slots = f"{parsed.slots} slots"
+    if parsed.generations > 1:
+        slots += f" and {parsed.generations - 1} for older generations"
+    if parsed.persist:
+        slots += " and one that is written to storage"
+    show(Console(stderr=parsed.json == "-", highlight=False), rows, machine, slots)
     write_json(parsed.json, [{"name": name, "job": asdict(each), "sizes": asdict(sizes)} for name, each, sizes in rows])
     return 0
 
@@ -105,8 +115,8 @@ def variants(job: Job) -> list[tuple[str, Job]]:
     return found
 
 
-def show(console: Console, rows: Sequence[Row], machine: Machine, protection: Protection, slots: int) -> None:
-    """Print a table, what it rests on, and what does not fit."""
+def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) -> None:
+    """Print a table, what it rests on (of `slots`, in words), and what does not fit."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for heading in ("GPU holds", "captured", "a node", "arena", "copied", "safe", "every"):
@@ -127,7 +137,7 @@ def show(console: Console, rows: Sequence[Row], machine: Machine, protection: Pr
     first = rows[0]
     code = f"{first[2].data}+{first[2].parity}" if first[2].parity else "no parity: processes only"
     console.print(
-        f"\n{first[1].nodes} nodes of {first[1].gpus_per_node} GPUs, {code}, {slots} slots; "
+        f"\n{first[1].nodes} nodes of {first[1].gpus_per_node} GPUs, {code}, {slots}; "
         f"{amount(machine.device_rate)}/s from a GPU, {amount(machine.copy_rate)}/s in memory, "
         f"{amount(machine.network_rate)}/s to the network. 'captured' is each GPU's share of a snapshot, 'arena' the "
         "shared memory of a node, 'every' the shortest interval at which each snapshot is protected. 'GPU holds' is an "
@@ -138,7 +148,7 @@ def show(console: Console, rows: Sequence[Row], machine: Machine, protection: Pr
         if machine.host_memory and sizes.arena_bytes > machine.host_memory / 2:
             console.print(
                 f"{name}: an arena of {amount(sizes.arena_bytes)} is more than half of a node's "
-                f"{amount(machine.host_memory)}: use more nodes, --slots 2 or a code with less parity",
+                f"{amount(machine.host_memory)}: use more nodes, --slots 2, fewer --generations or less parity",
                 soft_wrap=True,
             )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from holdfast.shapes import Shape
 from smp_daemon.errors import ConfigError
 from snapshot.arrange import Protection
+from snapshot.wishes import MAX_GENERATIONS
 
 STATE_BYTES = {"adam": 12.0, "adam-16bit": 6.0, "adam-8bit": 6.0, "sgd": 8.0}
 """Of each trained parameter: its main copy and moments, fp32; all in 16 bits; fp32 and two moments of a byte each
@@ -143,14 +144,22 @@ class Sizes:
     parity: int
 
 
-def size(job: Job, machine: Machine, protection: Protection, slots: int = 3) -> Sizes:
+def size(
+    job: Job, machine: Machine, protection: Protection, slots: int = 3, generations: int = 1, *, persists: bool = False
+) -> Sizes:
     """What snapshots of `job` take.
 
+    Args:
+        persists: snapshots are also written to storage, and one more slot for each shard holds what is being written.
+
     Raises:
-        ConfigError: the protection needs more nodes than there are, or the number of slots is not 2 to 16.
+        ConfigError: the protection needs more nodes than there are, or the number of slots is not 2 to 16, or of
+            generations not 1 to 8.
     """
     if not 2 <= slots <= 16:
         raise ConfigError(f"{slots} slots: use 2 to 16")
+    if not 1 <= generations <= MAX_GENERATIONS:
+        raise ConfigError(f"{generations} generations: keep 1 to {MAX_GENERATIONS}")
     chosen = protection.for_nodes(job.nodes)
     parity = chosen.parity if job.nodes > 1 else 0
     if parity and protection.data and protection.data + parity > job.nodes:
@@ -158,6 +167,7 @@ def size(job: Job, machine: Machine, protection: Protection, slots: int = 3) -> 
             f"{protection.data}+{parity} needs {protection.data + parity} nodes, and there are {job.nodes}: "
             "use a smaller code or more nodes"
         )
+    kept = slots + generations - 1
     state = job.trained * STATE_BYTES[job.optimizer]
     static = job.shape.parameters * BASE_BYTES[job.base]
     node = (state + static) / job.nodes
@@ -171,7 +181,7 @@ def size(job: Job, machine: Machine, protection: Protection, slots: int = 3) -> 
         static_bytes=static,
         gpu_bytes=node / job.gpus_per_node,
         node_bytes=node,
-        arena_bytes=slots * node * (1 + parity / chosen.data if parity else 1),
+        arena_bytes=kept * node * (1 + parity / chosen.data if parity else 1) + node * persists,
         device_bytes=device_bytes(job),
         copy_s=copy_s,
         encode_s=encode_s,

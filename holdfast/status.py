@@ -97,6 +97,9 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     if owner.http_port:
         parts.append(Text(f"http://127.0.0.1:{owner.http_port}/", style="dim"))
     parts += [Text(line, style="yellow" if "not persisted" in line else "") for line in overview.tiers]
+    parts += [Text(overview.repeats, style="yellow")] if overview.repeats else []
+    older = ", ".join(f"{snapshot.step:,}" for snapshot in overview.older)
+    parts += [Text(f"HOLDFAST_RESTORE_STEP could go back to step {older}")] if older else []
     insecure = [status.inventory.node for status in overview.statuses if status.access == "insecure"]
     if insecure:
         parts.append(
@@ -104,6 +107,7 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
         )
     parts += [Text(status.said) for status in overview.statuses if status.said]
     parts += [Text(trouble, style="yellow") for status in overview.statuses for trouble in status.troubles]
+    parts += [Text(recovery_line(recovery)) for recovery in overview.recoveries[:2]]
     table = Table(box=None, pad_edge=False)
     for heading in ("node", "address"):
         table.add_column(heading)
@@ -125,3 +129,14 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     for name in overview.silent:
         table.add_row(Text(name, style=COLOURS[-1]), Text("silent", style=COLOURS[-1]))
     return [*parts, table, Text("")]
+
+
+def recovery_line(recovery: dict[str, Any]) -> str:
+    """A recovery of `smp_daemon.recoveries.summarise`, as its slowest node saw it."""
+    slowest = recovery["nodes"][0]
+    spans = ", ".join(f"{name} {seconds:,.2f}" for name, seconds in slowest["spans"])
+    verb = "went" if recovery["done"] else "is going"
+    return (
+        f"epoch {recovery['epoch']} {verb} back to step {recovery['step']:,} in {recovery['seconds']:,.2f} s "
+        f"({slowest['node']}: {spans}); {recovery['bytes_fetched'] / 1e6:,.1f} MB fetched"
+    )

@@ -11,9 +11,9 @@ from torch.amp.grad_scaler import GradScaler
 from smp_daemon.errors import ConfigError, StateMismatch
 from smp_daemon.slotfile import Leaf
 from snapshot import rng, tracked
-from snapshot.adapter import Change, Container, LiveTensor, Stateful, Tree
+from snapshot.adapter import Change, Container, LiveTensor, Stateful, Tree, Updated
 from snapshot.optimizers import OptimizerState, check_names
-from snapshot.tensors import local
+from snapshot.tensors import block_of, local
 from snapshot.tracked import Tracked, containers
 
 
@@ -32,6 +32,7 @@ class BaseAdapter:
         self._scheduler = _check_stateful("scheduler", scheduler)
         self._extra = {name: _check_stateful(f"extra[{name!r}]", part) for name, part in (extra or {}).items()}
         self._tracked: dict[str, Tracked] = {}
+        self.carried: dict[str, Tree] = {}
         self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
     def track(self, piece: Tracked) -> None:
@@ -44,6 +45,9 @@ class BaseAdapter:
 
     def scalers(self) -> Sequence[GradScaler]:
         return [part for part in self._extra.values() if isinstance(part, GradScaler)]
+
+    def updated(self) -> dict[str, Updated]:
+        return {stem: parameter for state in self._states for stem, parameter in state.updated().items()}
 
     def watched(self) -> Iterator[Container]:
         for module in self._modules:
@@ -61,6 +65,7 @@ class BaseAdapter:
             "rng": rng.capture(),
             "extra": self._extras(late=False),
             "tracked": tracked.values(self._tracked, late=False),
+            **({"streams": self.carried} if self.carried else {}),
         }
 
     def late(self) -> Tree:
@@ -111,6 +116,7 @@ class BaseAdapter:
             if part:
                 part.load_state_dict(held[name])
         tracked.load(self._tracked, {**early["tracked"], **late["tracked"]})
+        self.carried = early.get("streams", {})
         rng.restore(early["rng"])
 
     def _extras(self, *, late: bool) -> Tree:
@@ -127,7 +133,7 @@ class BaseAdapter:
 def buffers(module: torch.nn.Module, prefix: str) -> Iterator[LiveTensor]:
     """A module's buffers, persistent or not. Forward may change them."""
     for name, buffer in module.named_buffers():
-        yield LiveTensor(f"{prefix}.{name}", local(buffer), Change.FORWARD)
+        yield LiveTensor(f"{prefix}.{name}", local(buffer), Change.FORWARD, block=block_of(buffer))
 
 
 def check_modules(model: Any) -> list[torch.nn.Module]:

@@ -21,7 +21,7 @@ from megatron.core import tensor_parallel
 from integrations.base import BaseAdapter, buffers
 from smp_daemon.errors import StateMismatch
 from smp_daemon.slotfile import Leaf
-from snapshot.adapter import Change, LiveTensor, Stateful, Tree
+from snapshot.adapter import Block, Change, LiveTensor, Stateful, Tree
 from snapshot.optimizers import OptimizerState
 from snapshot.tensors import set_dtype
 
@@ -39,10 +39,20 @@ class MegatronAdapter(BaseAdapter):
             if not getattr(part, "is_stub_optimizer", False)
         ]
         self._replicated = [not hasattr(part, "shard_fp32_from_float16_groups") for part in self._parts]
-        states = [
-            OptimizerState(part.optimizer, f"optim{i}", replicated=self._replicated[i])
-            for i, part in enumerate(self._parts)
-        ]
+        chunks = list(model) if isinstance(model, list | tuple) else [model]
+        names = {p: f"model{i}.{name}" for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+        states = []
+        for i, part in enumerate(self._parts):
+            shards = {main: (names[weight], block) for weight, main, block in _shards(part) if weight in names}
+            states.append(
+                OptimizerState(
+                    part.optimizer,
+                    f"optim{i}",
+                    replicated=self._replicated[i],
+                    names={main: name for main, (name, _) in shards.items()},
+                    blocks=lambda main, shards=shards: shards[main][1] if main in shards else None,  # type: ignore[misc]
+                )
+            )
         super().__init__(model, states, scheduler, extra)
 
     def coordinate(self) -> str:
@@ -66,8 +76,10 @@ class MegatronAdapter(BaseAdapter):
                     yield LiveTensor(f"model{i}.{name}", parameter, Change.NEVER, replicated=True)
             yield from buffers(chunk, f"model{i}")
         for i, state in enumerate(self._states):
+            updated = state.updated()
             for name, main in state.parameters():
-                yield LiveTensor(f"optim{i}.{name}.main", main, Change.STEP, self._replicated[i])
+                of = updated[f"optim{i}.{name}"]
+                yield LiveTensor(f"optim{i}.{name}.main", main, Change.STEP, self._replicated[i], of.owner, of.block)
             yield from state.tensors()
         yield from self._tracked_tensors()
 
@@ -117,6 +129,23 @@ class MegatronAdapter(BaseAdapter):
         for chunk in chunks:
             if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
                 chunk.start_param_sync(force_sync=True)
+
+
+def _shards(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, Block]]:
+    """(weight, main parameter, which part of the flattened weight that is) of a distributed optimizer, as its ranks cut
+    weights at any element and number the pieces anew; nothing of others, which are alike on all ranks."""
+    if not hasattr(part, "shard_fp32_from_float16_groups"):
+        return
+    pairs = (
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        (part.model_fp32_groups, part.shard_fp32_groups),
+    )
+    for weights, mains in pairs:
+        for group, shards in zip(weights, mains, strict=True):
+            for weight, main in zip(group, shards, strict=True):
+                if main is not None:
+                    piece = part._get_model_param_range_map(weight)["param"]
+                    yield weight, main, Block((weight.numel(),), (piece.start,))
 
 
 def _scaler(part: Any) -> Any:

@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from smp_daemon.errors import ConfigError, DeadlineExceeded, StateMismatch, Unrecoverable
+from smp_daemon.errors import ConfigError, DeadlineExceeded, Repeated, StateMismatch, Unrecoverable
 from smp_daemon.logs import get_log
 from snapshot.connect import job_from_environment, node_from_environment
 
@@ -30,7 +30,7 @@ GRACE_S = 5.0
 """How long members may take to return after another one has died; then Ray restarts them, too."""
 
 MUSTER_DEADLINE_S = 600.0
-FINAL = (ConfigError, StateMismatch, Unrecoverable)
+FINAL = (ConfigError, Repeated, StateMismatch, Unrecoverable)
 """What would only happen again."""
 
 log = get_log(__name__)

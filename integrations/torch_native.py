@@ -16,7 +16,7 @@ from integrations.base import BaseAdapter, buffers, check_modules
 from smp_daemon.errors import ConfigError
 from snapshot.adapter import Change, LiveTensor, Stateful, Tree
 from snapshot.optimizers import OptimizerState
-from snapshot.tensors import local, piece_of
+from snapshot.tensors import block_of, local, piece_of
 
 
 class TorchAdapter(BaseAdapter):
@@ -67,7 +67,8 @@ class TorchAdapter(BaseAdapter):
         for i, module in enumerate(self._modules):
             for name, parameter in module.named_parameters():
                 change = Change.STEP if parameter.requires_grad or id(parameter) in updated else Change.NEVER
-                yield LiveTensor(f"model{i}.{name}", local(parameter), change, self._replicated)
+                block = block_of(parameter)
+                yield LiveTensor(f"model{i}.{name}", local(parameter), change, self._replicated, block=block)
             yield from buffers(module, f"model{i}")
         for state in self._states:
             yield from state.tensors()

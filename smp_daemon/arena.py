@@ -407,7 +407,7 @@ def _too_small(path: Path, need: int, room: int) -> ArenaTooSmall:
     return ArenaTooSmall(
         f"the arena {path} needs {need:,} bytes more and its file system has {room:,} left: enlarge it "
         f"(mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: emptyDir medium Memory), "
-        "or use fewer slots"
+        "or use fewer slots or generations (HOLDFAST_GENERATIONS)"
     )
 
 

@@ -49,10 +49,18 @@ class _Seen:
 class Attendance:
     """Thread-safe. Nothing is watched until `start`."""
 
-    def __init__(self, board: Callable[[], Board], deadlines: Deadlines, on_hang: OnHang | None) -> None:
+    def __init__(
+        self,
+        board: Callable[[], Board],
+        deadlines: Deadlines,
+        on_hang: OnHang | None,
+        on_death: Callable[[str], None] = lambda coord: None,
+    ) -> None:
+        """`on_death`: called with the coordinate of a trainer that has died; it must not block."""
         self._board = board
         self._deadlines = deadlines
         self._on_hang = on_hang
+        self._on_death = on_death
         self._lock = threading.Lock()
         self._seen: dict[str, _Seen] = {}
         self._callers: dict[int, list[Callable[[], None]]] = {}
@@ -100,8 +108,11 @@ class Attendance:
         with self._lock:
             self._callers.setdefault(pid, []).append(hang_up)
 
-    def left(self, pid: int, hang_up: Callable[[], None], coord: str | None) -> None:
-        """A connection has ended, that of the trainer `coord`, if it is one's."""
+    def left(self, pid: int, hang_up: Callable[[], None], coord: str | None) -> int | None:
+        """A connection has ended, that of the trainer `coord`, if it is one's.
+
+        Returns how many steps the trainer had finished, if it went away without a word; else None.
+        """
         with self._lock:
             mine = self._callers.get(pid, [])
             if hang_up in mine:
@@ -110,13 +121,17 @@ class Attendance:
                 self._callers.pop(pid, None)
             seen = self._seen.get(coord) if coord is not None else None
             if seen is None or seen.pid != pid or seen.hang_up != hang_up:
-                return  # it has connected anew meanwhile
+                return None  # it has connected anew meanwhile
+            step: int | None = None
             if self._board().phase(seen.row) is Phase.GONE:
                 _close(seen)
                 del self._seen[seen.coord]
-            elif seen.pidfd < 0:
-                seen.ended = True  # else the process itself will tell
+            else:
+                step = self._board().beats(seen.row)[1]
+                if seen.pidfd < 0:
+                    seen.ended = True  # else the process itself will tell
         self._stir()
+        return step
 
     def trainers(self) -> list[Trainer]:
         """How they are, by coordinate. Those that have died stay until they are back, or the SMP ends."""
@@ -165,6 +180,8 @@ class Attendance:
                     news.append((report, seen.health))
                     seen.health = Health(report.health)
         for report, before in news:
+            if report.health == Health.DEAD:
+                self._on_death(report.coord)
             if report.health in (Health.HUNG, Health.DEAD):
                 log.error("%s", report)
             else:

@@ -75,7 +75,7 @@ class Budget:
             raise ArenaTooSmall(
                 f"the arena {self._arena} needs {need:,} bytes beside the {self.used:,} that it holds, and "
                 f"--memory (HOLDFAST_MEMORY) allows {self.limit:,}: allow {self.used + need:,} or more, or use fewer "
-                "slots. `holdfast plan` tells what a model takes"
+                "slots or generations (HOLDFAST_GENERATIONS). `holdfast plan` tells what a model takes"
             )
 
     def take(self, length: int) -> None:

@@ -31,9 +31,17 @@ def addresses_of(layouts: Collection[Layout]) -> list[Address]:
     return sorted({node.name: node.bulk for layout in newest for node in layout.nodes}.values())
 
 
-def take_census(job: str, addresses: Collection[Address], counters: Counters) -> list[Inventory]:
-    """The inventories of those who answer. Blocks for at most a few times `DEADLINE_S`."""
-    return ask_all({"op": "inventory", "job": job}, addresses, counters, lambda r: Inventory.from_json(r["inventory"]))
+def take_census(
+    job: str, addresses: Collection[Address], counters: Counters, known: Collection[Layout] = ()
+) -> list[Inventory]:
+    """The inventories of those who answer. Blocks for at most a few times `DEADLINE_S`.
+
+    Args:
+        known: layouts that need not be sent.
+    """
+    by_digest = {layout.digest: layout for layout in known}
+    message = {"op": "inventory", "job": job, "known": list(by_digest)}
+    return ask_all(message, addresses, counters, lambda reply: Inventory.from_json(reply["inventory"], by_digest))
 
 
 def ask_all(

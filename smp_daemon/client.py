@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from smp_daemon.board import BEAT_ROWS, Board, Outcome, Phase
-from smp_daemon.errors import DeadlineExceeded, ProtocolError, SmpUnavailable, StaleEpoch
+from smp_daemon.errors import DamagedSnapshot, DeadlineExceeded, ProtocolError, SmpUnavailable, StaleEpoch
 from smp_daemon.inventory import Inventory, Persisted
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_SAYING, PROTOCOL_VERSION
 from smp_daemon.paths import socket_path
 from smp_daemon.pidfds import await_end
 from smp_daemon.records import digest
-from smp_daemon.sources import Sources
+from smp_daemon.sources import Address, Sources
+from smp_daemon.starts import End, Start
 from smp_daemon.transport import Message, SocketStream, call, connect
 
 RECOVER_DEADLINE_S = 600.0
+END_DEADLINE_S = 5.0
 PLACE_DEADLINE_S = 60.0
 """How long the storage of persisted snapshots may take to say what is there."""
 
@@ -101,9 +103,14 @@ class SmpClient:
         """What the SMP holds."""
         return Inventory.from_json(self._call({"op": "inventory"}))
 
-    def join(self, epoch: int) -> None:
-        """Enter an epoch; fences every older one."""
-        self._call({"op": "join", "epoch": epoch})
+    def census(self, addresses: Collection[Address]) -> list[Inventory]:
+        """What those SMPs hold that answer, without their layouts. Blocks while they are asked."""
+        reply = self._call({"op": "census", "addresses": list(addresses)}, RECOVER_DEADLINE_S)
+        return [Inventory.from_json(each) for each in reply["inventories"]]
+
+    def join(self, epoch: int, start: Start | None = None) -> None:
+        """Enter an epoch; fences every older one. `start`: if the job starts with it."""
+        self._call({"op": "join", "epoch": epoch, "start": start.to_json() if start else None})
         self._epoch = epoch
         self._board = Board(self.arena / "board")
 
@@ -177,6 +184,31 @@ class SmpClient:
             tuple(map(int, reply["digests"])),
         )
 
+    def lend(self, sources: Sources) -> None:
+        """From now on `unit` gives units of that snapshot, whoever holds them."""
+        self._call(self._in_epoch() | {"op": "lend", "sources": sources.to_json()})
+
+    def unit(self, coord: str, index: int, out: memoryview) -> int:
+        """Fill `out`, which is as long as that unit of a shard, with it, checked. Blocks while it is got.
+
+        Returns the bytes that the SMP has fetched over the network since `lend`.
+
+        Raises:
+            Unrecoverable, DamagedSnapshot: it cannot be had whole.
+        """
+        message = self._in_epoch() | {"op": "unit", "coord": coord, "unit": index}
+        with self._lock:
+            stream = self._connected()
+            stream.set_deadline(RECOVER_DEADLINE_S)
+            reply, payload = call(stream, message)
+            if payload != out.nbytes:
+                self._hang_up()
+                raise ProtocolError(f"unit {index} of {coord} has {payload} bytes there, and {out.nbytes} here")
+            stream.receive_into(out)
+        if digest(out) != reply.get("digest"):
+            raise DamagedSnapshot(f"unit {index} of {coord} was damaged on its way from the SMP")
+        return int(reply.get("bytes_fetched", 0))
+
     @property
     def persist_due(self) -> bool:
         """Whether this node is ready to persist a snapshot. Reads shared memory; never blocks."""
@@ -210,6 +242,12 @@ class SmpClient:
     def say(self, text: str) -> None:
         """Have the SMP show the first `MAX_SAYING` characters of `text` to whoever looks, not what was said before."""
         self._call(self._in_epoch() | {"op": "say", "text": text[:MAX_SAYING]})
+
+    def ended(self, coord: str, end: End) -> None:
+        """Tell how the job ends for this trainer, if it has joined an epoch."""
+        if self._epoch is not None:
+            said = {"op": "ended", "coord": coord, "step": end.step, "failure": end.failure}
+            self._call(self._in_epoch() | said, END_DEADLINE_S)
 
     def counters(self) -> dict[str, int]:
         """What the SMP has counted since it started; see `smp_daemon.counters.Counts`."""
@@ -265,13 +303,17 @@ class SmpClient:
 
     def _call(self, message: Message, deadline_s: float = CALL_DEADLINE_S) -> Message:
         with self._lock:
-            if self._stream is None:
-                raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
-            self._stream.set_deadline(deadline_s)
-            reply, payload = call(self._stream, message)
+            stream = self._connected()
+            stream.set_deadline(deadline_s)
+            reply, payload = call(stream, message)
         if payload:
             raise ProtocolError("the SMP sent bytes that nobody asked for")
         return reply
+
+    def _connected(self) -> SocketStream:
+        if self._stream is None:
+            raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
+        return self._stream
 
     def _in_epoch(self) -> Message:
         """For what names no snapshot of this epoch: the SMP refuses it once the epoch that was joined is over."""

@@ -224,11 +224,7 @@ class Codings:
                 self._own_parity_done(coding, position, layout)
                 return None
             pool = self._arena.parity_pool(coding.tag, position)
-            if layout.revision:
-                pool, slot, view = self._holdings.take(pool, coding.snapshot, length)
-            else:
-                slot = pool.begin(coding.snapshot, length)
-                view = pool.view(slot)
+            pool, slot, view = self._holdings.take(pool, coding.snapshot, length, make_room=layout.revision > 0)
             reach("parity.taken", coding.snapshot.step)
             self._gatherings[coding] = Gathering(pool, slot, view, self._holdings.gathering(key, stripes, view))
             return self._gatherings[coding]

@@ -17,6 +17,7 @@ class Counts:
         units_mended: of those, how many were computed again in place.
         bytes_scrubbed: bytes that the scrub has read.
         reconnects: connections to other SMPs that broke and were made anew.
+        units_asked_again: asks for units that somebody else had been asked for, who was late or failed.
         pauses: how often encoding made way for a trainer that communicates.
         reforms: how often this node took part in re-forming groups.
         snapshots_persisted: snapshots that were persisted, whole, with this node's part in them.
@@ -31,6 +32,7 @@ class Counts:
     units_mended: int = 0
     bytes_scrubbed: int = 0
     reconnects: int = 0
+    units_asked_again: int = 0
     pauses: int = 0
     reforms: int = 0
     snapshots_persisted: int = 0

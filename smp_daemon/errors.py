@@ -49,6 +49,10 @@ class StateMismatch(HoldfastError):
     """The snapshot does not fit the model, the optimizer or the world; nothing was written."""
 
 
+class Repeated(HoldfastError):
+    """The job was started again and again, and always ended at the same step in the same way."""
+
+
 class PlaceError(HoldfastError):
     """The storage of persisted snapshots failed, or cannot be reached."""
 
@@ -70,6 +74,7 @@ BY_NAME: dict[str, type[HoldfastError]] = {
         DamagedSnapshot,
         Unrecoverable,
         StateMismatch,
+        Repeated,
         PlaceError,
         DeadlineExceeded,
     )

@@ -8,7 +8,6 @@ whoever folded the unit into parity.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,24 +27,9 @@ from smp_daemon.links import Links
 from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.records import digest
 from smp_daemon.sources import Address, Sources
+from smp_daemon.stored import StoredUnit, padding_of, place_of, stored_units
 
 log = get_log(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredUnit:
-    """A unit of a stripe that somebody holds.
-
-    Attributes:
-        number: of the unit in its stripe: 0..k-1 data, k..k+m-1 parity.
-        what: how to ask for it.
-        length: its bytes; data units may be shorter than their stripe, the rest is zeros.
-    """
-
-    number: int
-    address: Address
-    what: dict[str, Any]
-    length: int
 
 
 class Fetcher:
@@ -75,13 +59,7 @@ class Fetcher:
                 return
             except (SmpUnavailable, DeadlineExceeded, DamagedSnapshot, ProtocolError) as error:
                 self._note_failure(address, error)
-        place = self.sources.layout.locate(coord)
-        if not self.sources.layout.protects(place.group):
-            raise Unrecoverable(f"{coord} is lost and its group {place.group} has no parity")
-        stripes = self.sources.layout.stripes(place.group)
-        unit = stripes.first_unit(place.position, place.segment) + index
-        stripe = stripes.stripe_of(place.position, unit)
-        self.compute(place.group, stripe, stripes.data_positions(stripe).index(place.position), out)
+        self.compute(*place_of(self.sources.layout, coord, index), out)
 
     def compute(self, group: int, stripe: int, number: int, out: memoryview, expected: int | None = None) -> None:
         """Unit `number` of a stripe, data or parity, from k others, into `out`, which is as long as the unit.
@@ -94,7 +72,7 @@ class Fetcher:
             DamagedSnapshot: the result does not match the digest, or none is known.
         """
         stripes = self.sources.layout.stripes(group)
-        padding = self._padding(group, stripe)
+        padding = padding_of(self.sources.layout, group, stripe)
         units = {index: memoryview(bytes(out.nbytes)) for index in padding if index != number and out.nbytes}
         digests: dict[int, int] = {}
         waiting = [unit for unit in self._stored(group, stripe) if unit.number != number]
@@ -103,7 +81,7 @@ class Fetcher:
             waiting = waiting[len(asked) :]
             for unit, reply in self._ask(asked):
                 units[unit.number] = self._padded(unit, out.nbytes)
-                digests |= _sources(reply)
+                digests |= digests_of(reply)
         if expected is None and number < stripes.data:
             expected = digests.get(stripes.data_positions(stripe)[number])
         try:
@@ -115,55 +93,9 @@ class Fetcher:
             self._counters.add(units_damaged=1)
             raise DamagedSnapshot(f"unit {number} of stripe {stripe} was computed and does not match its digest")
 
-    def compute_by_chain(self, group: int, stripe: int, number: int, out: memoryview) -> None:
-        """As `compute`, for data units, but each helper adds its share and passes the sum on (repair pipelining,
-        Li et al., USENIX ATC 2017): only one unit arrives here, whatever k is.
-
-        Raises:
-            HoldfastError: the chain broke, for whatever reason; `compute` may still succeed.
-        """
-        stripes = self.sources.layout.stripes(group)
-        stored = {unit.number: unit for unit in self._stored(group, stripe) if unit.number != number}
-        survivors = {*stored, *(index for index in self._padding(group, stripe) if index != number)}
-        codec = choose_codec(stripes.data, stripes.parity, self._backend)
-        try:
-            factors = codec.coefficients(survivors, number)
-        except TooManyErasures as error:
-            raise Unrecoverable(f"stripe {stripe} of group {group}: {error}") from error
-        helpers = [stored[index] for index in factors if index in stored]
-        turn = stripe % len(helpers)  # so that each helper is the last of the chain, which sends here, equally often
-        terms = [
-            {"at": list(unit.address), "what": unit.what, "factor": factors[unit.number]}
-            for unit in helpers[turn:] + helpers[:turn]
-        ]
-        position = stripes.data_positions(stripe)[number]
-        first = helpers[turn].address
-        reply = self._get(first, {"op": "partial", "terms": terms, "length": out.nbytes, "position": position}, out)
-        if reply.get("expected") is None or digest(out) != fields.number(reply, "expected"):
-            raise DamagedSnapshot(f"unit {number} of stripe {stripe} came by chain and does not match its digest")
-
-    def _padding(self, group: int, stripe: int) -> list[int]:
-        """Data units of a stripe that are all zeros and stored nowhere."""
-        stripes = self.sources.layout.stripes(group)
-        stored = {index for index, _, _ in stripes.contributors(stripe)}
-        return [index for index in range(stripes.data) if index not in stored]
-
     def _stored(self, group: int, stripe: int) -> Iterator[StoredUnit]:
         """The units of a stripe that can be asked for, data first."""
-        layout, stripes = self.sources.layout, self.sources.layout.stripes(group)
-        for index, position, piece in stripes.contributors(stripe):
-            coord = layout.members(group)[position].shards[piece.segment].coord
-            address = self.sources.shards.get(coord)
-            if address is not None and address not in self._gone:
-                unit = piece.offset // stripes.unit_bytes
-                yield StoredUnit(index, address, {"op": "shard_unit", "coord": coord, "unit": unit}, piece.length)
-        length = stripes.stripe_bytes(stripe)
-        for row, position in enumerate(stripes.parity_positions(stripe)):
-            address = self.sources.parities.get((group, position))
-            if address is not None and address not in self._gone:
-                rank = stripes.parity_rank(position, stripe)
-                what = {"op": "parity_unit", "tag": layout.tag(group), "position": position, "unit": rank}
-                yield StoredUnit(stripes.data + row, address, what, length)
+        return (unit for unit in stored_units(self.sources, group, stripe) if unit.address not in self._gone)
 
     def _ask(self, units: list[StoredUnit]) -> Iterator[tuple[StoredUnit, dict[str, Any]]]:
         """Ask for all of them at once; those that came whole, with their replies."""
@@ -216,7 +148,7 @@ class Fetcher:
             self._gone.add(address)
 
 
-def _sources(reply: dict[str, Any]) -> dict[int, int]:
+def digests_of(reply: dict[str, Any]) -> dict[int, int]:
     """The digests, by position, of what was folded into a parity unit. Raises `ProtocolError`."""
     said = reply.get("sources", {})
     if not isinstance(said, dict) or not all(position.isdecimal() for position in said):

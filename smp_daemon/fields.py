@@ -7,6 +7,8 @@ from smp_daemon.layout import SnapshotId
 from smp_daemon.limits import MAX_COUNT, is_identifier
 from smp_daemon.transport import Message
 
+MAX_KNOWN = 4096
+
 
 def number(message: Message, key: str, most: int = (1 << 64) - 1) -> int:
     """A whole number from 0 to `most`."""
@@ -46,3 +48,18 @@ def snapshot_id(message: Message, key: str) -> SnapshotId:
     if not isinstance(value, list) or len(value) != 2:
         raise ProtocolError(f"{key!r} must be [epoch, step], not {value!r}")
     return SnapshotId(*(number({key: n}, key, MAX_COUNT) for n in value))
+
+
+def address(value: object) -> tuple[str, int]:
+    """``[host, port]``."""
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str) or not isinstance(value[1], int):
+        raise ProtocolError(f"a message says at which address somebody is, not {str(value)[:80]}")
+    return value[0], value[1]
+
+
+def digests(message: Message, key: str) -> frozenset[str]:
+    """Digests of layouts, as texts; none if nothing is said."""
+    value = message.get(key, [])
+    if not isinstance(value, list) or len(value) > MAX_KNOWN or not all(isinstance(each, str) for each in value):
+        raise ProtocolError(f"{key!r} must be a list of at most {MAX_KNOWN} digests")
+    return frozenset(value)

@@ -253,10 +253,16 @@ class Holdings:
         codec = choose_codec(stripes.data, stripes.parity, self.backend)
         return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view)
 
-    def take(self, pool: Pool, snapshot: SnapshotId, length: int) -> tuple[Pool, Slot, memoryview]:
+    def take(
+        self, pool: Pool, snapshot: SnapshotId, length: int, *, make_room: bool = True
+    ) -> tuple[Pool, Slot, memoryview]:
         """A slot to receive into. An earlier attempt that is still at work loses its slot, and writes into nothing.
 
-        Where none is free, the memory of free slots of other pools is used before any more is taken.
+        Args:
+            make_room: where none is free, use the memory of free slots of other pools, and then take more.
+
+        Raises:
+            NoFreeSlot: none is, and no room is to be made.
         """
         with self._lock:
             earlier = pool.find(snapshot, SlotState.WRITING)
@@ -265,6 +271,8 @@ class Holdings:
             try:
                 slot = pool.begin(snapshot, length)
             except NoFreeSlot:
+                if not make_room:
+                    raise
                 self.arena.make_room(length, pool)
                 pool.create(length)
                 slot = pool.begin(snapshot, length)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from smp_daemon.errors import ProtocolError
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.starts import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Inventory:
         unpromised: of the snapshots that it holds, those that were certainly never reported as protected: this node
             took part, and was not done with them.
         leaving: it is being drained: others may read what it holds, and shall count on it for nothing.
+        record: how the job was started last, and how that ended here.
     """
 
     node: str
@@ -38,14 +41,17 @@ class Inventory:
     parities: frozenset[tuple[SnapshotId, str, int]] = frozenset()
     unpromised: frozenset[SnapshotId] = frozenset()
     leaving: bool = False
+    record: Record = field(default_factory=Record)
 
     @property
     def bulk(self) -> tuple[str, int]:
         """Where it serves raw bytes."""
         return (self.host, self.bulk_port)
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
+    def to_json(self, known: Collection[str] = ()) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back. Of layouts whose digests are `known` it has no more than those: in
+        a large job they are most of it."""
+        layouts = self.layouts.values()
         return {
             "node": self.node,
             "host": self.host,
@@ -54,18 +60,21 @@ class Inventory:
             "epoch": self.epoch,
             "protected": list(self.protected) if self.protected else None,
             "trainers": self.trainers,
-            "layouts": [layout.to_json() for layout in self.layouts.values()],
+            "layouts": [each.digest if known and each.digest in known else each.to_json() for each in layouts],
             "shards": sorted([*snapshot, coord] for snapshot, coord in self.shards),
             "parities": sorted([*snapshot, tag, position] for snapshot, tag, position in self.parities),
             "unpromised": sorted(map(list, self.unpromised)),
             "leaving": self.leaving,
+            "record": self.record.to_json(),
         }
 
     @classmethod
-    def from_json(cls, data: Any) -> Inventory:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+    def from_json(cls, data: Any, known: Mapping[str, Layout] | None = None) -> Inventory:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes. `known`: layouts by their digests."""
         try:
-            layouts = [Layout.from_json(layout) for layout in data["layouts"]]
+            layouts = [
+                (known or {})[each] if isinstance(each, str) else Layout.from_json(each) for each in data["layouts"]
+            ]
             return cls(
                 node=str(data["node"]),
                 host=str(data["host"]),
@@ -79,6 +88,7 @@ class Inventory:
                 parities=frozenset((SnapshotId(int(e), int(s)), str(t), int(p)) for e, s, t, p in data["parities"]),
                 unpromised=frozenset(SnapshotId(int(e), int(s)) for e, s in data["unpromised"]),
                 leaving=bool(data["leaving"]),
+                record=Record.from_json(data["record"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"not an inventory: {error!r}") from error

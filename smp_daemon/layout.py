@@ -177,6 +177,11 @@ class Layout:
             raise ProtocolError(f"shard {coord!r} is not part of epoch {self.epoch}") from None
 
     @cached_property
+    def digest(self) -> str:
+        """Names it: who knows it already need not be sent it again."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.to_json()).encode())
+
+    @cached_property
     def _stripes(self) -> dict[int, Stripes]:
         return {
             g: Stripes(

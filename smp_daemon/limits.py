@@ -46,6 +46,9 @@ MAX_CONNECTIONS = 1024
 MAX_SAYING = 1000
 """Characters of what a trainer has its SMP show."""
 
+MAX_FAILURE = 500
+"""Characters of how a trainer ended."""
+
 MAX_SOCKET_PATH_BYTES = 107
 """What fits in ``sockaddr_un.sun_path`` with its closing zero."""
 

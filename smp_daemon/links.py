@@ -33,11 +33,15 @@ class Links:
     ) -> None:
         self.close()
 
+    def connect(self, address: Address, job: str) -> None:
+        """Have a connection to `address`. While it is made `interrupt` does not reach it."""
+        if address not in self._streams:
+            self._streams[address] = connect(address, job=job)
+            self._streams[address].set_deadline(self._deadline_s)
+
     def send(self, address: Address, message: Message, payload: memoryview | None = None) -> None:
         """Send a message; its reply is `receive`d later, in order."""
-        if address not in self._streams:
-            self._streams[address] = connect(address, job=str(message.get("job", "")))
-            self._streams[address].set_deadline(self._deadline_s)
+        self.connect(address, str(message.get("job", "")))
         try:
             self._streams[address].send(message, payload)
         except (SmpUnavailable, DeadlineExceeded):

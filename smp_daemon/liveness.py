@@ -45,7 +45,9 @@ class Deadlines:
     factor: float = 10.0
 
     def of(self, phase: str, step_s: float | None) -> float:
-        """Of one phase, where the median step takes `step_s`, if that is known."""
+        """Of one phase, where the median step takes `step_s`, if that is known. Who says goodbye may take its time."""
+        if phase == "gone":
+            return 0.0
         if phase == "step" and self.step and step_s is not None:
             return max(self.step, self.factor * step_s)
         return float(getattr(self, phase))

@@ -6,17 +6,20 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
-from smp_daemon.fields import identifier, number, seconds, snapshot_id, text
+from smp_daemon.census import take_census
+from smp_daemon.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
+from smp_daemon.fields import address, identifier, number, seconds, snapshot_id, text
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_SAYING, PROTOCOL_VERSION
+from smp_daemon.lending import Lender
+from smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_NODES, MAX_SAYING, PROTOCOL_VERSION
 from smp_daemon.logs import about, get_log
 from smp_daemon.rebuild import heal, recover, verify
 from smp_daemon.scrub import scrub
 from smp_daemon.sources import Sources
+from smp_daemon.starts import KILLED, End, Start, checked_failure
 from smp_daemon.transport import Message, Stream
 from smp_daemon.uids import peer_of
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 """How many digests of units a message has room for, beside its other fields."""
 
-FENCED = ("recover", "heal", "say")
+FENCED = ("recover", "lend", "unit", "heal", "say", "ended")
 """Operations that change something here and name no snapshot of the epoch at hand: who has joined one says which."""
 
 log = get_log(__name__)
@@ -42,10 +45,14 @@ class TrainerConversation:
         self._writing: set[tuple[SnapshotId, str]] = set()
         self._greeted = False
         self._coord: str | None = None
+        self._epoch: int | None = None
         self._hang_up: Callable[[], None] | None = None
+        self._lender: Lender | None = None
+        self._lent: memoryview | None = None
         self._operations: dict[str, Callable[[Message], Message]] = {
             "hello": self._hello,
             "inventory": lambda message: smp.inventory().to_json(),
+            "census": self._census,
             "join": self._join,
             "configure": self._configure,
             "begin": self._begin,
@@ -53,6 +60,8 @@ class TrainerConversation:
             "abandon": self._abandon,
             "await": self._await,
             "recover": self._recover,
+            "lend": self._lend,
+            "unit": self._unit,
             "heal": self._heal,
             "persist": lambda message: {"accepted": smp.persister.order(snapshot_id(message, "snapshot"))},
             "persisted": lambda message: smp.persister.look().to_json(),
@@ -63,11 +72,12 @@ class TrainerConversation:
             "scrub": self._scrub,
             "verify": self._verify,
             "say": self._say,
+            "ended": self._ended,
             "finish": self._finish,
             "stop": self._stop,
         }
 
-    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, None]:
+    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
         operation = self._operations.get(str(message.get("op")))
         if payload:
             stream.close()
@@ -79,13 +89,17 @@ class TrainerConversation:
             raise ProtocolError(f"an SMP does not know the operation {message.get('op')!r}")
         if "epoch" in message and message["op"] in FENCED:
             self._store.check_epoch(number(message, "epoch", MAX_COUNT))
-        return operation(message), None
+        self._lent = None
+        return operation(message), self._lent
 
     def ended(self) -> None:
         for snapshot, coord in sorted(self._writing):
             self._store.abandon(snapshot, coord)
         if self._hang_up is not None:
-            self._smp.attendance.left(self._pid, self._hang_up, self._coord)
+            step = self._smp.attendance.left(self._pid, self._hang_up, self._coord)
+            self._note_end(step)
+        if self._lender is not None:
+            self._lender.close()
         if self._greeted:
             with self._store.changed:
                 self._smp.trainers -= 1
@@ -111,8 +125,21 @@ class TrainerConversation:
             row = self._smp.attendance.attend(self._pid, self._coord, self._hang_up)
         return {"node": self._store.node, "pid": os.getpid(), "row": row}
 
+    def _census(self, message: Message) -> Message:
+        """What the SMPs at these addresses hold; without their layouts, which whoever knows of them has."""
+        told = message.get("addresses")
+        if not isinstance(told, list) or len(told) > MAX_NODES:
+            raise ProtocolError(f"'addresses' must be a list of at most {MAX_NODES}")
+        with self._store.changed:
+            known = list(self._store.arena.layouts.values())
+        found = take_census(self._store.job, [address(each) for each in told], self._store.counters, known)
+        return {"inventories": [replace(each, layouts={}).to_json() for each in found]}
+
     def _join(self, message: Message) -> Message:
-        self._store.join(number(message, "epoch", MAX_COUNT))
+        start = Start.from_json(message["start"]) if message.get("start") is not None else None
+        epoch = number(message, "epoch", MAX_COUNT)
+        self._store.join(epoch, start)
+        self._epoch = epoch
         return {}
 
     def _configure(self, message: Message) -> Message:
@@ -159,6 +186,9 @@ class TrainerConversation:
             recovered = self._smp.persister.recover(sources.snapshot, coord, check)
         else:
             recovered = recover(self._store, sources, coord, self._smp.settings.rebuild, check)
+        self._smp.recoveries.restored(
+            self._store.epoch, sources.snapshot, coord, recovered.how, recovered.bytes_fetched
+        )
         if len(recovered.digests) > MAX_DIGESTS:
             raise ConfigError(
                 f"{message['coord']} has {len(recovered.digests)} units of {recovered.unit_bytes} bytes, and a message "
@@ -174,6 +204,29 @@ class TrainerConversation:
             "unit_bytes": recovered.unit_bytes,
             "digests": recovered.digests,
         }
+
+    def _lend(self, message: Message) -> Message:
+        """From now on `unit` gives units of this snapshot."""
+        sources = Sources.from_json(message.get("sources"))
+        if sources.persisted:
+            raise ConfigError(f"{sources.snapshot} is persisted: units are lent from memory only")
+        if self._lender is not None:
+            self._lender.close()
+        self._store.is_restored(sources.snapshot)
+        self._lender = Lender(self._store, sources)
+        return {}
+
+    def _unit(self, message: Message) -> Message:
+        if self._lender is None:
+            raise ProtocolError("say first what to `lend` units of")
+        before = self._lender.bytes_fetched
+        unit, unit_digest = self._lender.unit(identifier(message, "coord"), number(message, "unit", MAX_COUNT))
+        self._lent = unit
+        fetched = self._lender.bytes_fetched - before
+        if self._coord is not None:
+            epoch, of = self._store.epoch, self._lender.snapshot
+            self._smp.recoveries.restored(epoch, of, self._coord, "resharded", fetched)
+        return {"digest": unit_digest, "bytes_fetched": self._lender.bytes_fetched}
 
     def _heal(self, message: Message) -> Message:
         sources = Sources.from_json(message.get("sources"))
@@ -224,6 +277,22 @@ class TrainerConversation:
             raise ProtocolError(f"'text' must be a string of at most {MAX_SAYING} characters")
         self._smp.said = said
         return {}
+
+    def _ended(self, message: Message) -> Message:
+        end = End(number(message, "step", MAX_COUNT), checked_failure(message.get("failure")))
+        self._store.ended(number(message, "epoch", MAX_COUNT), identifier(message, "coord"), end)
+        return {}
+
+    def _note_end(self, step: int | None) -> None:
+        """It went away without a word, with so many steps finished; None: it has left as it should."""
+        if step is None or self._coord is None or self._epoch is None:
+            return
+        try:
+            self._store.ended(self._epoch, self._coord, End(min(max(step, 0), MAX_COUNT), KILLED))
+        except StaleEpoch:
+            pass  # the next start goes on without it, and has taken note of how it ended
+        except ArenaTooSmall as error:
+            log.warning("how %s ended is not noted: %s", self._coord, error)
 
     def _stop(self, message: Message) -> Message:
         with self._store.changed:

@@ -17,7 +17,9 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, MutableMapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,9 @@ MAX_EPISODES = 1024
 """That are remembered; the one that began first is forgotten first."""
 
 OURS = ("smp_daemon", "snapshot", "integrations", "holdfast", "ec")
+
+EVENTS_KEPT = 12
+MAX_EVENT_CHARACTERS = 160
 
 _identity: dict[str, Any] = {}
 
@@ -146,6 +151,46 @@ class Formatter(logging.Formatter):
         return fields
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A line of the log, for operators: when (seconds since 1970), how bad, and the first of its text."""
+
+    at: float
+    level: str
+    text: str
+
+    def to_json(self) -> list[Any]:
+        """JSON that `from_json` reads back."""
+        return [self.at, self.level, self.text]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Event:
+        """Raises `TypeError` or `ValueError` if `data` is not what `to_json` makes."""
+        at, level, text = data
+        return cls(float(at), str(level), str(text))
+
+
+class _LastEvents(logging.Handler):
+    """Keeps the last lines that this process has logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()[:MAX_EVENT_CHARACTERS]
+        self.events.appendleft(Event(record.created, record.levelname.lower(), text))
+
+
+_last = _LastEvents()
+
+
+def last_events() -> tuple[Event, ...]:
+    """The last `EVENTS_KEPT` lines that this process has logged by `log_to`, the newest first. Thread-safe."""
+    with _last.lock or nullcontext():
+        return tuple(_last.events)
+
+
 def _quoted(value: Any) -> str:
     if value is None:
         return "-"
@@ -192,7 +237,7 @@ def log_to(path: Path, **identity: Any) -> None:
     identify(**identity)
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=MAX_BYTES, backupCount=1)
     handler.setFormatter(Formatter(chosen_format()))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=logging.INFO, handlers=[handler, _last])
 
 
 def log_here(**identity: Any) -> None:

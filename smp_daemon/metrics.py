@@ -41,6 +41,7 @@ COUNTERS = {
     "units_mended": "damaged units that were computed again",
     "bytes_scrubbed": "bytes read by the scrub",
     "reconnects": "connections to other SMPs made anew",
+    "units_asked_again": "asks for units that somebody else, late or failed, had been asked for",
     "pauses": "times that encoding made way for a trainer that communicates",
     "reforms": "times that this node took part in re-forming groups",
     "snapshots_persisted": "snapshots persisted, with this node's part in them",

@@ -202,7 +202,7 @@ class Monitor:
             return None
         self._enlist_spares()
         addresses = {*addresses_of(layouts), *self._spares}
-        inventories = take_census(store.job, sorted(addresses), store.counters)
+        inventories = take_census(store.job, sorted(addresses), store.counters, layouts)
         if any(inventory.trainers for inventory in inventories):
             text = "nodes are missing, and trainers are connected: nothing is done"
             self._episodes.begin("declined", text, level=logging.INFO)

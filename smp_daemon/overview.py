@@ -8,9 +8,16 @@ from typing import Any
 
 from smp_daemon.census import addresses_of
 from smp_daemon.counters import Counters
+from smp_daemon.layout import SnapshotId
+from smp_daemon.logs import Event
+from smp_daemon.plan import newest_protected, whole_snapshots
+from smp_daemon.recoveries import summarise
 from smp_daemon.sources import Address
 from smp_daemon.standing import Standing, safest, standings
+from smp_daemon.starts import standing_streak
 from smp_daemon.status import Status, take_statuses
+
+EVENTS_SHOWN = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,19 @@ class Overview:
         return safest(self.standings)
 
     @property
+    def repeats(self) -> str:
+        """How the last starts of the job ended, if it is over or came no further since; empty if there is no such."""
+        streak = standing_streak([status.inventory for status in self.statuses])
+        return str(streak) if streak is not None else ""
+
+    @property
+    def older(self) -> list[SnapshotId]:
+        """Whole snapshots that only ``HOLDFAST_RESTORE_STEP`` goes back to, the newest first."""
+        inventories = [status.inventory for status in self.statuses]
+        protected = newest_protected(inventories)
+        return [each for each in whole_snapshots(inventories) if protected is not None and each < protected]
+
+    @property
     def tiers(self) -> list[str]:
         """How the persist tier is, in words: one line if it is on and well, and one for every node with a problem."""
         tiers = [(status.inventory.node, status.tier) for status in self.statuses if status.tier is not None]
@@ -47,19 +67,35 @@ class Overview:
             line = f"step {snapshot.step:,} is persisted at {tier.place}, {ago_s:,.0f} s ago"
         return [line, *(f"{node}: not persisted: {tier.problem}" for node, tier in tiers if tier.problem)]
 
+    @property
+    def recoveries(self) -> list[dict[str, Any]]:
+        """The last recoveries of the job, the newest first, see `smp_daemon.recoveries.summarise`."""
+        return summarise({status.inventory.node: list(status.recoveries) for status in self.statuses})
+
+    @property
+    def events(self) -> list[tuple[str, Event]]:
+        """(node, event): the last lines of all nodes' logs, the newest first."""
+        found = [(status.inventory.node, event) for status in self.statuses for event in status.events]
+        return sorted(found, key=lambda pair: -pair[1].at)[:EVENTS_SHOWN]
+
     def age_s(self, standing: Standing) -> float | None:
         """Seconds since the last shard of a snapshot was sealed; None if no SMP that answers knows."""
         ages = [status.ages_s[standing.snapshot] for status in self.statuses if standing.snapshot in status.ages_s]
         return min(ages, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """For people's programs, and the page."""
+        """For people's programs, and the page. Layouts are named by their digests alone."""
+        digests = {layout.digest for status in self.statuses for layout in status.inventory.layouts.values()}
         return {
             "job": self.job,
             "at": time.time(),
             "safe": self.sentence(),
             "silent": self.silent,
             "persisted": self.tiers,
+            "recoveries": self.recoveries,
+            "events": [[node, *event.to_json()] for node, event in self.events],
+            "repeats": self.repeats,
+            "older": [list(snapshot) for snapshot in self.older],
             "snapshots": [
                 {
                     "epoch": standing.snapshot.epoch,
@@ -71,7 +107,7 @@ class Overview:
                 }
                 for standing in self.standings
             ],
-            "nodes": [status.to_json() for status in self.statuses],
+            "nodes": [status.to_json(digests) for status in self.statuses],
         }
 
     def sentence(self) -> str:
@@ -97,7 +133,7 @@ def look(job: str, first: Address) -> Overview:
     known = [layout for status in statuses for layout in status.inventory.layouts.values()]
     newest = max(known, key=lambda layout: (layout.epoch, layout.revision), default=None)
     others = [address for address in addresses_of([newest] if newest else []) if address != first]
-    statuses = sorted([*statuses, *take_statuses(job, others, counters)], key=lambda each: each.inventory.node)
+    statuses = sorted([*statuses, *take_statuses(job, others, counters, known)], key=lambda each: each.inventory.node)
     answering = {status.inventory.node for status in statuses}
     silent = [node.name for node in newest.nodes if node.name not in answering] if newest else []
     return Overview(job, tuple(statuses), tuple(silent), tuple(standings([status.inventory for status in statuses])))

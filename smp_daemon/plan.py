@@ -9,6 +9,12 @@ from smp_daemon.errors import StateMismatch, Unrecoverable
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.sources import Sources, sources_of
+from smp_daemon.starts import Choice
+
+RESHARD = (
+    ", or, if only the number of data-parallel ranks has changed, with elastic=True or HOLDFAST_ELASTIC=1, which cuts "
+    "the snapshot anew"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ def plan_restore(
     inventories: Sequence[Inventory],
     coords: Collection[str] | None,
     without: Collection[SnapshotId] = frozenset(),
+    choice: Choice | None = None,
 ) -> RestorePlan | None:
     """The newest snapshot of which every byte is held or can be decoded; None if none was ever protected.
 
@@ -42,15 +49,18 @@ def plan_restore(
         inventories: one per SMP that answers.
         coords: the coordinates of the ranks that are to be restored; None: any.
         without: snapshots that turned out not to be had, and that were never promised: they are passed over.
+        choice: which snapshots may be gone back to; None: any.
 
     Raises:
         Unrecoverable: a snapshot was protected, and neither it nor a younger one can be had any more. Never an
             older one: that would silently undo what was promised.
         StateMismatch: the snapshot is of other coordinates than `coords`.
     """
-    protected = newest_protected(inventories)
+    protected = newest_protected(inventories, choice)
     reasons: list[str] = []
     for snapshot in candidates(inventories, protected):
+        if choice is not None and not choice.admits(snapshot):
+            continue
         if snapshot in without and snapshot != protected:
             continue
         sources = choose_sources(inventories, snapshot)
@@ -62,7 +72,7 @@ def plan_restore(
             reasons.extend(f"{snapshot}: {reason}" for reason in missing)
             continue
         if coords is not None:
-            check_world(sources.layout, coords)
+            check_world(sources.layout, coords, RESHARD)
         return RestorePlan(
             sources,
             tuple(c for c in sources.layout.coords if c not in sources.shards),
@@ -70,8 +80,9 @@ def plan_restore(
         )
     if protected is None:
         return None
+    how = "chosen" if choice is not None and protected == choice.snapshot else "protected"
     raise Unrecoverable(
-        f"{protected} was protected, and too much of it is lost. "
+        f"{protected} was {how}, and too much of it is lost. "
         + "; ".join(reasons or ["no SMP that answers holds any of it"])
         + ". Bring the lost nodes' SMPs back, or give this run up with `holdfast gc` and start from a checkpoint"
     )
@@ -83,9 +94,14 @@ def plan_persisted(snapshot: SnapshotId, layout: Layout, coords: Collection[str]
     return RestorePlan(Sources(snapshot, layout, {}, {}, persisted=True), (), ())
 
 
-def newest_protected(inventories: Sequence[Inventory]) -> SnapshotId | None:
-    """The newest snapshot that any SMP was told to be protected; None if none was."""
-    return max((inventory.protected for inventory in inventories if inventory.protected), default=None)
+def newest_protected(inventories: Sequence[Inventory], choice: Choice | None = None) -> SnapshotId | None:
+    """The newest snapshot that any SMP was told to be protected; None if none was. With a choice, of those that it
+    admits; what was chosen counts as such.
+    """
+    known = [inventory.protected for inventory in inventories if inventory.protected]
+    if choice is not None:
+        known = [choice.snapshot, *(snapshot for snapshot in known if choice.admits(snapshot))]
+    return max(known, default=None)
 
 
 def candidates(inventories: Sequence[Inventory], protected: SnapshotId | None) -> list[SnapshotId]:
@@ -102,6 +118,16 @@ def newest_whole(inventories: Sequence[Inventory]) -> SnapshotId | None:
         if sources is not None and not undecodable(sources):
             return snapshot
     return None
+
+
+def whole_snapshots(inventories: Sequence[Inventory]) -> list[SnapshotId]:
+    """Every snapshot of which every byte is held or can be computed, older ones too, the newest first."""
+    found = []
+    for snapshot in candidates(inventories, None):
+        sources = choose_sources(inventories, snapshot)
+        if sources is not None and not undecodable(sources):
+            found.append(snapshot)
+    return found
 
 
 def choose_sources(inventories: Sequence[Inventory], snapshot: SnapshotId) -> Sources | None:
@@ -162,12 +188,12 @@ def healer(layout: Layout, group: int, position: int) -> str:
     return own[0].coord if own else layout.coords[0]
 
 
-def check_world(layout: Layout, coords: Collection[str]) -> None:
-    """Raises `StateMismatch` unless a layout is of just these coordinates."""
+def check_world(layout: Layout, coords: Collection[str], otherwise: str = "") -> None:
+    """Raises `StateMismatch` unless a layout is of just these coordinates. `otherwise`: what else can be done."""
     wanted, held = set(coords), set(layout.coords)
     if wanted != held:
         raise StateMismatch(
             f"the snapshot is of {len(held)} ranks and this job has {len(wanted)}; "
             f"not in the snapshot: {sorted(wanted - held)[:8]}; not in this job: {sorted(held - wanted)[:8]}. "
-            "Start with the same parallel sizes"
+            f"Start with the same parallel sizes{otherwise}"
         )

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from smp_daemon.census import addresses_of, take_census
 from smp_daemon.codings import Coding
-from smp_daemon.errors import ConfigError, DamagedSnapshot, HoldfastError, ProtocolError, Unrecoverable
+from smp_daemon.errors import ConfigError, DamagedSnapshot, ProtocolError, Unrecoverable
 from smp_daemon.fetch import Fetcher
 from smp_daemon.holdings import Key, ParityKey, ShardKey
 from smp_daemon.layout import Layout
 from smp_daemon.links import Links
-from smp_daemon.logs import Episodes, about, get_log
+from smp_daemon.load import Load
+from smp_daemon.logs import about, get_log
 from smp_daemon.plan import choose_sources
 from smp_daemon.points import reach
 from smp_daemon.records import digest
 from smp_daemon.sources import Sources
 from smp_daemon.store import Store
+from smp_daemon.stored import Place, place_of
 
 METHODS = ("chain", "decode")
-CHAINS = 4
-"""Chains at work at the same time, so that every link is busy: while one unit is passed on, others follow."""
 
 log = get_log(__name__)
 
@@ -76,7 +75,15 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
     store.keep_layout(sources.layout)
     with store.receiving_shard(key, sources.layout) as view:
         how = "fetched" if coord in sources.shards else "rebuilt"
-        count = _receive(store, sources, coord, view, by_chain=how == "rebuilt" and method == "chain")
+        count = Load(
+            sources,
+            coord,
+            view,
+            store.counters,
+            store.holdings.backend,
+            by_chain=method == "chain",
+            midway=lambda: reach("rebuild.middle", sources.snapshot.step),
+        ).run()
     return recovered(store, key, how, count)
 
 
@@ -103,7 +110,7 @@ def mend_units(store: Store, key: Key, damaged: Collection[int]) -> int:
     """
     with store.changed:
         layouts = list(store.arena.layouts.values())
-    inventories = take_census(store.job, addresses_of(layouts), store.counters)
+    inventories = take_census(store.job, addresses_of(layouts), store.counters, layouts)
     sources = choose_sources(inventories, key.snapshot)
     if sources is None:
         return 0
@@ -161,46 +168,8 @@ def _fetcher(store: Store, sources: Sources, links: Links) -> Fetcher:
     return Fetcher(sources, links, store.counters, store.holdings.backend)
 
 
-def _receive(store: Store, sources: Sources, coord: str, view: memoryview, *, by_chain: bool) -> int:
-    """Fill a slot unit by unit; the bytes that came over the network for it."""
-    layout, units = sources.layout, _units(sources, view)
-    broken, extra = Episodes(log), about(sources.snapshot, coord=coord)
-
-    def one(fetcher: Fetcher, index: int, out: memoryview) -> None:
-        if by_chain:
-            try:
-                fetcher.compute_by_chain(*_place(layout, ShardKey(sources.snapshot, coord), index), out)
-                return
-            except HoldfastError as error:
-                broken.begin("chain", "the chain for unit %d of %s broke: %s", index, coord, error, extra=extra)
-        fetcher.shard_unit(coord, index, out)
-
-    def work(mine: list[tuple[int, memoryview]]) -> int:
-        with Links(store.counters) as links:
-            fetcher = _fetcher(store, sources, links)
-            for index, out in mine:
-                if index == len(units) // 2:
-                    reach("rebuild.middle", sources.snapshot.step)
-                one(fetcher, index, out)
-            return links.bytes_received
-
-    if not by_chain:
-        return work(units)
-    with ThreadPoolExecutor(CHAINS, "chain") as pool:
-        parts = [pool.submit(work, units[first::CHAINS]) for first in range(min(CHAINS, len(units)))]
-        received = sum(part.result() for part in parts)
-    broken.end("chain", "%s is here: where a chain broke its units were fetched one by one", coord, extra=extra)
-    return received
-
-
-def _units(sources: Sources, view: memoryview) -> list[tuple[int, memoryview]]:
-    """(index, where it goes) of every unit of a shard."""
-    length = sources.layout.unit_bytes
-    return [(start // length, view[start : start + length]) for start in range(0, view.nbytes, length)]
-
-
-def _place(layout: Layout, key: Key, index: int) -> tuple[int, int, int]:
-    """(group, stripe, number in the stripe) of a unit.
+def _place(layout: Layout, key: Key, index: int) -> Place:
+    """Where a unit stands.
 
     Raises:
         Unrecoverable: it stands in no stripe of this layout.
@@ -211,13 +180,8 @@ def _place(layout: Layout, key: Key, index: int) -> tuple[int, int, int]:
             raise Unrecoverable(f"{key} is of no group of this layout")
         stripes = layout.stripes(group)
         stripe = stripes.parity_stripes(key.position)[index]
-        return group, stripe, stripes.data + stripes.parity_positions(stripe).index(key.position)
-    place = layout.locate(key.coord)
-    if not layout.protects(place.group):
-        raise Unrecoverable(f"group {place.group} has no parity")
-    stripes = layout.stripes(place.group)
-    stripe = stripes.stripe_of(place.position, stripes.first_unit(place.position, place.segment) + index)
-    return place.group, stripe, stripes.data_positions(stripe).index(place.position)
+        return Place(group, stripe, stripes.data + stripes.parity_positions(stripe).index(key.position))
+    return place_of(layout, key.coord, index)
 
 
 def recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> Recovered:

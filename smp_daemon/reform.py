@@ -74,9 +74,11 @@ def plan_reform(inventories: Sequence[Inventory]) -> Reform | None:
     settled = {node.name for g in whole for node in layout.members(g)}
     pool = sorted(nodes.keys() - settled - leaving)
     if not pool and not departing:
-        done = layout.revision == max(revision for _, revision in known)
-        cluttered = tuple(inv.node for inv in inventories if done and is_cluttered(inv.parities, snapshot, layout))
-        return Reform(sources, layout, cluttered) if cluttered else None
+        if layout.revision < max(revision for _, revision in known):
+            return None
+        staying = {node.name for node in layout.nodes} - leaving
+        cluttered = [i.node for i in inventories if i.node in staying and is_cluttered(i.parities, snapshot, layout)]
+        return Reform(sources, layout, tuple(cluttered)) if cluttered else None
     nodes |= spares
     pool = sorted({*pool, *spares} - leaving)
     while len(pool) < layout.data + layout.parity and whole:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,11 +11,12 @@ from ec import choose_codec
 from smp_daemon.codings import Coding
 from smp_daemon.drain import Drained
 from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
-from smp_daemon.fields import identifier, number, seconds, snapshot_id
+from smp_daemon.fields import address, digests, identifier, number, seconds, snapshot_id
 from smp_daemon.holdings import ParityKey, ShardKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT
 from smp_daemon.links import Links
+from smp_daemon.load import MICROSECONDS, waits_of
 from smp_daemon.priority import make_background
 from smp_daemon.records import ParityRecord, digest
 from smp_daemon.reform import PHASES
@@ -60,9 +62,9 @@ class PeerConversation:
             return self._fold(message, payload, stream), None
         self._check_job(message)
         if op == "inventory":
-            return {"inventory": self._smp.inventory().to_json()}, None
+            return {"inventory": self._smp.inventory().to_json(digests(message, "known"))}, None
         if op == "status":
-            return {"status": take_status(self._smp).to_json()}, None
+            return {"status": take_status(self._smp).to_json(digests(message, "known"))}, None
         if op == "reform":
             self._smp.monitor.request()
             return {}, None
@@ -147,10 +149,12 @@ class PeerConversation:
         expected = sources.get(number(message, "position"))
         if self._sum.nbytes < length:
             self._sum = memoryview(bytearray(length))
-        total = self._sum[:length]
+        total, waits = self._sum[:length], []
         if len(terms) > 1:
             host, port = _address(terms[1])
+            began = time.monotonic()
             reply = self._links.call((host, port), {**message, "terms": terms[1:]}, total)
+            waits = [int((time.monotonic() - began) * MICROSECONDS), *_waits(reply)]
             if digest(total) != reply.get("digest"):
                 self._links.drop((host, port))
                 raise DamagedSnapshot(f"a partial sum from {host}:{port} was damaged on its way")
@@ -160,7 +164,7 @@ class PeerConversation:
         count = min(length, unit.nbytes)
         choose_codec(1, 1, self._smp.settings.backend).add_scaled(factor, unit[:count], total[:count])
         self._store.counters.add(bytes_sent=length)
-        return {"digest": digest(total), "expected": expected}, total
+        return {"digest": digest(total), "expected": expected, "waits": waits}, total
 
 
 def _discard(count: int, stream: Stream) -> None:
@@ -172,6 +176,11 @@ def _discard(count: int, stream: Stream) -> None:
         count -= piece.nbytes
 
 
+def _waits(reply: Message) -> list[int]:
+    """How long the helpers of the rest of a chain waited for each other, in microseconds."""
+    return [int(wait * MICROSECONDS) for wait in waits_of(reply)[:MAX_TERMS]]
+
+
 def _spares(message: Message) -> list[tuple[str, int]]:
     spares = message.get("spares")
     if not isinstance(spares, list):
@@ -180,7 +189,4 @@ def _spares(message: Message) -> list[tuple[str, int]]:
 
 
 def _address(term: Any) -> tuple[str, int]:
-    at = term.get("at") if isinstance(term, dict) else None
-    if not isinstance(at, list) or len(at) != 2 or not isinstance(at[0], str) or not isinstance(at[1], int):
-        raise ProtocolError(f"a term says at which address it is, not {at!r}")
-    return at[0], at[1]
+    return address(term.get("at") if isinstance(term, dict) else None)

@@ -24,6 +24,7 @@ from smp_daemon.errors import ConfigError
 from smp_daemon.gate import Gate
 from smp_daemon.holdings import ParityKey, ShardKey
 from smp_daemon.inventory import Inventory
+from smp_daemon.layout import SnapshotId
 from smp_daemon.listener import Listener, bind_tcp, bind_unix
 from smp_daemon.liveness import Deadlines
 from smp_daemon.local import TrainerConversation, checked_peer
@@ -38,6 +39,7 @@ from smp_daemon.points import reach
 from smp_daemon.protect import Protector
 from smp_daemon.rebuild import METHODS
 from smp_daemon.records import write_json
+from smp_daemon.recoveries import Recoveries
 from smp_daemon.rejoin import Rejoiner
 from smp_daemon.remote import PeerConversation
 from smp_daemon.scratch import Scratch
@@ -138,14 +140,16 @@ class Smp:
             self._peer_client, self.settings.reform_after_s, self.settings.rebuild, lambda: self.trainers
         )
         self._rejoiner = Rejoiner(self.settings.rebuild)
+        self.recoveries = Recoveries()
         self.store = Store(
             self._arena,
             job,
             node,
             backend=self.settings.backend,
-            on_sealed=self._protector.protect,
+            on_sealed=self._sealed,
             on_parity=self._protector.announce,
-            on_epoch=self._protector.hang_up,
+            on_protected=self.recoveries.protected,
+            on_epoch=self._begun,
             spare=self.persister.spare,
         )
         self._arena.settle()
@@ -154,6 +158,7 @@ class Smp:
             lambda: self.store.board,
             self.settings.deadlines,
             OnHang(self.settings.on_hang, job, node) if self.settings.on_hang else None,
+            self.recoveries.lost,
         )
         self.scratch = Scratch()
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
@@ -198,6 +203,7 @@ class Smp:
                 parities=frozenset((key.snapshot, key.tag, key.position) for key in keys if isinstance(key, ParityKey)),
                 unpromised=frozenset(self.store.unpromised()),
                 leaving=self._drain.leaving,
+                record=self.store.record,
             )
 
     def shown_at(self, port: int) -> None:
@@ -240,6 +246,15 @@ class Smp:
             reach("finish.closing")
             self.store.retire()
         self._local.close()
+
+    def _sealed(self, snapshot: SnapshotId, must_encode: bool) -> None:
+        self.recoveries.sealed(snapshot)
+        if must_encode:
+            self._protector.protect(snapshot)
+
+    def _begun(self, epoch: int) -> None:
+        self.recoveries.joined(epoch)
+        self._protector.hang_up()
 
     def _write_owner(self) -> None:
         write_json(self._arena.path / "smp.json", asdict(self.owner))

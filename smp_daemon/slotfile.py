@@ -142,8 +142,11 @@ def read_stamp(slot: memoryview) -> SnapshotId:
     return SnapshotId(int(match[1]), int(match[2]))
 
 
-def read_format(slot: memoryview) -> tuple[SlotFormat, dict[str, str]]:
+def read_format(slot: memoryview, total_bytes: int | None = None) -> tuple[SlotFormat, dict[str, str]]:
     """Parse and check a slot file's header. Returns its format and its metadata.
+
+    Args:
+        total_bytes: length of the slot file, if `slot` is no more than its header.
 
     Raises:
         ProtocolError: the header is damaged or beyond a limit; the message says where.
@@ -175,11 +178,12 @@ def read_format(slot: memoryview) -> tuple[SlotFormat, dict[str, str]]:
             raise ProtocolError(f"leaf {leaf.name!r} stands at {place}, not at {(end, end + leaf.bytes)}")
         offsets[leaf.name] = (8 + length + end, leaf)
         end += leaf.bytes
-    if 8 + length + end != slot.nbytes:
-        raise ProtocolError(f"the slot file has {slot.nbytes} bytes, its header describes {8 + length + end}")
+    total = slot.nbytes if total_bytes is None else total_bytes
+    if 8 + length + end != total:
+        raise ProtocolError(f"the slot file has {total} bytes, its header describes {8 + length + end}")
     if RECORD not in offsets:
         raise ProtocolError(f"the slot file has no leaf {RECORD!r}")
-    return SlotFormat(bytes(slot[: 8 + length]), offsets, slot.nbytes), metadata
+    return SlotFormat(bytes(slot[: 8 + length]), offsets, total), metadata
 
 
 def read_record(slot: memoryview, form: SlotFormat) -> bytes:

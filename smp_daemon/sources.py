@@ -30,6 +30,11 @@ class Sources:
     parities: dict[tuple[int, int], Address]
     persisted: bool = False
 
+    def holders(self, coord: str) -> tuple[Address, ...]:
+        """Who hold a shard, as far as is known."""
+        address = self.shards.get(coord)
+        return () if address is None else (address,)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
         return {

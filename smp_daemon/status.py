@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,11 @@ from smp_daemon.census import ask_all
 from smp_daemon.counters import Counters
 from smp_daemon.errors import ProtocolError
 from smp_daemon.inventory import Inventory
-from smp_daemon.layout import SnapshotId
+from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.liveness import Health, Trainer, judge_lease
+from smp_daemon.logs import Event, last_events
 from smp_daemon.persist.standing import Standing
+from smp_daemon.recoveries import Recovery
 from smp_daemon.slots import SlotState
 from smp_daemon.sources import Address
 
@@ -41,6 +43,8 @@ class Status:
             up; 0: never.
         said: what a trainer wants operators to know; empty if nothing.
         tier: how the persist tier is here; None if it is off.
+        recoveries: the last ones here, the newest first.
+        events: the last lines of its log, the newest first, see `smp_daemon.logs.Event`.
         access: how it tells friend from foe, see `smp_daemon.credentials.access_of`.
     """
 
@@ -59,6 +63,8 @@ class Status:
     lease_s: float = 0.0
     said: str = ""
     tier: Standing | None = None
+    recoveries: tuple[Recovery, ...] = ()
+    events: tuple[Event, ...] = ()
     access: str = ""
 
     @property
@@ -71,24 +77,26 @@ class Status:
                 bad.append(f"peer {name} is {health} to {self.inventory.node}: quiet for {age_s:,.1f} s")
         return bad
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
+    def to_json(self, known: Collection[str] = ()) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back. `known`: see `Inventory.to_json`."""
         data = {name: getattr(self, name) for name in self.__dataclass_fields__}
         ages = sorted([*snapshot, seconds] for snapshot, seconds in self.ages_s.items())
         return data | {
-            "inventory": self.inventory.to_json(),
+            "inventory": self.inventory.to_json(known),
             "ages_s": ages,
             "trainers": [trainer.to_json() for trainer in self.trainers],
             "troubles": self.troubles,
             "tier": self.tier.to_json() if self.tier else None,
+            "recoveries": [recovery.to_json() for recovery in self.recoveries],
+            "events": [event.to_json() for event in self.events],
         }
 
     @classmethod
-    def from_json(cls, data: Any) -> Status:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+    def from_json(cls, data: Any, known: Mapping[str, Layout] | None = None) -> Status:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes. `known`: layouts by their digests."""
         try:
             return cls(
-                inventory=Inventory.from_json(data["inventory"]),
+                inventory=Inventory.from_json(data["inventory"], known),
                 pid=int(data["pid"]),
                 up_s=float(data["up_s"]),
                 arena=str(data["arena"]),
@@ -103,6 +111,8 @@ class Status:
                 lease_s=float(data["lease_s"]),
                 said=str(data["said"]),
                 tier=Standing.from_json(data["tier"]) if data["tier"] else None,
+                recoveries=tuple(Recovery.from_json(recovery) for recovery in data["recoveries"]),
+                events=tuple(Event.from_json(event) for event in data["events"]),
                 access=str(data["access"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -141,11 +151,17 @@ def take_status(smp: Smp) -> Status:
         smp.settings.reform_after_s,
         smp.said,
         smp.persister.standing,
+        tuple(smp.recoveries.last()),
+        last_events(),
         smp.access,
     )
 
 
-def take_statuses(job: str, addresses: Collection[Address], counters: Counters) -> list[Status]:
-    """Of all SMPs of a job that answer, by node. Blocks as `smp_daemon.census.take_census`."""
-    found = ask_all({"op": "status", "job": job}, addresses, counters, lambda r: Status.from_json(r["status"]))
+def take_statuses(
+    job: str, addresses: Collection[Address], counters: Counters, known: Collection[Layout] = ()
+) -> list[Status]:
+    """Of all SMPs of a job that answer, by node. Blocks as `smp_daemon.census.take_census`; `known` as there."""
+    by_digest = {layout.digest: layout for layout in known}
+    message = {"op": "status", "job": job, "known": list(by_digest)}
+    found = ask_all(message, addresses, counters, lambda reply: Status.from_json(reply["status"], by_digest))
     return sorted(found, key=lambda status: status.inventory.node)

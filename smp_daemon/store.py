@@ -27,6 +27,7 @@ from smp_daemon.points import reach
 from smp_daemon.records import ShardRecord, digest_units, read_json, write_json
 from smp_daemon.slotfile import STAMP_BYTES, read_format, read_stamp
 from smp_daemon.slots import Slot, SlotState
+from smp_daemon.starts import WELL, End, Record, Start
 
 log = get_log(__name__)
 
@@ -44,9 +45,11 @@ class Store:
 
     Args:
         backend: erasure code backend, see `ec.choose_codec`.
-        on_sealed: called (in the thread that sealed) once all shards of this node are sealed and must be encoded.
+        on_sealed: called (in the thread that sealed) once all shards of this node are sealed, with whether they must be
+            encoded.
         on_parity: called once this node's own parity of a snapshot is committed, to tell the group of that layout.
-        on_epoch: called once a newer epoch has begun.
+        on_protected: called once a snapshot is protected, as far as this node's group is concerned.
+        on_epoch: called with it once a newer epoch has begun.
         spare: slots for each shard beside those that the layout names, for snapshots that are held.
     """
 
@@ -57,9 +60,10 @@ class Store:
         node: str,
         *,
         backend: str = "auto",
-        on_sealed: Callable[[SnapshotId], None],
+        on_sealed: Callable[[SnapshotId, bool], None],
         on_parity: Callable[[SnapshotId, Layout], None],
-        on_epoch: Callable[[], None],
+        on_protected: Callable[[SnapshotId], None],
+        on_epoch: Callable[[int], None],
         spare: int = 0,
     ) -> None:
         self.arena = arena
@@ -71,6 +75,7 @@ class Store:
         self.board = Board(arena.path / "board", create=True)
         self.epoch = 0
         self.protected: SnapshotId | None = None
+        self.record = Record()
         self._unpromised: set[SnapshotId] = set()
         self.codings = Codings(
             arena,
@@ -83,6 +88,7 @@ class Store:
         )
         self._failures = Episodes(log)
         self._on_sealed = on_sealed
+        self._on_protected = on_protected
         self._on_epoch = on_epoch
         self._spare = spare
         self._held: set[SnapshotId] = set()
@@ -112,8 +118,11 @@ class Store:
         if epoch != self.epoch:
             raise StaleEpoch(f"epoch {epoch} may not write: job {self.job!r} is in epoch {self.epoch}")
 
-    def join(self, epoch: int) -> None:
+    def join(self, epoch: int, start: Start | None = None) -> None:
         """Enter `epoch`; a newer one takes every slot that is being written away from its writer.
+
+        Args:
+            start: if the job starts with it, and not only its layout changes.
 
         Raises:
             StaleEpoch: a newer epoch has begun here.
@@ -128,12 +137,27 @@ class Store:
             self.arena.fence()
             reach("join.fenced")
             self.epoch = epoch
+            if start is not None:
+                self.record = Record(start)
             self._write_node()
             reach("join.noted")
             self.board = self.board.succeeded(epoch)
             reach("join.done")
             self.changed.notify_all()
-        self._on_epoch()
+        self._on_epoch(epoch)
+
+    def ended(self, epoch: int, coord: str, end: End) -> None:
+        """The trainer `coord` of this epoch has ended. Raises `StaleEpoch`."""
+        with self.changed:
+            self.check_epoch(epoch)
+            if self.record.start is None or coord in self.record.ends:
+                return
+            end = End(max(end.step, self.record.start.base), end.failure)
+            self.record = self.record.ended(coord, end)
+            self._write_node()
+        if end.failure != WELL:
+            text, extra = "%s ended at step %d: %s", {"coord": coord, "reason": end.failure}
+            log.warning(text, coord, end.step, end.failure, extra=about(SnapshotId(epoch, end.step), **extra))
 
     def configure(self, layout: Layout) -> None:
         """Reserve what this node needs in `layout`; harmless if that has been done.
@@ -244,8 +268,7 @@ class Store:
         if whole:
             reach("seal.done", snapshot.step)
             group, _ = layout.place(self.node)
-            if layout.protects(group):
-                self._on_sealed(snapshot)
+            self._on_sealed(snapshot, layout.protects(group))
             self._settle(snapshot)
 
     def unpromised(self) -> set[SnapshotId]:
@@ -373,6 +396,7 @@ class Store:
                 progress.outcome = Outcome.PROTECTED
                 self.board.post(snapshot.step, Outcome.PROTECTED)
                 reach("outcome.protected", snapshot.step)
+                self._on_protected(snapshot)
                 self.changed.notify_all()
                 self._failures.end("snapshots", "snapshots are protected again: %s", snapshot, extra=about(snapshot))
 
@@ -411,6 +435,7 @@ class Store:
                 "node": self.node,
                 "epoch": self.epoch,
                 "protected": list(self.protected) if self.protected else None,
+                "record": self.record.to_json(),
             },
         )
 
@@ -424,6 +449,7 @@ class Store:
         try:
             job, node, self.epoch = known["job"], known["node"], number(known, "epoch", MAX_COUNT)
             self.protected = snapshot_id(known, "protected") if known["protected"] else None
+            self.record = Record.from_json(known["record"]) if "record" in known else Record()
         except (KeyError, TypeError, AttributeError) as error:
             raise ProtocolError(f"{self.arena.path / 'node.json'} is damaged: {error!r}; remove the arena") from error
         if job != self.job or node != self.node:

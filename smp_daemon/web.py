@@ -32,6 +32,9 @@ MAX_REQUESTS = 32
 FRESH_S = 1.0
 """Other SMPs are asked no more often than that, however many requests come."""
 
+SHARE = 4.0
+"""Nor for more than a fifth of the time."""
+
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -80,7 +83,7 @@ class Web:
         self._smp = smp
         self._lock = threading.Lock()
         self._overview: Overview | None = None
-        self._looked = 0.0
+        self._fresh_until = 0.0
         self._bodies: dict[str, tuple[Overview, bytes]] = {}
         try:
             self._server = _Server((HOST, port), self)
@@ -96,20 +99,22 @@ class Web:
         return int(self._server.server_address[1])
 
     def overview(self) -> Overview:
-        """The job now, or up to `FRESH_S` ago. Blocks for some seconds at most, if other SMPs do not answer."""
+        """The job now, or up to `FRESH_S` ago, or `SHARE` times as long as it takes to look, which in a large job is
+        seconds. Blocks for some seconds at most, if other SMPs do not answer."""
         if not self._is_fresh() and self._lock.acquire(blocking=self._overview is None):
             try:  # the others are shown what there was: they would all wait for an SMP that does not answer
                 if not self._is_fresh():
-                    owner = self._smp.owner
+                    owner, began = self._smp.owner, time.monotonic()
                     self._overview = look(owner.job, (owner.host, owner.bulk_port))
-                    self._looked = time.monotonic()
+                    now = time.monotonic()
+                    self._fresh_until = now + max(FRESH_S, SHARE * (now - began))
             finally:
                 self._lock.release()
         assert self._overview is not None
         return self._overview
 
     def _is_fresh(self) -> bool:
-        return self._overview is not None and time.monotonic() - self._looked <= FRESH_S
+        return self._overview is not None and time.monotonic() <= self._fresh_until
 
     def pages(self) -> dict[str, Callable[[], tuple[str, bytes]]]:
         """What is there: by path, the content type and the body."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -31,6 +31,18 @@ class Stateful(Protocol):
         ...
 
 
+class Block(NamedTuple):
+    """Which part of a whole tensor a rank holds.
+
+    Attributes:
+        whole: the shape of the whole.
+        start: where in it, dimension by dimension, the rank's part begins; empty if it is no block at all.
+    """
+
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+
+
 class Change(Enum):
     """What may change a tensor of the state, and so when it is copied."""
 
@@ -49,6 +61,7 @@ class LiveTensor:
         replicated: the data-parallel replicas are said to hold the same bits; they compare digests before they
             believe it.
         owner: what it is the state of, if its name does not say so; replicas must agree on it.
+        block: which part of a tensor it is that is divided among ranks; None: it is whole.
     """
 
     name: str
@@ -56,6 +69,21 @@ class LiveTensor:
     change: Change
     replicated: bool = False
     owner: str = ""
+    block: Block | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """A parameter that an optimizer updates, of which it keeps state in leaves that are called ``<stem>.<entry>``.
+
+    Attributes:
+        owner: its name in the whole job; empty if its stem is that.
+        shape: of this rank's part; `block`: which part that is.
+    """
+
+    owner: str
+    shape: tuple[int, ...]
+    block: Block | None
 
 
 Container = dict[Any, Any] | list[Any]
@@ -91,6 +119,10 @@ class Adapter(Protocol):
 
     def tensors(self) -> Iterator[LiveTensor]:
         """Every tensor of the state, under a name that is the same in every run of the job. Walks all of it."""
+        ...
+
+    def updated(self) -> dict[str, Updated]:
+        """The parameters of all optimizers, by the stem of their state's names."""
         ...
 
     def watched(self) -> Iterator[Container]:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from smp_daemon.errors import HoldfastError
+from snapshot.routes import groups, hops
 
 COLLECTIVE_DEADLINE_S = 120.0
 
@@ -40,11 +41,15 @@ class Agreement(Protocol):
         """Starts an element-wise minimum over all ranks; calling the result waits for it."""
         ...
 
-    def spread(self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Fill every tensor, in place, with what the rank it is paired with has in it. Blocks.
+    def spread(
+        self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]
+    ) -> None:
+        """Fill every tensor, in place, with what the rank it is paired with has in it; its bytes enter each node once.
+        Blocks.
 
         Args:
             sets: of ranks that share; the same on every rank.
+            nodes: of every rank.
             pieces: (rank, flat tensor), the same on every rank of the caller's set, in the same order.
         """
         ...
@@ -65,7 +70,9 @@ class Alone:
     def minimum(self, values: Sequence[int]) -> Result:
         return lambda: list(values)
 
-    def spread(self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def spread(
+        self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]
+    ) -> None:
         """There is nobody to spread to."""
 
     def close(self) -> None:
@@ -104,21 +111,33 @@ class Group:
 
         return result
 
-    def spread(self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def spread(
+        self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]
+    ) -> None:
         for members in sets:
             if len(members) > 1:
-                self._run(partial(self._spread_among, list(members), pieces if self.rank in members else []))
+                mine = pieces if self.rank in members else []
+                self._run(partial(self._spread_among, list(members), mine, nodes))
 
-    def _spread_among(self, members: list[int], pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-        group = dist.new_group(members, timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S), backend="gloo")
-        if self.rank not in members:
-            return
-        for rank, tensor in pieces:
+    def _spread_among(
+        self, members: list[int], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]
+    ) -> None:
+        made = {ranks: self._new_group(ranks) for ranks in groups(members, nodes)}
+        for owner, tensor in pieces:
             content = tensor.view(torch.uint8).cpu()
-            dist.broadcast(content, rank, group=group)
+            for root, ranks in hops(owner, members, nodes):
+                if self.rank in ranks:
+                    dist.broadcast(content, root, group=made[ranks])
             if content.data_ptr() != tensor.data_ptr():
                 tensor.view(torch.uint8).copy_(content)
-        dist.destroy_process_group(group)
+        for ranks, group in made.items():
+            if self.rank in ranks:
+                dist.destroy_process_group(group)
+
+    @staticmethod
+    def _new_group(ranks: Sequence[int]) -> Any:
+        """A collective call of all ranks, also of those that are not in it."""
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S), backend="gloo")
 
     def close(self) -> None:
         self._starter.shutdown()

@@ -31,6 +31,7 @@ from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpU
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.logs import Episodes, about, get_log, log_here
 from smp_daemon.paths import arena_path
+from smp_daemon.starts import WELL, End, failure_text
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement, Result, default_agreement
 from snapshot.arrange import coordinate_key, parse_domains, parse_protect
@@ -40,6 +41,7 @@ from snapshot.cadence import Cadence
 from snapshot.capture import Capture
 from snapshot.connect import connect, job_from_environment, start_here, warn_of_stale_store
 from snapshot.copier import Copier, CopyJob
+from snapshot.elastic import elastic_from_environment
 from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
@@ -49,6 +51,7 @@ from snapshot.reserve import reserve
 from snapshot.restore import Restored, restore
 from snapshot.state import Misfit
 from snapshot.tracked import make
+from snapshot.wishes import wishes_from_environment
 
 log = get_log(__name__)
 
@@ -93,11 +96,18 @@ class SnapshotHook:
         arena: Path | None = None,
         deadline_s: float = 60.0,
         overhead_budget: float | None = None,
+        max_repeats: int | None = None,
+        generations: int | None = None,
+        restore_step: int | None = None,
+        elastic: bool | None = None,
     ) -> None:
         if not 2 <= slots <= 16:
             raise ConfigError(f"slots={slots}: a shard has 2 to 16 slots")
         self._adapter = adapter
         self._job = job or job_from_environment()
+        self._wishes = wishes_from_environment(
+            max_repeats=max_repeats, generations=generations, restore_step=restore_step
+        )
         budget = budget_from_environment() if overhead_budget is None else overhead_budget
         self._recording = recording_from_environment(slots)
         self._cadence = Cadence(every, budget or None, slots, self._recording)
@@ -108,7 +118,11 @@ class SnapshotHook:
         self._strict = strict
         self._arena = arena_path(self._job, arena)
         self._deadline_s = deadline_s
-        self._ledger = Ledger(slots)
+        self._elastic = elastic_from_environment() if elastic is None else elastic
+        self._slots = slots + self._wishes.generations - 1
+        if self._slots > 16:
+            raise ConfigError(f"slots={slots} and {self._wishes.generations} generations: together at most 17")
+        self._ledger = Ledger(self._slots, generations=self._wishes.generations)
         self._copy: CopyJob | None = None
         self._outcomes: Result | None = None
         self._copies: dict[SnapshotId, CopyJob] = {}
@@ -241,16 +255,26 @@ class SnapshotHook:
         self._identify()
         self._mover = choose_mover({item.tensor.device for item in self._adapter.tensors()})
         try:
-            self._restored = restore(self._client, self._agreement, self._adapter, self._mover)
-        except BaseException:
+            self._restored = restore(
+                self._client, self._agreement, self._adapter, self._mover, self._wishes, elastic=self._elastic
+            )
+        except BaseException as error:
+            self._say_end(error)
             self._close()
             raise
         self._epoch = self._restored.epoch
         self._step = self._restored.snapshot.step if self._restored.snapshot else 0
         self._phase = Phase.START
         self._client.beat(self._phase, self._step)
-        older = self._restored.protected if self._ledger.slots > 2 else None  # else none would ever be free
-        self._ledger = Ledger(self._ledger.slots, self._restored.snapshot, older, known=self._restored.whole)
+        self._ledger = Ledger.restored(
+            self._slots,
+            self._restored.snapshot,
+            self._restored.protected,
+            known=self._restored.whole,
+            generations=self._wishes.generations,
+            earlier=self._restored.earlier,
+            abandoned=self._restored.abandoned,
+        )
         self._capture = Capture(self._adapter, self._agreement, self._mover, self._job, self._coord)
         self._copier = Copier(self._client, self._sealing, self._mover, self._pace, self._reattach, self._over)
         self._capture.notes = self._cadence.notes
@@ -293,6 +317,7 @@ class SnapshotHook:
         After an exception everything stays, for the restart.
         """
         self._boundary.remove()
+        self._say_end(error)
         self._pace.fence()
         if self._copy is not None:
             self._capture.finalise(self._copy)
@@ -482,7 +507,7 @@ class SnapshotHook:
             self._coord,
             slot_bytes,
             self._protection,
-            self._ledger.slots,
+            self._slots,
             self._domains,
         )
         self._cadence.placed(self._layout)
@@ -509,6 +534,14 @@ class SnapshotHook:
         self._sealing.close()
         self._client.close()
         self._agreement.close()
+
+    def _say_end(self, error: BaseException | None) -> None:
+        """Have the SMP keep how the job ended here, for its next start. Never raises."""
+        failure = failure_text(error) if error is not None else WELL
+        try:
+            self._client.ended(self._coord, End(getattr(self, "_step", 0), failure))
+        except HoldfastError as problem:
+            log.warning("the SMP of this node does not hear how the job ends: %s", problem)
 
     def _finish(self) -> None:
         if self._copy is not None:

@@ -24,6 +24,10 @@ class Ledger:
         older: the one that was known to be protected when `protected`, which may not be, was restored. It is kept too,
             until a younger one is protected.
         pending: younger ones whose outcome is open, oldest first.
+        generations: how many protected snapshots are kept, once there are as many. `earlier`: those before
+            `protected`, oldest first.
+        abandoned: newer than `protected`, which was chosen in their place. They are kept until a younger one is
+            protected.
         known: whether `protected` is known to be protected: what was restored may still lack parity.
     """
 
@@ -32,11 +36,15 @@ class Ledger:
     older: SnapshotId | None = None
     pending: tuple[SnapshotId, ...] = ()
     known: bool = True
+    generations: int = 1
+    earlier: tuple[SnapshotId, ...] = ()
+    abandoned: tuple[SnapshotId, ...] = ()
 
     @property
     def keep(self) -> tuple[SnapshotId, ...]:
         """Every snapshot whose bytes must stay."""
-        return (*(snapshot for snapshot in (self.older, self.protected) if snapshot), *self.pending)
+        held = [*self.earlier, self.older, *self.abandoned, self.protected, *self.pending]
+        return tuple(dict.fromkeys(snapshot for snapshot in held if snapshot is not None))
 
     @property
     def sure(self) -> SnapshotId | None:
@@ -47,6 +55,39 @@ class Ledger:
     def may_begin(self) -> bool:
         """Whether a slot is free."""
         return len(self.keep) < self.slots
+
+    @classmethod
+    def restored(
+        cls,
+        slots: int,
+        snapshot: SnapshotId | None,
+        older: SnapshotId | None,
+        *,
+        known: bool,
+        generations: int = 1,
+        earlier: Sequence[SnapshotId] = (),
+        abandoned: Sequence[SnapshotId] = (),
+    ) -> Ledger:
+        """After `snapshot` was restored. Keeps what there is room for: one slot must be free.
+
+        Args:
+            older, known: see the attributes. earlier, abandoned: as well; all that are held, oldest first.
+        """
+        room = slots - 1 - (snapshot is not None)
+        apart = tuple(abandoned)[max(0, len(abandoned) - room) :] if room else ()
+        room -= len(apart)
+        kept = older if room and not apart else None
+        others = [each for each in earlier if each != kept]
+        count = min(room - (kept is not None), generations - 1)
+        return cls(
+            slots,
+            snapshot,
+            kept,
+            known=known,
+            generations=generations,
+            earlier=tuple(others[max(0, len(others) - count) :]) if count > 0 else (),
+            abandoned=apart,
+        )
 
     def begin(self, snapshot: SnapshotId) -> Ledger:
         """A snapshot takes a slot. Raises `ValueError` if there is none, or if it is not the newest."""
@@ -64,9 +105,14 @@ class Ledger:
             raise ValueError(f"{len(outcomes)} outcomes for {len(self.pending)} pending snapshots")
         pairs = list(zip(self.pending, outcomes, strict=True))
         done = [snapshot for snapshot, outcome in pairs if outcome is Outcome.PROTECTED]
-        protected = done[-1] if done else self.protected
+        protected = done[-1] if done else None
         pending = tuple(
             snapshot for snapshot, outcome in pairs if outcome is Outcome.PENDING and (not done or snapshot > done[-1])
         )
-        older, known = (None, True) if done else (self.older, self.known)
-        return replace(self, protected=protected, older=older, pending=pending, known=known)
+        if not done:
+            return replace(self, pending=pending)
+        before = {*self.earlier, *(s for s in (self.older, self.protected) if s is not None), *done[:-1]}
+        earlier = tuple(sorted(before)[1 - self.generations :]) if self.generations > 1 else ()
+        return replace(
+            self, protected=protected, older=None, pending=pending, known=True, earlier=earlier, abandoned=()
+        )

@@ -41,7 +41,12 @@ class Manifest:
         found = list(adapter.tensors())
         self.live: dict[Change, tuple[LiveTensor, ...]] = _by_change(sharing.divide(iter(found)))
         self.fixed: str = json.dumps(
-            {"state": encode(adapter.fixed(), FIXED, {}), "shared": sharing.to_json()}, separators=(",", ":")
+            {
+                "state": encode(adapter.fixed(), FIXED, {}),
+                "shared": sharing.to_json(),
+                "blocks": {item.name: [item.block.whole, item.block.start] for item in found if item.block is not None},
+            },
+            separators=(",", ":"),
         )
         self.leaves: tuple[Leaf, ...] = tuple(
             leaf_of(item.name, item.tensor) for item in chain.from_iterable(self.live.values())

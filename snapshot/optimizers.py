@@ -6,15 +6,15 @@ of its own choice, as that of LoRA-FA does, by ``named.<text>``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from smp_daemon.errors import ConfigError, StateMismatch
 from smp_daemon.slotfile import Leaf
-from snapshot.adapter import Change, Container, LiveTensor, Tree
-from snapshot.tensors import empty_like_leaf, local
+from snapshot.adapter import Block, Change, Container, LiveTensor, Tree, Updated
+from snapshot.tensors import block_of, empty_like_leaf, local
 
 SHAREABLE = ("torch.optim.",)
 """Where optimizers come from that keep nothing but functions of the reduced gradients, alike on all replicas. Others
@@ -31,6 +31,7 @@ class OptimizerState:
         replicated: whether data-parallel replicas update the same parameters with the same gradients.
         names: those of parameters in the model. Replicas may give their optimizers different ones, as
             `ZeroRedundancyOptimizer` does; what these keep is then not alike, even where it is all zero for now.
+        blocks: which part of the whole a parameter is, and state of its shape with it.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class OptimizerState:
         *,
         replicated: bool,
         names: Mapping[torch.Tensor, str] | None = None,
+        blocks: Callable[[torch.Tensor], Block | None] = block_of,
     ) -> None:
         self.optimizer = optimizer
         self._names = names or {}
+        self._blocks = blocks
         self._prefix = prefix
         self._replicated = replicated and type(optimizer).__module__.startswith(SHAREABLE)
         self._plain: list[tuple[str, dict[str, Any], list[str]]] = []
@@ -70,16 +73,18 @@ class OptimizerState:
     def tensors(self) -> Iterator[LiveTensor]:
         """Adam's moments and the like, as they are now: many appear only with the first step."""
         self._plain = []
-        owners = {name: self._names.get(parameter, "") for name, parameter in self.parameters()}
+        updated = self.updated()
         for name, state in self._entries():
-            owner = owners.get(name, "")
+            of = updated.get(f"{self._prefix}.{name}", Updated("", (), None))
             plain = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
             if plain:
                 self._plain.append((name, state, plain))
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     place = f"{self._prefix}.{name}.{key}"
-                    yield LiveTensor(place, local(value), Change.STEP, self._replicated, owner)
+                    part = local(value)
+                    block = of.block if tuple(part.shape) == of.shape else None
+                    yield LiveTensor(place, part, Change.STEP, self._replicated, of.owner, block)
 
     def watched(self) -> Iterator[Container]:
         """Groups, and the state of each parameter; and what holds these, as ``load_state_dict`` replaces them."""
@@ -91,11 +96,22 @@ class OptimizerState:
             yield group["params"]
         yield from self.optimizer.state.values()
 
+    def updated(self) -> dict[str, Updated]:
+        """See `snapshot.adapter.Adapter.updated`."""
+        return {
+            f"{self._prefix}.{name}": Updated(
+                self._names.get(parameter, ""), tuple(local(parameter).shape), self._blocks(parameter)
+            )
+            for name, parameter in self.parameters()
+        }
+
     def fixed(self) -> Tree:
-        """The optimizer's class, and the order of the keys of each parameter's state."""
+        """The optimizer's class, the order of the keys of each parameter's state, and what parameters are called."""
         kind = type(self.optimizer)
         order = {name: list(state) for name, state in self._entries()}
-        return {"class": f"{kind.__module__}.{kind.__qualname__}", "order": order}
+        owners = {name: self._names[parameter] for name, parameter in self.parameters() if parameter in self._names}
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        return {"class": name, "prefix": self._prefix, "order": order, "owners": owners}
 
     def names(self) -> list[list[str]]:
         """What the parameters of each group are called in the model; empty texts where that is not known."""

@@ -85,11 +85,13 @@ class Gathering:
     Attributes:
         sets: ranks of every set of replicas, the same on all ranks.
         parts: of each member of the caller's set, in the order of its ranks.
+        nodes: of every rank.
     """
 
     sets: tuple[tuple[int, ...], ...]
     members: tuple[int, ...]
     parts: tuple[tuple[Part, ...], ...]
+    nodes: tuple[str, ...]
 
     def fill(self, agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
         """Bring every part to every replica, in place. A collective call; each rank has loaded its own parts."""
@@ -98,23 +100,24 @@ class Gathering:
             for rank, parts in zip(self.members, self.parts, strict=True)
             for part in parts
         ]
-        agreement.spread(self.sets, pieces)
+        agreement.spread(self.sets, pieces, self.nodes)
 
 
 def plan_gathering(
-    agreement: Agreement, replica_set: str, held: Sequence[str], shared: Mapping[str, Leaf]
+    agreement: Agreement, replica_set: str, held: Sequence[str], shared: Mapping[str, Leaf], node: str
 ) -> Gathering | None:
     """Who has which parts; None if nobody shares anything. A collective call.
 
     Args:
         held: names of the leaves in the caller's slot.
         shared: what its snapshot shares, whole.
+        node: the caller's.
 
     Raises:
         StateMismatch: together the replicas do not have everything exactly once.
     """
     mine = [parse_part(name) or (name, 0, shared[name].elements) for name in held if is_part_of(name, shared)]
-    payload = {"set": replica_set, "parts": mine}
+    payload = {"set": replica_set, "parts": mine, "node": node}
     everyone = [json.loads(text) for text in agreement.gather(json.dumps(payload).encode())]
     if not any(other["parts"] for other in everyone):
         return None
@@ -126,7 +129,7 @@ def plan_gathering(
     if agreement.minimum([int(not problems)])() != [1]:
         found = "; ".join(problems[:4]) or "on another rank"
         raise StateMismatch(f"the replicas' snapshots do not make up the whole: {found}")
-    return Gathering(sets, members, parts)
+    return Gathering(sets, members, parts, tuple(other["node"] for other in everyone))
 
 
 def shared_from_json(data: Any) -> dict[str, Leaf]:

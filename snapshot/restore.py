@@ -24,11 +24,13 @@ from smp_daemon.errors import (
 from smp_daemon.inventory import Inventory, Persisted
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.logs import about, get_log
-from smp_daemon.plan import RestorePlan, healer, newest_protected, plan_persisted, plan_restore
+from smp_daemon.plan import RestorePlan, healer, newest_protected, plan_persisted, plan_restore, whole_snapshots
 from smp_daemon.points import reach
 from smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
+from smp_daemon.starts import Choice, Start, Streak
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement
+from snapshot.elastic import Resharding, ask_idle
 from snapshot.loading import check_ranges, load_checked, units_of
 from snapshot.movers import Mover
 from snapshot.replicas import is_part_of, part_of, plan_gathering
@@ -36,6 +38,8 @@ from snapshot.shares import Part, parse_part
 from snapshot.state import NOTES, check_fit, decode_record, decode_values, is_of_record, place_tensors, shared_leaves
 from snapshot.tensors import read_leaf
 from snapshot.tiers import PERSISTED, Course, tier_of
+from snapshot.wishes import Wishes, agree, check_repeats, choose
+from snapshot.worlds import check_change
 
 log = get_log(__name__)
 
@@ -49,12 +53,14 @@ class Restored:
         snapshot: what was restored, or None on a cold start.
         protected: the newest snapshot that every node knew to be protected, if it is an older one.
         whole: whether `snapshot` had all of its parity, so that it is protected as it is.
-        how: ``held``, ``mended``, ``fetched``, ``rebuilt`` or ``persisted``; empty on a cold start.
-        bytes_fetched: what came over the network for this rank's shard.
+        how: ``held``, ``mended``, ``fetched``, ``rebuilt``, ``persisted`` or ``resharded``; empty on a cold start.
+        bytes_fetched: what came over the network for this rank's state.
         notes: what the snapshot's record says beside the state; empty if nothing.
         clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
         tier: what the job as a whole came back from, see `snapshot.tiers`; empty on a cold start.
         passed_over: why what would have been better was not taken.
+        earlier: older snapshots that are whole, oldest first.
+        abandoned: newer ones, if an older one was chosen.
     """
 
     epoch: int
@@ -67,61 +73,93 @@ class Restored:
     clock: dict[str, float] = field(default_factory=dict)
     tier: str = ""
     passed_over: tuple[str, ...] = ()
+    earlier: tuple[SnapshotId, ...] = ()
+    abandoned: tuple[SnapshotId, ...] = ()
 
 
-def restore(client: SmpClient, agreement: Agreement, adapter: Adapter, mover: Mover) -> Restored:
+def restore(
+    client: SmpClient,
+    agreement: Agreement,
+    adapter: Adapter,
+    mover: Mover,
+    wishes: Wishes | None = None,
+    *,
+    elastic: bool = False,
+) -> Restored:
     """Bring the newest snapshot back that can be had, tier by tier: see `snapshot.tiers`. A collective call; blocks.
 
     A copy that turns out to be damaged is no longer counted, and planning starts again. A snapshot that failed twice,
     and was never promised, is passed over: an older one may be whole, down to the one that was promised. What is
     persisted is only looked at if memory has nothing that may be taken.
 
+    Args:
+        elastic: take a snapshot of another number of data-parallel ranks, too, from memory; see `snapshot.elastic`.
+
     Raises:
         StateMismatch: see `check_fit`. Nothing was written on any rank.
         Unrecoverable: see `plan_restore`; or every copy turned out to be damaged, and tensors may be filled in part.
-        ConfigError, PlaceError: see `Course.choose_persisted`.
+        ConfigError, PlaceError: see `Course.choose_persisted`, `snapshot.wishes.agree`.
+        Repeated: see `check_repeats`. Nothing was changed anywhere.
     """
     coord = adapter.coordinate()
     clock = {"enter": time.monotonic()}
     failure: HoldfastError | None = None
     course = Course()
     unpromised: set[SnapshotId] = set()
+    streak: Streak | None = None
+    choice: Choice | None = None
+    joined = False
     while True:
-        inventories, coords = exchange(client, agreement, coord)
+        inventories, coords, all_wishes = exchange_wishes(client, agreement, coord, wishes or Wishes())
+        if elastic:
+            inventories += ask_idle(client, agreement, inventories)
+        if not joined:
+            streak = check_repeats(inventories, agree(all_wishes))
+            choice = choose(inventories, all_wishes[0])
         unpromised.update(*(inventory.unpromised for inventory in inventories))
-        plan, newest = _plan(client, agreement, inventories, coords, course, unpromised, failure)
+        plan, newest = _plan(client, agreement, inventories, coords, course, unpromised, choice, failure, elastic)
+        resharded = plan is not None and set(plan.sources.layout.coords) != set(coords)
+        if plan is not None and resharded:
+            check_change(plan.sources.layout.coords, coords)
         epoch = max(newest, *(inv.epoch for inv in inventories)) + 1
-        client.join(epoch)
+        client.join(epoch, Start(epoch, plan.snapshot.step if plan else 0, streak, choice))
+        joined = True
         agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
         clock["plan"] = time.monotonic()
         if plan is None:
             return Restored(epoch, clock=clock | {"fetch": clock["plan"], "load": clock["plan"]})
         reach("restore.before", plan.snapshot.step)
-        attempt = _Attempt(client, plan, coord)
+        attempt: _Attempt | Resharding = (
+            Resharding(client, plan, coords, coord, agreement.rank) if resharded else _Attempt(client, plan, coord)
+        )
         failure = failure_of(attempt.recover, HoldfastError)
         whole, unspoilt = _agree(agreement, failure)
         if whole:
             clock["fetch"] = time.monotonic()
-            failure = _load(attempt, agreement, adapter, mover)
+            failure = attempt.load(agreement, adapter, mover)
             whole, unspoilt = _agree(agreement, failure)
         if whole:
             clock["load"] = time.monotonic()
-            heal(client, plan, coords, coord)
+            if not resharded:
+                heal(client, plan, coords, coord)
             tier = tier_of(plan, inventories, coords)
             _say_what_is_lost(plan, inventories, course)
             known = [inventory.protected for inventory in inventories if inventory.protected is not None]
             protected = max((snapshot for snapshot in known if snapshot < plan.snapshot), default=None)
+            held = sorted(whole_snapshots(inventories)) if choice or all_wishes[0].generations > 1 else []
             return Restored(
                 epoch,
                 plan.snapshot,
                 protected,
                 whole=not plan.heal and tier != PERSISTED,
                 how=attempt.how,
-                bytes_fetched=attempt.shard.bytes_fetched,
+                bytes_fetched=attempt.bytes_fetched,
                 notes=attempt.notes,
                 clock=clock,
                 tier=tier,
                 passed_over=tuple(course.passed_over),
+                earlier=tuple(snapshot for snapshot in held if snapshot < plan.snapshot),
+                abandoned=tuple(snapshot for snapshot in held if choice is not None and snapshot > plan.snapshot),
             )
         course.failed(plan, str(failure or "another rank failed"), damaged=not unspoilt)
         text, why = "recovery of %s is tried again: %s", failure or "another rank failed"
@@ -141,7 +179,9 @@ def _plan(
     coords: dict[str, str],
     course: Course,
     unpromised: set[SnapshotId],
+    choice: Choice | None,
     failure: HoldfastError | None,
+    elastic: bool,
 ) -> tuple[RestorePlan | None, int]:
     """What to restore, and the newest epoch that anything is persisted of; (None, ...): start from nothing. A
     collective call.
@@ -152,12 +192,14 @@ def _plan(
     lost = Unrecoverable(course.given_up) if course.given_up else None
     if lost is None:
         try:
-            plan = plan_restore(inventories, coords, course.hopeless(unpromised))
+            plan = plan_restore(inventories, None if elastic else coords, course.hopeless(unpromised), choice)
         except Unrecoverable as error:
             lost = error
         else:
             if plan is not None:
                 return plan, 0
+    if choice is not None:
+        raise lost or Unrecoverable(f"{choice.snapshot} was chosen, and nothing of it is held") from failure
     course.note(f"memory: {lost or 'no SMP that answers holds a snapshot'}")
     answers = _ask_what_is_persisted(client, agreement)
     newest = max(answer.epoch for answer in answers)
@@ -201,18 +243,28 @@ def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], cours
 
 
 def exchange(client: SmpClient, agreement: Agreement, coord: str) -> tuple[list[Inventory], dict[str, str]]:
-    """Every SMP's inventory, and the node of every coordinate."""
-    mine = {"coord": coord, "inventory": client.inventory().to_json()}
+    """Every SMP's inventory, and the node of every coordinate. A collective call."""
+    inventories, coords, _ = exchange_wishes(client, agreement, coord, Wishes())
+    return inventories, coords
+
+
+def exchange_wishes(
+    client: SmpClient, agreement: Agreement, coord: str, wishes: Wishes
+) -> tuple[list[Inventory], dict[str, str], list[Wishes]]:
+    """The same, and what every rank wishes."""
+    mine = {"coord": coord, "inventory": client.inventory().to_json(), "wishes": wishes.to_json()}
     by_node: dict[str, Inventory] = {}
     coords: dict[str, str] = {}
+    all_wishes: list[Wishes] = []
     for text in agreement.gather(json.dumps(mine).encode()):
         data: Any = json.loads(text)
         inventory = Inventory.from_json(data["inventory"])
         by_node[inventory.node] = inventory
+        all_wishes.append(Wishes.from_json(data["wishes"]))
         if data["coord"] in coords:
             raise StateMismatch(f"two ranks have the coordinate {data['coord']!r}")
         coords[data["coord"]] = inventory.node
-    return list(by_node.values()), coords
+    return list(by_node.values()), coords, all_wishes
 
 
 class _Attempt:
@@ -224,15 +276,25 @@ class _Attempt:
         self.snapshot = plan.snapshot
         self.how = ""
         self.notes: dict[str, Any] = {}
+        self.node = client.node
         self._client = client
         self._sources = plan.sources
         self._coord = coord
         self._taken: set[int] = set()
 
+    @property
+    def bytes_fetched(self) -> int:
+        """What came over the network for the shard."""
+        return self.shard.bytes_fetched
+
     def recover(self) -> None:
         """Have the shard here. Raises what stands against it."""
         self.shard = self._client.recover(self._sources, self._coord, check=False)
         self.how = self.shard.how
+
+    def load(self, agreement: Agreement, adapter: Adapter, mover: Mover) -> HoldfastError | None:
+        """Load it into the live job; see `_load`."""
+        return _load(self, agreement, adapter, mover)
 
     def mend(self, units: list[int]) -> None:
         """Have damaged units mended in place.
@@ -317,7 +379,7 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Move
         raise problem or StateMismatch("the snapshot does not fit the job on another rank; see its log")
     if not whole_everywhere:
         return problem
-    gathering = plan_gathering(agreement, adapter.replica_set(), held, shared)
+    gathering = plan_gathering(agreement, adapter.replica_set(), held, shared, attempt.node)
     tensors = {item.name: item.tensor for item in live}
     pieces = place_tensors(form, _own(tensors, held, shared))
     failure = failure_of(

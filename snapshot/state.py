@@ -123,8 +123,13 @@ def encode_record(
 
 def decode_record(slot: memoryview, form: SlotFormat, snapshot: SnapshotId) -> dict[str, Any]:
     """The record of a slot. Raises `ProtocolError` if it is not JSON or of another snapshot."""
+    return parse_record(read_record(slot, form), snapshot)
+
+
+def parse_record(text: bytes, snapshot: SnapshotId) -> dict[str, Any]:
+    """What a record says. Raises `ProtocolError` if it is not JSON or of another snapshot."""
     try:
-        record: dict[str, Any] = json.loads(read_record(slot, form))
+        record: dict[str, Any] = json.loads(text)
         held = SnapshotId(record["epoch"], record["step"])
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the record of {snapshot} is not JSON: {error}") from error
@@ -140,7 +145,7 @@ def decode_values(record: dict[str, Any], tensor: Callable[[str], torch.Tensor])
     if missing := {EARLY, LATE, FIXED} - record.keys():
         raise ProtocolError(f"the record holds {sorted(record)}, and not {sorted(missing)}")
     fixed = record[FIXED]
-    if not isinstance(fixed, dict) or fixed.keys() != {"state", "shared"}:
+    if not isinstance(fixed, dict) or fixed.keys() - {"blocks"} != {"state", "shared"}:
         raise ProtocolError("the record does not say what is fixed and what is shared")
     return decode(record[EARLY], tensor), decode(record[LATE], tensor), decode(fixed["state"], tensor)
 

@@ -9,6 +9,7 @@ import torch
 
 from smp_daemon.errors import ConfigError
 from smp_daemon.slotfile import Leaf
+from snapshot.adapter import Block
 
 DTYPES: dict[torch.dtype, str] = {
     torch.complex128: "C128",
@@ -71,6 +72,14 @@ def piece_of(tensor: torch.Tensor) -> tuple[list[int], list[int]] | None:
         return None
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
     return list(tensor.shape), list(offset)
+
+
+def block_of(tensor: torch.Tensor) -> Block | None:
+    """Which part of the whole this rank has of a `DTensor`; None for any other tensor."""
+    if getattr(tensor, "placements", None) is None:
+        return None
+    piece = piece_of(tensor)
+    return Block(tuple(tensor.shape), ()) if piece is None else Block(tuple(piece[0]), tuple(piece[1]))
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

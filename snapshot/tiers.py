@@ -103,4 +103,6 @@ def tier_of(plan: RestorePlan, inventories: Sequence[Inventory], coords: Mapping
     }
     if plan.snapshot != candidates(inventories, None)[0]:
         return "previous"
+    if set(coords) != set(plan.sources.layout.coords):
+        return "group"  # cut anew for another number of ranks
     return "local" if all((node, coord) in held for coord, node in coords.items()) else "group"

@@ -11,7 +11,7 @@ import torch
 from smp_daemon.errors import ConfigError, StateMismatch
 from smp_daemon.slotfile import Leaf
 from snapshot.adapter import Change, Container, LiveTensor
-from snapshot.tensors import empty_like_leaf, local
+from snapshot.tensors import block_of, empty_like_leaf, local
 
 CHANGES = {"any": Change.ANY, "after step": Change.AFTER, "step": Change.STEP, "never": Change.NEVER}
 WHEN = ("forward", "step")
@@ -41,7 +41,7 @@ class Tracked:
             if not isinstance(tensor, torch.Tensor):
                 kind = type(tensor).__qualname__
                 raise ConfigError(f"tracked {self.name!r}: {key!r} is a {kind}, no tensor: give it to get and set")
-            yield LiveTensor(f"tracked.{self.name}.{key}", local(tensor), self.change)
+            yield LiveTensor(f"tracked.{self.name}.{key}", local(tensor), self.change, block=block_of(tensor))
 
     def watched(self) -> Iterator[Container]:
         """What holds `tensors`."""

@@ -9,9 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from chaos.launcher import Launcher
 from holdfast.demo import PRELOAD
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+"""Two workers share two cores, and threads that OpenMP keeps spinning take them from processes that have work."""
 
 os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
 """Steps of tests take no time, so any snapshot would be over any budget."""
@@ -20,7 +25,7 @@ os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
     """Imports torch, megatron-core and the jobs once; every virtual cluster forks from it."""
-    with Launcher(["tests.jobs", *PRELOAD]) as started:
+    with Launcher(["tests.jobs", "tests.elastic_jobs", "tests.layout_jobs", *PRELOAD]) as started:
         started.wait_ready()
         yield started
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from chaos import drill
+from chaos.namespaces import DEVICE
 from chaos.trainer import Trainer
 from holdfast import InMemorySnapshot
 from holdfast.export import export
@@ -192,6 +193,39 @@ def replicated() -> None:
         trainer.report("end", digest=_digest(model, optim), random=torch.rand(1).item(), parts=names)
 
 
+def spread_over_nodes() -> None:
+    """Trains a step under DDP, and reports how many bytes came over the network while it restored."""
+    trainer = Trainer.from_environment()
+    torch.set_num_threads(1)
+    trainer.init_process_group()
+    torch.manual_seed(7)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 4096))
+    optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+    dist.barrier()
+    before = _received(DEVICE)
+    with InMemorySnapshot(model, optim, start=False) as snap:
+        dist.barrier()
+        trainer.report(
+            "started",
+            step=snap.step,
+            received=_received(DEVICE) - before,
+            digest=_digest(model, optim),
+            state=sum(tensor.nbytes for tensor in _tensors(model, optim)),
+        )
+        for step in range(snap.step, trainer.args["steps"]):
+            model(torch.randn(4, 64)).square().mean().backward()
+            reach("train.step", step + 1)
+            snap.drain(DRAIN_DEADLINE_S)
+            optim.step()
+        trainer.report("end", digest=_digest(model, optim))
+
+
+def _received(device: str) -> int:
+    """Bytes that a network device of this namespace has received."""
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    return next((int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith(f"{device}:")), 0)
+
+
 def writes() -> None:
     """Writes a megabyte to disk."""
     path = Path(Trainer.from_environment().args["path"])
@@ -201,10 +235,13 @@ def writes() -> None:
         os.fsync(file.fileno())
 
 
+def _tensors(model: torch.nn.Module, optim: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [*model.parameters(), *(value for state in optim.state.values() for value in state.values())]
+
+
 def _digest(model: torch.nn.Module, optim: torch.optim.Optimizer) -> str:
-    tensors = [*model.parameters(), *(value for state in optim.state.values() for value in state.values())]
     sha = hashlib.sha256()
-    for tensor in tensors:
+    for tensor in _tensors(model, optim):
         sha.update(tensor.detach().numpy().tobytes())
     return sha.hexdigest()
 
@@ -261,6 +298,7 @@ def deepspeed() -> None:
 
     from integrations.deepspeed import MemoryCheckpointEngine
 
+    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for most of a minute; gloo will do
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(24, 37), torch.nn.Tanh(), torch.nn.Linear(37, 10))
     config = {

@@ -39,7 +39,7 @@ def test_a_room_imports_only_itself_and_rooms_below(room: str) -> None:
 
 
 def test_the_trainer_side_reaches_the_smp_only_through_its_client_and_the_shared_formats() -> None:
-    formats = {"errors", "layout", "limits", "slotfile", "inventory", "sources", "board", "points", "logs"}
+    formats = {"errors", "layout", "limits", "slotfile", "inventory", "sources", "starts", "board", "points", "logs"}
     shared = {"client", "spawn", "paths", "plan", *formats}
     for path in modules("snapshot"):
         for name in imports(path):

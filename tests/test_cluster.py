@@ -14,6 +14,7 @@ import pytest
 from chaos.accounting import beyond_access_times
 from chaos.cluster import Event, History, JobFailed, VirtualCluster
 from chaos.launcher import Launcher
+from chaos.namespaces import unavailable
 from chaos.node import VirtualNode, Wiring
 from smp_daemon.paths import arena_base
 
@@ -308,6 +309,23 @@ def test_replicas_keep_one_copy_among_them_and_each_gets_all_of_it_back(launcher
     assert {event["digest"] for event in [*ends, *undisturbed]} == {ends[0]["digest"]}
     assert {event["rank"]: event["random"] for event in ends} == {e["rank"]: e["random"] for e in undisturbed}
     assert all(event["parts"] for event in ends)
+    assert history.leaks == []
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=f"no network namespaces here: {unavailable()}")
+def test_what_replicas_hold_alike_enters_each_node_once(launcher: Launcher) -> None:
+    """Two nodes of two replicas; each has a quarter, so half of the state must come to each node, once."""
+    cluster = VirtualCluster(
+        launcher, nodes=2, ranks_per_node=2, target="tests.jobs:spread_over_nodes", args={"steps": 3}, wired=True
+    )
+    cluster.kill_trainer(0, at="train.step", step=3)
+    history = cluster.run()
+    started = history.of("started", generation=1)
+    assert len(started) == 4
+    assert len({(event["step"], event["digest"]) for event in started}) == 1
+    assert started[0]["step"] >= 1
+    for event in started:
+        assert 0.48 < event["received"] / event["state"] < 0.65, [e["received"] / e["state"] for e in started]
     assert history.leaks == []
 
 

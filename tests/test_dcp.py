@@ -75,3 +75,29 @@ def test_a_checkpoint_of_another_id_is_not_loaded(launcher: Launcher, arena: Pat
 def test_where_nothing_was_saved_there_is_nothing(launcher: Launcher, arena: Path) -> None:
     with pytest.raises(JobFailed, match="ConfigError: job 'dcp' has no checkpoint in memory"):
         run(launcher, arena, "load", 2)
+
+
+def whole(launcher: Launcher, arena: Path, mode: str, world: int, pipeline: int, tensor: int) -> dict[str, str]:
+    """Digests of all tensors, as whichever rank has them says."""
+    cluster = VirtualCluster(
+        launcher,
+        nodes=NODES,
+        ranks_per_node=world // NODES,
+        target="tests.layout_jobs:checkpoint",
+        args={"mode": mode, "arena": str(arena), "pipeline": pipeline, "tensor": tensor},
+        job="layout",
+        smps=False,
+        deadline_s=90,
+    )
+    found: dict[str, str] = {}
+    for end in cluster.run().of("end"):
+        assert all(found.get(name, digest) == digest for name, digest in end["digests"].items())
+        found |= end["digests"]
+    return found
+
+
+def test_other_tensor_and_pipeline_sizes_load_what_was_saved(launcher: Launcher, arena: Path) -> None:
+    saved = whole(launcher, arena, "save", 4, pipeline=1, tensor=2)
+    assert len(saved) == 4 * 2 * 4
+    for world, pipeline, tensor in ((4, 2, 1), (2, 1, 2)):
+        assert whole(launcher, arena, "load", world, pipeline, tensor) == saved

@@ -21,6 +21,7 @@ ALONE = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
     "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
 }
 """What torchrun would say to a job of one process."""
 
@@ -53,9 +54,9 @@ def last_line(process: subprocess.Popen[bytes]) -> str:
 @pytest.mark.parametrize(
     ("package", "example", "sign"),
     [
-        ("lightning", "lightning_fit", b"epoch 1"),
+        pytest.param("lightning", "lightning_fit", b"epoch 1", marks=pytest.mark.slow),
         ("transformers", "huggingface_trainer", b"'loss'"),
-        ("deepspeed", "deepspeed_zero", b"step 7"),
+        pytest.param("deepspeed", "deepspeed_zero", b"step 7", marks=pytest.mark.slow),  # compiles first
         ("torch", "dcp_checkpoint", b"step 6"),
     ],
 )

@@ -55,6 +55,7 @@ LIMITS = Deadlines(start=900, restore=600, step=60, copy=120, factor=10)
         (Beat(Phase.STEP, 1.0, copying_s=121.0), None, Health.HUNG, "copy"),
         (Beat(Phase.STEP, 61.0, copying_s=121.0), None, Health.HUNG, "step"),
         (Beat(Phase.STEP, 1.0, ended=True), None, Health.DEAD, "step"),
+        (Beat(Phase.GONE, 1e6), 0.1, Health.ALIVE, "gone"),
     ],
 )
 def test_a_trainer_is_judged_by_the_deadline_of_its_phase(

@@ -344,16 +344,25 @@ def test_the_leaves_are_those_of_the_tensors() -> None:
 def test_what_only_changes_with_the_manifest_is_kept_as_json() -> None:
     job = Job(Plain)
     keys = ["step", "sum", "last"]
+    names = [f"model0.{i}.{name}" for i in range(3) for name in ("weight", "bias")]
     assert json.loads(job.manifest.fixed) == {
         "state": {
-            "optim": [{"class": "tests.test_manifest.Plain", "order": {f"0.{i}": keys for i in range(6)}}],
+            "optim": [
+                {
+                    "class": "tests.test_manifest.Plain",
+                    "prefix": "optim",
+                    "order": {f"0.{i}": keys for i in range(6)},
+                    "owners": {f"0.{i}": name for i, name in enumerate(names)},
+                }
+            ],
             "export": {
                 "wrapped": False,
-                "parameters": [[[f"model0.{i}.{name}" for i in range(3) for name in ("weight", "bias")]]],
+                "parameters": [[names]],
                 "pieces": {},
             },
         },
         "shared": {},
+        "blocks": {},
     }
 
 

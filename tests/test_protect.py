@@ -172,6 +172,26 @@ def test_parity_that_is_computed_again_while_it_is_gathered_is_committed_once(gr
     run.protect(2)
 
 
+def test_units_that_come_while_parity_is_computed_again_take_its_place(ground: Ground) -> None:
+    """Were both to grow in one slot, what is in it would be neither."""
+    smps = ground.smps(3, rules={i: [("encode.before", 1), ("heal.taken", 1)] for i in range(3)})
+    run = run_on(smps, [[90_000], [70_000], [80_000]], protect="2+1")
+    snapshot = run.take(1)
+    senders = [ground.points.wait(name, "encode.before", 1) for name in ("node0", "node1", "node2")]
+    sources = choose_sources([trainer.client.inventory() for trainer in run], snapshot)
+    assert sources is not None
+    run["dp1"].client.heal(sources, 0, 1)
+    taken = ground.points.wait("node1", "heal.taken", 1)
+    for sender in senders:
+        sender.go()
+    assert run.outcomes(snapshot) == {PROTECTED}
+    taken.go()
+    run.protected = snapshot
+    assert parity_units(smps[1], snapshot, run.layout.tag(0), 1) == parities_by_xor(run, 0, snapshot)[1]
+    run.protect(2)
+    run.protect(3)
+
+
 def test_encoding_keeps_to_its_bandwidth(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_BANDWIDTH", "1")  # a byte per second: one unit goes, and the next in an hour
     smps = ground.smps(2)

@@ -60,7 +60,9 @@ class Rank:
         result = [min(column) for column in columns]
         return lambda: result
 
-    def spread(self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def spread(
+        self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]
+    ) -> None:
         everyone = self._table.put(self.rank, pieces)
         for i, (owner, tensor) in enumerate(pieces):
             tensor.copy_(everyone[owner][i][1].clone())
@@ -147,7 +149,7 @@ def test_every_replica_gets_all_parts_back() -> None:
         names = [item.name for item in sharing.divide(iter(items))]
         leaves = shared_from_json(json.loads(json.dumps(sharing.to_json())))
         held = [name for name in names if is_part_of(name, leaves)]
-        gathering = plan_gathering(rank, "all", held, leaves)
+        gathering = plan_gathering(rank, "all", held, leaves, "node0")
         assert isinstance(gathering, Gathering)
         fresh = {name: torch.zeros(leaf.shape) for name, leaf in leaves.items()}
         live = {item.name: item.tensor for item in items}
@@ -166,14 +168,14 @@ def test_a_part_that_nobody_has_is_named_on_every_rank() -> None:
 
     def work(rank: Rank) -> str:
         with pytest.raises(StateMismatch) as raised:
-            plan_gathering(rank, "all", ["w@0:32"] if rank.rank == 0 else [], leaves)
+            plan_gathering(rank, "all", ["w@0:32"] if rank.rank == 0 else [], leaves, "node0")
         return str(raised.value)
 
     assert all("w[32:64] is kept by no replica" in text for text in together(work, 2))
 
 
 def test_where_nothing_is_shared_nothing_is_gathered() -> None:
-    assert together(lambda rank: plan_gathering(rank, "all", [], {}), 2) == [None, None]
+    assert together(lambda rank: plan_gathering(rank, "all", [], {}, "node0"), 2) == [None, None]
 
 
 @pytest.mark.parametrize("data", [None, [], {"w": None}, {"w": ["F32"]}, {"w": ["F32", ["x"]]}])

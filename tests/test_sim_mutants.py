@@ -55,13 +55,13 @@ def _step_without_waiting(self: SnapshotHook) -> None:
 
 MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     "the plan ignores what is protected": (70, [("smp_daemon.plan", "candidates", _oldest_first)]),
-    "the slot of the protected snapshot is freed": (30, [(SlotPool, "outdated", _ignore_keep)]),
+    "the slot of the protected snapshot is freed": (40, [(SlotPool, "outdated", _ignore_keep)]),
     "what is sealed counts as protected": (0, [(Store, "_settle", _settle_at_once)]),
     "no epoch is checked and none fences": (
         0,
         [
             (Store, "check_epoch", lambda self, epoch: None),
-            (Store, "join", lambda self, epoch: None),
+            (Store, "join", lambda self, epoch, start=None: None),
         ],
     ),
     "a bit of parity is wrong": (0, [(ParityGathering, "fold", _fold_badly)]),
@@ -69,7 +69,7 @@ MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     "the next step does not wait for the copy": (100, [(SnapshotHook, "before_step", _step_without_waiting)]),
     "lost parity is not healed": (56, [("smp_daemon.local", "heal", lambda *arguments: 0)]),
     "digests are not compared": (
-        1096,
+        624,
         [
             (Holdings, "damaged_units", lambda self, key: []),
             ("smp_daemon.client.RecoveredShard", "matches", lambda self, unit: True),

@@ -79,6 +79,8 @@ def test_every_byte_is_captured_once_however_it_is_sharded() -> None:
 
 def test_times_and_memory_follow_from_rates() -> None:
     found = size(SEVEN, Machine(25e9, 10e9, 10e9), parse_protect("4+2"), slots=3)
+    stored = size(SEVEN, Machine(25e9, 10e9, 10e9), parse_protect("4+2"), slots=3, persists=True)
+    assert stored.arena_bytes - found.arena_bytes == pytest.approx(found.node_bytes)
     node = 6_738_415_616 * 12 / 8
     assert (found.data, found.parity) == (4, 2)
     assert found.arena_bytes == pytest.approx(3 * node * 1.5)

@@ -13,7 +13,7 @@ import torch
 from smp_daemon.errors import ProtocolError, StateMismatch
 from smp_daemon.layout import SnapshotId
 from smp_daemon.slotfile import RECORD, Leaf, SlotFormat
-from snapshot.adapter import Change, Container, LiveTensor, Tree
+from snapshot.adapter import Change, Container, LiveTensor, Tree, Updated
 from snapshot.manifest import Manifest
 from snapshot.movers import CpuMover
 from snapshot.state import (
@@ -70,6 +70,9 @@ class Toy:
 
     def tensors(self) -> Iterator[LiveTensor]:
         yield from self.live
+
+    def updated(self) -> dict[str, Updated]:
+        return {}
 
     def watched(self) -> Iterator[Container]:
         yield self.live

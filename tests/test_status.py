@@ -17,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.cli import main
+from smp_daemon.counters import Counters
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import SnapshotId
@@ -83,6 +84,22 @@ def _with_shards(inventory: Inventory, snapshot: SnapshotId) -> Inventory:
     data = inventory.to_json()
     data["shards"] += [[*snapshot, coord] for _, coord in inventory.shards]
     return Inventory.from_json(data)
+
+
+def test_what_is_shown_of_a_large_job_is_small() -> None:
+    layout = layout_of(512, 6, 2, per_node=8)
+    held = everything(layout, but={"node300"})
+    counters = Counters().read()
+    statuses = tuple(Status(each, 1, 1.0, "/arena", 1, 0, {}, 1, {}, counters) for each in held)
+    overview = Overview("job", statuses, ("node300",), tuple(standings(held)))
+    assert overview.sentence() == f"step {SNAPSHOT.step} is safe against the loss of any 1 node"
+    assert len(json.dumps(overview.to_json())) < 1_500_000
+    whole = json.dumps(statuses[0].to_json())
+    brief = json.dumps(statuses[0].to_json({layout.digest}))
+    assert len(brief) < 3_000 < 100_000 < len(whole)
+    assert Status.from_json(json.loads(brief), {layout.digest: layout}) == statuses[0]
+    with pytest.raises(ProtocolError, match="not an inventory"):
+        Status.from_json(json.loads(brief))
 
 
 # ---------------------------------------------------------------------- real SMPs
@@ -202,6 +219,7 @@ def test_a_browser_shows_it(smps: list[SmpProcess], job: Run, tmp_path: Path) ->
     assert "step 12,340 is safe against the loss of any 1 node" in done.stdout
     assert done.stdout.count('class="node"') == 3
     assert done.stdout.count('class="node bad"') == 1
+    assert "parity is computed by" in done.stdout
 
 
 # ---------------------------------------------------------------------- where it listens

@@ -71,6 +71,7 @@ class Plan:
         lives, gaps: the faults of each start of the job, and what follows it.
         quiet: how many snapshots are to become protected in the quiet that follows; 0: the job must only come back.
         final: what is done then; one of `FINALS`.
+        generations: how many protected snapshots are kept.
     """
 
     seed: int
@@ -94,6 +95,7 @@ class Plan:
     gaps: tuple[Gap, ...]
     quiet: int
     final: str
+    generations: int
 
 
 FINALS = ("stop", "stop", "stop", "finish", "lose", "lose", "lose twice", "lose too many", "reform")
@@ -241,6 +243,7 @@ def draw(seed: int) -> Plan:
         gaps=tuple(Gap(pick.choice(size.gaps), pick.random() < size.replaced) for _ in lives),
         final=pick.choice(size.finals),
         quiet=pick.choice(size.quiet),
+        generations=pick.choice((1, 1, 1, 2)),
     )
 
 

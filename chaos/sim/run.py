@@ -235,7 +235,7 @@ class _Driver:
     def _end(self, finish: bool) -> None:
         world = self._world
         for node in world.up():
-            world.oracle.check_arena(node.arena, self._plan.slots)
+            world.oracle.check_arena(node.arena, self._plan.slots + self._plan.generations - 1)
         self._check()
         if finish:
             outcomes = self._live(1, quiet=True, ends=True)

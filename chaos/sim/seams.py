@@ -53,12 +53,12 @@ PAGE_BYTES = 64
 MODULES = {
     "threading": (
         *("service", "store", "codings", "holdings", "counters", "protect", "parity", "monitor", "scrub", "local"),
-        *("transport", "listener", "gate", "peers", "client", "rejoin"),
+        *("transport", "listener", "gate", "peers", "client", "rejoin", "load"),
     ),
-    "time": ("codings", "protect", "monitor", "scrub", "transport"),
+    "time": ("codings", "protect", "monitor", "scrub", "transport", "load", "remote"),
     "queue": ("protect", "scratch"),
     "socket": ("transport", "listener"),
-    "ThreadPoolExecutor": ("monitor", "rebuild", "census", "peers"),
+    "ThreadPoolExecutor": ("monitor", "census", "peers"),
     "reach": ("store", "protect", "rebuild", "monitor", "arena", "holdings", "codings", "service", "rejoin"),
 }
 

@@ -78,7 +78,7 @@ class Member:
         turn = self._post(list(values))
         return lambda: [min(each) for each in zip(*self._collect(turn), strict=True)]
 
-    def spread(self, sets: object, pieces: object) -> None:
+    def spread(self, sets: object, pieces: object, nodes: object) -> None:
         """Nothing is replicated."""
 
     def close(self) -> None:

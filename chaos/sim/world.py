@@ -258,6 +258,7 @@ class World:
             protect=plan.protect,
             domains="",
             slots=plan.slots,
+            generations=plan.generations,
             keep=not ends,
             arena=trainer.node.base,  # type: ignore[arg-type]  # what stands for a path here
             overhead_budget=0.0,

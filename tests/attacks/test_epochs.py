@@ -57,6 +57,7 @@ class Zombie:
         return {
             "hello": ({"job": JOB, "version": 2}, None),
             "inventory": ({}, None),
+            "census": ({"addresses": []}, None),
             "join": ({"epoch": 1}, STALE),
             "configure": ({"layout": {**self.layout, "slots": 4}}, STALE),
             "begin": ({**written, "keep": []}, STALE),
@@ -64,11 +65,14 @@ class Zombie:
             "abandon": ({"snapshot": self.victim.snapshot, "coord": "dp0"}, None),
             "await": ({"snapshot": self.old, "deadline_s": 0}, None),
             "recover": ({"sources": sources, "coord": "dp1", "epoch": 1}, STALE),
+            "lend": ({"sources": sources, "epoch": 1}, STALE),
+            "unit": ({"coord": "dp1", "unit": 0, "epoch": 1}, STALE),
             "heal": ({"sources": sources, "group": 0, "position": 0, "epoch": 1}, STALE),
             "counters": ({}, None),
             "scrub": ({}, None),
             "verify": ({}, None),
             "say": ({"text": "I am back", "epoch": 1}, STALE),
+            "ended": ({"coord": "dp0", "step": 2, "failure": "killed", "epoch": 1}, STALE),
             "finish": ({"epoch": 1}, STALE),
             "stop": ({"remove": True}, "ConfigError"),
             "persist": ({"snapshot": self.old}, None),
@@ -172,8 +176,9 @@ def test_trainers_map_nothing_but_slots_and_the_board() -> None:
 
 
 TRAINER_OPERATIONS = (
-    *("hello", "inventory", "join", "configure", "begin", "seal", "abandon", "await", "recover", "heal", "counters"),
-    *("scrub", "verify", "say", "finish", "stop", "persist", "persisted", "persisted_layout"),
+    *("hello", "inventory", "census", "join", "configure", "begin", "seal", "abandon", "await", "recover", "lend"),
+    *("unit", "heal", "counters", "scrub", "verify", "say", "ended", "finish", "stop", "persist", "persisted"),
+    "persisted_layout",
 )
 
 

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from smp_daemon import fields, peer_pb2
 from smp_daemon.control import SIGN_BYTES, Verifier
 from smp_daemon.errors import HoldfastError, ProtocolError
-from smp_daemon.fetch import _sources
+from smp_daemon.fetch import digests_of
 from smp_daemon.handshake import check_client
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, Node, Shard, SnapshotId
@@ -226,7 +226,7 @@ def targets() -> dict[str, Target]:
         "values": Target(_json(lambda v: decode(v, lambda name: torch.zeros(1))), (_values(),), text=True),
         "rank": Target(_json(RankInfo.from_json), (_text(asdict(rank)),), text=True),
         "digests": Target(
-            _json(lambda v: _sources(v) if isinstance(v, dict) else None),
+            _json(lambda v: digests_of(v) if isinstance(v, dict) else None),
             (_text({"sources": {"0": 1, "12": 5}}),),
             text=True,
         ),

@@ -1,0 +1,319 @@
+"""What `benchmarks/load.py` measures with: shaped links between namespaces, a file server and its readers, SMPs.
+
+``python -m benchmarks.load_parts serve HOST BYTES`` and ``... read HOST PORT BYTES`` are the file server and a reader;
+``... smp ARGUMENTS`` is an SMP that takes nothing from slow sources.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from chaos.namespaces import inside
+from chaos.node import VirtualNode, Wiring
+from ec.codec import as_array
+from smp_daemon.board import Outcome
+from smp_daemon.client import RecoveredShard, SmpClient
+from smp_daemon.errors import DeadlineExceeded, HoldfastError
+from smp_daemon.layout import SnapshotId
+from smp_daemon.limits import CALL_DEADLINE_S
+from smp_daemon.listener import Listener, bind_tcp
+from smp_daemon.plan import RestorePlan, plan_restore
+from smp_daemon.records import digest
+from smp_daemon.slotfile import Leaf, plan_slot, write_stamp
+from smp_daemon.transport import Message, Stream, call, connect
+from snapshot.arrange import RankInfo, arrange, parse_protect
+
+JOB = "bench-load"
+UNIT_BYTES = 2 << 20
+READERS = 4
+"""Connections of one node to the file server: as many as it has units on their way from SMPs."""
+
+DEADLINE_S = 300.0
+SWITCH = "switch"
+NUMBERS = itertools.count()
+WITHOUT = "benchmarks.load_parts"
+
+
+def run(*command: str) -> None:
+    """A command that must succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise HoldfastError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+class Links:
+    """Hosts, each in a namespace without a name, on one bridge. Every link has a rate, each way. Root; call it in a
+    namespace of its own: the bridge stands where this process is."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._hosts: dict[str, subprocess.Popen[bytes]] = {}
+        self._ports: dict[str, str] = {}
+        run("ip", "link", "add", SWITCH, "type", "bridge")
+        stack.callback(run, "ip", "link", "del", SWITCH)
+        run("ip", "link", "set", SWITCH, "up")
+
+    def add(self, host: str) -> str:
+        """A host with that address; the path of its namespace. It goes when this process does."""
+        holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        self._stack.callback(holder.wait)
+        assert holder.stdin is not None
+        self._stack.callback(holder.stdin.close)
+        path, mine = f"/proc/{holder.pid}/ns/net", Path("/proc/self/ns/net").stat().st_ino
+        limit = time.monotonic() + 10.0
+        while Path(path).stat().st_ino == mine:
+            if time.monotonic() > limit:
+                raise DeadlineExceeded("unshare made no namespace")
+        number = next(NUMBERS)  # a device goes some time after its namespace, so no name is used again
+        port, near = f"port{number}", f"near{number}"
+        self._ports[host] = port
+        run("ip", "link", "add", port, "type", "veth", "peer", "name", near)
+        run("ip", "link", "set", near, "netns", str(holder.pid), "name", "eth0")
+        run("ip", "link", "set", port, "master", SWITCH, "up")
+        inside_it = ("nsenter", f"--net={path}", "ip")
+        run(*inside_it, "addr", "add", f"{host}/16", "dev", "eth0")
+        run(*inside_it, "link", "set", "eth0", "up")
+        run(*inside_it, "link", "set", "lo", "up")
+        self._hosts[host] = holder
+        return path
+
+    def shape(self, host: str, rate: float) -> None:
+        """From now on at most so many bytes a second go to `host`, and as many from it."""
+        pid = self._hosts[host].pid
+        rule = ("root", "tbf", "rate", f"{int(rate * 8)}bit", "burst", "128kb", "latency", "200ms")
+        run("tc", "qdisc", "replace", "dev", self._ports[host], *rule)
+        run("nsenter", f"--net=/proc/{pid}/ns/net", "tc", "qdisc", "replace", "dev", "eth0", *rule)
+
+
+# ---------------------------------------------------------------------- a file server
+
+
+class FileServer:
+    """Gives units of a file that is in its memory: disks without a limit, behind one network link."""
+
+    def __init__(self, host: str, length: int) -> None:
+        self._content = memoryview(bytearray(np.random.default_rng(1).bytes(length)))
+        self._digests = [digest(self._content[at : at + UNIT_BYTES]) for at in range(0, length, UNIT_BYTES)]
+        self.listener = Listener(bind_tcp(host, 0), lambda sock: self)
+
+    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+        index = int(message["unit"])
+        unit = self._content[index * UNIT_BYTES : (index + 1) * UNIT_BYTES]
+        return {"digest": self._digests[index]}, unit
+
+    def ended(self) -> None:
+        """There is nothing to clean up."""
+
+
+def serve(host: str, length: int) -> None:
+    """Until standard input ends."""
+    server = FileServer(host, length)
+    print(server.listener.port, flush=True)
+    sys.stdin.read()
+    server.listener.close()
+
+
+def read(host: str, port: int, length: int) -> None:
+    """Read all of it into shared memory, checked, once a line comes; says when it is ready, and how long it took."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="bench-load-") as file:
+        os.posix_fallocate(file.fileno(), 0, length)
+        out = memoryview(mmap.mmap(file.fileno(), length))
+        streams = [connect((host, port)) for _ in range(READERS)]
+        print("ready", flush=True)
+        sys.stdin.readline()
+        began = time.monotonic()
+        lock, units = threading.Lock(), iter(range(-(-length // UNIT_BYTES)))
+
+        def work(stream: Any) -> None:
+            while True:
+                with lock:
+                    index = next(units, None)
+                if index is None:
+                    return
+                unit = out[index * UNIT_BYTES : (index + 1) * UNIT_BYTES]
+                reply, _ = call(stream, {"unit": index})
+                stream.receive_into(unit)
+                if digest(unit) != reply["digest"]:
+                    raise HoldfastError("a unit was damaged")
+
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(work, streams))
+        print(time.monotonic() - began, flush=True)
+
+
+def line_of(stream: IO[str]) -> str:
+    """The next line that a process says."""
+    if not select.select([stream], [], [], DEADLINE_S)[0]:
+        raise DeadlineExceeded("a process said nothing")
+    return stream.readline().strip()
+
+
+def part(namespace: str, stack: ExitStack, *arguments: str) -> subprocess.Popen[str]:
+    """One of the processes above, in a namespace; it ends when its standard input does."""
+    with inside(namespace):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.load_parts", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    stack.callback(process.wait)
+    assert process.stdin is not None
+    stack.callback(process.stdin.close)
+    return process
+
+
+def read_all(host: str, port: int, length: int, namespaces: Sequence[str]) -> float:
+    """Seconds until the last of some nodes has read `length` bytes of the file server; they begin at once."""
+    with ExitStack() as stack:
+        readers = [part(namespace, stack, "read", host, str(port), str(length)) for namespace in namespaces]
+        for reader in readers:
+            assert reader.stdout is not None
+            if line_of(reader.stdout) != "ready":
+                raise HoldfastError("a reader did not start")
+        began = time.monotonic()
+        for reader in readers:
+            assert reader.stdin is not None
+            reader.stdin.write("go\n")
+            reader.stdin.flush()
+        for reader in readers:
+            assert reader.stdout is not None
+            float(line_of(reader.stdout))
+        return time.monotonic() - began
+
+
+# ---------------------------------------------------------------------- SMPs
+
+
+class Fleet:
+    """SMPs, one on each host, one shard of the same length on each, one snapshot of it protected."""
+
+    def __init__(self, hosts: dict[str, str], base: Path, shard_bytes: int, protect: str, stack: ExitStack) -> None:
+        """`hosts`: by address, its namespace."""
+        self.content = memoryview(bytearray(np.random.default_rng(2).bytes(shard_bytes)))
+        self.nodes = [VirtualNode(i, 0, host, base, JOB) for i, host in enumerate(hosts)]
+        for node, namespace in zip(self.nodes, hosts.values(), strict=True):
+            node.namespace = namespace
+            stack.callback(node.close)
+            node.launch(Wiring("", []))
+        for node in self.nodes:
+            node.wait_ready()
+        self.clients = [SmpClient(node.arena, JOB) for node in self.nodes]
+        stack.callback(lambda: [client.close() for client in self.clients])
+        self._epoch = 1
+        leaf = Leaf("state", "U8", (shard_bytes,))
+        self.forms = [plan_slot(JOB, f"dp{i}", [leaf], 64) for i in range(len(self.nodes))]
+        ranks = [
+            RankInfo.of(f"dp{i}", client.inventory(), self.forms[i].total_bytes)
+            for i, client in enumerate(self.clients)
+        ]
+        self.layout = arrange(JOB, 1, ranks, parse_protect(protect), 2)
+        self._each(lambda i: self.clients[i].join(1))
+        self._each(lambda i: self.clients[i].configure(self.layout))
+        self._each(self._write)
+        self._each(lambda i: self.clients[i].seal(SnapshotId(1, 1), f"dp{i}"))
+        for client in self.clients:
+            if client.await_outcome(SnapshotId(1, 1), DEADLINE_S) is not Outcome.PROTECTED:
+                raise DeadlineExceeded("the snapshot was not protected")
+
+    def _each(self, work: Callable[[int], object]) -> None:
+        with ThreadPoolExecutor(len(self.nodes)) as pool:
+            list(pool.map(work, range(len(self.nodes))))
+
+    def _write(self, index: int) -> None:
+        slot, form = self.clients[index].begin(SnapshotId(1, 1), f"dp{index}", [], None), self.forms[index]
+        slot[: len(form.header)] = form.header
+        write_stamp(slot, SnapshotId(1, 1))
+        offset, leaf = form.offsets["state"]
+        np.copyto(as_array(slot[offset : offset + leaf.bytes]), as_array(self.content))
+        offset, capacity = form.record
+        slot[offset : offset + capacity] = b"{}".ljust(capacity)
+
+    def replace(self, index: int, *, module: str = "smp_daemon") -> None:
+        """Lose a node; an empty one takes its place, with `module` as its SMP."""
+        before, self.nodes[index] = (
+            self.nodes[index],
+            VirtualNode(index, 0, self.nodes[index].host, self.nodes[index].base.parent, JOB, module),
+        )
+        self.clients[index].close()
+        before.power_cut()
+        self.nodes[index].namespace = before.namespace
+        self.nodes[index].launch(Wiring("", []))
+        self.nodes[index].wait_ready()
+        self.clients[index] = SmpClient(self.nodes[index].arena, JOB)
+
+    def close(self, index: int) -> None:
+        """End what `replace` started."""
+        self.nodes[index].close()
+
+    def plan(self) -> RestorePlan:
+        """What a restart goes back to; every node has entered the epoch that begins."""
+        plan = plan_restore([client.inventory() for client in self.clients], self.layout.coords)
+        if plan is None or plan.snapshot != SnapshotId(1, 1):
+            raise HoldfastError("the protected snapshot cannot be had")
+        self._epoch += 1
+        self._each(lambda i: self.clients[i].join(self._epoch))
+        return plan
+
+    def recover(self, moves: dict[int, int]) -> tuple[float, list[RecoveredShard]]:
+        """Seconds until every node ``i`` holds the shard of node ``moves[i]``; all begin at once."""
+        plan = self.plan()
+
+        def one(move: tuple[int, int]) -> RecoveredShard:
+            return self.clients[move[0]].recover(plan.sources, f"dp{move[1]}")
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(len(moves)) as pool:
+            shards = list(pool.map(one, moves.items()))
+        seconds = time.monotonic() - began
+        for shard, coord in zip(shards, moves.values(), strict=True):
+            offset, leaf = self.forms[coord].offsets["state"]
+            if shard.view[offset : offset + leaf.bytes] != self.content:
+                raise HoldfastError("a shard did not come back as it was")
+        return seconds, shards
+
+    def received(self) -> int:
+        """Bytes that all SMPs have received of each other."""
+        return sum(client.counters()["bytes_received"] for client in self.clients)
+
+
+def smp_without_stealing() -> None:
+    """An SMP to which nobody is slow, and nothing late before the deadline of the network."""
+    from smp_daemon import speeds
+    from smp_daemon.__main__ import main
+
+    def never(self: object, address: object) -> bool:
+        return False
+
+    speeds.Speeds.is_slow = never  # type: ignore[method-assign,assignment]
+    speeds.FIRST_PATIENCE_S = speeds.LEAST_PATIENCE_S = 2 * CALL_DEADLINE_S
+    main()
+
+
+def _main() -> None:
+    what, *arguments = sys.argv[1:]
+    if what == "serve":
+        serve(arguments[0], int(arguments[1]))
+    elif what == "read":
+        read(arguments[0], int(arguments[1]), int(arguments[2]))
+    else:
+        smp_without_stealing()
+
+
+if __name__ == "__main__":
+    _main()

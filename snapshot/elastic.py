@@ -1,0 +1,291 @@
+"""Going on with another number of data-parallel ranks: a snapshot of an older world, cut anew for this one.
+
+Nothing is written anywhere but into live tensors, so whatever goes wrong on the way leaves the snapshot as it is; it is
+kept until one of the new world is protected.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smp_daemon.client import SmpClient
+from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, StateMismatch, failure_of
+from smp_daemon.inventory import Inventory
+from smp_daemon.logs import about, get_log
+from smp_daemon.plan import RestorePlan
+from smp_daemon.points import reach
+from smp_daemon.slotfile import Leaf
+from snapshot import streams
+from snapshot.adapter import Adapter, Change, LiveTensor, Tree
+from snapshot.agreement import Agreement
+from snapshot.movers import Mover
+from snapshot.old_shards import (
+    OldManifest,
+    OldShard,
+    Units,
+    decode_plain,
+    is_state,
+    key_of,
+    region_of,
+    state_key,
+)
+from snapshot.optimizers import NAMED
+from snapshot.reshard import Index, Read, Region, Shape, plan_reads, unclaimed
+from snapshot.tensors import flat, leaf_of
+from snapshot.worlds import carriers, heir_of, members, preference, readers
+
+ENV = "HOLDFAST_ELASTIC"
+SHOWN = 8
+
+log = get_log(__name__)
+
+
+def elastic_from_environment() -> bool:
+    """Whether ``HOLDFAST_ELASTIC`` is 1. Raises `ConfigError` if it is neither that nor 0 nor empty."""
+    text = os.environ.get(ENV, "")
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"{ENV}={text!r}: say 1 to let the number of data-parallel ranks change, or 0")
+    return text == "1"
+
+
+def ask_idle(client: SmpClient, agreement: Agreement, inventories: Sequence[Inventory]) -> list[Inventory]:
+    """What the SMPs of nodes hold that have no rank any more, but are still there. A collective call: the first rank
+    asks for all."""
+    known = {key: layout for inventory in inventories for key, layout in inventory.layouts.items()}
+    bulk = {node.name: node.bulk for _, layout in sorted(known.items()) for node in layout.nodes}
+    missing = sorted(bulk[name] for name in bulk.keys() - {inventory.node for inventory in inventories})
+    told = client.census(missing) if missing and agreement.rank == 0 else []
+    texts = agreement.gather(json.dumps([inventory.to_json() for inventory in told]).encode())
+    return [Inventory.from_json(each) for text in texts for each in json.loads(text)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """A live tensor, what it is called in the whole job, and what it is made of."""
+
+    key: str
+    item: LiveTensor
+    reads: list[Read]
+
+
+class Resharding:
+    """One rank's part in bringing back a snapshot of another world; stands in for an attempt at one of the same.
+
+    Attributes:
+        how: ``resharded``.
+        notes: what the snapshot's record says beside the state: nothing that holds for another world.
+    """
+
+    how = "resharded"
+
+    def __init__(self, client: SmpClient, plan: RestorePlan, coords: Collection[str], coord: str, rank: int) -> None:
+        self.notes: dict[str, Any] = {}
+        self._client = client
+        self._sources = plan.sources
+        self._step = plan.snapshot.step
+        self._old = plan.sources.layout.coords
+        self._new = sorted(coords)
+        self._coord = coord
+        self._rank = rank
+        self._fills: list[_Fill] = []
+
+    @property
+    def bytes_fetched(self) -> int:
+        """What came over the network for this rank."""
+        return self._units.bytes_fetched
+
+    def recover(self) -> None:
+        """Read what this rank tells the others. Raises what stands against it."""
+        self._units = Units(self._client, self._sources)
+        self._told = [
+            OldManifest.of(self._shard(coord)).to_json() for coord in readers(self._old, len(self._new), self._rank)
+        ]
+
+    def load(self, agreement: Agreement, adapter: Adapter, mover: Mover) -> HoldfastError | None:
+        """Fill the live job. Nothing is written unless it fits on every rank. A collective call; blocks.
+
+        Returns why it failed on this rank: something cannot be had just now.
+
+        Raises:
+            StateMismatch: the snapshot does not fit the job; on every rank.
+        """
+        everyone = [each for text in agreement.gather(json.dumps(self._told).encode()) for each in json.loads(text)]
+        values: tuple[Tree, Tree, Tree] | None = None
+        problem: HoldfastError | None = None
+        try:
+            manifests = {told.coord: told for told in map(OldManifest.from_json, everyone)}
+            family = [manifests[coord] for coord in preference(self._coord, self._old)]
+            index = Index((held for manifest in family for held in manifest.held()), [m.coord for m in family])
+            values = self._values(manifests, family, adapter)
+            self._plan(family, index, values, adapter)
+        except HoldfastError as error:
+            problem = error
+        wanted = None if problem else [fill.key for fill in self._fills]
+        asked = [json.loads(t) for t in agreement.gather(json.dumps([self._coord, wanted]).encode())]
+        if problem is None and all(keys is not None for _, keys in asked):
+            of_family = {key for coord, keys in asked if coord in members(self._new, self._coord) for key in keys}
+            if extra := unclaimed(index, of_family):
+                problem = StateMismatch(f"the snapshot does not fit this job: not in this job: {_some(extra)}")
+        fatal = isinstance(problem, StateMismatch | ConfigError | ProtocolError)
+        fits, ready = agreement.minimum([int(not fatal), int(problem is None)])()
+        if not ready and values is not None:
+            adapter.withdraw()
+        if not fits:
+            raise problem if fatal and problem else StateMismatch("the snapshot does not fit another rank; see its log")
+        if not ready or values is None:
+            return problem
+        failure = failure_of(self._fill, HoldfastError)
+        if agreement.minimum([int(failure is None)])() == [1]:
+            adapter.load(*values)
+            text = "%s, of %d ranks, was cut anew for %d"
+            log.info(text, self._sources.snapshot, len(self._old), len(self._new), extra=about(self._sources.snapshot))
+        return failure
+
+    # ------------------------------------------------------------------ plain values
+
+    def _shard(self, coord: str) -> OldShard:
+        return OldShard(self._units, self._sources, coord)
+
+    def _values(
+        self, manifests: Mapping[str, OldManifest], family: Sequence[OldManifest], adapter: Adapter
+    ) -> tuple[Tree, Tree, Tree]:
+        """The plain values that this rank takes over."""
+        early, late, fixed = self._shard(heir_of(self._coord, self._old)).values()
+        _warn_of_differences("values", [manifest.values for manifest in family])
+        where = {coord: manifest.coord for manifest in manifests.values() for coord in manifest.carried}
+        if self._coord not in self._old:
+            first = early["rng"]
+            common = {n for n in first if len({manifest.streams.get(n) for manifest in family}) == 1}
+            known = self._stream(self._coord, where[self._coord]) if self._coord in where else None
+            early["rng"] = streams.for_new_rank(first, common, known, self._coord, self._step)
+        mine = carriers(self._old, self._new, where)[self._coord]
+        early["streams"] = {coord: self._stream(coord, holder) for coord, holder in mine.items()}
+        self._renumber(family, late, fixed, adapter)
+        return early, late, fixed
+
+    def _stream(self, coord: str, holder: str) -> Tree:
+        """The random streams of a rank, as they stand in the record of `holder`."""
+        early, _, _ = self._shard(holder).values()
+        found: Tree = early["rng"] if coord == holder else early["streams"][coord]
+        return found
+
+    def _renumber(self, family: Sequence[OldManifest], late: Tree, fixed: Tree, adapter: Adapter) -> None:
+        """What optimizers say of their parameters, by the numbers that these have now."""
+        updated = adapter.updated()
+        for i, (plain, kept) in enumerate(zip(late["optim"], fixed["optim"], strict=True)):
+            prefix = kept["prefix"]
+            order: dict[str, list[str]] = {}
+            state: dict[str, Any] = {}
+            for told in (manifest.optimizers[i] for manifest in reversed(family)):
+                held = decode_plain(told["state"])
+                for place, entries in told["order"].items():
+                    key = state_key(prefix, place, told["owners"].get(place, ""))
+                    if entries:
+                        order[key], state[key] = entries, held.get(place, {})
+            places = {
+                stem.removeprefix(f"{prefix}."): up for stem, up in updated.items() if stem.startswith(f"{prefix}.")
+            }
+            keys = {place: state_key(prefix, place, up.owner) for place, up in places.items()}
+            named = {name: entries for name, entries in kept["order"].items() if name.startswith(NAMED)}
+            kept["order"] = {place: order.get(key, []) for place, key in keys.items()} | named
+            named_state = {name: value for name, value in plain["state"].items() if name.startswith(NAMED)}
+            plain["state"] = {place: state[key] for place, key in keys.items() if state.get(key)} | named_state
+
+    # ------------------------------------------------------------------ tensors
+
+    def _plan(
+        self, family: Sequence[OldManifest], index: Index, values: tuple[Tree, Tree, Tree], adapter: Adapter
+    ) -> None:
+        adapter.check(*values)
+        adapter.materialise(_leaves_to_make(family, adapter))
+        problems = []
+        owners = {stem: parameter.owner for stem, parameter in adapter.updated().items()}
+        live = list(adapter.tensors())
+        for item in live:
+            leaf, key = leaf_of(item.name, item.tensor), key_of(item.name, owners)
+            whole, runs = region_of(item.name, leaf.shape, item.block)
+            reads, problem = plan_reads(Region(key, leaf.dtype, whole, runs), index)
+            problems += [problem] * bool(problem)
+            self._fills.append(_Fill(key, item, reads))
+        if problems:
+            raise StateMismatch(f"the snapshot does not fit this job: {_some(problems)}")
+        _check_private(live, family)
+
+    def _fill(self) -> None:
+        """Copy, shard by shard as far as can be, into the live tensors."""
+        fills = sorted(self._fills, key=lambda fill: [(read.coord, read.source) for read in fill.reads[:1]])
+        for number, fill in enumerate(fills):
+            if number == len(fills) // 2:
+                reach("restore.middle", self._step)
+            tensor = fill.item.tensor.detach()
+            if not tensor.numel():
+                continue
+            direct = (
+                tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+            )
+            target = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+            memory = memoryview(flat(target).view(torch.uint8).numpy().data)
+            for read in fill.reads:
+                self._units.read_into(read.coord, read.source, memory[read.target : read.target + read.bytes])
+            if not direct:
+                tensor.copy_(target)
+
+
+def _leaves_to_make(family: Sequence[OldManifest], adapter: Adapter) -> dict[str, Leaf]:
+    """The leaves that this rank's job has once it has all that the snapshot has: state of optimizers above all, which
+    is as long as the part of its parameter that this rank has, or else whole."""
+    leaves = {name: leaf for name, leaf in family[0].whole_leaves().items() if not is_state(name)}
+    entries: dict[str, dict[str, tuple[str, Shape]]] = {}
+    for manifest in family:
+        for key, entry, dtype, whole in manifest.states():
+            entries.setdefault(key, {}).setdefault(entry, (dtype, whole))
+    for stem, parameter in adapter.updated().items():
+        prefix, _, place = stem.partition(".")
+        whole = parameter.block.whole if parameter.block else parameter.shape
+        for entry, (dtype, held) in entries.get(state_key(prefix, place, parameter.owner), {}).items():
+            leaves[f"{stem}.{entry}"] = Leaf(f"{stem}.{entry}", dtype, parameter.shape if held == whole else held)
+    return leaves
+
+
+def _check_private(live: Sequence[LiveTensor], family: Sequence[OldManifest]) -> None:
+    """What several ranks held whole must be alike, or nobody could say which of them is right.
+
+    What forward changes, and what users track, may be a rank's own.
+
+    Raises:
+        StateMismatch: a parameter, or an optimizer's state, differs.
+    """
+    digests: dict[str, set[str]] = {}
+    for manifest in family:
+        owners = manifest.owners
+        for name, digest in manifest.digests.items():
+            digests.setdefault(key_of(name, owners), set()).add(digest)
+    differing = {key for key, found in digests.items() if len(found) > 1}
+    private = {item.name for item in live if item.change is Change.FORWARD or item.name.startswith("tracked.")}
+    if bad := sorted(differing - private):
+        raise StateMismatch(
+            f"{_some(bad)}: each old rank holds another, and nothing says how they make up a whole. "
+            "Start with the same parallel sizes"
+        )
+    if own := sorted(differing & private):
+        text = "%s: each old rank had its own; who stays keeps it, a new rank takes the first's, others' are dropped"
+        log.warning(text, _some(own))
+
+
+def _warn_of_differences(what: str, found: Sequence[Mapping[str, str]]) -> None:
+    names = sorted({name for digests in found for name in digests})
+    own = [name for name in names if len({digests.get(name) for digests in found}) > 1]
+    if own:
+        text = "%s of %s differ between the old ranks: who stays keeps its own, a new rank takes the first's"
+        log.warning(text, what, _some(own))
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return "; ".join(texts[:SHOWN]) + more

@@ -1,0 +1,234 @@
+"""Going back further than to the newest snapshot: older generations are kept, chosen, and left behind in safe order."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast import ConfigError, InMemorySnapshot, Repeated
+from holdfast.shapes import parse_shape
+from holdfast.sizing import Job, Machine, size
+from holdfast.status import gather
+from smp_daemon.board import Outcome
+from smp_daemon.client import SmpClient
+from smp_daemon.layout import SnapshotId
+from smp_daemon.paths import ARENA_ENV, read_owner
+from smp_daemon.plan import plan_restore, whole_snapshots
+from smp_daemon.starts import Choice
+from snapshot.arrange import parse_protect
+from snapshot.ledger import Ledger
+from snapshot.wishes import Wishes, agree
+from tests.smp_kit import playground, run_on
+
+PROTECTED, FAILED, PENDING = Outcome.PROTECTED, Outcome.FAILED, Outcome.PENDING
+
+
+def at(step: int, epoch: int = 1) -> SnapshotId:
+    return SnapshotId(epoch, step)
+
+
+# ---------------------------------------------------------------------- which are kept
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.integers(2, 4), st.integers(1, 4), st.lists(st.lists(st.sampled_from(Outcome), min_size=8, max_size=8)))
+def test_the_newest_protected_snapshots_are_kept_as_many_as_asked_for(
+    slots: int, generations: int, run: list[list[Outcome]]
+) -> None:
+    ledger = Ledger(slots + generations - 1, generations=generations)
+    protected: list[SnapshotId] = []
+    for step, results in enumerate(run):
+        if ledger.may_begin:
+            ledger = ledger.begin(at(step))
+        said = dict(zip(ledger.pending, results, strict=False))
+        ledger = ledger.settle(results[: len(said)])
+        protected += [snapshot for snapshot, outcome in said.items() if outcome is PROTECTED]
+        assert len(ledger.keep) <= slots + generations - 1
+        assert list(ledger.keep) == sorted(set(ledger.keep))
+        assert set(protected[-generations:]) <= set(ledger.keep)
+        assert set(ledger.keep) == {*protected[-generations:], *ledger.pending}
+
+
+def test_what_was_passed_over_stays_until_something_newer_is_protected() -> None:
+    ledger = Ledger.restored(4, at(4), at(6), known=True, generations=2, earlier=[at(3)], abandoned=[at(5), at(6)])
+    assert set(ledger.keep) == {at(4), at(5), at(6)} and ledger.sure == at(4)
+    begun = ledger.begin(at(5, 2))
+    assert set(begun.settle([PENDING]).keep) == {at(4), at(5), at(6), at(5, 2)}
+    assert set(begun.settle([FAILED]).keep) == {at(4), at(5), at(6)}
+    assert begun.settle([PROTECTED]).keep == (at(4), at(5, 2))
+
+
+@given(st.integers(2, 9), st.integers(1, 8), st.integers(0, 9), st.integers(0, 9), st.booleans())
+def test_a_slot_is_free_whatever_was_found(slots: int, generations: int, old: int, new: int, older: bool) -> None:
+    before, after = [at(i) for i in range(old)], [at(20 + i) for i in range(new)]
+    kept = before[-1] if before and older else None
+    slots += generations - 1
+    ledger = Ledger.restored(slots, at(15), kept, known=False, generations=generations, earlier=before, abandoned=after)
+    assert ledger.may_begin and at(15) in ledger.keep
+    assert not new or slots < 3 or at(20 + new - 1) in ledger.keep, "the newest of all goes last"
+
+
+def test_without_more_generations_nothing_is_other_than_before() -> None:
+    assert Ledger.restored(3, at(5), at(4), known=False, earlier=[at(3), at(4)]) == Ledger(3, at(5), at(4), known=False)
+    assert Ledger.restored(2, at(5), at(4), known=False) == Ledger(2, at(5), known=False)
+    assert Ledger.restored(3, None, None, known=True) == Ledger(3)
+
+
+def test_memory_grows_by_a_slot_of_shards_and_parity_for_each() -> None:
+    job, machine, protection = Job(parse_shape("7b"), 8), Machine(), parse_protect("auto")
+    three, four, five = (size(job, machine, protection, 3, k).arena_bytes for k in (1, 2, 3))
+    assert four - three == pytest.approx(three / 3) and five - four == pytest.approx(three / 3)
+    with pytest.raises(ConfigError, match="9 generations"):
+        size(job, machine, protection, 3, 9)
+
+
+@pytest.mark.parametrize("wishes", [{"generations": 0}, {"generations": 9}, {"restore_step": 0}])
+def test_what_cannot_be_wished_is_refused(wishes: Any) -> None:
+    with pytest.raises(ConfigError, match="HOLDFAST_"):
+        Wishes(**wishes)
+
+
+def test_ranks_that_want_to_go_back_to_different_steps_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"HOLDFAST_RESTORE_STEP .*rank 2: .*restore_step=4"):
+        agree([Wishes(), Wishes(), Wishes(restore_step=4)])
+
+
+# ---------------------------------------------------------------------- one process
+
+
+@pytest.fixture
+def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    base = Path(f"/dev/shm/holdfast-test-{os.getpid()}")
+    monkeypatch.setenv(ARENA_ENV, str(base))
+    monkeypatch.setenv("HOLDFAST_JOB", "test")
+    yield base
+    owner = read_owner(base / "test")
+    if owner is not None and psutil.pid_exists(owner.pid):
+        process = psutil.Process(owner.pid)
+        process.kill()
+        process.wait(10)
+    shutil.rmtree(base, ignore_errors=True)
+
+
+class Crash(Exception):
+    """The job ends here."""
+
+
+def life(steps: int, history: dict[int, list[torch.Tensor]] | None = None, **options: Any) -> int:
+    """Enter, take so many steps, each protected, and crash; where it began. Fills, or compares with, `history`."""
+    model = torch.nn.Linear(4, 3)
+    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    seen = history if history is not None else {}
+    began = -1
+    with pytest.raises(Crash):
+        with InMemorySnapshot(model, optim, max_repeats=0, **options) as snap:
+            began = snap.step
+            for step in range(began, began + steps + 1):
+                now = [p.detach().clone() for p in model.parameters()]
+                assert all(torch.equal(*pair) for pair in zip(now, seen.setdefault(step, now), strict=True)), step
+                model(torch.ones(2, 4)).sum().backward()
+                snap.drain(10)
+                if step == began + steps:
+                    raise Crash
+                optim.step()
+                optim.zero_grad()
+    return began
+
+
+def held(arena: Path) -> list[int]:
+    client = SmpClient(arena / "test", "test")
+    try:
+        return sorted({snapshot.step for snapshot, _ in client.inventory().shards})
+    finally:
+        client.close()
+
+
+def test_an_older_generation_is_restored_and_the_newer_stay_until_there_is_another(arena: Path) -> None:
+    history: dict[int, list[torch.Tensor]] = {}
+    assert life(6, history, generations=3) == 0
+    assert held(arena)[-3:] == [4, 5, 6]
+    assert len(list((arena / "test").glob("*.safetensors"))) == 3 + 2
+    [(_, overview)] = gather(arena)
+    assert [snapshot.step for snapshot in overview.older][:2] == [4, 3]
+    with pytest.raises(ConfigError, match=r"RESTORE_STEP=9: .* holds steps 6, 5, 4"):
+        life(0, generations=3, restore_step=9)
+    assert life(0, history, generations=3, restore_step=4) == 4, "bit for bit, as the history says"
+    assert {4, 5, 6} <= set(held(arena)), "nothing was taken since"
+    assert life(0, history, generations=3) == 6, "whoever does not ask for it gets the newest"
+    assert life(0, history, generations=3, restore_step=4) == 4
+    branch = {4: history[4]}
+    assert life(1, branch, generations=3, restore_step=4) == 4
+    assert life(2, branch, generations=3, restore_step=4) == 5, "the same command once more goes on"
+    assert life(1, branch, generations=3) == 7, "and so does one without it"
+    assert 6 not in held(arena) or branch[6] is not history.get(6)
+
+
+def test_a_choice_holds_however_often_it_fails_before_it_comes_further(arena: Path) -> None:
+    assert life(3, generations=2) == 0
+    for _ in range(3):
+        assert life(0, generations=2, restore_step=2) == 2
+    assert life(1, generations=2, restore_step=2) == 2
+    assert life(0, generations=2, restore_step=2) == 3
+
+
+def test_a_job_that_goes_in_a_circle_is_told_which_older_snapshot_to_take(
+    arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert life(3, generations=2) == 0
+    model = torch.nn.Linear(4, 3)
+    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(2):
+        assert life(0, generations=2) == 3
+    with pytest.raises(
+        Repeated, match=r"HOLDFAST_RESTORE_STEP=2 takes the snapshot before the newest; held are steps 3, 2"
+    ):
+        InMemorySnapshot(model, optim, max_repeats=2, generations=2).__enter__()
+    monkeypatch.setenv("HOLDFAST_RESTORE_STEP", "2")
+    with InMemorySnapshot(model, optim, max_repeats=2, generations=2) as snap:
+        assert snap.step == 2
+
+
+def test_memory_that_does_not_suffice_for_generations_is_told(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_MEMORY", str(4 * 8192))
+    with pytest.raises(ConfigError, match=r"or use fewer slots or generations \(HOLDFAST_GENERATIONS\)"):
+        life(1, generations=2)
+
+
+# ---------------------------------------------------------------------- several nodes
+
+
+def test_an_older_generation_of_a_lost_node_is_computed_from_parity() -> None:
+    with playground() as ground:
+        smps = ground.smps(3)
+        run = run_on(smps, [[3000], [2000], [2500]], slots=4)
+        first = run.protect(1)
+        kept: list[SnapshotId] = [first]
+        for step in (2, 3, 4):
+            snapshot = run.snapshot(step)
+            for trainer in run:
+                trainer.write(snapshot, kept[-2:], kept[-1])
+            for trainer in run:
+                trainer.seal(snapshot)
+            assert run.outcomes(snapshot) == {PROTECTED}
+            kept.append(snapshot)
+        older = kept[-2]
+        lost = smps[1]
+        lost.lose()
+        rest = [trainer.client.inventory() for trainer in run if trainer.coord != "dp1"]
+        assert whole_snapshots(rest)[:2] == [kept[-1], older]
+        plan = plan_restore(rest, run.trainers, choice=Choice(older, 2))
+        assert plan is not None and plan.snapshot == older and plan.decoded == ("dp1",)
+        for trainer in run:
+            if trainer.coord != "dp1":
+                trainer.client.join(2)
+        shard = run["dp0"].client.recover(plan.sources, "dp1")
+        assert shard.how == "rebuilt" and bytes(shard.view) == run["dp1"].image(older)

@@ -1,0 +1,99 @@
+"""Units of any shard, for a trainer of any node: held here, held elsewhere, computed; checked, and nothing kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from smp_daemon.errors import ConfigError, ProtocolError, StaleEpoch, Unrecoverable
+from smp_daemon.sources import Sources
+from tests.smp_kit import Run, SmpProcess, flip_a_byte, playground, run_on, shard_file
+
+ELEMENTS = 3000
+
+
+@pytest.fixture
+def job() -> Iterator[tuple[Run, list[SmpProcess]]]:
+    with playground() as ground:
+        smps = ground.smps(3)
+        yield run_on(smps, [[ELEMENTS], [ELEMENTS + 500], [ELEMENTS]]), smps
+
+
+def lent(run: Run, by: str, coord: str, sources: Sources) -> bytes:
+    """All units of a shard, one after another."""
+    client, layout = run[by].client, run.layout
+    client.lend(sources)
+    slot = memoryview(bytearray(layout.shard_bytes(coord)))
+    for index in range(-(-slot.nbytes // layout.unit_bytes)):
+        client.unit(coord, index, slot[index * layout.unit_bytes : (index + 1) * layout.unit_bytes])
+    return bytes(slot)
+
+
+def test_units_come_from_here_from_others_and_from_parity(job: tuple[Run, list[SmpProcess]]) -> None:
+    run, smps = job
+    snapshot = run.protect(1)
+    before = [trainer.client.inventory() for trainer in run]
+    plan = run.plan(*before)
+    for coord in ("dp0", "dp1", "dp2"):
+        assert lent(run, "dp0", coord, plan.sources) == run[coord].image(snapshot)
+    lost = run.plan(before[0], before[2])
+    smps[1].kill()
+    assert lent(run, "dp0", "dp1", lost.sources) == run["dp1"].image(snapshot)
+    assert run["dp0"].client.inventory() == before[0], "nothing of it is kept"
+
+
+def test_a_damaged_unit_is_computed(job: tuple[Run, list[SmpProcess]]) -> None:
+    run, smps = job
+    snapshot = run.protect(1)
+    plan = run.plan(*(trainer.client.inventory() for trainer in run))
+    flip_a_byte(shard_file(smps[0], snapshot, "dp0"))
+    assert lent(run, "dp0", "dp0", plan.sources) == run["dp0"].image(snapshot)
+    assert lent(run, "dp2", "dp0", plan.sources) == run["dp0"].image(snapshot)
+
+
+def test_what_cannot_be_had_is_an_error(job: tuple[Run, list[SmpProcess]]) -> None:
+    run, smps = job
+    run.protect(1)
+    plan = run.plan(*(trainer.client.inventory() for trainer in run))
+    client = run["dp0"].client
+    with pytest.raises(ProtocolError, match="say first what to `lend`"):
+        client.unit("dp0", 0, memoryview(bytearray(1)))
+    client.lend(plan.sources)
+    with pytest.raises(ProtocolError, match="there is no unit 999"):
+        client.unit("dp0", 999, memoryview(bytearray(1)))
+    with pytest.raises(ProtocolError, match="'dp7' is not part of epoch 1"):
+        client.unit("dp7", 0, memoryview(bytearray(1)))
+    with pytest.raises(ConfigError, match="lent from memory only"):
+        client.lend(Sources(plan.snapshot, run.layout, {}, {}, persisted=True))
+    smps[1].kill()
+    smps[2].kill()
+    with pytest.raises(Unrecoverable):
+        client.unit("dp1", 0, memoryview(bytearray(min(run.layout.unit_bytes, run.layout.shard_bytes("dp1")))))
+
+
+def test_who_is_of_an_older_epoch_gets_nothing(job: tuple[Run, list[SmpProcess]]) -> None:
+    run, smps = job
+    run.protect(1)
+    plan = run.plan(*(trainer.client.inventory() for trainer in run))
+    run["dp0"].client.lend(plan.sources)
+    smps[0].client().join(2)
+    with pytest.raises(StaleEpoch):
+        run["dp0"].client.unit("dp0", 0, memoryview(bytearray(1)))
+
+
+def test_an_smp_asks_others_what_they_hold(job: tuple[Run, list[SmpProcess]]) -> None:
+    run, smps = job
+    run.protect(1)
+    theirs = run["dp1"].client.inventory()
+    [found] = run["dp0"].client.census([theirs.bulk])
+    assert (found.node, found.shards, found.parities, found.layouts) == (
+        theirs.node,
+        theirs.shards,
+        theirs.parities,
+        {},
+    )
+    smps[1].kill()
+    assert run["dp0"].client.census([theirs.bulk]) == []
+    with pytest.raises(ProtocolError, match="must be a list"):
+        run["dp0"].client._call({"op": "census", "addresses": None})

@@ -1,0 +1,266 @@
+"""A shard from several SMPs at once: helpers that stop in the middle, late answers, damaged units."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from smp_daemon.client import RecoveredShard
+from smp_daemon.counters import Counters
+from smp_daemon.errors import Unrecoverable
+from smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from smp_daemon.limits import CALL_DEADLINE_S
+from smp_daemon.listener import Listener, bind_tcp
+from smp_daemon.load import Load
+from smp_daemon.plan import RestorePlan
+from smp_daemon.records import digest
+from smp_daemon.sources import Address, Sources
+from smp_daemon.transport import Message, Stream
+from tests.smp_kit import (
+    DEADLINE_S,
+    Ground,
+    Held,
+    SmpProcess,
+    Trainer,
+    flip_a_byte,
+    playground,
+    run_on,
+    shard_file,
+)
+
+ELEMENTS = 30_000
+SOON_S = CALL_DEADLINE_S / 2
+"""Whoever waits for one that stands still until a deadline of the network is not done by then."""
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as made:
+        yield made
+
+
+class Loss:
+    """Node 4 of five is lost, and another takes its place, which stops in the middle of the first load."""
+
+    def __init__(self, ground: Ground, protect: str) -> None:
+        self.ground = ground
+        self.smps = ground.smps(5, rules={4: [("rebuild.middle", 1)]})
+        self.run = run_on(self.smps, [[ELEMENTS + i] for i in range(5)], protect=protect)
+        self.run.protect(1)
+        self.smps[4].lose()
+        self.smps[4].launch().wait_ready()
+        self.run.trainers["dp4"] = Trainer(self.smps[4], "dp4", ELEMENTS + 4)
+
+    def plan(self) -> RestorePlan:
+        plan = self.run.plan(*[trainer.client.inventory() for trainer in self.run])
+        self.run.epoch += 1
+        for trainer in self.run:
+            trainer.client.join(self.run.epoch)
+        return plan
+
+    def middle(self, plan: RestorePlan, coord: str = "dp4") -> tuple[Future[Any], Held]:
+        """Node 4 fetches a shard, and waits in the middle."""
+        loading = self.ground.meanwhile(self.run["dp4"].client.recover, plan.sources, coord)
+        return loading, self.ground.points.wait("node4", "rebuild.middle", 1)
+
+    def assert_whole(self, shard: RecoveredShard, plan: RestorePlan, coord: str = "dp4") -> None:
+        assert shard.view == self.run[coord].image(plan.snapshot)
+        assert all(shard.matches(unit) for unit in range(len(shard.digests)))
+
+
+@contextmanager
+def stopped(*smps: SmpProcess) -> Iterator[Callable[[], None]]:
+    """These stand still for the length of a block, or until they are told to go on."""
+
+    def go_on() -> None:
+        for smp in smps:
+            smp.process.send_signal(signal.SIGCONT)
+
+    for smp in smps:
+        smp.process.send_signal(signal.SIGSTOP)
+    try:
+        yield go_on
+    finally:
+        go_on()
+
+
+def test_a_helper_that_stops_in_the_middle_is_not_waited_for(ground: Ground) -> None:
+    loss = Loss(ground, "3+2")
+    plan = loss.plan()
+    loading, held = loss.middle(plan)
+    with stopped(loss.smps[1]):
+        began = time.monotonic()
+        held.go()
+        shard = loading.result(DEADLINE_S)
+        assert time.monotonic() - began < SOON_S
+    loss.assert_whole(shard, plan)
+    assert loss.run["dp4"].client.counters()["units_asked_again"] > 0
+
+
+def test_a_holder_that_stops_in_the_middle_is_not_waited_for(ground: Ground) -> None:
+    loss = Loss(ground, "3+2")
+    plan = loss.plan()
+    loading, held = loss.middle(plan, "dp0")
+    with stopped(loss.smps[0]):
+        began = time.monotonic()
+        held.go()
+        shard = loading.result(DEADLINE_S)
+        assert time.monotonic() - began < SOON_S
+    assert shard.how == "fetched"
+    loss.assert_whole(shard, plan, "dp0")
+
+
+def test_where_all_stop_and_go_on_it_is_finished(ground: Ground) -> None:
+    loss = Loss(ground, "3+1")
+    plan = loss.plan()
+    loading, held = loss.middle(plan)
+    with stopped(*loss.smps[:4]) as go_on:
+        held.go()
+        timer = threading.Timer(3.0, go_on)
+        timer.start()
+        shard = loading.result(2 * DEADLINE_S)
+        timer.join()
+    loss.assert_whole(shard, plan)
+
+
+def test_a_unit_that_is_damaged_at_one_helper_is_had_from_the_others(ground: Ground) -> None:
+    loss = Loss(ground, "3+2")
+    flip_a_byte(shard_file(loss.smps[1], loss.run.snapshot(1), "dp1"), at=5000)
+    plan = loss.plan()
+    loading, held = loss.middle(plan)
+    held.go()
+    loss.assert_whole(loading.result(DEADLINE_S), plan)
+
+
+def test_a_loss_in_the_middle_that_is_beyond_parity_says_so(ground: Ground) -> None:
+    loss = Loss(ground, "4+1")
+    plan = loss.plan()
+    loading, held = loss.middle(plan)
+    loss.smps[1].lose()
+    held.go()
+    with pytest.raises(Unrecoverable, match=r"stripe \d+ of group 0: \d units of a stripe are left, and 4 are needed"):
+        loading.result(DEADLINE_S)
+
+
+# ---------------------------------------------------------------------- answers that are made up
+
+
+class Giver:
+    """An SMP, as far as these tests go: it gives units that it is told to, once it may."""
+
+    def __init__(self, host: str, units: Mapping[tuple[str, int], bytes]) -> None:
+        self.may = threading.Event()
+        self.asked = threading.Semaphore(0)
+        self._units = units
+        self._listener = Listener(bind_tcp(host, 0), lambda sock: self)
+        self.address: Address = (host, self._listener.port)
+
+    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+        self.asked.release()
+        assert self.may.wait(DEADLINE_S)
+        unit = memoryview(self._units[message["op"], message["unit"]])
+        sources = {"0": digest(unit)} if message["op"] == "parity_unit" else {}
+        return {"digest": digest(unit), "sources": sources}, unit
+
+    def ended(self) -> None:
+        """Nothing to clean up."""
+
+    def close(self) -> None:
+        self.may.set()
+        self._listener.close()
+
+
+UNIT = 4096
+UNITS = 24
+
+
+@contextmanager
+def mirror(
+    ground: Ground, first: Mapping[int, bytes], second: Mapping[int, bytes]
+) -> Iterator[tuple[Sources, Giver, Giver]]:
+    """Two that give the units of ``dp0``: one holds it, the other its copy, as parity of a mirror."""
+    nodes = tuple(Node(f"node{i}", ground.host(), 1, 1, (Shard(f"dp{i}", UNIT * UNITS),), ()) for i in range(2))
+    layout = Layout("job", 1, 0, nodes, ((0, 1),), 1, 1, UNIT, 3)
+    stripes = layout.stripes(0)
+    copies = {stripes.parity_rank(1, stripes.stripe_of(0, i)): i for i in range(UNITS)}
+    holder = Giver(ground.host(), {("shard_unit", i): unit for i, unit in first.items()})
+    other = Giver(ground.host(), {("parity_unit", rank): second[i] for rank, i in copies.items() if i in second})
+    try:
+        yield Sources(SnapshotId(1, 1), layout, {"dp0": holder.address}, {(0, 1): other.address}), holder, other
+    finally:
+        holder.close()
+        other.close()
+
+
+def load(sources: Sources, out: bytearray) -> Load:
+    return Load(sources, "dp0", memoryview(out), Counters(), "auto", by_chain=False, midway=lambda: None)
+
+
+def test_a_late_answer_never_touches_what_is_there(ground: Ground) -> None:
+    """The holder answers late, with units that are not those that were written meanwhile."""
+    draw = random.Random(1)
+    right = {i: draw.randbytes(UNIT) for i in range(UNITS)}
+    wrong = {i: draw.randbytes(UNIT) for i in range(UNITS)}
+    with mirror(ground, wrong, right) as (sources, holder, other):
+        out = bytearray(UNIT * UNITS)
+        other.may.set()
+        loading = ground.meanwhile(load(sources, out).run)
+        assert holder.asked.acquire(timeout=DEADLINE_S)
+        loading.result(SOON_S)
+        whole = b"".join(right.values())
+        assert out == whole
+        threads = [thread for thread in threading.enumerate() if thread.name == "load"]
+        holder.may.set()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+        assert out == whole
+
+
+def test_nothing_is_written_once_it_has_failed(ground: Ground) -> None:
+    draw = random.Random(2)
+    units = {i: draw.randbytes(UNIT) for i in range(UNITS)}
+    with mirror(ground, {}, units) as (sources, holder, other):
+        holder.close()
+        other.close()
+        out = bytearray(UNIT * UNITS)
+        with pytest.raises(Unrecoverable, match="0 units of a stripe are left, and 1 are needed"):
+            load(sources, out).run()
+        assert not any(out)
+
+
+def test_connections_and_threads_are_bounded_and_end_with_it(ground: Ground) -> None:
+    units = {i: bytes([i]) * UNIT for i in range(UNITS)}
+    with mirror(ground, units, units) as (sources, holder, other):
+        holder.may.set()
+        other.may.set()
+        before = threading.active_count()
+        out = bytearray(UNIT * UNITS)
+        assert load(sources, out).run() == UNIT * UNITS
+        assert out == b"".join(units.values())
+        limit = time.monotonic() + DEADLINE_S
+        while any(thread.name == "load" for thread in threading.enumerate()):
+            assert time.monotonic() < limit
+        assert threading.active_count() <= before + 16
+
+
+def test_what_a_bug_raises_ends_the_load(ground: Ground) -> None:
+    units = {i: bytes(UNIT) for i in range(UNITS)}
+
+    def broken() -> None:
+        raise ZeroDivisionError("a bug")
+
+    with mirror(ground, units, units) as (sources, holder, other):
+        holder.may.set()
+        other.may.set()
+        out = memoryview(bytearray(UNIT * UNITS))
+        with pytest.raises(ZeroDivisionError):
+            Load(sources, "dp0", out, Counters(), "auto", by_chain=False, midway=broken).run()

@@ -1,0 +1,83 @@
+"""What is said of old shards: names that hold for the whole job, and what may not be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from smp_daemon.errors import ProtocolError, StateMismatch
+from snapshot.adapter import Block, Change, LiveTensor
+from snapshot.elastic import _check_private, elastic_from_environment
+from snapshot.old_shards import OldManifest, decode_plain, key_of, region_of
+from snapshot.reshard import Index, Read, Region, plan_reads, range_runs
+from snapshot.values import encode
+
+
+def manifest(coord: str = "dp0", **said: Any) -> OldManifest:
+    empty: dict[str, Any] = {"leaves": [], "shared": {}, "blocks": {}, "optimizers": [], "digests": {}}
+    return OldManifest(coord, **{**empty, "streams": {}, "carried": [], "values": {}, **said})
+
+
+def test_state_is_named_by_its_parameter_where_that_has_a_name() -> None:
+    owners = {"optim0.1.7": "model0.layer.weight"}
+    assert key_of("optim0.1.7.exp_avg", owners) == "optim0:model0.layer.weight.exp_avg"
+    assert key_of("optim0.1.7.some.thing", owners) == "optim0:model0.layer.weight.some.thing"
+    assert key_of("optim0.1.8.exp_avg", owners) == "optim0.1.8.exp_avg"
+    assert key_of("model0.layer.weight", owners) == "model0.layer.weight"
+
+
+def test_parts_that_replicas_kept_are_ranges_of_the_whole() -> None:
+    shared = {"w": ["F32", [2, 3]]}
+    old = [
+        manifest("dp0", shared=shared, leaves=[["w@0:4", "F32", [4], 100]]),
+        manifest("dp1", shared=shared, leaves=[["w@4:6", "F32", [2], 200]]),
+    ]
+    index = Index((held for each in old for held in each.held()), ["dp1", "dp0"])
+    reads, problem = plan_reads(Region("w", "F32", (2, 3), range_runs(0, 6)), index)
+    assert (reads, problem) == ([Read("dp0", 100, 0, 16), Read("dp1", 200, 16, 8)], "")
+
+
+def test_what_is_divided_in_no_known_way_is_refused() -> None:
+    with pytest.raises(StateMismatch, match=r"w is divided among ranks in a way that is not known"):
+        region_of("w", (2,), Block((4,), ()))
+    with pytest.raises(StateMismatch, match=r"Start with the same parallel sizes"):
+        list(manifest(leaves=[["w", "F32", [2], 0]], blocks={"w": [[4], []]}).held())
+
+
+def test_a_manifest_is_told_as_json() -> None:
+    said = manifest(leaves=[["w", "F32", [2], 0]], digests={"w": "ab"})
+    assert OldManifest.from_json(said.to_json()) == said
+    with pytest.raises(ProtocolError):
+        OldManifest.from_json({"coord": "dp0"})
+
+
+def live(name: str, change: Change) -> LiveTensor:
+    return LiveTensor(name, torch.zeros(1), change)
+
+
+def test_parameters_and_moments_that_differ_are_not_guessed() -> None:
+    """Such as residuals that a compressor keeps of each rank's own errors, or models that no wrapper keeps alike."""
+    for name in ("model0.w", "optim.0.0.residual"):
+        differ = [manifest("dp0", digests={name: "a"}), manifest("dp1", digests={name: "b"})]
+        with pytest.raises(StateMismatch, match="each old rank holds another"):
+            _check_private([live(name, Change.STEP)], differ)
+        _check_private([live(name, Change.STEP)], [differ[0], manifest("dp1", digests={name: "a"})])
+
+
+def test_buffers_and_tracked_state_may_be_a_ranks_own() -> None:
+    for name, change in (("model0.mean", Change.FORWARD), ("tracked.ema.w", Change.AFTER)):
+        _check_private([live(name, change)], [manifest(digests={name: "a"}), manifest("dp1", digests={name: "b"})])
+
+
+def test_plain_values_of_an_optimizer_hold_no_tensor() -> None:
+    assert decode_plain(encode({"0.0": {"step": 3}}, "", {})) == {"0.0": {"step": 3}}
+    with pytest.raises(ProtocolError, match="cannot be resharded"):
+        decode_plain(encode({"0.0": torch.ones(2)}, "", {}))
+
+
+@pytest.mark.parametrize(("text", "meant"), [("", False), ("0", False), ("1", True)])
+def test_the_environment_switches_it_on(monkeypatch: pytest.MonkeyPatch, text: str, meant: bool) -> None:
+    monkeypatch.setenv("HOLDFAST_ELASTIC", text)
+    assert elastic_from_environment() is meant

@@ -1,0 +1,286 @@
+"""Jobs that go round in a circle: what counts as the same end, and a job that is not started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast import ConfigError, InMemorySnapshot, Repeated
+from holdfast.status import gather
+from smp_daemon.errors import ProtocolError
+from smp_daemon.inventory import Inventory
+from smp_daemon.limits import MAX_COUNT, MAX_FAILURE
+from smp_daemon.paths import ARENA_ENV, read_owner
+from smp_daemon.starts import KILLED, WELL, End, Record, Start, Streak, failure_text, standing_streak, streak_of
+from snapshot.wishes import Wishes, agree, check_repeats
+
+counts = st.integers(0, MAX_COUNT)
+failures = st.text(max_size=MAX_FAILURE)
+streaks = st.builds(Streak, counts, counts, counts, failures)
+starts = st.builds(Start, counts, counts, st.none() | streaks)
+ends = st.builds(End, counts, failures)
+records = st.builds(Record, st.none() | starts, st.dictionaries(st.sampled_from(["dp0", "pp1-dp3", "x"]), ends))
+CRASH = "ValueError: the loss is nan"
+BEFORE = Streak(3, 10, 12, CRASH)
+
+
+def told(start: Start | None, *ends: dict[str, End]) -> list[Inventory]:
+    """One inventory for each of `ends`."""
+    return [Inventory(f"node{i}", "", 0, 0, record=Record(start, each)) for i, each in enumerate(ends)]
+
+
+def one(end: End, before: Streak | None = BEFORE, base: int = 10) -> Streak | None:
+    return streak_of(told(Start(7, base, before), {"dp0": end}))
+
+
+# ---------------------------------------------------------------------- what is the same
+
+
+def test_the_same_end_once_more_is_counted() -> None:
+    assert one(End(12, CRASH)) == Streak(4, 10, 12, CRASH)
+
+
+def test_a_step_more_or_less_is_the_same() -> None:
+    found = one(End(13, CRASH)), one(End(11, CRASH))
+    assert [streak.times for streak in found if streak] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "end", [End(14, CRASH), End(10, CRASH), End(12, "ValueError: of another kind"), End(12, KILLED)]
+)
+def test_another_step_or_another_failure_begins_anew(end: End) -> None:
+    assert one(end) == Streak(1, 10, end.step, end.failure)
+
+
+def test_numbers_in_a_message_do_not_make_it_another() -> None:
+    before = Streak(1, 0, 5, "OSError: 0x7f31 at port 4711")
+    found = one(End(5, "OSError: 0x8ab2 at port 4712"), before, base=0)
+    assert found is not None and found.times == 2
+
+
+def test_a_newer_snapshot_to_go_back_to_is_progress() -> None:
+    assert one(End(12, CRASH), base=11) == Streak(1, 11, 12, CRASH)
+
+
+def test_an_older_one_is_none() -> None:
+    assert one(End(12, CRASH), base=9) == Streak(4, 10, 12, CRASH)
+
+
+def test_an_end_as_it_should_be_ends_the_streak() -> None:
+    assert one(End(12, WELL)) is None
+
+
+def test_who_cannot_say_it_was_killed() -> None:
+    assert streak_of(told(Start(7, 10), {}, {})) == Streak(1, 10, 10, KILLED)
+
+
+def test_without_any_start_there_is_nothing_to_tell() -> None:
+    assert streak_of([]) is None and streak_of(told(None, {})) is None
+
+
+def test_who_raised_tells_more_than_who_was_killed_and_that_more_than_an_echo() -> None:
+    echo = End(12, "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:22000")
+    killed, raised = End(12, KILLED), End(11, CRASH)
+    start = Start(7, 10)
+    everyone = told(start, {"dp0": echo, "dp1": killed}, {"dp2": raised})
+    assert streak_of(everyone) == Streak(1, 10, 11, CRASH)
+    without = told(start, {"dp0": echo, "dp1": killed})
+    assert streak_of(without) == Streak(1, 10, 12, KILLED)
+    alone = streak_of(told(start, {"dp0": echo, "dp1": End(12, WELL)}))
+    assert alone is not None and alone.failure == echo.failure
+
+
+def test_only_the_newest_start_counts() -> None:
+    old = told(Start(6, 3), {"dp0": End(4, "KeyError: 'x'")})
+    assert streak_of(old + told(Start(7, 10), {"dp1": End(12, CRASH)})) == Streak(1, 10, 12, CRASH)
+
+
+def test_a_running_job_shows_what_it_is_up_against_until_it_is_past_it() -> None:
+    assert standing_streak(told(Start(7, 10, BEFORE), {})) == BEFORE
+    assert standing_streak(told(Start(7, 11, BEFORE), {})) is None
+    assert standing_streak(told(Start(7, 10, BEFORE), {"dp0": End(12, CRASH)})) == Streak(4, 10, 12, CRASH)
+
+
+@given(records)
+def test_a_record_comes_back_from_json(record: Record) -> None:
+    assert Record.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda t: st.lists(t) | st.dictionaries(st.text(), t)))
+def test_random_json_is_no_record(data: object) -> None:
+    with pytest.raises(ProtocolError):
+        Record.from_json(data)
+
+
+def test_what_only_ends_the_program_is_no_failure() -> None:
+    assert [failure_text(error) for error in (KeyboardInterrupt(), SystemExit(0), SystemExit(None))] == [WELL] * 3
+    assert failure_text(SystemExit(3)) == "SystemExit: 3"
+    assert len(failure_text(ValueError("x" * 9999))) == MAX_FAILURE
+
+
+# ---------------------------------------------------------------------- whether it is refused
+
+
+def test_a_job_that_ended_too_often_is_refused_with_all_that_is_known() -> None:
+    inventories = told(Start(7, 10, BEFORE), {"dp0": End(12, CRASH)})
+    assert check_repeats(inventories, Wishes(5)) == Streak(4, 10, 12, CRASH)
+    assert check_repeats(inventories, Wishes(0)) is not None
+    with pytest.raises(Repeated, match=r"4 times in a row at step 12, .* step 10: ValueError: the loss is nan.*=0"):
+        check_repeats(inventories, Wishes(4))
+
+
+def test_ranks_that_wish_different_things_are_told() -> None:
+    with pytest.raises(ConfigError, match="HOLDFAST_MAX_REPEATS"):
+        agree([Wishes(5), Wishes(4)])
+
+
+@pytest.mark.parametrize("text", ["-1", "five", "1.5"])
+def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_MAX_REPEATS", text)
+    with pytest.raises(ConfigError, match="HOLDFAST_MAX_REPEATS"):
+        InMemorySnapshot(*small(), job="test")
+
+
+# ---------------------------------------------------------------------- real processes
+
+
+@pytest.fixture
+def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    base = Path(f"/dev/shm/holdfast-test-{os.getpid()}")
+    for name, value in {ARENA_ENV: str(base), "HOLDFAST_JOB": "test", "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield base
+    owner = read_owner(base / "test")
+    if owner is not None and psutil.pid_exists(owner.pid):
+        process = psutil.Process(owner.pid)
+        process.kill()
+        process.wait(10)
+    shutil.rmtree(base, ignore_errors=True)
+
+
+def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(4, 3)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def train_until(end: int, error: BaseException | None, **options: int) -> int:
+    """Train to step `end`, every step protected, and fail; where it began."""
+    model, optim = small()
+    with InMemorySnapshot(model, optim, **options) as snap:  # type: ignore[arg-type]
+        began = snap.step
+        for _ in range(began, end):
+            optim.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            snap.drain(10)
+            optim.step()
+        model(torch.ones(2, 4))
+        snap.drain(10)
+        if error is not None:
+            raise error
+    return began
+
+
+def fail_at(step: int, error: BaseException, **options: int) -> None:
+    with pytest.raises(type(error)):
+        train_until(step, error, **options)
+
+
+def test_the_same_failure_at_the_same_step_is_refused_until_it_is_allowed(arena: Path) -> None:
+    fail_at(3, ValueError("the loss is nan"))  # goes back to nothing
+    for _ in range(3):  # to step 3, and comes no further
+        fail_at(3, ValueError("the loss is nan"), max_repeats=3)
+    for _ in range(2):  # and a refusal is no attempt
+        with pytest.raises(
+            Repeated, match="3 times in a row at step 3, having gone back to step 3: ValueError: the loss"
+        ):
+            train_until(3, None, max_repeats=3)
+    [(_, overview)] = gather(arena)
+    assert "3 times in a row at step 3" in overview.repeats
+    fail_at(6, ValueError("the loss is nan"), max_repeats=0)  # allowed, and it comes further
+    [(_, overview)] = gather(arena)
+    assert "once at step 6" in overview.repeats
+    assert train_until(6, None, max_repeats=1 + 1) == 6
+
+
+def test_an_smp_that_died_meanwhile_still_knows(arena: Path) -> None:
+    fail_at(0, ValueError("no data"))
+    owner = read_owner(arena / "test")
+    assert owner is not None
+    process = psutil.Process(owner.pid)
+    process.kill()
+    process.wait(10)
+    with pytest.raises(Repeated, match="step 0: ValueError: no data"):
+        train_until(0, None, max_repeats=1)
+
+
+DIES = """
+import os, signal, torch
+from holdfast import InMemorySnapshot
+model = torch.nn.Linear(4, 3)
+optim = torch.optim.Adam(model.parameters(), lr=0.1)
+with InMemorySnapshot(model, optim):
+    for _ in range(2):
+        optim.zero_grad(); model(torch.ones(2, 4)).sum().backward(); optim.step()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_trainer_is_counted_without_a_word_of_its_own(arena: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", DIES], timeout=60, check=False, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(Repeated, match="once at step 2, having gone back to step 0: killed"):
+        train_until(3, None, max_repeats=1)
+
+
+FAILS = """
+import sys, torch, torch.distributed as dist
+from holdfast import InMemorySnapshot
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 3)
+optim = torch.optim.Adam(model.parameters(), lr=0.1)
+try:
+    with InMemorySnapshot(model, optim, max_repeats=2) as snap:
+        for step in range(snap.step, 9):
+            loss = model(torch.ones(2, 4)).sum()
+            snap.drain(10)
+            if step == 4 and dist.get_rank() == 1:
+                raise ArithmeticError("rank 1 overflows")
+            optim.zero_grad(); loss.backward(); dist.all_reduce(loss.detach()); optim.step()
+except Exception as error:
+    with open(f"{sys.argv[1]}/{dist.get_rank()}", "a") as out:
+        print(f"{type(error).__name__}: {error}", file=out)
+    raise
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.slow  # what all ranks decide by is the same: see above
+def test_all_ranks_refuse_together_under_torchrun(arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    script = tmp_path / "train.py"
+    script.write_text(FAILS)
+    launch = ["torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1"]
+    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=x"]
+    subprocess.run(
+        [sys.executable, "-m", *launch, *where, str(script), str(tmp_path)],
+        timeout=120,
+        check=False,
+        capture_output=True,
+    )
+    for rank in range(2):
+        last = (tmp_path / str(rank)).read_text().splitlines()[-1]
+        assert last.startswith("Repeated: ") and "step 4" in last and "ArithmeticError: rank 1 overflows" in last
