@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +16,7 @@ import pytest
 
 from chaos.drill import compare
 from chaos.launcher import Launcher
-from holdfast.cli import main
-from holdfast.own_command import draw
 from smp_daemon.errors import ConfigError, Unrecoverable
-from smp_daemon.paths import ARENA_ENV
 
 pytest.importorskip("ray")
 
@@ -147,26 +143,3 @@ import ray, holdfast.ray
 ray.init()
 holdfast.ray.start("open", environment={"HOLDFAST_HOST": "0.0.0.0"})
 """
-
-
-@pytest.mark.slow
-def test_a_raylet_is_killed_under_a_job_that_starts_ray_itself(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder.mkdir()
-    for name, value in {
-        ARENA_ENV: str(folder),
-        "RAY_TMPDIR": str(folder / "ray"),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    report = tmp_path / "report.json"
-    seed = next(seed for seed in range(200) if draw(seed, 1, 2, 8, other=True)[0].kind == "kill-other")
-    how = ["--seed", str(seed), "--faults", "1", "--steps", "8", "--other", "raylet", "--json", str(report)]
-    status = main(["chaos", "run", *how, "--", sys.executable, "-m", "examples.ray_rollouts", "--steps", "8"])
-    found = json.loads(report.read_text())
-    assert status == 0, found["problems"]
-    assert [fault["kind"] for fault in found["injected"]] == ["kill-other"]
-    shutil.rmtree(folder)
