@@ -1,5 +1,6 @@
 # make demo    the main job, on a fresh machine with Python 3.11: sets up by itself
 # make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and a spare comes
+# make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and a spare comes
 # make test    the whole test suite, two files at a time; TESTS=... chooses
 # make slow    more of it, half an hour: every way through other trainers' loops, every node of a pool, every crash point
 # make check   lint, format and types
@@ -16,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun test slow check matrix chaos fuzz stall bench-service bench-load proto clean setup
+.PHONY: demo demo-torchrun demo-ray test slow check matrix chaos fuzz stall bench-service bench-load proto clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -27,6 +28,9 @@ demo-torchrun: setup
 		$(BIN)/holdfast chaos run --seed 1656 --faults 2 --nodes 3 --steps 10 -- \
 		$(BIN)/torchrun --nnodes=3 --nproc-per-node=1 --max-restarts=9 --rdzv-backend=c10d \
 		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m examples.acp_sgd
+
+demo-ray: setup
+	@$(BIN)/python -m chaos.ray_drill again
 
 test: setup
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)

@@ -131,6 +131,15 @@ class VirtualRay:
                     return
         raise HoldfastError(f"{name} has no raylet")
 
+    @property
+    def address(self) -> str:
+        """Of the head, for ``RAY_ADDRESS``."""
+        return str(self._cluster.address)
+
+    def raylets(self) -> set[int]:
+        """Their pids, of all that are not known to be dead."""
+        return {each.pid for each in self._raylets.values()}
+
     def smp(self, name: str) -> int:
         """The pid of a node's SMP."""
         owner = read_owner(arena_path(JOB, self.memory(name)))

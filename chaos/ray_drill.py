@@ -131,6 +131,12 @@ def undisturbed(launcher: Launcher, nodes: int) -> History:
     return VirtualCluster(launcher, nodes=nodes, ranks_per_node=1, target=TARGET, args=args, smps=False).run()
 
 
+def plan(nodes: int, protect: str = "auto") -> dict[str, Any]:
+    """The same job for `VirtualRay.run`."""
+    args = {"job": JOB, "seed": SEED, "steps": STEPS, "snapshots": True, "drain": True, "hook": {"protect": protect}}
+    return {"nodes": nodes, "args": args}
+
+
 def run(name: str, expected: History, folder: Path) -> Verdict:
     """Run a scenario. Blocks; raises what `VirtualRay.run` does."""
     scenario = SCENARIOS[name]
@@ -139,10 +145,8 @@ def run(name: str, expected: History, folder: Path) -> Verdict:
         config["gcs_storage_path"] = str(folder / "gcs")
     began = time.monotonic()
     faults = [RayFault(node, step, do) for node, step, do in scenario.faults]
-    args = {"job": JOB, "seed": SEED, "steps": STEPS, "snapshots": True, "drain": True}
-    args["hook"] = {"protect": scenario.protect}
     with VirtualRay(scenario.nodes, folder, config=config) as cluster:
-        history = cluster.run({"nodes": scenario.nodes, "args": args}, faults)
+        history = cluster.run(plan(scenario.nodes, scenario.protect), faults)
     return judge(name, expected, history, time.monotonic() - began)
 
 

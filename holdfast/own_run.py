@@ -30,7 +30,8 @@ PATIENCE_S = 30.0
 """A command that has neither ended nor trained for so long after a fault is ended, as a scheduler would."""
 
 PATIENCE_OF_SEVERAL_S = 90.0
-"""Launchers that work together first have to find that one is gone, by its silence, and to meet again."""
+"""Launchers that work together first have to find that one is gone, by its silence, and to meet again; what has other
+processes that may be killed, such as raylets, has these to start."""
 
 LOOK_EVERY_S = 0.5
 ANSWER_DEADLINE_S = 5.0
@@ -195,7 +196,7 @@ class _Disturbed:
             size, moved = (noted, now) if noted != size else (size, moved)
             if now > limit:
                 return starts, True
-            patience = PATIENCE_OF_SEVERAL_S if len(self._nodes) > 1 else PATIENCE_S
+            patience = PATIENCE_OF_SEVERAL_S if len(self._nodes) > 1 or self._plan.other else PATIENCE_S
             if hurt and now - moved > patience:
                 self._progress(f"it has not trained for {patience:.0f} s, and is ended")
                 for node in self._nodes:

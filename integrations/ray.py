@@ -36,6 +36,7 @@ NAMESPACE = "holdfast"
 START_DEADLINE_S = 120.0
 ANSWER_DEADLINE_S = 10.0
 LOOK_EVERY_S = 1.0
+REFUSED_AGAIN_S = 0.2
 PREFIX = "HOLDFAST_"
 SUBREAPER_ENV = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 
@@ -103,8 +104,8 @@ def start(
         .options(**_options(_head_name(name)), max_concurrency=4)
         .remote(name, on, given, LOOK_EVERY_S)
     )
-    _answer(head.tend.remote(), limit)
     while True:
+        _answer(head.tend.remote(again=True), limit)
         found = [_ask(name, node, limit, begin=True) for node in nodes(on)]
         broken = [smp for smp in found if not smp.pid]
         if not broken:
@@ -112,15 +113,10 @@ def start(
         if time.monotonic() > limit:
             said = "; ".join(f"{smp.node or smp.ray_node}: {smp.trouble}" for smp in broken)
             raise DeadlineExceeded(f"no SMP on {len(broken)} nodes within {deadline_s:.0f} s: {said}")
-        _answer(head.tend.remote(), limit)
 
 
 def status(job: str | None = None, *, on: str = "") -> Report:
-    """How the SMPs of a job are, node by node. Blocks for some seconds at most.
-
-    Raises:
-        ConfigError: a shepherd could not start an SMP, in the SMP's own words.
-    """
+    """How the SMPs of a job are, node by node. Blocks for some seconds at most."""
     name = _job(job)
     smps = tuple(_ask(name, node, time.monotonic() + ANSWER_DEADLINE_S) for node in nodes(on))
     first = next((smp for smp in smps if smp.pid), None)
@@ -151,7 +147,7 @@ def stop(job: str | None = None, *, remove: bool = False, force: bool = False) -
     for node in nodes():
         shepherd = _find(_name(name, node))
         if shepherd is not None:
-            _answer(shepherd.stop.remote(remove, force), time.monotonic() + ANSWER_DEADLINE_S)
+            _end(shepherd, remove, force)
             ray.kill(shepherd)
     return Report(name, found)
 
@@ -245,14 +241,29 @@ class HeadShepherd:
             except RayActorError as error:
                 log.warning("a shepherd could not be made, which is tried again: %s", error)
 
-    def tend(self) -> None:
-        """Make shepherds for nodes that have none; does not wait for them."""
+    def tend(self, again: bool = False) -> None:
+        """Make shepherds for nodes that are new.
+
+        Args:
+            again: and for nodes whose shepherd is dead for good; wait for all that are made.
+
+        Raises:
+            ConfigError: one that was waited for could not start an SMP, in the SMP's own words.
+        """
+        made = {}
         with self._one:
             alive = nodes(self._on)
             self._shepherds = {node: actor for node, actor in self._shepherds.items() if node in alive}
             for node in alive:
-                if node not in self._shepherds or _find(_name(self._job, node)) is None:
-                    self._shepherds[node] = self._make(node)
+                if node not in self._shepherds or (again and _find(_name(self._job, node)) is None):
+                    made[node] = self._shepherds[node] = self._make(node)
+        for node, shepherd in made.items() if again else ():
+            try:
+                ray.get(shepherd.report.remote())
+            except RayActorError as error:
+                if error.actor_init_failed:
+                    raise ConfigError(f"the shepherd of {node} could not start an SMP: {error}") from error
+                log.warning("the shepherd of %s is gone again: %s", node, error)
 
     def _make(self, node: str) -> Any:
         pinned = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -297,20 +308,27 @@ def _find(name: str) -> Any:
 
 
 def _ask(job: str, node: str, limit: float, *, begin: bool = False) -> Herded:
-    """What the shepherd of a node says, once it has begun if need be.
-
-    Raises:
-        ConfigError: it could not start an SMP.
-    """
+    """What the shepherd of a node says, once it has begun if need be."""
     shepherd = _find(_name(job, node))
     if shepherd is None:
         return Herded(node, trouble="it has no shepherd")
     try:
         return Herded(node, **_answer(shepherd.report.remote(begin), limit))
     except (RayActorError, DeadlineExceeded) as error:
-        if getattr(error, "actor_init_failed", False):
-            raise ConfigError(f"the shepherd of {node} could not start an SMP: {error}") from error
         return Herded(node, trouble=f"its shepherd does not answer: {error}")
+
+
+def _end(shepherd: Any, remove: bool, force: bool) -> None:
+    """Have a shepherd end its SMP; trainers that have just been told to end are given some time to do so."""
+    limit = time.monotonic() + ANSWER_DEADLINE_S
+    while True:
+        try:
+            _answer(shepherd.stop.remote(remove, force), limit)
+            return
+        except ConfigError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(REFUSED_AGAIN_S)
 
 
 def _answer(reference: Any, limit: float) -> Any:

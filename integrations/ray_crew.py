@@ -22,15 +22,15 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from smp_daemon.errors import ConfigError, DeadlineExceeded, StateMismatch, Unrecoverable
+from smp_daemon.errors import ConfigError, DeadlineExceeded, Repeated, StateMismatch, Unrecoverable
 from smp_daemon.logs import get_log
 from snapshot.connect import job_from_environment, node_from_environment
 
-GRACE_S = 10.0
+GRACE_S = 5.0
 """How long members may take to return after another one has died; then Ray restarts them, too."""
 
 MUSTER_DEADLINE_S = 600.0
-FINAL = (ConfigError, StateMismatch, Unrecoverable)
+FINAL = (ConfigError, Repeated, StateMismatch, Unrecoverable)
 """What would only happen again."""
 
 log = get_log(__name__)
@@ -239,6 +239,9 @@ class Member:
         """Take part in a round, as a worker that torchrun started in an agent's store."""
         import torch.distributed as dist
 
+        from snapshot.audit import Ended, raise_at_the_end
+
+        raise_at_the_end()
         self._rounds += 1
         os.environ |= {
             "RANK": str(rank),
@@ -253,6 +256,9 @@ class Member:
             if dist.is_initialized():
                 dist.destroy_process_group()
             return done
+        except Ended:
+            hang_up()
+            return None
         except BaseException as error:
             hang_up()
             forget(error)

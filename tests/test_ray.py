@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 
-from chaos.cluster import History, VirtualCluster
-from chaos.drill import TARGET, compare
+from chaos.drill import compare
 from chaos.launcher import Launcher
 from smp_daemon.errors import ConfigError, Unrecoverable
 
@@ -21,18 +23,11 @@ pytest.importorskip("ray")
 from ray.exceptions import RayActorError, RayTaskError
 
 from chaos.ray_cluster import RayFault, VirtualRay
+from chaos.ray_drill import SCENARIOS, plan, run, undisturbed
 from integrations import ray as shepherds
-from integrations.ray_crew import Crew, worse
+from integrations.ray_crew import Crew, by_node, forget, worse
 
 pytestmark = pytest.mark.cluster
-
-ARGS: dict[str, Any] = {"job": "examples.plain:Replicas", "seed": 7, "steps": 10, "drain": True}
-
-
-def undisturbed(launcher: Launcher, nodes: int) -> History:
-    """The same job on virtual nodes without Ray and without snapshots."""
-    args = {**ARGS, "snapshots": False}
-    return VirtualCluster(launcher, nodes=nodes, ranks_per_node=1, target=TARGET, args=args, smps=False).run()
 
 
 @pytest.fixture
@@ -45,16 +40,12 @@ def folder() -> Iterator[Path]:
 def test_an_actor_is_killed_and_the_other_goes_on_in_the_same_process(launcher: Launcher, folder: Path) -> None:
     expected = undisturbed(launcher, 2)
     with VirtualRay(2, folder) as cluster:
-        history = cluster.run(
-            {"nodes": 2, "args": {**ARGS, "snapshots": True}},
-            [RayFault("node1", 5, lambda ray: ray.kill_actors("node1"))],
-        )
+        history = cluster.run(plan(2), [RayFault("node1", 5, lambda ray: ray.kill_actors("node1"))])
         first, second = cluster.seats
     assert compare(expected, history) == ""
     assert {(e["step"], e["how"]) for e in history.of("started", generation=1)} == {(4, "held")}
-    same = [before.pid == after.pid for before, after in zip(first, second, strict=True)]
-    assert sorted(same) == [False, True]
-    assert len({seat.ray_node for seat in second}) == 2
+    assert [seat.node for seat in second] == ["node0", "node1"]
+    assert [before.pid == after.pid for before, after in zip(first, second, strict=True)] == [True, False]
 
 
 def test_the_front_door_does_not_stand_in_the_way_of_ray() -> None:
@@ -78,3 +69,77 @@ def test_of_two_failures_the_one_counts_that_says_more() -> None:
     assert worse(None, raised) is raised
     assert worse(raised, died) is worse(died, raised) is died
     assert worse(died, final) is worse(final, raised) is final
+
+
+def test_ranks_follow_the_names_of_nodes() -> None:
+    assert by_node(["b", "b", "a", "a", "c", "c"], 2) == [2, 3, 0, 1, 4, 5]
+    assert by_node(["b", "a", "a"], 1) == [1, 2, 0]
+
+
+def test_what_a_function_held_is_forgotten_with_its_error() -> None:
+    class Model:
+        pass
+
+    def fail() -> None:
+        model = Model()
+        alive.add(model)
+        try:
+            raise ValueError("closed by peer")
+        except ValueError as error:
+            raise RuntimeError("another rank is gone") from error
+
+    alive: weakref.WeakSet[Model] = weakref.WeakSet()
+    with pytest.raises(RuntimeError) as found:
+        fail()
+    assert len(alive) == 1
+    forget(found.value)
+    assert not alive
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_what_is_done_to_ray_changes_no_bit(name: str, launcher: Launcher, folder: Path) -> None:
+    verdict = run(name, undisturbed(launcher, SCENARIOS[name].nodes), folder)
+    assert verdict.difference == "", verdict.line()
+
+
+@pytest.mark.slow
+def test_shepherds_start_smps_that_outlive_raylets_and_are_adopted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with VirtualRay(2, folder) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        done = subprocess.run([sys.executable, "-c", LOOK_AFTER], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr[-4000:]
+        first = json.loads(done.stdout.splitlines()[-1])
+        assert [smp["node"] for smp in first] == ["node0", "node1"]
+        assert all(psutil.Process(smp["pid"]).ppid() not in cluster.raylets() for smp in first)
+        done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=100)
+        assert "ConfigError: the shepherd of" in done.stderr and "HOLDFAST_TOKEN_FILE" in done.stderr
+        cluster.kill_raylet("node1")
+        assert psutil.pid_exists(first[1]["pid"])
+        cluster.add("node1")
+        os.kill(first[0]["pid"], signal.SIGKILL)
+        done = subprocess.run([sys.executable, "-c", LOOK_AFTER], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr[-4000:]
+        again = json.loads(done.stdout.splitlines()[-1])
+        assert again[1]["pid"] == first[1]["pid"]
+        assert again[0]["pid"] not in (0, first[0]["pid"])
+        stop = "import ray, holdfast.ray; ray.init(); holdfast.ray.stop('job', remove=True)"
+        subprocess.run([sys.executable, "-c", stop], capture_output=True, timeout=100, check=True)
+        assert not (cluster.memory("node1") / "job").exists()
+
+
+LOOK_AFTER = """
+import json, ray, holdfast.ray
+from dataclasses import asdict
+ray.init()
+found = holdfast.ray.start("job")
+print(json.dumps(sorted((asdict(smp) for smp in found.smps), key=lambda smp: smp["node"])))
+"""
+
+REFUSED = """
+import ray, holdfast.ray
+ray.init()
+holdfast.ray.start("open", environment={"HOLDFAST_HOST": "0.0.0.0"})
+"""

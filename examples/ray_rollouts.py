@@ -1,0 +1,87 @@
+"""Reinforcement learning under Ray: players, which have no state of their own, make experience; a crew of trainers
+learns from it, and its state is in memory: ``python -m examples.ray_rollouts --nodes 2``.
+
+A trainer that dies, or its node, is made again and goes on where it was. A player that dies is made again by Ray, which
+calls it again; what it does follows from its arguments alone, so nothing changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast.ray
+from holdfast import InMemorySnapshot
+
+CHOICES, WIDTH, BATCH = 4, 8, 64
+
+Experience = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class Player:
+    """Sees numbers, and should choose where the largest of the first is."""
+
+    def play(self, weights: np.ndarray, bias: np.ndarray, seed: int) -> Experience:
+        """What was seen, what was chosen, and what it was worth."""
+        source = np.random.default_rng(seed)
+        seen = source.standard_normal((BATCH, WIDTH), np.float32)
+        chances = np.exp(seen @ weights.T + bias)
+        chances /= chances.sum(axis=1, keepdims=True)
+        chosen = (chances.cumsum(axis=1) < source.random((BATCH, 1))).sum(axis=1).clip(max=CHOICES - 1)
+        return seen, chosen, (chosen == seen[:, :CHOICES].argmax(axis=1)).astype(np.float32)
+
+
+def train(players: list[Any], steps: int) -> list[float]:
+    """One trainer: what its player earned at each step since it began, or went on."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    policy = nn.Linear(WIDTH, CHOICES)
+    optim = torch.optim.Adam(policy.parameters(), lr=0.05)
+    earned = []
+    with InMemorySnapshot(policy, optim) as snap:
+        for step in range(snap.step, steps):
+            weights, bias = (parameter.detach().numpy().copy() for parameter in policy.parameters())
+            experience: Experience = ray.get(players[rank].play.remote(weights, bias, step * world + rank))
+            seen, chosen, worth = (torch.from_numpy(part.copy()) for part in experience)
+            chances = torch.log_softmax(policy(seen), dim=1).gather(1, chosen[:, None])[:, 0]
+            loss = -(chances * (worth - worth.mean())).mean()
+            optim.zero_grad()
+            torch.autograd.backward(loss)
+            for parameter in policy.parameters():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+            optim.step()
+            earned.append(worth.mean().item())
+    return earned
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--per-node", type=int, default=2)
+    args = parser.parse_args()
+    ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": args.per_node, "include_dashboard": False}))
+    holdfast.ray.start()
+    player = ray.remote(Player).options(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+    players = [player.remote() for _ in range(args.nodes * args.per_node)]
+    with holdfast.ray.Crew(args.nodes, args.per_node) as crew:
+        for rank, earned in enumerate(crew.run(train, players, args.steps)):
+            if earned:
+                print(f"trainer {rank}: its player earned {earned[0]:.2f} at first, {earned[-1]:.2f} in the end")
+    holdfast.ray.stop(remove=True)
+
+
+if __name__ == "__main__":
+    from examples import ray_rollouts  # the module that Ray's workers know, not __main__
+
+    ray_rollouts.main()
