@@ -113,6 +113,7 @@ class VirtualNode:
     def environment(self) -> dict[str, str]:
         """What a trainer on this node needs to find its SMP."""
         found = {ARENA_ENV: str(self.base), "HOLDFAST_JOB": self.job, "HOLDFAST_NODE": self.name}
+        found["HOLDFAST_MAX_REPEATS"] = "0"  # it is we who kill them, at one step as often as it comes
         found |= {"GLOO_SOCKET_IFNAME": DEVICE} if self.namespace else {}
         return found | self._clock()
 

@@ -36,6 +36,7 @@ class OwnNode:
     def start(self, plan: OwnPlan, extra: dict[str, str]) -> None:
         """Start the command. `extra`: what stands in its environment besides."""
         ours = {ARENA_ENV: str(self.memory), "HOLDFAST_JOB": JOB, "HOLDFAST_OVERHEAD_BUDGET": "0"}
+        ours["HOLDFAST_MAX_REPEATS"] = "0"  # it is we who kill it, at one step as often as it comes
         if plan.nodes > 1:
             ours["HOLDFAST_NODE"] = self.name
         orders = Orders(str(self._folder / "notes"), plan.steps)

@@ -533,9 +533,10 @@ class Rank:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
-    """Shown with every failure."""
+def seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shown with every failure. That a job is killed at one step again and again is the point here."""
     print(f"HOLDFAST_SEED={SEED}")
+    monkeypatch.setenv("HOLDFAST_MAX_REPEATS", "0")
 
 
 @contextmanager

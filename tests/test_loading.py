@@ -398,6 +398,7 @@ def test_memory_does_not_grow_while_256_mb_are_loaded() -> None:
 class Peers:
     """A client whose SMP holds one shard, and can have any unit of it mended."""
 
+    node = "node0"
     unit_bytes = 8
     """So short that a tensor has some for itself."""
 
