@@ -37,6 +37,7 @@ def folder() -> Iterator[Path]:
     assert not path.exists(), "the cluster left something behind"
 
 
+@pytest.mark.slow  # a Ray cluster of four processes a node takes minutes to start where others want the processors
 def test_an_actor_is_killed_and_the_other_goes_on_in_the_same_process(launcher: Launcher, folder: Path) -> None:
     expected = undisturbed(launcher, 2)
     with VirtualRay(2, folder) as cluster:
