@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from smp_daemon.counters import Counters
 from smp_daemon.errors import HoldfastError
@@ -14,7 +14,6 @@ from smp_daemon.layout import Layout
 from smp_daemon.links import Links
 from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.sources import Address
-from smp_daemon.transport import Message
 
 DEADLINE_S = 5.0
 AT_ONCE = 16
@@ -39,25 +38,34 @@ def take_census(
     Args:
         known: layouts that need not be sent.
     """
-    by_digest = {layout.digest: layout for layout in known}
-    message = {"op": "inventory", "job": job, "known": list(by_digest)}
-    return ask_all(message, addresses, counters, lambda reply: Inventory.from_json(reply["inventory"], by_digest))
+    return ask_all("inventory", job, addresses, counters, known, Inventory.from_json)
 
 
 def ask_all(
-    message: Message, addresses: Collection[Address], counters: Counters, read: Callable[[Message], T]
+    op: str,
+    job: str,
+    addresses: Collection[Address],
+    counters: Counters,
+    known: Collection[Layout],
+    read: Callable[[Any, Mapping[str, Layout]], T],
 ) -> list[T]:
-    """What those who answer say, as `read` reads it. Blocks as `take_census`."""
+    """What those who answer to `op` say under its name. Blocks as `take_census`; `known` as there.
+
+    Args:
+        read: reads it; is also given the layouts that were not sent, by their digests.
+    """
+    by_digest = {layout.digest: layout for layout in known}
+    message = {"op": op, "job": job, "known": list(by_digest)}
 
     def ask(address: Address) -> T | None:
         with Links(counters, DEADLINE_S) as links:
             try:
-                answer = read(links.call(address, message))
+                answer = read(links.call(address, message)[op], by_digest)
                 _silent.end(address, "%s answers again", address, extra=about(peer=address))
                 return answer
             except (HoldfastError, KeyError) as error:
                 text, extra = "%s does not answer %r: %s", about(peer=address)
-                _silent.begin(address, text, address, message["op"], error, level=logging.INFO, extra=extra)
+                _silent.begin(address, text, address, op, error, level=logging.INFO, extra=extra)
                 return None
 
     with ThreadPoolExecutor(AT_ONCE, "census") as pool:

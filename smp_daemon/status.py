@@ -161,7 +161,5 @@ def take_statuses(
     job: str, addresses: Collection[Address], counters: Counters, known: Collection[Layout] = ()
 ) -> list[Status]:
     """Of all SMPs of a job that answer, by node. Blocks as `smp_daemon.census.take_census`; `known` as there."""
-    by_digest = {layout.digest: layout for layout in known}
-    message = {"op": "status", "job": job, "known": list(by_digest)}
-    found = ask_all(message, addresses, counters, lambda reply: Status.from_json(reply["status"], by_digest))
+    found = ask_all("status", job, addresses, counters, known, Status.from_json)
     return sorted(found, key=lambda status: status.inventory.node)

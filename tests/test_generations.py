@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,13 +17,13 @@ from holdfast.status import gather
 from smp_daemon.board import Outcome
 from smp_daemon.client import SmpClient
 from smp_daemon.layout import SnapshotId
-from smp_daemon.paths import ARENA_ENV, read_owner
 from smp_daemon.plan import plan_restore, whole_snapshots
 from smp_daemon.starts import Choice
 from snapshot.arrange import parse_protect
 from snapshot.ledger import Ledger
 from snapshot.wishes import Wishes, agree
 from tests.smp_kit import playground, run_on
+from tests.test_hook import arena as arena
 
 PROTECTED, FAILED, PENDING = Outcome.PROTECTED, Outcome.FAILED, Outcome.PENDING
 
@@ -103,20 +99,6 @@ def test_ranks_that_want_to_go_back_to_different_steps_are_told() -> None:
 
 
 # ---------------------------------------------------------------------- one process
-
-
-@pytest.fixture
-def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    base = Path(f"/dev/shm/holdfast-test-{os.getpid()}")
-    monkeypatch.setenv(ARENA_ENV, str(base))
-    monkeypatch.setenv("HOLDFAST_JOB", "test")
-    yield base
-    owner = read_owner(base / "test")
-    if owner is not None and psutil.pid_exists(owner.pid):
-        process = psutil.Process(owner.pid)
-        process.kill()
-        process.wait(10)
-    shutil.rmtree(base, ignore_errors=True)
 
 
 class Crash(Exception):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,9 +19,10 @@ from holdfast.status import gather
 from smp_daemon.errors import ProtocolError
 from smp_daemon.inventory import Inventory
 from smp_daemon.limits import MAX_COUNT, MAX_FAILURE
-from smp_daemon.paths import ARENA_ENV, read_owner
+from smp_daemon.paths import read_owner
 from smp_daemon.starts import KILLED, WELL, End, Record, Start, Streak, failure_text, standing_streak, streak_of
 from snapshot.wishes import Wishes, agree, check_repeats
+from tests.test_hook import arena as arena
 
 counts = st.integers(0, MAX_COUNT)
 failures = st.text(max_size=MAX_FAILURE)
@@ -156,19 +154,9 @@ def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPa
 # ---------------------------------------------------------------------- real processes
 
 
-@pytest.fixture
-def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    base = Path(f"/dev/shm/holdfast-test-{os.getpid()}")
-    for name, value in {ARENA_ENV: str(base), "HOLDFAST_JOB": "test", "GLOO_SOCKET_IFNAME": "lo"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    yield base
-    owner = read_owner(base / "test")
-    if owner is not None and psutil.pid_exists(owner.pid):
-        process = psutil.Process(owner.pid)
-        process.kill()
-        process.wait(10)
-    shutil.rmtree(base, ignore_errors=True)
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
 def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
