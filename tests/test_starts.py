@@ -261,7 +261,7 @@ def test_all_ranks_refuse_together_under_torchrun(arena: Path, tmp_path: Path, m
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     script = tmp_path / "train.py"
     script.write_text(FAILS)
-    launch = ["torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1"]
+    launch = ["torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.1"]
     where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=x"]
     subprocess.run(
         [sys.executable, "-m", *launch, *where, str(script), str(tmp_path)],
@@ -270,5 +270,6 @@ def test_all_ranks_refuse_together_under_torchrun(arena: Path, tmp_path: Path, m
         capture_output=True,
     )
     for rank in range(2):
-        last = (tmp_path / str(rank)).read_text().splitlines()[-1]
+        *before, last = (tmp_path / str(rank)).read_text().splitlines()
+        assert len(before) == 3  # the first of them came further than where it began, and so is no repeat
         assert last.startswith("Repeated: ") and "step 4" in last and "ArithmeticError: rank 1 overflows" in last
