@@ -206,8 +206,9 @@ class VirtualRay:
 
     # ------------------------------------------------------------------ a job on it
 
-    def run(self, plan: Mapping[str, Any], faults: Sequence[RayFault] = (), deadline_s: float = 120.0) -> History:
-        """Run a job to its end, and do `faults` on the way. A driver that dies is started again. Blocks.
+    def run(self, plan: Mapping[str, Any], faults: Sequence[RayFault] = (), deadline_s: float = 300.0) -> History:
+        """Run a job to its end, and do `faults` on the way. A driver that dies is started again. Blocks: half a minute
+        on two free processors, minutes on two that others want as well.
 
         Raises:
             DeadlineExceeded: it took too long.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,6 +210,15 @@ class Shepherd:
         owner = running_owner(self._arena)
         return look(self._job, (owner.host, owner.bulk_port)).sentence() if owner else ""
 
+    def suspect(self, node: str) -> None:
+        """Tell the SMP here that Ray takes a node for dead. Raises `HoldfastError`."""
+        if running_owner(self._arena) is not None:
+            client = SmpClient(self._arena, self._job)
+            try:
+                client.suspect(node)
+            finally:
+                client.close()
+
     def stop(self, remove: bool, force: bool) -> None:
         """End the SMP. Raises `HoldfastError` if it refuses; then it is looked after as before."""
         with self._one:
@@ -231,6 +240,8 @@ class HeadShepherd:
         self._look_every_s = look_every_s
         self._one = threading.Lock()
         self._shepherds: dict[str, Any] = {}
+        self._names: dict[str, str] = {}
+        self._asked: dict[str, Any] = {}
         threading.Thread(target=self._watch, name="head-shepherd", daemon=True).start()
 
     def _watch(self) -> None:
@@ -253,10 +264,13 @@ class HeadShepherd:
         made = {}
         with self._one:
             alive = nodes(self._on)
+            gone = self._shepherds.keys() - set(alive)
             self._shepherds = {node: actor for node, actor in self._shepherds.items() if node in alive}
+            self._tell(gone)
             for node in alive:
                 if node not in self._shepherds or (again and _find(_name(self._job, node)) is None):
                     made[node] = self._shepherds[node] = self._make(node)
+            self._learn_names()
         for node, shepherd in made.items() if again else ():
             try:
                 ray.get(shepherd.report.remote())
@@ -264,6 +278,29 @@ class HeadShepherd:
                 if error.actor_init_failed:
                     raise ConfigError(f"the shepherd of {node} could not start an SMP: {error}") from error
                 log.warning("the shepherd of %s is gone again: %s", node, error)
+
+    def _tell(self, gone: Collection[str]) -> None:
+        """Have every SMP know that these nodes may be dead; whoever does not hear of it finds out by itself, later."""
+        for node in sorted(gone):
+            name = self._names.pop(node, "")
+            self._asked.pop(node, None)
+            for shepherd in self._shepherds.values() if name else ():
+                shepherd.suspect.remote(name)
+
+    def _learn_names(self) -> None:
+        """How holdfast calls the nodes that have shepherds, once these have answered."""
+        for node, shepherd in self._shepherds.items():
+            if node in self._names:
+                continue
+            if node not in self._asked:
+                self._asked[node] = shepherd.report.remote()
+            answer = self._asked[node]
+            if ray.wait([answer], timeout=0)[0]:
+                del self._asked[node]
+                try:
+                    self._names[node] = ray.get(answer)["node"]
+                except (RayActorError, RayTaskError) as error:
+                    log.info("the shepherd of %s does not say its name: %s", node, error)
 
     def _make(self, node: str) -> Any:
         pinned = NodeAffinitySchedulingStrategy(node, soft=False)

@@ -243,6 +243,10 @@ class SmpClient:
         """Have the SMP show the first `MAX_SAYING` characters of `text` to whoever looks, not what was said before."""
         self._call(self._in_epoch() | {"op": "say", "text": text[:MAX_SAYING]})
 
+    def suspect(self, node: str) -> None:
+        """Tell the SMP that `node` seems to be dead. It goes by what it sees itself, only sooner."""
+        self._call({"op": "suspect", "node": node})
+
     def ended(self, coord: str, end: End) -> None:
         """Tell how the job ends for this trainer, if it has joined an epoch."""
         if self._epoch is not None:

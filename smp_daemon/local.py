@@ -72,6 +72,7 @@ class TrainerConversation:
             "scrub": self._scrub,
             "verify": self._verify,
             "say": self._say,
+            "suspect": self._suspect,
             "ended": self._ended,
             "finish": self._finish,
             "stop": self._stop,
@@ -293,6 +294,10 @@ class TrainerConversation:
             pass  # the next start goes on without it, and has taken note of how it ended
         except ArenaTooSmall as error:
             log.warning("how %s ended is not noted: %s", self._coord, error)
+
+    def _suspect(self, message: Message) -> Message:
+        self._smp.monitor.suspect(identifier(message, "node"))
+        return {}
 
     def _stop(self, message: Message) -> Message:
         with self._store.changed:

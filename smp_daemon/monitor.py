@@ -30,6 +30,8 @@ from smp_daemon.store import Store
 
 PING_DEADLINE_S = 2.0
 PHASE_DEADLINE_S = 600.0
+SUSPECT_AFTER_S = 2.0
+"""So long, and no longer than any other, a member may be missing that somebody else takes for dead."""
 
 log = get_log(__name__)
 
@@ -51,6 +53,7 @@ class Monitor:
         self._closed = threading.Event()
         self._wanted = threading.Event()
         self._seen: dict[str, float] = {}
+        self._suspects: set[str] = set()
         self._declined = 0
         self._one = threading.Lock()
         self._spares: set[Address] = set()
@@ -72,6 +75,11 @@ class Monitor:
     def request(self) -> None:
         """Somebody misses a node, and this one is in charge. Returns at once; many requests become one reform."""
         self._wanted.set()
+
+    def suspect(self, name: str) -> None:
+        """Somebody who sees nodes from elsewhere, such as Ray, takes this one for dead. It never decides alone: a node
+        that answers here is none."""
+        self._suspects.add(name)
 
     # ------------------------------------------------------------------ watching
 
@@ -96,10 +104,14 @@ class Monitor:
             try:
                 reply = self._peers.ping(member.control, layout.job, PING_DEADLINE_S)
                 self._seen[member.name] = time.monotonic()
+                self._suspects.discard(member.name)
                 behind |= reply.epoch == layout.epoch and reply.revision > layout.revision
             except HoldfastError:
                 self._seen.setdefault(member.name, now)
-        return behind or any(now - self._seen[m.name] > self._after_s for m in layout.members(group))
+        return behind or any(now - self._seen[m.name] > self._patience(m.name) for m in layout.members(group))
+
+    def _patience(self, name: str) -> float:
+        return min(self._after_s, SUSPECT_AFTER_S) if name in self._suspects else self._after_s
 
     def _is_cluttered(self, layout: Layout) -> bool:
         """Whether somebody died after the group went on without a member, and before the old parity was dropped."""

@@ -72,6 +72,7 @@ class Zombie:
             "scrub": ({}, None),
             "verify": ({}, None),
             "say": ({"text": "I am back", "epoch": 1}, STALE),
+            "suspect": ({"node": "node1"}, None),
             "ended": ({"coord": "dp0", "step": 2, "failure": "killed", "epoch": 1}, STALE),
             "finish": ({"epoch": 1}, STALE),
             "stop": ({"remove": True}, "ConfigError"),
@@ -177,7 +178,20 @@ def test_trainers_map_nothing_but_slots_and_the_board() -> None:
 
 TRAINER_OPERATIONS = (
     *("hello", "inventory", "census", "join", "configure", "begin", "seal", "abandon", "await", "recover", "lend"),
-    *("unit", "heal", "counters", "scrub", "verify", "say", "ended", "finish", "stop", "persist", "persisted"),
+    *(
+        "unit",
+        "heal",
+        "counters",
+        "scrub",
+        "verify",
+        "say",
+        "suspect",
+        "ended",
+        "finish",
+        "stop",
+        "persist",
+        "persisted",
+    ),
     "persisted_layout",
 )
 
