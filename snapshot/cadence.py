@@ -155,3 +155,12 @@ def mtbf_from_environment() -> float | None:
     if seconds <= 0:
         raise ConfigError(f"{MTBF_ENV}={text!r}: give more than 0")
     return seconds
+
+
+def budget_from_environment() -> float:
+    """``HOLDFAST_OVERHEAD_BUDGET``, or 1 %; 0 means that there is none. Raises `ConfigError`."""
+    text = os.environ.get("HOLDFAST_OVERHEAD_BUDGET", "0.01")
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"HOLDFAST_OVERHEAD_BUDGET={text!r}: a fraction of training time, such as 0.01") from None

@@ -26,25 +26,24 @@ from typing import Any, Literal, Self
 import torch
 
 from smp_daemon.board import MAX_PAUSE_S, Outcome, Phase
-from smp_daemon.client import SmpClient
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.logs import Episodes, about, get_log, log_here
 from smp_daemon.paths import arena_path
-from smp_daemon.starts import WELL, End, failure_text
 from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement, Result, default_agreement
 from snapshot.arrange import coordinate_key, parse_domains, parse_protect
 from snapshot.audit import Auditor, orders_from_environment
 from snapshot.boundary import Boundary
-from snapshot.cadence import Cadence
+from snapshot.cadence import Cadence, budget_from_environment
 from snapshot.capture import Capture
-from snapshot.connect import connect, job_from_environment, start_here, warn_of_stale_store
+from snapshot.connect import job_from_environment, warn_of_stale_store
 from snapshot.copier import Copier, CopyJob
 from snapshot.elastic import elastic_from_environment
 from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
+from snapshot.own_smp import OwnSmp
 from snapshot.pace import Pace
 from snapshot.profile import leave, recording_from_environment
 from snapshot.reserve import reserve
@@ -249,9 +248,9 @@ class SnapshotHook:
             warn_of_stale_store()
         self._coord = self._adapter.coordinate()
         self._domains = parse_domains(self._domain_text, self._coord)
-        self._client = connect(self._arena, self._job, start=self._start, coord=self._coord)
+        self._smp = OwnSmp(self._arena, self._job, self._coord, start=self._start)
+        self._client = self._smp.client
         self._client.beat(Phase.RESTORE, 0)
-        self._sealing = SmpClient(self._arena, self._job)
         self._identify()
         self._mover = choose_mover({item.tensor.device for item in self._adapter.tensors()})
         try:
@@ -259,7 +258,7 @@ class SnapshotHook:
                 self._client, self._agreement, self._adapter, self._mover, self._wishes, elastic=self._elastic
             )
         except BaseException as error:
-            self._say_end(error)
+            self._smp.say_end(0, error)
             self._close()
             raise
         self._epoch = self._restored.epoch
@@ -276,9 +275,9 @@ class SnapshotHook:
             abandoned=self._restored.abandoned,
         )
         self._capture = Capture(self._adapter, self._agreement, self._mover, self._job, self._coord)
-        self._copier = Copier(self._client, self._sealing, self._mover, self._pace, self._reattach, self._over)
+        self._copier = Copier(self._client, self._smp.sealing, self._mover, self._pace, self._attach_again, self._over)
         self._capture.notes = self._cadence.notes
-        self._cadence.enter(lambda: SmpClient(self._arena, self._job), self._agreement, self._restored.notes)
+        self._cadence.enter(self._smp.another, self._agreement, self._restored.notes)
         orders = orders_from_environment()
         if orders is not None:
             self._auditor = Auditor(
@@ -317,7 +316,7 @@ class SnapshotHook:
         After an exception everything stays, for the restart.
         """
         self._boundary.remove()
-        self._say_end(error)
+        self._smp.say_end(self._step, error)
         self._pace.fence()
         if self._copy is not None:
             self._capture.finalise(self._copy)
@@ -387,22 +386,8 @@ class SnapshotHook:
 
     # ------------------------------------------------------------------ inside
 
-    def _reattach(self) -> None:
-        """The SMP went away, and with it what it had not sealed. Go on with its successor, or start one."""
-        self._connect_again()
-        self._sealing.reconnect()
-        self._client.join(self._epoch)
-        if self._layout is not None:
-            self._client.configure(self._layout)
-
-    def _connect_again(self) -> None:
-        try:
-            self._client.reconnect()
-        except SmpUnavailable:
-            if not self._start:
-                raise
-            start_here(self._arena, self._job)
-            self._client.reconnect()
+    def _attach_again(self) -> None:
+        self._smp.attach_again(self._epoch, self._layout)
 
     def _report(self) -> list[int]:
         """What the ranks take the minimum of: what became of each pending snapshot, whether the layout holds, the
@@ -471,7 +456,7 @@ class SnapshotHook:
         Every change of layout, and every attempt at one, is an epoch of its own; what was snapshot before stays until
         the new is protected. False, on every rank: some SMP is away, and it must be tried again.
         """
-        failure = failure_of(self._attach, SmpUnavailable)
+        failure = failure_of(lambda: self._smp.attach(self._epoch, self._wait_for_copies), SmpUnavailable)
         if self._agreement.minimum([int(failure is None)])() == [1]:
             form = self._capture.plan(SnapshotId(self._epoch, self._step))
             if self._attempted:
@@ -487,16 +472,9 @@ class SnapshotHook:
         self._episodes.begin("layout", text, self._step, failure or "one is away")
         return False
 
-    def _attach(self) -> None:
-        """See that the SMP is there, and in this epoch. Raises `SmpUnavailable`."""
-        try:
-            self._client.join(self._epoch)
-        except SmpUnavailable:
-            for copy in self._copies.values():
-                copy.done.wait(self._deadline_s)  # then no other thread uses the connections
-            self._connect_again()
-            self._sealing.reconnect()
-            self._client.join(self._epoch)
+    def _wait_for_copies(self) -> None:
+        for copy in self._copies.values():
+            copy.done.wait(self._deadline_s)
 
     def _reserve(self, slot_bytes: int) -> None:
         self._layout = reserve(
@@ -531,8 +509,7 @@ class SnapshotHook:
 
     def _close(self) -> None:
         self._mover.close()
-        self._sealing.close()
-        self._client.close()
+        self._smp.close()
         self._let_go()
         self._agreement.close()
 
@@ -542,14 +519,6 @@ class SnapshotHook:
         self._copies.clear()
         if hasattr(self, "_copier"):
             self._copier.let_go()
-
-    def _say_end(self, error: BaseException | None) -> None:
-        """Have the SMP keep how the job ended here, for its next start. Never raises."""
-        failure = failure_text(error) if error is not None else WELL
-        try:
-            self._client.ended(self._coord, End(getattr(self, "_step", 0), failure))
-        except HoldfastError as problem:
-            log.warning("the SMP of this node does not hear how the job ends: %s", problem)
 
     def _finish(self) -> None:
         if self._copy is not None:
@@ -561,19 +530,4 @@ class SnapshotHook:
         ranks = [json.loads(t) for t in self._agreement.gather(json.dumps([self._coord, self._client.node]).encode())]
         on_this_node = [coord for coord, node in ranks if node == self._client.node]
         if min(on_this_node, key=coordinate_key) == self._coord:
-            try:
-                self._client.finish(self._epoch)
-            except SmpUnavailable as error:  # it was killed meanwhile: its successor cleans up
-                log.info("the job is finished by another SMP: %s", error)
-                self._connect_again()
-                self._client.join(self._epoch)
-                self._client.finish(self._epoch)
-
-
-def budget_from_environment() -> float:
-    """``HOLDFAST_OVERHEAD_BUDGET``, or 1 %; 0 means that there is none. Raises `ConfigError`."""
-    text = os.environ.get("HOLDFAST_OVERHEAD_BUDGET", "0.01")
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"HOLDFAST_OVERHEAD_BUDGET={text!r}: a fraction of training time, such as 0.01") from None
+            self._smp.finish(self._epoch)
