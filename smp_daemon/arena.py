@@ -101,13 +101,14 @@ class Pool(SlotPool):
         """Write the commit record: from here on the slot counts.
 
         Raises:
-            ArenaTooSmall: it cannot be written; the slot is as it was, being written.
+            ArenaTooSmall: it cannot be written; the slot is as it was.
         """
+        before = slot.state
         self.seal(slot)
         try:
             write_json(self.record_path(slot), record)
         except ArenaTooSmall:
-            slot.state = SlotState.WRITING
+            slot.state = before
             raise
 
     def discard(self, slot: Slot) -> None:
@@ -304,7 +305,7 @@ class Arena:
             for slot in list(pool.slots):
                 if pool.is_abandoned(slot):
                     pool.remove(slot)
-                elif slot.state is SlotState.WRITING:
+                elif slot.state in (SlotState.WRITING, SlotState.RECEIVING):
                     pool.replace(slot)
 
     def add_layout(self, layout: Layout) -> None:

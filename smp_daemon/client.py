@@ -17,7 +17,7 @@ from smp_daemon.board import BEAT_ROWS, Board, Outcome, Phase
 from smp_daemon.errors import DamagedSnapshot, DeadlineExceeded, ProtocolError, SmpUnavailable, StaleEpoch
 from smp_daemon.inventory import Inventory, Persisted
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import CALL_DEADLINE_S, MAX_SAYING, PROTOCOL_VERSION
+from smp_daemon.limits import CALL_DEADLINE_S, MAX_SAYING, MOVE_DEADLINE_S, PROTOCOL_VERSION, move_deadline
 from smp_daemon.paths import socket_path
 from smp_daemon.pidfds import await_end
 from smp_daemon.records import digest
@@ -25,7 +25,6 @@ from smp_daemon.sources import Address, Sources
 from smp_daemon.starts import End, Start
 from smp_daemon.transport import Message, SocketStream, call, connect
 
-RECOVER_DEADLINE_S = 600.0
 END_DEADLINE_S = 5.0
 PLACE_DEADLINE_S = 60.0
 """How long the storage of persisted snapshots may take to say what is there."""
@@ -105,7 +104,7 @@ class SmpClient:
 
     def census(self, addresses: Collection[Address]) -> list[Inventory]:
         """What those SMPs hold that answer, without their layouts. Blocks while they are asked."""
-        reply = self._call({"op": "census", "addresses": list(addresses)}, RECOVER_DEADLINE_S)
+        reply = self._call({"op": "census", "addresses": list(addresses)}, MOVE_DEADLINE_S)
         return [Inventory.from_json(each) for each in reply["inventories"]]
 
     def join(self, epoch: int, start: Start | None = None) -> None:
@@ -116,7 +115,7 @@ class SmpClient:
 
     def configure(self, layout: Layout) -> None:
         """Have the SMP reserve its memory for `layout`. May take as long as zeroing that memory."""
-        self._call({"op": "configure", "layout": layout.to_json()}, RECOVER_DEADLINE_S)
+        self._call({"op": "configure", "layout": layout.to_json()}, move_deadline(layout.node(self.node).state_bytes))
 
     def begin(
         self, snapshot: SnapshotId, coord: str, keep: Collection[SnapshotId], protected: SnapshotId | None
@@ -134,7 +133,7 @@ class SmpClient:
     def seal(self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None) -> None:
         """All bytes are written: have them checked and committed. `protected`: as for `begin`."""
         message = {"op": "seal", "snapshot": snapshot, "coord": coord, "protected": protected}
-        self._call(message, RECOVER_DEADLINE_S)
+        self._call(message, MOVE_DEADLINE_S)
 
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
         """Give back a slot that will not be sealed. `unused`: nothing was to be written into it after all."""
@@ -175,7 +174,7 @@ class SmpClient:
                 caller must compare each unit with its digest before it is used.
         """
         message = self._in_epoch() | {"op": "recover", "sources": sources.to_json(), "coord": coord, "check": check}
-        reply = self._call(message, RECOVER_DEADLINE_S)
+        reply = self._call(message, sources.layout.move_deadline(coord))
         return RecoveredShard(
             self._map(reply),
             str(reply["how"]),
@@ -199,7 +198,7 @@ class SmpClient:
         message = self._in_epoch() | {"op": "unit", "coord": coord, "unit": index}
         with self._lock:
             stream = self._connected()
-            stream.set_deadline(RECOVER_DEADLINE_S)
+            stream.set_deadline(MOVE_DEADLINE_S)
             reply, payload = call(stream, message)
             if payload != out.nbytes:
                 self._hang_up()
@@ -248,10 +247,10 @@ class SmpClient:
         self._call({"op": "suspect", "node": node})
 
     def ended(self, coord: str, end: End) -> None:
-        """Tell how the job ends for this trainer, if it has joined an epoch."""
+        """Tell how the job ends for this trainer, if it has joined an epoch. Blocks for seconds at most."""
         if self._epoch is not None:
             said = {"op": "ended", "coord": coord, "step": end.step, "failure": end.failure}
-            self._call(self._in_epoch() | said, END_DEADLINE_S)
+            self._call(self._in_epoch() | said, END_DEADLINE_S, turn_s=END_DEADLINE_S)
 
     def counters(self) -> dict[str, int]:
         """What the SMP has counted since it started; see `smp_daemon.counters.Counts`."""
@@ -262,7 +261,7 @@ class SmpClient:
 
         Blocks for about one read of the arena.
         """
-        return {str(name): int(count) for name, count in self._call({"op": "scrub"}, RECOVER_DEADLINE_S).items()}
+        return {str(name): int(count) for name, count in self._call({"op": "scrub"}, MOVE_DEADLINE_S).items()}
 
     def finish(self, epoch: int) -> None:
         """The job has ended well: the SMP removes its arena and ends. Blocks until it has.
@@ -305,11 +304,16 @@ class SmpClient:
         self._hang_up()
         self._maps.clear()
 
-    def _call(self, message: Message, deadline_s: float = CALL_DEADLINE_S) -> Message:
-        with self._lock:
+    def _call(self, message: Message, deadline_s: float = CALL_DEADLINE_S, turn_s: float = -1) -> Message:
+        """`turn_s`: how long to wait until another thread's call is over; -1: as long as that may take."""
+        if not self._lock.acquire(timeout=turn_s):
+            raise DeadlineExceeded(f"the SMP of {self.arena} is still at another call of this trainer's")
+        try:
             stream = self._connected()
             stream.set_deadline(deadline_s)
             reply, payload = call(stream, message)
+        finally:
+            self._lock.release()
         if payload:
             raise ProtocolError("the SMP sent bytes that nobody asked for")
         return reply

@@ -203,7 +203,8 @@ class Holdings:
             check: raises if what was received is not what a trainer may have written.
 
         Raises:
-            StaleEpoch: the slot was taken away meanwhile, by a newer epoch or by another attempt.
+            StaleEpoch: the slot was taken away meanwhile, by a newer epoch, by another attempt, or by its trainer.
+            NoFreeSlot: its trainer is writing it.
         """
         length, unit_bytes = layout.shard_bytes(key.coord), layout.unit_bytes
         with self._lock:
@@ -262,20 +263,22 @@ class Holdings:
             make_room: where none is free, use the memory of free slots of other pools, and then take more.
 
         Raises:
-            NoFreeSlot: none is, and no room is to be made.
+            NoFreeSlot: none is, and no room is to be made; or its trainer is writing that snapshot.
         """
         with self._lock:
-            earlier = pool.find(snapshot, SlotState.WRITING)
+            if pool.find(snapshot, SlotState.WRITING) is not None:
+                raise NoFreeSlot(f"{pool.name} of {snapshot} is not received: its trainer is writing it")
+            earlier = pool.find(snapshot, SlotState.RECEIVING)
             if earlier is not None:
                 pool.replace(earlier)
             try:
-                slot = pool.begin(snapshot, length)
+                slot = pool.begin(snapshot, length, SlotState.RECEIVING)
             except NoFreeSlot:
                 if not make_room:
                     raise
                 self.arena.make_room(length, pool)
                 pool.create(length)
-                slot = pool.begin(snapshot, length)
+                slot = pool.begin(snapshot, length, SlotState.RECEIVING)
             return pool, slot, pool.view(slot)
 
     def give_back(self, pool: Pool, slot: Slot, view: memoryview) -> None:

@@ -24,6 +24,7 @@ from smp_daemon.limits import (
     MAX_UNIT_BYTES,
     MAX_UNITS,
     is_identifier,
+    move_deadline,
 )
 
 
@@ -55,6 +56,11 @@ class Node:
     bulk_port: int
     shards: tuple[Shard, ...]
     domains: tuple[str, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all its shards."""
+        return sum(shard.bytes for shard in self.shards)
 
     @property
     def bulk(self) -> tuple[str, int]:
@@ -168,6 +174,11 @@ class Layout:
     def shard_bytes(self, coord: str) -> int:
         """Length of the slot file of `coord`."""
         return self.locate(coord).bytes
+
+    def move_deadline(self, coord: str) -> float:
+        """See `limits.move_deadline`: for the state of the node that has `coord`."""
+        place = self.locate(coord)
+        return move_deadline(self.members(place.group)[place.position].state_bytes)
 
     def locate(self, coord: str) -> Located:
         """Where `coord` stands in the layout."""

@@ -55,7 +55,19 @@ MAX_SOCKET_PATH_BYTES = 107
 CALL_DEADLINE_S = 30.0
 """How long one side waits for the other's answer, unless a call says otherwise."""
 
+MOVE_DEADLINE_S = 600.0
+"""How long what takes as long as its bytes may take if these are few."""
+
+SLOWEST_BYTES_PER_S = 100e6
+"""Of a node's state, whatever is done with it."""
+
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def move_deadline(state_bytes: int) -> float:
+    """How long to wait, in seconds, until so much state of one node is fetched, decoded or reserved. What stands still
+    on the way has deadlines of its own."""
+    return MOVE_DEADLINE_S + state_bytes / SLOWEST_BYTES_PER_S
 
 
 def is_identifier(text: str) -> bool:

@@ -18,6 +18,7 @@ from smp_daemon.codings import Coding
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable, StaleEpoch
 from smp_daemon.holdings import ParityKey
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.limits import move_deadline
 from smp_daemon.links import Links
 from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.peers import PeerClient
@@ -29,7 +30,6 @@ from smp_daemon.sources import Address, Sources
 from smp_daemon.store import Store
 
 PING_DEADLINE_S = 2.0
-PHASE_DEADLINE_S = 600.0
 SUSPECT_AFTER_S = 2.0
 """So long, and no longer than any other, a member may be missing that somebody else takes for dead."""
 
@@ -250,8 +250,10 @@ class Monitor:
     def _everywhere(self, reform: Reform, message: dict[str, object]) -> None:
         """Have every node whose group changes do something at the same time; raises the first error of any."""
 
+        deadline_s = _phase_deadline(reform.layout)
+
         def ask(name: str) -> None:
-            with Links(self._store.counters, PHASE_DEADLINE_S) as links:
+            with Links(self._store.counters, deadline_s) as links:
                 links.call(reform.layout.node(name).bulk, message)
 
         with ThreadPoolExecutor(max(AT_ONCE, len(reform.nodes)), "reform") as pool:
@@ -304,7 +306,7 @@ class Monitor:
 
         with Links(self._store.counters) as links:
             send_units(self._store, links, sources.snapshot, layout, check, lambda count: None)
-        self._store.codings.await_parities(epoch, Coding(sources.snapshot, layout.tag(group)), PHASE_DEADLINE_S)
+        self._store.codings.await_parities(epoch, Coding(sources.snapshot, layout.tag(group)), _phase_deadline(layout))
 
     def _release(self, snapshot: SnapshotId, layout: Layout) -> None:
         """Drop the parity of the groups that there were before, once this node's of the new ones is here."""
@@ -318,3 +320,7 @@ class Monitor:
         for key in store.holdings.held():
             if isinstance(key, ParityKey) and key.snapshot == snapshot and layout.group_of(key.tag) is None:
                 store.holdings.drop(key)
+
+
+def _phase_deadline(layout: Layout) -> float:
+    return move_deadline(max(node.state_bytes for node in layout.nodes))

@@ -1,7 +1,8 @@
 """The life cycle of slots, as a state machine without I/O.
 
-``free -> writing -> sealed -> free``: a slot holds bytes of at most one snapshot. Whether a sealed snapshot is also
-protected is a matter of the whole group, so it stands with the snapshot (`smp_daemon.service`), not with the slot.
+``free -> writing | receiving -> sealed -> free``: a slot holds bytes of at most one snapshot. Whether a sealed snapshot
+is also protected is a matter of the whole group, so it stands with the snapshot (`smp_daemon.service`), not with the
+slot.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ class SlotState(StrEnum):
 
     FREE = "free"
     WRITING = "writing"
+    """By the trainer whose shard it is."""
+    RECEIVING = "receiving"
+    """By this SMP, from elsewhere. Whoever takes such a slot away gives it another file: two would write into one."""
     SEALED = "sealed"
 
 
@@ -51,8 +55,11 @@ class SlotPool:
         self.slots.append(slot)
         return slot
 
-    def begin(self, snapshot: SnapshotId, length: int) -> Slot:
+    def begin(self, snapshot: SnapshotId, length: int, state: SlotState = SlotState.WRITING) -> Slot:
         """Take a free slot of `length` bytes for `snapshot`; an earlier attempt at the same snapshot is given up.
+
+        Args:
+            state: ``WRITING`` or ``RECEIVING``.
 
         Raises:
             NoFreeSlot: every slot of that length holds another snapshot.
@@ -62,7 +69,7 @@ class SlotPool:
             earlier.free()
         for slot in self.slots:
             if slot.state is SlotState.FREE and slot.bytes == length:
-                slot.state = SlotState.WRITING
+                slot.state = state
                 slot.snapshot = snapshot
                 return slot
         held = ", ".join(str(slot.snapshot) for slot in self.slots if slot.snapshot)
@@ -70,8 +77,8 @@ class SlotPool:
 
     def seal(self, slot: Slot) -> None:
         """All bytes of the slot's snapshot are there, with digests."""
-        if slot.state is not SlotState.WRITING:
-            raise ValueError(f"slot {slot.index} of {self.name} is {slot.state}, not being written")
+        if slot.state not in (SlotState.WRITING, SlotState.RECEIVING):
+            raise ValueError(f"slot {slot.index} of {self.name} is {slot.state}: nothing is being written into it")
         slot.state = SlotState.SEALED
 
     def find(self, snapshot: SnapshotId, state: SlotState | None = None) -> Slot | None:

@@ -203,11 +203,12 @@ class Store:
             self._release(keep, snapshot)
             reach("begin.released", snapshot.step)
             pool = self.arena.shard_pool(coord)
-            for slot in [s for s in pool.slots if s.state is SlotState.WRITING and s.snapshot not in keep]:
-                if slot.snapshot is not None and slot.snapshot.epoch < snapshot.epoch:
-                    pool.replace(slot)  # it is being received, for a trainer that did not wait for it
-                else:
+            for slot in [s for s in pool.slots if s.snapshot not in keep]:
+                if slot.state is SlotState.RECEIVING:
+                    pool.replace(slot)
+                elif slot.state is SlotState.WRITING:
                     pool.discard(slot)
+            self.holdings.drop(ShardKey(snapshot, coord))  # received before its trainer came to write it
             slot = pool.begin(snapshot, length)
             self._progress.setdefault(snapshot, Progress())
             self.board.post(snapshot.step, Outcome.PENDING)

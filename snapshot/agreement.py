@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -15,6 +16,8 @@ from smp_daemon.errors import HoldfastError
 from snapshot.routes import groups, hops
 
 COLLECTIVE_DEADLINE_S = 120.0
+PATIENCE_S = COLLECTIVE_DEADLINE_S / 4
+"""So often ranks hear of each other while one of them works for long."""
 
 Result = Callable[[], list[int]]
 T = TypeVar("T")
@@ -39,6 +42,14 @@ class Agreement(Protocol):
 
     def minimum(self, values: Sequence[int]) -> Result:
         """Starts an element-wise minimum over all ranks; calling the result waits for it."""
+        ...
+
+    def patiently(self, work: Callable[[], T]) -> T:
+        """What `work` returns, or raises, once every rank is done with its own, which may take some much longer than a
+        collective call may take: a lost node's state has to come from others. Blocks.
+
+        `work` makes no collective call; it may run in another thread. Raises `AgreementLost` as soon as a rank is gone.
+        """
         ...
 
     def spread(
@@ -69,6 +80,9 @@ class Alone:
 
     def minimum(self, values: Sequence[int]) -> Result:
         return lambda: list(values)
+
+    def patiently(self, work: Callable[[], T]) -> T:
+        return work()
 
     def spread(
         self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]
@@ -110,6 +124,21 @@ class Group:
             return tensor.tolist()
 
         return result
+
+    def patiently(self, work: Callable[[], T]) -> T:
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(work())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, name="holdfast-patient", daemon=True).start()
+        while True:
+            wait([outcome], PATIENCE_S)
+            if self.minimum([int(outcome.done())])() == [1]:
+                return outcome.result()
 
     def spread(
         self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ class Resharding:
             raise problem if fatal and problem else StateMismatch("the snapshot does not fit another rank; see its log")
         if not ready or values is None:
             return problem
-        failure = failure_of(self._fill, HoldfastError)
+        failure = agreement.patiently(partial(failure_of, self._fill, HoldfastError))
         if agreement.minimum([int(failure is None)])() == [1]:
             adapter.load(*values)
             text = "%s, of %d ranks, was cut anew for %d"

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ def restore(
         attempt: _Attempt | Resharding = (
             Resharding(client, plan, coords, coord, agreement.rank) if resharded else _Attempt(client, plan, coord)
         )
-        failure = failure_of(attempt.recover, HoldfastError)
+        failure = agreement.patiently(partial(failure_of, attempt.recover, HoldfastError))
         whole, unspoilt = _agree(agreement, failure)
         if whole:
             clock["fetch"] = time.monotonic()

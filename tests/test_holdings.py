@@ -17,7 +17,7 @@ import pytest
 
 from smp_daemon.arena import Arena, Pool
 from smp_daemon.counters import Counters
-from smp_daemon.errors import ArenaTooSmall, DamagedSnapshot, ProtocolError, StaleEpoch
+from smp_daemon.errors import ArenaTooSmall, DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
 from smp_daemon.holdings import Holdings, Key, ParityKey, ShardKey
 from smp_daemon.layout import Layout, Node, Shard, SnapshotId
 from smp_daemon.records import ParityRecord, ShardRecord, digest, digest_units, parity_to_json, shard_to_json
@@ -443,6 +443,15 @@ def test_a_slot_that_a_fence_took_away_is_not_given_back_twice(place: Place) -> 
     assert place.holdings.held() == []
 
 
+def test_what_its_trainer_is_writing_is_not_received(place: Place) -> None:
+    place.pool(SHARD).create(20)
+    writing = place.pool(SHARD).begin(FIRST, 20)
+    with pytest.raises(NoFreeSlot, match=r"dp0 of step 1 .* its trainer is writing it"):
+        with place.holdings.receiving_shard(SHARD, LAYOUT, accept):
+            pass
+    assert (writing.state, writing.snapshot) == (SlotState.WRITING, FIRST)
+
+
 def test_a_parity_that_was_gathered_is_held(place: Place) -> None:
     stripes = LAYOUT.stripes(0)
     with place.holdings.receiving_parity(PARITY, LAYOUT, 0) as gathering:
@@ -474,7 +483,7 @@ def test_a_free_slot_of_its_own_is_taken_first(place: Place) -> None:
     pool, other = place.arena.shard_pool("dp0"), place.arena.shard_pool("dp1")
     place.arena.reserve({pool: (20, 2), other: (13, 2)})
     taken, slot, view = place.holdings.take(pool, FIRST, 20)
-    assert (taken, slot.index, slot.state, slot.snapshot) == (pool, 0, SlotState.WRITING, FIRST)
+    assert (taken, slot.index, slot.state, slot.snapshot) == (pool, 0, SlotState.RECEIVING, FIRST)
     assert pool.is_at(slot, view) and view.nbytes == 20
     assert (len(pool.slots), len(other.slots)) == (2, 2)
 

@@ -108,6 +108,27 @@ def test_a_newer_epoch_is_left_alone(ground: Ground) -> None:
     assert doing.result(DEADLINE_S).how == "rebuilt"
 
 
+@pytest.mark.parametrize("point", ["rebuild.middle", "receive.checked", "receive.done"])
+def test_what_is_received_gives_way_to_the_trainer_that_writes_it(ground: Ground, point: str) -> None:
+    smps, run = started(ground)
+    snapshot = run.protected
+    assert snapshot is not None
+    record_of(shard_file(smps[1], snapshot, "dp1")).unlink()
+    smps[1].rules = [(point, None), ("rejoin.done", None)]
+    smps[1].launch().wait_ready()
+    held = ground.points.wait_any("node1", point)
+    trainer = Trainer(smps[1], "dp1", 70_000)
+    trainer.client.join(1)
+    slot = trainer.client.begin(snapshot, "dp1", (), None)
+    assert snapshot not in {of for of, _ in trainer.client.inventory().shards}
+    slot[:] = trainer.image(snapshot)
+    held.go()
+    trainer.seal(snapshot)
+    ground.points.wait_any("node1", "rejoin.done").go()
+    assert shard_file(smps[1], snapshot, "dp1").read_bytes() == trainer.image(snapshot)
+    assert trainer.recover(run.plan(*(t.client.inventory() for t in (run["dp0"], trainer, run["dp2"])))).how == "held"
+
+
 def test_others_that_ask_while_it_starts_are_answered_once_it_knows_who_it_is(ground: Ground) -> None:
     smps, _ = started(ground)
     smps[1].rules = [("start.bound", None)]

@@ -14,7 +14,7 @@ import torch
 from smp_daemon.errors import ProtocolError, StateMismatch
 from smp_daemon.slotfile import Leaf
 from snapshot.adapter import Change, LiveTensor
-from snapshot.agreement import Result
+from snapshot.agreement import Result, T
 from snapshot.replicas import (
     ALONE,
     Gathering,
@@ -59,6 +59,9 @@ class Rank:
         columns = zip(*self._table.put(self.rank, list(values)), strict=True)
         result = [min(column) for column in columns]
         return lambda: result
+
+    def patiently(self, work: Callable[[], T]) -> T:
+        return work()
 
     def spread(
         self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]

@@ -36,7 +36,7 @@ def test_the_promise_holds_for_every_seed(simulation: None, first: int) -> None:
         assert not simulate(seed).violations, command.replay(seed)
 
 
-@pytest.mark.parametrize("seed", [3468, 117012, 2002339])
+@pytest.mark.parametrize("seed", [3468, 117012, 2002339, 4033424])
 def test_what_was_found_stays_mended(simulation: None, seed: int) -> None:
     """What each was is told in ``benchmarks/results``."""
     assert not simulate(seed).violations, command.replay(seed)

@@ -20,7 +20,7 @@ from chaos.sim.threads import Event, Signal
 from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError, failure_of
 from smp_daemon.layout import SnapshotId
 from smp_daemon.slotfile import Leaf, SlotFormat, plan_slot
-from snapshot.agreement import AgreementLost, Result
+from snapshot.agreement import AgreementLost, Result, T
 from snapshot.copier import CopyJob
 from snapshot.loading import load_checked
 from snapshot.movers import CpuMover, Piece
@@ -77,6 +77,9 @@ class Member:
     def minimum(self, values: Sequence[int]) -> Result:
         turn = self._post(list(values))
         return lambda: [min(each) for each in zip(*self._collect(turn), strict=True)]
+
+    def patiently(self, work: Callable[[], T]) -> T:
+        return work()
 
     def spread(self, sets: object, pieces: object, nodes: object) -> None:
         """Nothing is replicated."""
