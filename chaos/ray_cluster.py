@@ -36,6 +36,9 @@ LOOK_EVERY_S = 0.2
 TRAINERS = ("ray::Member", "ray::RayTrainWorker")
 """How Ray calls the processes that train."""
 
+CONTROLLER = "ray::TrainController"
+"""How it calls that which restarts them under Ray Train; it is where the driver is."""
+
 HEALTH = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
@@ -184,11 +187,11 @@ class VirtualRay:
         for name in names:
             shutil.rmtree(self.memory(name))
 
-    def kill_actors(self, name: str) -> None:
-        """SIGKILL to all members of crews, and all workers of Ray Train, on a node."""
+    def kill_actors(self, name: str, kinds: tuple[str, ...] = TRAINERS) -> None:
+        """SIGKILL to all actors on a node that Ray calls so: members of crews, and workers of Ray Train."""
         for process in self._on([name]):
             with suppress(psutil.NoSuchProcess):
-                if process.cmdline()[0].startswith(TRAINERS):
+                if process.cmdline()[0].startswith(kinds):
                     process.kill()
                     process.wait(END_DEADLINE_S)
 

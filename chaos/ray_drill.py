@@ -17,7 +17,7 @@ from typing import Any
 from chaos.cluster import Event, History, VirtualCluster
 from chaos.drill import TARGET, compare
 from chaos.launcher import Launcher
-from chaos.ray_cluster import RayFault, VirtualRay
+from chaos.ray_cluster import CONTROLLER, RayFault, VirtualRay
 from smp_daemon.errors import ConfigError
 
 JOB = "examples.plain:Replicas"
@@ -48,6 +48,10 @@ class Scenario:
 
 def _kill_actor(cluster: VirtualRay) -> None:
     cluster.kill_actors("node1")
+
+
+def _kill_controller(cluster: VirtualRay) -> None:
+    cluster.kill_actors("node0", (CONTROLLER,))
 
 
 def _raylet_comes_back(cluster: VirtualRay) -> None:
@@ -98,6 +102,11 @@ SCENARIOS = {
     "train-worker": Scenario("a worker of Ray Train is killed", (("node1", 5, _kill_actor),), by="train"),
     "train-node": Scenario(
         "a node is lost under Ray Train; a spare joins", (("node1", 5, _lose("node1")),), by="train"
+    ),
+    "train-controller": Scenario(
+        "Ray Train's controller is killed, and the job is submitted again",
+        (("node0", 5, _kill_controller),),
+        by="train",
     ),
     "train-head": Scenario(
         "the head is lost under Ray Train, and all of Ray with it; all is started again",
