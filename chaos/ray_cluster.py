@@ -33,6 +33,11 @@ NODE_ENV = "HOLDFAST_NODE"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least is 75 MiB
 END_DEADLINE_S = 20.0
 LOOK_EVERY_S = 0.2
+TRAINERS = ("ray::Member", "ray::RayTrainWorker")
+"""How Ray calls the processes that train."""
+
+CONTROLLER = "ray::TrainController"
+"""How it calls that which restarts them under Ray Train; it is where the driver is."""
 
 HEALTH = {
     "health_check_initial_delay_ms": 0,
@@ -45,7 +50,7 @@ HEALTH = {
 
 @dataclass(slots=True)
 class RayFault:
-    """Something to be done when the member on a node comes to a point of a step.
+    """Something to be done when the rank on a node comes to a point of a step.
 
     Attributes:
         do: what is done; the process waits at the point meanwhile.
@@ -64,6 +69,9 @@ class VirtualRay:
     Args:
         folder: on tmpfs; of this cluster alone. Its path is short, since sockets lie below it.
         config: of Ray's GCS, besides `HEALTH`.
+
+    Attributes:
+        seats: of the crew that ran last, by round; none of Ray Train's.
     """
 
     def __init__(self, nodes: int, folder: Path, *, config: Mapping[str, Any] | None = None) -> None:
@@ -179,11 +187,11 @@ class VirtualRay:
         for name in names:
             shutil.rmtree(self.memory(name))
 
-    def kill_actors(self, name: str) -> None:
-        """SIGKILL to all members of crews on a node."""
+    def kill_actors(self, name: str, kinds: tuple[str, ...] = TRAINERS) -> None:
+        """SIGKILL to all actors on a node that Ray calls so: members of crews, and workers of Ray Train."""
         for process in self._on([name]):
             with suppress(psutil.NoSuchProcess):
-                if process.cmdline()[0].startswith("ray::Member"):
+                if process.cmdline()[0].startswith(kinds):
                     process.kill()
                     process.wait(END_DEADLINE_S)
 
@@ -235,7 +243,8 @@ class VirtualRay:
         if missed := [fault for fault in faults if not fault.done]:
             raise HoldfastError(f"{len(missed)} faults never came due, as that of {missed[0].node}")
         events = [json.loads(line) for path in sorted(notes.glob("rank*.jsonl")) for line in path.open()]
-        rounds = json.loads((notes / "seats.json").read_text())
+        seats = notes / "seats.json"
+        rounds = json.loads(seats.read_text()) if seats.exists() else []
         self.seats = [[Seat(**seat) for seat in seats] for seats in rounds]
         shutil.rmtree(notes)
         return History(events)

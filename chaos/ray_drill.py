@@ -17,11 +17,13 @@ from typing import Any
 from chaos.cluster import Event, History, VirtualCluster
 from chaos.drill import TARGET, compare
 from chaos.launcher import Launcher
-from chaos.ray_cluster import RayFault, VirtualRay
+from chaos.ray_cluster import CONTROLLER, RayFault, VirtualRay
 from smp_daemon.errors import ConfigError
 
 JOB = "examples.plain:Replicas"
 SEED, STEPS = 7, 10
+DEADLINE_S = 240.0
+"""For a job, on a machine that others keep busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,15 @@ class Scenario:
     """One job, and what is done to it.
 
     Attributes:
-        faults: node whose member sets it off, the step in which it does, and what is done.
-        rounds: how often the crew begins again.
+        faults: node whose rank sets it off, the step in which it does, and what is done.
+        by: who trains: `chaos.ray_job`.
+        rounds: how often all begin again.
         config: of Ray's GCS.
     """
 
     what: str
     faults: tuple[tuple[str, int, Callable[[VirtualRay], None]], ...]
+    by: str = "crew"
     nodes: int = 3
     rounds: int = 1
     protect: str = "auto"
@@ -44,6 +48,10 @@ class Scenario:
 
 def _kill_actor(cluster: VirtualRay) -> None:
     cluster.kill_actors("node1")
+
+
+def _kill_controller(cluster: VirtualRay) -> None:
+    cluster.kill_actors("node0", (CONTROLLER,))
 
 
 def _raylet_comes_back(cluster: VirtualRay) -> None:
@@ -91,6 +99,26 @@ SCENARIOS = {
         (("node1", 4, _kill_actor), ("node1", 7, _lose("node1"))),
         rounds=2,
     ),
+    "train-worker": Scenario("a worker of Ray Train is killed", (("node1", 5, _kill_actor),), by="train"),
+    "train-node": Scenario(
+        "a node is lost under Ray Train; a spare joins", (("node1", 5, _lose("node1")),), by="train"
+    ),
+    "train-controller": Scenario(
+        "Ray Train's controller is killed, and the job is submitted again",
+        (("node0", 5, _kill_controller),),
+        by="train",
+    ),
+    "train-head": Scenario(
+        "the head is lost under Ray Train, and all of Ray with it; all is started again",
+        (("node1", 5, VirtualRay.restart),),
+        by="train",
+    ),
+    "train-again": Scenario(
+        "a worker of Ray Train is killed, a node is lost after that",
+        (("node1", 4, _kill_actor), ("node1", 7, _lose("node1"))),
+        by="train",
+        rounds=2,
+    ),
 }
 
 
@@ -102,7 +130,7 @@ class Verdict:
         difference: from the undisturbed run, in any loss or any final state; or what else is wrong; empty if nothing.
         restored: of each round but the first: the step it began from, and how each rank came by its state.
         again: finished steps that had to be done again, of each round but the first.
-        same: how many members were in the same process as in the round before.
+        same: how many ranks were in the same process as in the round before.
         gaps_s: from the last thing that anybody did to the start of each later round.
     """
 
@@ -131,10 +159,10 @@ def undisturbed(launcher: Launcher, nodes: int) -> History:
     return VirtualCluster(launcher, nodes=nodes, ranks_per_node=1, target=TARGET, args=args, smps=False).run()
 
 
-def plan(nodes: int, protect: str = "auto") -> dict[str, Any]:
+def plan(nodes: int, protect: str = "auto", by: str = "crew") -> dict[str, Any]:
     """The same job for `VirtualRay.run`."""
     args = {"job": JOB, "seed": SEED, "steps": STEPS, "snapshots": True, "drain": True, "hook": {"protect": protect}}
-    return {"nodes": nodes, "args": args}
+    return {"nodes": nodes, "by": by, "args": args}
 
 
 def run(name: str, expected: History, folder: Path) -> Verdict:
@@ -146,7 +174,7 @@ def run(name: str, expected: History, folder: Path) -> Verdict:
     began = time.monotonic()
     faults = [RayFault(node, step, do) for node, step, do in scenario.faults]
     with VirtualRay(scenario.nodes, folder, config=config) as cluster:
-        history = cluster.run(plan(scenario.nodes, scenario.protect), faults)
+        history = cluster.run(plan(scenario.nodes, scenario.protect, scenario.by), faults, DEADLINE_S)
     return judge(name, expected, history, time.monotonic() - began)
 
 
@@ -164,7 +192,7 @@ def judge(name: str, expected: History, history: History, seconds: float) -> Ver
         gaps.append(max(event["wall"] for event in starts) - max(event["wall"] for event in before))
     difference = compare(expected, history)
     if not difference and len(restored) != SCENARIOS[name].rounds:
-        difference = f"the crew began again {len(restored)} times, not {SCENARIOS[name].rounds}"
+        difference = f"all began again {len(restored)} times, not {SCENARIOS[name].rounds}"
     return Verdict(name, difference, tuple(restored), tuple(again), tuple(same), tuple(gaps), seconds)
 
 

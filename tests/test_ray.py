@@ -55,6 +55,12 @@ def test_the_front_door_does_not_stand_in_the_way_of_ray() -> None:
     assert done.stdout.split() == ["True", "integrations.ray"]
 
 
+def test_the_front_door_does_not_need_what_only_ray_train_needs() -> None:
+    code = "import sys, holdfast.ray; print([m for m in ('ray.train', 'pandas', 'pyarrow') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_what_is_wrong_is_said_before_anything_is_started() -> None:
     with pytest.raises(ConfigError, match="'PATH'"):
         shepherds.start("job", environment={"PATH": "/tmp"})
@@ -70,6 +76,14 @@ def test_of_two_failures_the_one_counts_that_says_more() -> None:
     assert worse(None, raised) is raised
     assert worse(raised, died) is worse(died, raised) is died
     assert worse(died, final) is worse(final, raised) is final
+
+
+def test_only_what_would_happen_again_ends_a_run_of_ray_train() -> None:
+    from holdfast.ray_train import GiveUp
+
+    GiveUp().after_exception(None, {0: RuntimeError("closed by peer"), 1: RayActorError()})
+    with pytest.raises(Unrecoverable, match="nothing is left"):
+        GiveUp().after_exception(None, {0: RuntimeError("closed by peer"), 1: Unrecoverable("nothing is left")})
 
 
 def test_ranks_follow_the_names_of_nodes() -> None:
@@ -131,6 +145,17 @@ def test_shepherds_start_smps_that_outlive_raylets_and_are_adopted(
         assert not (cluster.memory("node1") / "job").exists()
 
 
+@pytest.mark.slow
+def test_a_run_of_ray_train_that_goes_round_in_a_circle_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with VirtualRay(1, folder) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        command = [sys.executable, "-c", IN_A_CIRCLE, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.stdout.splitlines()[-1] == "Repeated"
+        assert (folder / "starts").read_text().split() == ["0", "3", "3"]
+
+
 LOOK_AFTER = """
 import json, ray, holdfast.ray
 from dataclasses import asdict
@@ -143,4 +168,37 @@ REFUSED = """
 import ray, holdfast.ray
 ray.init()
 holdfast.ray.start("open", environment={"HOLDFAST_HOST": "0.0.0.0"})
+"""
+
+IN_A_CIRCLE = """
+import sys
+from pathlib import Path
+import ray, torch
+from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from holdfast import InMemorySnapshot
+from holdfast.ray_train import GiveUp
+
+folder = sys.argv[1]
+
+def train():
+    model = torch.nn.Linear(4, 4)
+    optim = torch.optim.Adam(model.parameters())
+    with InMemorySnapshot(model, optim, job="job", max_repeats=2, overhead_budget=0) as snap:
+        with (Path(folder) / "starts").open("a") as file:
+            print(snap.step, file=file)
+        for step in range(snap.step, 10):
+            loss = model(torch.ones(4)).sum()
+            if step == 3:
+                raise ValueError("the loss is nan")
+            torch.autograd.backward(loss)
+            optim.step()
+            snap.drain(5.0)
+
+ray.init()
+run = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=9), callbacks=[GiveUp()])
+try:
+    TorchTrainer(train, scaling_config=ScalingConfig(num_workers=1), run_config=run).fit()
+except ControllerError as error:
+    print(type(error.controller_failure).__name__)
 """
