@@ -22,8 +22,6 @@ from smp_daemon.errors import ConfigError
 
 JOB = "examples.plain:Replicas"
 SEED, STEPS = 7, 10
-DEADLINE_S = 240.0
-"""For a job, on a machine that others keep busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ def run(name: str, expected: History, folder: Path) -> Verdict:
     began = time.monotonic()
     faults = [RayFault(node, step, do) for node, step, do in scenario.faults]
     with VirtualRay(scenario.nodes, folder, config=config) as cluster:
-        history = cluster.run(plan(scenario.nodes, scenario.protect, scenario.by), faults, DEADLINE_S)
+        history = cluster.run(plan(scenario.nodes, scenario.protect, scenario.by), faults)
     return judge(name, expected, history, time.monotonic() - began)
 
 

@@ -126,19 +126,7 @@ class Group:
         return result
 
     def patiently(self, work: Callable[[], T]) -> T:
-        outcome: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                outcome.set_result(work())
-            except BaseException as error:
-                outcome.set_exception(error)
-
-        threading.Thread(target=run, name="holdfast-patient", daemon=True).start()
-        while True:
-            wait([outcome], PATIENCE_S)
-            if self.minimum([int(outcome.done())])() == [1]:
-                return outcome.result()
+        return work_in_rounds(self, work)
 
     def spread(
         self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]
@@ -182,3 +170,20 @@ class Group:
 def default_agreement() -> Agreement:
     """Over the job's process group if there are others in it, else alone."""
     return Group() if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else Alone()
+
+
+def work_in_rounds(agreement: Agreement, work: Callable[[], T]) -> T:
+    """`Agreement.patiently`, by `Agreement.minimum`: while a thread works, the ranks meet until all are done."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="holdfast-work", daemon=True).start()
+    while True:
+        wait([outcome], PATIENCE_S)
+        if agreement.minimum([int(outcome.done())])() == [1]:
+            return outcome.result()
