@@ -108,7 +108,7 @@ def test_a_newer_epoch_is_left_alone(ground: Ground) -> None:
     assert doing.result(DEADLINE_S).how == "rebuilt"
 
 
-@pytest.mark.parametrize("point", ["rebuild.middle", "receive.checked", "receive.done"])
+@pytest.mark.parametrize("point", ["rebuild.middle", "receive.done"])
 def test_what_is_received_gives_way_to_the_trainer_that_writes_it(ground: Ground, point: str) -> None:
     smps, run = started(ground)
     snapshot = run.protected
