@@ -14,7 +14,8 @@ import psutil
 
 from chaos.cluster import History, VirtualCluster
 from chaos.drill import TARGET
-from chaos.faults import Fault, obstacle
+from chaos.faults import obstacle
+from chaos.ground import Fault
 from chaos.launcher import Launcher
 from chaos.scenario import WORKLOAD, Scenario
 from chaos.verdict import Verdict, judge

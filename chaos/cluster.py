@@ -32,7 +32,8 @@ from typing import Any
 
 from chaos.accounting import beyond_access_times
 from chaos.clocks import set_clock
-from chaos.faults import CATALOGUE, Fault, check, inject
+from chaos.faults import CATALOGUE, check, inject
+from chaos.ground import Fault
 from chaos.launcher import Launcher
 from chaos.node import VirtualNode, Wiring
 from chaos.trainer import ENV as TRAINER_ENV
@@ -348,7 +349,7 @@ class VirtualCluster:
         )
         inject(self, fault)
 
-    # ------------------------------------------------------------------ what faults need: `chaos.faults.Ground`
+    # ------------------------------------------------------------------ what faults need: `chaos.ground.Ground`
 
     def pid_of_rank(self, rank: int) -> int | None:
         # A child that the zygote has not reported, so the pid is still its.

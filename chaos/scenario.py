@@ -19,7 +19,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from chaos.faults import CATALOGUE, Fault, check
+from chaos.faults import CATALOGUE, check
+from chaos.ground import Fault
 from smp_daemon.errors import ConfigError
 from smp_daemon.points import SMP_POINTS
 from snapshot.arrange import parse_protect
@@ -36,7 +37,7 @@ class Scenario:
     Attributes:
         what: it in a sentence.
         steps, seed: of the job.
-        faults: what is done, in any order; see `chaos.faults.Fault`.
+        faults: what is done, in any order; see `chaos.ground.Fault`.
         expect: ``identical``: the run ends as an undisturbed one; ``unrecoverable``: it fails, and says that too much
             is lost; ``persisted``: it goes back to what was persisted, for nothing better is left, and ends as an
             undisturbed one.

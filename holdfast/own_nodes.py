@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from chaos.faults import send_signals
+from chaos.harm import send_signals
 from holdfast import sessions
 from holdfast.own_command import OwnPlan
 from smp_daemon.errors import DeadlineExceeded, HoldfastError

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from chaos.faults import send_signals
+from chaos.harm import send_signals
 from holdfast.audit import Notes, read, read_last
 from holdfast.own_command import IN_A_RECOVERY, KINDS, PAUSE_S, STEP, OwnFault, OwnPlan, OwnVerdict, draw, judge
 from holdfast.own_nodes import END_DEADLINE_S, JOB, OwnNode

@@ -14,7 +14,8 @@ import pytest
 
 from chaos.campaign import Campaign, summary
 from chaos.cluster import History, Restart
-from chaos.faults import CATALOGUE, Fault
+from chaos.faults import CATALOGUE
+from chaos.ground import Fault
 from chaos.scenario import (
     ON_THE_NETWORK,
     Scenario,

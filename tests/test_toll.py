@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from chaos.cluster import History, Restart
-from chaos.faults import Fault
+from chaos.ground import Fault
 from chaos.launcher import Launcher
 from chaos.toll import Load, account, kills, quiet_step, run
 from smp_daemon.errors import ConfigError

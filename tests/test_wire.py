@@ -329,7 +329,7 @@ RUN = """
 import json, os, psutil
 from chaos.cluster import VirtualCluster
 from chaos.drill import TARGET
-from chaos.faults import Fault
+from chaos.ground import Fault
 from chaos.launcher import Launcher
 from chaos.scenario import WORKLOAD
 
