@@ -26,9 +26,9 @@ from rich.text import Text
 from ec import choose_codec, describe_auto
 from ec.backends import BACKENDS
 from holdfast.checks import Facts, Finding, Mount, Secrets, Verdict
-from smp_daemon.arena import MADV_POPULATE_WRITE, SHMEM_HUGE
 from smp_daemon.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV
 from smp_daemon.paths import arena_base
+from smp_daemon.pool import MADV_POPULATE_WRITE, SHMEM_HUGE
 from snapshot.cuda import REGISTER_BYTES
 from snapshot.runs import streams
 

@@ -1,4 +1,4 @@
-"""The arena: one SMP's directory of slot files on tmpfs. The thin shell around `smp_daemon.slots`.
+"""The arena: one SMP's directory of slot files on tmpfs. All pools, and the layouts that say what they hold.
 
 ::
 
@@ -14,9 +14,7 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import mmap
 import os
 import shutil
 import stat
@@ -24,146 +22,25 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from smp_daemon.budget import Budget, pages, wipe
-from smp_daemon.errors import ArenaTooSmall, ConfigError, ProtocolError
+from smp_daemon.budget import Budget, pages
+from smp_daemon.errors import ConfigError, ProtocolError
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import is_identifier
 from smp_daemon.logs import get_log
 from smp_daemon.points import reach
+from smp_daemon.pool import Pool, room, too_small
 from smp_daemon.records import PART, read_json, write_json
-from smp_daemon.slots import Slot, SlotPool, SlotState
+from smp_daemon.slots import Slot, SlotState
 
-MADV_POPULATE_WRITE = 23
 OVERFLOW_UID = 65534
 """Whom the kernel names where a user of the host has no name in a container."""
 
-SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 SHARD_SUFFIX = "safetensors"
 PARITY_SUFFIX = "parity"
 OWNERSHIP = ("lock", "smp.json")
 """Files that say whose the arena is."""
 
 log = get_log(__name__)
-
-
-class Pool(SlotPool):
-    """A slot pool and its files. Slots of other lengths may remain for as long as their snapshots are kept."""
-
-    def __init__(self, arena: Path, name: str, suffix: str, budget: Budget, zero: bool) -> None:
-        """`zero`: what is given up is overwritten with zeros."""
-        super().__init__(name)
-        self._budget = budget
-        self._zero = zero
-        self.arena = arena
-        self.suffix = suffix
-        self._maps: dict[int, mmap.mmap] = {}
-        self._abandoned: set[int] = set()
-
-    def path(self, slot: Slot) -> Path:
-        """The slot's file."""
-        return self.arena / f"{self.name}.{slot.index}.{self.suffix}"
-
-    def path_of(self, snapshot: SnapshotId) -> str:
-        """Name of the file that holds `snapshot`, sealed. Raises `ProtocolError` if none does."""
-        slot = self.find(snapshot, SlotState.SEALED)
-        if slot is None:
-            raise ProtocolError(f"{snapshot} of {self.name} is not here")
-        return self.path(slot).name
-
-    def record_path(self, slot: Slot) -> Path:
-        """The slot's commit record."""
-        return self.arena / f"{self.name}.{slot.index}.{self.suffix}.json"
-
-    def view(self, slot: Slot) -> memoryview:
-        """The slot's bytes, mapped."""
-        mapped = self._maps.get(slot.index)
-        if mapped is None:
-            mapped = self._maps[slot.index] = _map(self.path(slot), slot.bytes)
-        return memoryview(mapped)
-
-    def create(self, length: int) -> Slot:
-        """A new slot whose file has all its memory reserved.
-
-        Raises:
-            ArenaTooSmall: the file system is full, or more than the arena may take would be taken.
-        """
-        self._budget.take(length)
-        slot = self.add(length)
-        self.record_path(slot).unlink(missing_ok=True)  # of a file that somebody else has deleted
-        try:
-            _reserve(self.path(slot), length)
-        except BaseException:
-            self._drop(slot)
-            raise
-        return slot
-
-    def commit(self, slot: Slot, record: Any) -> None:
-        """Write the commit record: from here on the slot counts.
-
-        Raises:
-            ArenaTooSmall: it cannot be written; the slot is as it was.
-        """
-        before = slot.state
-        self.seal(slot)
-        try:
-            write_json(self.record_path(slot), record)
-        except ArenaTooSmall:
-            slot.state = before
-            raise
-
-    def discard(self, slot: Slot) -> None:
-        """Free the slot. Its commit record goes first, so a crash in between leaves a free slot."""
-        self.record_path(slot).unlink(missing_ok=True)
-        if slot.state is not SlotState.FREE:
-            self._wipe(slot)
-        reach("slot.freed", slot.snapshot.step if slot.snapshot else -1)
-        slot.free()
-
-    def abandon(self, slot: Slot) -> None:
-        """Free the slot of a writer that may not have noticed. In this epoch nobody else writes; see `Arena.fence`."""
-        self.discard(slot)
-        self._wipe(slot)
-        self._abandoned.add(slot.index)
-
-    def is_abandoned(self, slot: Slot) -> bool:
-        """Whether a writer of this epoch may still write into the slot, which is free."""
-        return slot.state is SlotState.FREE and slot.index in self._abandoned
-
-    def is_at(self, slot: Slot, view: memoryview) -> bool:
-        """Whether `view` is still the slot's memory: not once somebody took the slot away."""
-        return slot in self.slots and self._maps.get(slot.index) is view.obj
-
-    def replace(self, slot: Slot) -> None:
-        """Free the slot and give it a new file, so that whoever still maps the old one writes into nothing."""
-        self.discard(slot)
-        self._forget(slot)
-        try:
-            _reserve(self.path(slot), slot.bytes)
-        except BaseException:  # whoever maps the old file may still hold its memory; `Arena.reserve` makes a new one
-            self._drop(slot)
-            raise
-
-    def remove(self, slot: Slot) -> None:
-        """Delete the slot and its file."""
-        self.discard(slot)
-        if self.is_abandoned(slot):
-            self._wipe(slot)
-        self._forget(slot)
-        self._drop(slot)
-
-    def _drop(self, slot: Slot) -> None:
-        self.slots.remove(slot)
-        self._budget.give(slot.bytes)
-
-    def _wipe(self, slot: Slot) -> None:
-        if self._zero and slot.bytes:
-            wipe(self.view(slot))
-
-    def _forget(self, slot: Slot) -> None:
-        self._maps.pop(slot.index, None)
-        self._abandoned.discard(slot.index)
-        self.path(slot).unlink(missing_ok=True)
-        reach("slot.removed")
 
 
 class Arena:
@@ -243,9 +120,9 @@ class Arena:
         ]
         need = sum(pages(length) for _, length in missing)
         self.budget.check(need)
-        room = _room(self.path)
-        if need > room + self.budget.held:
-            raise _too_small(self.path, need, room)
+        left = room(self.path)
+        if need > left + self.budget.held:
+            raise too_small(self.path, need, left)
         created: list[tuple[Pool, Slot]] = []
         try:
             for pool, length in missing:
@@ -397,75 +274,3 @@ def _check_parent(path: Path) -> None:
         )
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX and not stat.S_ISLNK(status.st_mode):
         log.warning("others may write to %s, and replace the arena in it: chmod go-w it", path)
-
-
-def _room(path: Path) -> int:
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
-
-
-def _too_small(path: Path, need: int, room: int) -> ArenaTooSmall:
-    return ArenaTooSmall(
-        f"the arena {path} needs {need:,} bytes more and its file system has {room:,} left: enlarge it "
-        f"(mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: emptyDir medium Memory), "
-        "or use fewer slots or generations (HOLDFAST_GENERATIONS)"
-    )
-
-
-def _reserve(path: Path, length: int) -> None:
-    """A new file of `length` bytes, all of them allocated now: later writes cannot fail with SIGBUS."""
-    room = _room(path.parent)
-    if length > room:  # or everything would be filled before that is noticed
-        raise _too_small(path.parent, length, room)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        reach("slot.opened")
-        _populate_huge(fd, length)
-        os.posix_fallocate(fd, 0, length)
-    except OSError as error:
-        path.unlink()
-        if error.errno == errno.ENOSPC:
-            raise _too_small(path.parent, length, _room(path.parent)) from error
-        raise
-    finally:
-        os.close(fd)
-    reach("slot.made")
-
-
-def _populate_huge(fd: int, length: int) -> None:
-    """Touch all of a new file in huge pages, where the kernel gives them to tmpfs on request.
-
-    Only the first touch decides: what `posix_fallocate` has made of small pages stays so. Where they are refused, or
-    there is no room, nothing is lost: the caller allocates what is missing, and sees the error.
-    """
-    if not _gives_huge_pages():
-        return
-    os.ftruncate(fd, length)
-    with mmap.mmap(fd, length) as mapped:
-        try:
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-            mapped.madvise(MADV_POPULATE_WRITE)
-        except OSError as error:
-            log.debug("no huge pages: %s", error)
-
-
-def _gives_huge_pages() -> bool:
-    """Whether tmpfs gets huge pages if it is asked to, as Linux says it."""
-    try:
-        return "[advise]" in SHMEM_HUGE.read_text()
-    except OSError:
-        return False
-
-
-def _map(path: Path, length: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        mapped = mmap.mmap(fd, length)
-    finally:
-        os.close(fd)
-    mapped.madvise(mmap.MADV_DONTDUMP)
-    try:
-        mapped.madvise(MADV_POPULATE_WRITE)
-    except OSError:
-        log.debug("this kernel does not populate mappings (before Linux 5.14): the first copy will be slower")
-    return mapped

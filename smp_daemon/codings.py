@@ -11,13 +11,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from smp_daemon.arena import Arena, Pool
+from smp_daemon.arena import Arena
 from smp_daemon.errors import DamagedSnapshot, DeadlineExceeded, NoFreeSlot, ProtocolError, StaleEpoch
 from smp_daemon.holdings import Holdings, ParityKey
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_CODINGS
 from smp_daemon.parity import ParityGathering
 from smp_daemon.points import reach
+from smp_daemon.pool import Pool
 from smp_daemon.slots import Slot
 
 

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ec import Stripes, choose_codec
-from smp_daemon.arena import Arena, Pool
+from smp_daemon.arena import Arena
 from smp_daemon.counters import Counters
 from smp_daemon.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.parity import ParityGathering
 from smp_daemon.points import reach
+from smp_daemon.pool import Pool
 from smp_daemon.records import (
     ParityRecord,
     ShardRecord,

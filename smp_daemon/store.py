@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from smp_daemon.arena import Arena, Pool
+from smp_daemon.arena import Arena
 from smp_daemon.board import Board, Outcome
 from smp_daemon.codings import Coding, Codings
 from smp_daemon.counters import Counters
@@ -24,6 +24,7 @@ from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import MAX_COUNT, MAX_UNIT_BYTES
 from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.points import reach
+from smp_daemon.pool import Pool
 from smp_daemon.records import ShardRecord, digest_units, read_json, write_json
 from smp_daemon.slotfile import STAMP_BYTES, read_format, read_stamp
 from smp_daemon.slots import Slot, SlotState

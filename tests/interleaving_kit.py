@@ -29,7 +29,7 @@ from smp_daemon.limits import CALL_DEADLINE_S
 from smp_daemon.records import digest_units, write_json
 from smp_daemon.service import Smp
 from smp_daemon.transport import Message, SocketStream, call, connect
-from snapshot.agreement import Alone, Result
+from snapshot.agreement import Alone, Result, T
 from snapshot.copier import CopyJob
 from snapshot.movers import CpuMover, Piece
 
@@ -298,6 +298,9 @@ class Member:
         turn = self._post(list(values))
         return lambda: [min(each) for each in zip(*self._circle.collect(turn), strict=True)]
 
+    def patiently(self, work: Callable[[], T]) -> T:
+        return work()
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -376,6 +379,7 @@ def gates() -> Iterator[list[BaseException]]:
             "smp_daemon.store.digest_units": _digest_units,
             "smp_daemon.store.write_json": _write_json,
             "smp_daemon.arena.write_json": _write_json,
+            "smp_daemon.pool.write_json": _write_json,
             "threading.excepthook": note,
         }.items():
             stack.enter_context(patch(target, new))

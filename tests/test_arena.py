@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from smp_daemon import arena as arena_module
-from smp_daemon.arena import Arena, Pool
+from smp_daemon import pool as pool_module
+from smp_daemon.arena import Arena
 from smp_daemon.errors import ArenaTooSmall, ConfigError, ProtocolError
 from smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from smp_daemon.pool import Pool
 from smp_daemon.slots import Slot, SlotState
 
 PAGE = mmap.PAGESIZE
@@ -260,7 +262,8 @@ def test_a_file_system_that_fills_up_meanwhile_gets_all_its_room_back(
     arena = Arena(small_tmpfs / "arena")
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (PAGE, 2)})
-    monkeypatch.setattr(arena_module, "_room", lambda path: 1 << 40)
+    for module in (arena_module, pool_module):
+        monkeypatch.setattr(module, "room", lambda path: 1 << 40)
     with pytest.raises(ArenaTooSmall, match=f"needs {5 * PAGE:,} bytes more"):
         arena.reserve({pool: (PAGE, 2), arena.parity_pool(TAG, 0): (5 * PAGE, 4)})
     monkeypatch.undo()
@@ -276,7 +279,7 @@ def test_a_slot_that_cannot_be_mapped_takes_back_the_others(shm: Path, monkeypat
     def refuse(path: Path, length: int) -> Any:
         raise OSError(errno.ENOMEM, "no")
 
-    monkeypatch.setattr(arena_module, "_map", refuse)
+    monkeypatch.setattr(pool_module, "_map", refuse)
     with pytest.raises(OSError, match="no"):
         arena.reserve({pool: (PAGE, 2)})
     assert (pool.slots, files(arena)) == ([], [])
@@ -332,7 +335,7 @@ def test_a_crash_between_the_data_and_the_commit_record_leaves_the_slot_free(
     def die(path: Path, data: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(arena_module, "write_json", die)
+    monkeypatch.setattr(pool_module, "write_json", die)
     with pytest.raises(KeyboardInterrupt):
         hold(pool, 1)
     monkeypatch.undo()
@@ -635,7 +638,7 @@ def test_a_slot_is_whole_whatever_pages_the_kernel_gives(
     shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     (tmp_path / "setting").write_text(setting)
-    monkeypatch.setattr(arena_module, "SHMEM_HUGE", tmp_path / "setting")
+    monkeypatch.setattr(pool_module, "SHMEM_HUGE", tmp_path / "setting")
     arena = Arena(shm / "job")
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (5 * PAGE + 3, 2)})
@@ -651,8 +654,9 @@ def test_a_full_file_system_is_refused_though_huge_pages_were_asked_for(
 ) -> None:
     setting = tmp_path_factory.mktemp("sys") / "setting"
     setting.write_text("[advise]")
-    monkeypatch.setattr(arena_module, "SHMEM_HUGE", setting)
-    monkeypatch.setattr(arena_module, "_room", lambda path: 1 << 40)
+    monkeypatch.setattr(pool_module, "SHMEM_HUGE", setting)
+    for module in (arena_module, pool_module):
+        monkeypatch.setattr(module, "room", lambda path: 1 << 40)
     arena = Arena(small_tmpfs / "job")
     with pytest.raises(ArenaTooSmall):
         arena.reserve({arena.shard_pool("dp0"): (2 * SMALL_TMPFS, 1)})

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main
-from smp_daemon.arena import Arena, Pool
+from smp_daemon.arena import Arena
 from smp_daemon.board import Outcome
 from smp_daemon.budget import RESERVE, Budget, parse_size, wipe, wipe_file
 from smp_daemon.errors import ArenaTooSmall, ConfigError
 from smp_daemon.layout import SnapshotId
+from smp_daemon.pool import Pool
 from smp_daemon.spawn import find_leftovers, sweep
 from tests.smp_kit import Ground, SmpProcess, Trainer, memory_of, playground, run_on
 from tests.test_arena import PAGE, TAG, at, crash, hold

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from smp_daemon.arena import Arena, Pool
+from smp_daemon.arena import Arena
 from smp_daemon.counters import Counters
 from smp_daemon.errors import ArenaTooSmall, DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
 from smp_daemon.holdings import Holdings, Key, ParityKey, ShardKey
 from smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from smp_daemon.pool import Pool
 from smp_daemon.records import ParityRecord, ShardRecord, digest, digest_units, parity_to_json, shard_to_json
 from smp_daemon.slots import SlotState
 

@@ -35,11 +35,11 @@ import pytest
 import torch
 
 from holdfast import HoldfastError, InMemorySnapshot
-from smp_daemon.arena import Pool
 from smp_daemon.holdings import ParityKey
 from smp_daemon.listener import Conversation, Listener, bind_unix
 from smp_daemon.local import checked_peer
 from smp_daemon.paths import ARENA_ENV
+from smp_daemon.pool import Pool
 from smp_daemon.protect import Protector
 from smp_daemon.service import Settings, Smp
 from smp_daemon.spawn import find_leftovers, remove
@@ -752,7 +752,7 @@ MUTANTS: dict[str, dict[str, Any]] = {
     "what is protected is not kept": {"smp_daemon.store.Store.begin": begin_and_keep_nothing(Store.begin)},
     "older writers are not fenced": {
         "smp_daemon.arena.Arena.fence": lambda arena: None,
-        "smp_daemon.arena.Pool.replace": Pool.discard,
+        "smp_daemon.pool.Pool.replace": Pool.discard,
     },
 }
 

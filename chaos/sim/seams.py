@@ -59,7 +59,7 @@ MODULES = {
     "queue": ("protect", "scratch"),
     "socket": ("transport", "listener"),
     "ThreadPoolExecutor": ("monitor", "census", "peers"),
-    "reach": ("store", "protect", "rebuild", "monitor", "arena", "holdings", "codings", "service", "rejoin"),
+    "reach": ("store", "protect", "rebuild", "monitor", "arena", "pool", "holdings", "codings", "service", "rejoin"),
 }
 
 
@@ -187,12 +187,14 @@ def installed() -> Iterator[None]:
         "reach": reach,
     }
     targets = {f"smp_daemon.{m}.{name}": replacements[name] for name, modules in MODULES.items() for m in modules}
-    targets |= {f"smp_daemon.{module}.os": system for module in ("arena", "board", "client", "local", "records")}
-    targets |= {f"smp_daemon.{module}.mmap": MemoryMmap for module in ("arena", "board", "client")}
+    targets |= {
+        f"smp_daemon.{module}.os": system for module in ("arena", "pool", "board", "client", "local", "records")
+    }
+    targets |= {f"smp_daemon.{module}.mmap": MemoryMmap for module in ("pool", "board", "client")}
     targets |= {
         "smp_daemon.peers.grpc": SimGrpc,
         "smp_daemon.arena.fcntl": SimFcntl,
-        "smp_daemon.arena.SHMEM_HUGE": MemoryPath(Disk(), "/sys", "shmem_enabled"),
+        "smp_daemon.pool.SHMEM_HUGE": MemoryPath(Disk(), "/sys", "shmem_enabled"),
         "smp_daemon.arena.shutil": MemoryShutil,
         "smp_daemon.service.psutil": SimPsutil,
         "smp_daemon.transport.Path": MemoryPath,
@@ -204,6 +206,7 @@ def installed() -> Iterator[None]:
         "smp_daemon.store.digest_units": _digest_units,
         "smp_daemon.store.write_json": _write_json,
         "smp_daemon.arena.write_json": _write_json,
+        "smp_daemon.pool.write_json": _write_json,
         "smp_daemon.service.write_json": _write_json,
         "snapshot.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
         "snapshot.connect.start_smp": _start_smp,
