@@ -26,7 +26,7 @@ from integrations.ray_crew import Seat
 from smp_daemon.errors import DeadlineExceeded, HoldfastError
 from smp_daemon.paths import ARENA_ENV, arena_path, read_owner
 from smp_daemon.points import ENV as POINTS_ENV
-from smp_daemon.spawn import find_leftovers, remove
+from smp_daemon.spawn import end
 
 JOB = "job"
 NODE_ENV = "HOLDFAST_NODE"
@@ -283,19 +283,24 @@ class VirtualRay:
             self._driver.kill()
             self._driver.wait(END_DEADLINE_S)
         self.end()
-        for leftover in find_leftovers(self._folder):
-            remove(leftover)
+        for process in self._using_arenas():  # SMPs, and what killed raylets have left and that was not dead yet
+            end(process)
         shutil.rmtree(self._folder)
 
     def end(self) -> None:
         """Kill all of Ray's processes; SMPs and memory stay."""
-        left = psutil.Process().children(recursive=True)
-        left = [process for process in left if _is_rays(process)]
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, END_DEADLINE_S)
+        for process in psutil.Process().children(recursive=True):
+            if _is_rays(process):
+                end(process)
         self._raylets.clear()
+
+    def _using_arenas(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):  # it has ended, or is another user's
+                if Path(process.environ().get(ARENA_ENV, "/")).is_relative_to(self._folder):
+                    found.append(process)
+        return found
 
 
 def _is_rays(process: psutil.Process) -> bool:

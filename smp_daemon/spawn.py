@@ -167,7 +167,7 @@ def remove(leftover: Leftover, *, zero: bool = False) -> None:
         DeadlineExceeded: the SMP did not end.
     """
     if leftover.smp is not None:
-        _end(leftover.smp)
+        end(leftover.smp)
     if zero:
         for pattern in ("*.safetensors", "*.parity"):
             for path in leftover.arena.glob(pattern):
@@ -201,16 +201,20 @@ def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S
     return removed
 
 
-def _end(smp: psutil.Process) -> None:
-    """Kill a process and wait until it has ended. It need not be reaped for that: not every container's init does."""
+def end(process: psutil.Process) -> None:
+    """Kill a process and wait until it has ended. It need not be reaped for that: not every container's init does.
+
+    Raises:
+        DeadlineExceeded: it does not end.
+    """
     try:
-        ended = os.pidfd_open(smp.pid)
+        ended = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return
     try:
-        smp.kill()
+        process.kill()
         if not await_end(ended, STOP_DEADLINE_S):
-            raise DeadlineExceeded(f"SMP {smp.pid} did not end within {STOP_DEADLINE_S:.0f} s")
+            raise DeadlineExceeded(f"process {process.pid} did not end within {STOP_DEADLINE_S:.0f} s")
     except psutil.NoSuchProcess:
         pass  # it was faster
     finally:
