@@ -199,8 +199,8 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         "# A lost node's state: from memory, and from a shared file system",
         "",
-        f"{report['date']}, `make bench-load`, {report['machine']}, load average {before} to {after}:",
-        "the machine did other work all the while. Ratios are of one run.",
+        f"{report['date']}, `make bench-load`, {report['machine']}, load average {before} to {after}",
+        "from before to after. Ratios are of one run.",
         "",
         f"{size} MiB on each node, links of {rate:.0f} MB/s each way, {report['protect']}; medians of "
         f"{report['repeats']} (*all*: once).",

@@ -30,6 +30,7 @@ from smp_daemon.sources import Address, Sources
 from smp_daemon.store import Store
 
 PING_DEADLINE_S = 2.0
+LOOK_EVERY_S = 5.0
 SUSPECT_AFTER_S = 2.0
 """So long, and no longer than any other, a member may be missing that somebody else takes for dead."""
 
@@ -51,6 +52,7 @@ class Monitor:
         self._method = method
         self.trainers = trainers
         self._closed = threading.Event()
+        self._roused = threading.Event()
         self._wanted = threading.Event()
         self._seen: dict[str, float] = {}
         self._suspects: set[str] = set()
@@ -70,6 +72,7 @@ class Monitor:
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
+        self._roused.set()
         self._wanted.set()
 
     def request(self) -> None:
@@ -80,11 +83,12 @@ class Monitor:
         """Somebody who sees nodes from elsewhere, such as Ray, takes this one for dead. It never decides alone: a node
         that answers here is none."""
         self._suspects.add(name)
+        self._roused.set()
 
     # ------------------------------------------------------------------ watching
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(5.0, self._after_s / 5)):
+        while not self._rest():
             layout = self._store.newest_layout()
             if layout is None or layout.epoch != self._store.epoch or not layout.parity:
                 continue
@@ -95,12 +99,20 @@ class Monitor:
             except HoldfastError as error:
                 self._episodes.begin("watch", "the group could not be watched: %s", error)
 
+    def _rest(self) -> bool:
+        """Until it is time to look again; whether the end has come."""
+        self._roused.wait(SUSPECT_AFTER_S / 4 if self._suspects else min(LOOK_EVERY_S, self._after_s / 5))
+        self._roused.clear()
+        return self._closed.is_set()
+
     def _is_incomplete(self, layout: Layout) -> bool:
         """Whether a member is missing for too long, or the group has gone on without this node."""
         group, _ = layout.place(self._store.node)
+        members = layout.members(group)
+        self._suspects &= {member.name for member in members}
         now = time.monotonic()
         behind = False
-        for member in layout.members(group):
+        for member in members:
             try:
                 reply = self._peers.ping(member.control, layout.job, PING_DEADLINE_S)
                 self._seen[member.name] = time.monotonic()
@@ -108,7 +120,7 @@ class Monitor:
                 behind |= reply.epoch == layout.epoch and reply.revision > layout.revision
             except HoldfastError:
                 self._seen.setdefault(member.name, now)
-        return behind or any(now - self._seen[m.name] > self._patience(m.name) for m in layout.members(group))
+        return behind or any(now - self._seen[m.name] > self._patience(m.name) for m in members)
 
     def _patience(self, name: str) -> float:
         return min(self._after_s, SUSPECT_AFTER_S) if name in self._suspects else self._after_s

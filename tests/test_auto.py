@@ -25,6 +25,7 @@ def run(launcher: Launcher, steps: int, slower_at: int, kill: int | None = None)
 
 
 @pytest.mark.cluster
+@pytest.mark.slow  # trains for as long as an interval takes to follow; `test_tuning_online` does it without time
 def test_the_interval_follows_steps_that_take_three_times_as_long(launcher: Launcher) -> None:
     first, second = sorted(run(launcher, 390, 260).of("end"), key=lambda end: end["rank"])
     assert first["taken"] == second["taken"]  # whoever measured what
