@@ -137,12 +137,13 @@ class Trial:
         killed = self._processes[VICTIM]
         if killed.wait(DEADLINE_S) != -signal.SIGKILL:
             raise RuntimeError((self._base / "log").read_text()[-2000:])
-        at = time.monotonic()
+        at, again = time.monotonic(), 1
         if self._way == "restart":
+            again = 2  # survivors may have begun a turn, and left addresses in the store, before they are killed
             for process in self._processes.values():
                 process.kill()
                 process.wait(DEADLINE_S)
-            self._processes = {rank: self._start(rank, 1) for rank in range(self._ranks)}
+            self._processes = {rank: self._start(rank, again) for rank in range(self._ranks)}
         elif spare is not None:
             self._store.set("needed", "1")
             self._processes[VICTIM] = spare
@@ -155,7 +156,7 @@ class Trial:
         for rank in range(self._ranks):
             seen: dict[str, float] = {}
             for event in self._events(rank):
-                if event["at"] >= at - 1.0 and (event["turn"] == 1 or event["moment"] == "noticed"):
+                if event["at"] >= at - 1.0 and (event["turn"] == again or event["moment"] == "noticed"):
                     seen.setdefault(event["moment"], event["at"] - at)
             for moment, seconds in seen.items():
                 first.setdefault(moment, []).append(seconds)
