@@ -182,7 +182,7 @@ class Arena:
             for slot in list(pool.slots):
                 if pool.is_abandoned(slot):
                     pool.remove(slot)
-                elif slot.state in (SlotState.WRITING, SlotState.RECEIVING):
+                elif slot.is_being_filled:
                     pool.replace(slot)
 
     def add_layout(self, layout: Layout) -> None:

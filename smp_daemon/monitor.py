@@ -261,7 +261,6 @@ class Monitor:
 
     def _everywhere(self, reform: Reform, message: dict[str, object]) -> None:
         """Have every node whose group changes do something at the same time; raises the first error of any."""
-
         deadline_s = _phase_deadline(reform.layout)
 
         def ask(name: str) -> None:

@@ -35,6 +35,11 @@ class Slot:
     state: SlotState = SlotState.FREE
     snapshot: SnapshotId | None = None
 
+    @property
+    def is_being_filled(self) -> bool:
+        """Whether somebody is at work to fill it, a trainer or this SMP."""
+        return self.state in (SlotState.WRITING, SlotState.RECEIVING)
+
     def free(self) -> None:
         """Give the slot up, whatever it holds."""
         self.state = SlotState.FREE
@@ -77,7 +82,7 @@ class SlotPool:
 
     def seal(self, slot: Slot) -> None:
         """All bytes of the slot's snapshot are there, with digests."""
-        if slot.state not in (SlotState.WRITING, SlotState.RECEIVING):
+        if not slot.is_being_filled:
             raise ValueError(f"slot {slot.index} of {self.name} is {slot.state}: nothing is being written into it")
         slot.state = SlotState.SEALED
 
