@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import psutil
 from chaos.ground import Fault, Ground
 from chaos.namespaces import inside
 from smp_daemon.errors import ConfigError
+from smp_daemon.paths import ARENA_ENV
 from smp_daemon.persist.manifest import SNAPSHOT, shard_name
 
 # ---------------------------------------------------------------------- trainers
@@ -258,6 +260,17 @@ def send_signals(pid: int | None, *signals: signal.Signals) -> None:
             os.kill(pid or 0, each)
         except ProcessLookupError:
             return
+
+
+def using_arenas(folder: Path) -> list[psutil.Process]:
+    """Processes that were told of an arena in `folder` or below it, in whatever session, SMPs too."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            told = Path(process.environ().get(ARENA_ENV, "/"))
+            if process.status() != psutil.STATUS_ZOMBIE and told.is_relative_to(folder):
+                found.append(process)
+    return found
 
 
 def _signal_all(pids: Sequence[int | None], each: signal.Signals) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Self
 import psutil
 
 from chaos.cluster import History
+from chaos.harm import using_arenas
 from integrations.ray_crew import Seat
 from smp_daemon.errors import DeadlineExceeded, HoldfastError
 from smp_daemon.paths import ARENA_ENV, arena_path, read_owner
@@ -283,7 +284,7 @@ class VirtualRay:
             self._driver.kill()
             self._driver.wait(END_DEADLINE_S)
         self.end()
-        for process in self._using_arenas():  # SMPs, and what killed raylets have left and that was not dead yet
+        for process in using_arenas(self._folder):  # SMPs, and what killed raylets have left and that was not dead yet
             end(process)
         shutil.rmtree(self._folder)
 
@@ -293,14 +294,6 @@ class VirtualRay:
             if _is_rays(process):
                 end(process)
         self._raylets.clear()
-
-    def _using_arenas(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):  # it has ended, or is another user's
-                if Path(process.environ().get(ARENA_ENV, "/")).is_relative_to(self._folder):
-                    found.append(process)
-        return found
 
 
 def _is_rays(process: psutil.Process) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from chaos.harm import send_signals
+from chaos.harm import send_signals, using_arenas
 from holdfast import sessions
 from holdfast.own_command import OwnPlan
 from smp_daemon.errors import DeadlineExceeded, HoldfastError
@@ -76,14 +76,10 @@ class OwnNode:
     def processes(self) -> list[psutil.Process]:
         """All that the command has started here and that still runs, in whatever session, but for the SMP."""
         found = []
-        for process in psutil.process_iter():
-            try:
-                if process.status() == psutil.STATUS_ZOMBIE or "smp_daemon" in process.cmdline():
-                    continue
-                if process.environ().get(ARENA_ENV) == str(self.memory):
+        for process in using_arenas(self.memory):
+            with suppress(psutil.Error):  # it has ended
+                if "smp_daemon" not in process.cmdline():
                     found.append(process)
-            except psutil.Error:
-                continue  # it has ended, or is another user's
         return found
 
     def end(self) -> None:
