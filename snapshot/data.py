@@ -408,6 +408,11 @@ class _Indices:
 
 
 def _read(held: Tree, name: str) -> _Place:
+    if held.get("elsewhere"):
+        raise StateMismatch(
+            f"data {name!r} was read by another number of ranks, whose places say nothing of this one's: use "
+            "holdfast.batches.GlobalBatches, or start with as many ranks as there were"
+        )
     try:
         return _Place(**{field_name: held[field_name] for field_name in _Place.__slots__})
     except (LookupError, TypeError) as error:
