@@ -93,11 +93,11 @@ def plain(value: Any) -> str | None:
     if isinstance(value, np.ndarray) and value.dtype != object:
         return f"{value.dtype}{value.shape} {_digest(value.tobytes())}"
     if isinstance(value, torch.Generator):
-        return _digest(value.get_state().numpy().tobytes())
+        return f"torch.Generator {_digest(value.get_state().numpy().tobytes())}"
     if isinstance(value, np.random.Generator):
-        return _digest(repr(value.bit_generator.state).encode())
+        return f"numpy.random.Generator {_digest(repr(value.bit_generator.state).encode())}"
     if isinstance(value, random.Random):
-        return _digest(repr(value.getstate()).encode())
+        return f"random.Random {_digest(repr(value.getstate()).encode())}"
     if isinstance(value, int) and value.bit_length() > SHORT:
         return hex(value) if value.bit_length() <= 4 * SHORT else _digest(hex(value).encode())  # not in decimal: slow
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | torch.dtype):
