@@ -1,4 +1,5 @@
-"""The loop of the README, with a plain shuffled DataLoader: run it, kill it with ``kill -9`` at any moment, run it again.
+"""The loop of the README, with a plain shuffled DataLoader: run it, kill it with ``kill -9`` at any moment, run it
+again.
 
 ``HOLDFAST_JOB=dataloader python -m examples.dataloader``. Two workers read and augment; dropout, a schedule that is
 stepped once an epoch, and a validation after each epoch draw from the same generators.
@@ -34,9 +35,9 @@ def validate(model: nn.Module) -> float:
     """How many of some random points the model puts on the first spiral."""
     model.eval()
     with torch.no_grad():
-        share = (model(9 * torch.randn(64, 2)).argmax(1) == 0).float().mean().item()
+        on_first = model(9 * torch.randn(64, 2)).argmax(1) == 0
     model.train()
-    return share
+    return float(on_first.float().mean())
 
 
 def main() -> None:
@@ -53,8 +54,8 @@ def main() -> None:
         for epoch in range(snap.epoch, EPOCHS):
             for x, y in snap.data(loader):
                 loss = nn.functional.cross_entropy(model(x), y)
-                loss.backward()
-                print(f"step {snap.step}: epoch {epoch}, loss {loss.item().hex()}", flush=True)
+                torch.autograd.backward(loss)
+                print(f"step {snap.step}: epoch {epoch}, loss {float(loss).hex()}", flush=True)
                 optim.step()
                 optim.zero_grad()
             print(f"epoch {epoch}: {validate(model):.3f} on the first spiral", flush=True)

@@ -93,7 +93,9 @@ def kill_after(process: subprocess.Popen[bytes], lines: int, seconds: float) -> 
 
 def noted(lines: list[str]) -> list[tuple[str, str]]:
     """What was printed of steps and epochs, by name."""
-    return [(name, rest) for name, _, rest in (line.partition(": ") for line in lines) if name[:5] in ("step ", "epoch")]
+    return [
+        (name, rest) for name, _, rest in (line.partition(": ") for line in lines) if name[:5] in ("step ", "epoch")
+    ]
 
 
 def test_the_loop_of_the_readme_is_exact_wherever_it_is_killed(
@@ -111,7 +113,9 @@ def test_the_loop_of_the_readme_is_exact_wherever_it_is_killed(
     killed: list[tuple[str, str]] = []
     for _ in range(5):
         # Seldom enough lines that five lives do not finish the job; some die before their first step ends.
-        told = noted(kill_after(start("dataloader", "killed", tmp_path), drawn.randrange(1, 22), drawn.uniform(0, 0.02)))
+        told = noted(
+            kill_after(start("dataloader", "killed", tmp_path), drawn.randrange(1, 22), drawn.uniform(0, 0.02))
+        )
         assert told
         killed += told
         print(f"killed after {told[-1][0]}, having begun with {told[0][0]}")
