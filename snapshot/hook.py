@@ -574,6 +574,7 @@ class SnapshotHook:
             resumed.check(declared=True)
         if self._open is not None:
             self._take(self._open, marked=unseen)
+        self._beginning.seen = True
 
     def _fence(self, copy: CopyJob) -> None:
         """Wait until what is being copied may change; not for an SMP."""
