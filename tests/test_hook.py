@@ -173,9 +173,9 @@ def test_only_every_nth_step_is_taken(arena: Path) -> None:
         assert snap.statistics.taken == 3
 
 
-def test_with_two_slots_steps_are_skipped_rather_than_waited_for(arena: Path) -> None:
+def test_without_a_free_slot_steps_are_skipped_rather_than_waited_for(arena: Path) -> None:
     model, optim = small()
-    with InMemorySnapshot(model, optim, slots=2) as snap:
+    with InMemorySnapshot(model, optim, slots=3) as snap:
         train(snap, model, optim, 8)
         assert snap.protected_step is not None
         assert snap.statistics.taken + snap.statistics.skipped == 8
@@ -310,7 +310,8 @@ def test_a_job_id_is_no_path(arena: Path, monkeypatch: pytest.MonkeyPatch, job: 
     ("options", "message"),
     [
         ({"every": 0}, "every=0"),
-        ({"slots": 1}, "slots=1"),
+        ({"slots": 2}, "slots=2: a shard has 3 to 16 slots"),
+        ({"slots": 17}, "slots=17: a shard has 3 to 16 slots"),
         ({"protect": "6+0"}, "k and m must be at least 1"),
         ({"protect": "copies:0"}, "k and m must be at least 1"),
         ({"protect": "200+56"}, "k + m at most 255"),
