@@ -34,6 +34,7 @@ import torch
 from smp_daemon.board import MAX_PAUSE_S, Outcome, Phase
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
 from smp_daemon.logs import Episodes, about, get_log, log_here
 from smp_daemon.paths import arena_path
 from snapshot.adapter import Adapter
@@ -133,8 +134,8 @@ class SnapshotHook:
         restore_step: int | None = None,
         elastic: bool | None = None,
     ) -> None:
-        if not 2 <= slots <= 16:
-            raise ConfigError(f"slots={slots}: a shard has 2 to 16 slots")
+        if not MIN_SLOTS <= slots <= MAX_SLOTS:
+            raise ConfigError(f"slots={slots}: {SLOTS_RULE}")
         self._adapter = adapter
         self._job = job or job_from_environment()
         self._wishes = wishes_from_environment(
@@ -152,8 +153,10 @@ class SnapshotHook:
         self._deadline_s = deadline_s
         self._elastic = elastic_from_environment() if elastic is None else elastic
         self._slots = slots + self._wishes.generations - 1
-        if self._slots > 16:
-            raise ConfigError(f"slots={slots} and {self._wishes.generations} generations: together at most 17")
+        if self._slots > MAX_SLOTS:
+            raise ConfigError(
+                f"slots={slots} and {self._wishes.generations} generations: together at most {MAX_SLOTS + 1}"
+            )
         self._ledger = Ledger(self._slots, generations=self._wishes.generations)
         self._copy: CopyJob | None = None
         self._outcomes: Result | None = None
