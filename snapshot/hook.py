@@ -48,7 +48,7 @@ from snapshot.capture import Capture
 from snapshot.connect import job_from_environment, warn_of_stale_store
 from snapshot.copier import Copier, CopyJob, Retaken
 from snapshot.data import Data
-from snapshot.elastic import elastic_from_environment
+from snapshot.elastic import ELSEWHERE, elastic_from_environment
 from snapshot.errors import Misfit
 from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
@@ -228,10 +228,8 @@ class SnapshotHook:
             self._iteration = number + 1
 
     def data(self, source: Any, *, name: str = DATA, ahead: int | None = None, exact: bool = True) -> Data:
-        """One pass through a `DataLoader`, or another source of batches; each batch begins a step, as `begin` does.
-
-        After a restore it goes on in the middle of the pass, with the next batch that training would have seen. `epoch`
-        says how many passes are over.
+        """A `DataLoader`, or another source of batches, that goes on where it was; each batch begins a step, as `begin`
+        does. Each loop over it is one pass; `epoch` says how many are over.
 
         ::
 
@@ -240,18 +238,22 @@ class SnapshotHook:
                     ...
 
         Args:
-            source, ahead, exact: see `snapshot.data.Data`. Another source under the same name is read from the next
-                pass on.
+            source, ahead, exact: see `snapshot.data.Data`.
             name: which source it is, if there are several.
 
         Raises:
-            ConfigError: the source cannot be gone through again.
-            StateMismatch: in the loop, at once after a restore: the place was not found again; the message says why.
+            ConfigError: the source cannot be read again; or what is known of its place holds for another number of
+                ranks.
         """
         self._declare()
         known = self._data.get(name)
         if known is None:
             held = self._held_data.pop(name, None)
+            if held == ELSEWHERE:
+                raise ConfigError(
+                    f"data({name!r}) was read by another number of ranks, so its place cannot be found again: cut "
+                    "batches with `holdfast.batches.GlobalBatches` where the number of ranks may change"
+                )
             known = Data(source, name, held, self._mark, self._begin, ahead=ahead, exact=exact)
             self._data[name] = known
         elif known.source is not source:
