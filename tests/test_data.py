@@ -684,6 +684,21 @@ def test_reading_that_draws_otherwise_is_refused() -> None:
         restart(lambda: drawing(2), lambda: drawing(3), 1)
 
 
+def test_an_evaluation_begins_no_step() -> None:
+    data = Hook().data(loader())
+    with torch.no_grad(), pytest.raises(ConfigError, match="'data' is read where gradients are off"):
+        next(iter(data))
+
+
+def test_accelerates_loader_says_where_it_is_only_if_the_one_in_it_does() -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def make() -> Any:
+        return accelerate.Accelerator(cpu=True).prepare(loader(shuffle=True))
+
+    check(over(make, passes=1))
+
+
 def test_two_loops_over_one_source_are_told_apart() -> None:
     hook = Hook()
     data = hook.data(loader())
