@@ -100,8 +100,14 @@ class _Snapshot(InMemorySnapshot):
             return
         while isinstance(original, _StandIn):  # of a run that this process has given up
             original = original.original
-        setattr(self._training, name, _StandIn(original, make(original)))
-        self._undo.append(lambda: setattr(self._training, name, original))
+        stand_in = _StandIn(original, make(original))
+        setattr(self._training, name, stand_in)
+
+        def undo() -> None:
+            if getattr(self._training, name) is stand_in:
+                setattr(self._training, name, original)
+
+        self._undo.append(undo)
 
 
 class _StandIn:
