@@ -224,7 +224,7 @@ class SnapshotHook:
             yield number
             self._iteration = number + 1
 
-    def data(self, source: Any, *, name: str = DATA) -> Data:
+    def data(self, source: Any, *, name: str = DATA, ahead: int | None = None, exact: bool = True) -> Data:
         """One pass through a `DataLoader`, or another source of batches; each batch begins a step, as `begin` does.
 
         After a restore it goes on in the middle of the pass, with the next batch that training would have seen. `epoch`
@@ -237,19 +237,22 @@ class SnapshotHook:
                     ...
 
         Args:
-            source: see `snapshot.data.Data`.
+            source, ahead, exact: see `snapshot.data.Data`. Another source under the same name is read from the next
+                pass on.
             name: which source it is, if there are several.
 
         Raises:
-            ConfigError: the source cannot be gone through again; or it is another than before under that name.
+            ConfigError: the source cannot be gone through again.
+            StateMismatch: in the loop, at once after a restore: the place was not found again; the message says why.
         """
         self._declare()
         known = self._data.get(name)
-        if known is None or known.source is not source:
+        if known is None:
             held = self._held_data.pop(name, None)
-            if known is not None:
-                held = known.state() | {"taken": 0} if held is None else held
-            known = self._data[name] = Data(source, name, held, self._mark, self._begin)
+            known = Data(source, name, held, self._mark, self._begin, ahead=ahead, exact=exact)
+            self._data[name] = known
+        elif known.source is not source:
+            known.source = source
         return known
 
     @property
@@ -574,6 +577,7 @@ class SnapshotHook:
             resumed.check(declared=True)
         if self._open is not None:
             self._take(self._open, marked=unseen)
+        self._beginning.seen = True
 
     def _fence(self, copy: CopyJob) -> None:
         """Wait until what is being copied may change; not for an SMP."""

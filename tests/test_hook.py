@@ -491,6 +491,7 @@ def test_an_smp_that_was_made_ready_ahead_is_the_one_that_serves(arena: Path) ->
     model, optim = small()
     with InMemorySnapshot(model, optim, start=False, keep=True, protect="none") as snap:
         train(snap, model, optim, 2)
+        snap.begin()
         assert snap.drain(10)
     prefetch().join(30)
     assert smp_pid(arena) == pid
@@ -498,7 +499,7 @@ def test_an_smp_that_was_made_ready_ahead_is_the_one_that_serves(arena: Path) ->
         assert again.step == 2
 
 
-def test_a_frozen_base_is_restored_though_it_is_copied_once(arena: Path) -> None:
+def test_a_frozen_base_is_restored(arena: Path) -> None:
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 3))
         for parameter in model[0].parameters():
@@ -508,6 +509,7 @@ def test_a_frozen_base_is_restored_though_it_is_copied_once(arena: Path) -> None
     model, optim = make()
     with InMemorySnapshot(model, optim, keep=True, protect="none") as snap:
         train(snap, model, optim, 6)
+        snap.begin()
         assert snap.drain(10)
     fresh, fresh_optim = make()
     with InMemorySnapshot(fresh, fresh_optim, protect="none") as snap:
