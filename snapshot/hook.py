@@ -50,6 +50,7 @@ from snapshot.copier import Copier, CopyJob, Retaken
 from snapshot.data import Data
 from snapshot.elastic import ELSEWHERE, elastic_from_environment
 from snapshot.errors import Misfit
+from snapshot.gradients import Gradients
 from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
@@ -67,6 +68,9 @@ from snapshot.witness import StateChanged
 PATIENCE_S = 0.5
 """How long ``optim.step()`` may wait for a copy to begin. If the SMP gives no slot by then, it does not wait at all
 until one begins by itself again."""
+
+STARVED_S = 30.0
+"""If a snapshot is not protected for so long, and there is no slot for another, that is worth a warning."""
 
 DATA = "data"
 """How a source of batches is called if nobody says."""
@@ -407,6 +411,7 @@ class SnapshotHook:
                 lambda: self.protected_step,
             )
         self._boundary = Boundary(self._adapter.optimizers(), self._adapter.modules(), self, self._adapter.scalers())
+        self._gradients = Gradients(self._adapter.modules(), log.warning)
         if self._restored.snapshot is not None:
             self._rewind = self._restored.rewind
             self._iteration = self._restored.loop.get("iteration")
@@ -439,6 +444,7 @@ class SnapshotHook:
         After an exception everything stays, for the restart.
         """
         self._boundary.remove()
+        self._gradients.remove()
         self._smp.say_end(self._step, error)
         self._pace.fence()
         if kind is None and self._keep:
@@ -517,6 +523,7 @@ class SnapshotHook:
         self._stepped = False
         self._open = None
         self._beginning.over()
+        self._gradients.stepped()
         self._step += 1
         self._phase = Phase.STEP
         self._client.beat(self._phase, self._step)
@@ -618,11 +625,14 @@ class SnapshotHook:
             return
         *outcomes, fits_everywhere, interval, self._persist_due = self._outcomes()
         self._outcomes = None
-        self._cadence.agree(-interval)
+        if saying := self._cadence.agree(-interval):
+            self._copier.say(saying)
         rhythm, self.statistics.why = self._cadence.rhythm, self._cadence.why
         self.statistics.interval, self.statistics.overhead = rhythm.interval, rhythm.overhead
         results = [Outcome(value) for value in outcomes]
         self.statistics.protected += results.count(Outcome.PROTECTED)
+        if Outcome.PROTECTED in results:
+            self._episodes.end("starved", "snapshots are protected again: step %d", self._step)
         self.statistics.failed += results.count(Outcome.FAILED)
         self._ledger = self._ledger.settle(results)
         over = [copy.error for snapshot, copy in self._copies.items() if snapshot not in self._ledger.pending]
@@ -652,6 +662,8 @@ class SnapshotHook:
     def _prepare(self) -> None:
         """A snapshot is due when the next step begins, if there is a slot for it. A collective call."""
         self._open = self._copy = None  # without a copy a snapshot counts as failed: the others go on taking part
+        if not self._ledger.may_begin:
+            self._starve()
         if not self._ledger.may_begin or not (self._planned or self._configure()):
             self.statistics.skipped += 1
             return
@@ -660,6 +672,16 @@ class SnapshotHook:
         self._ledger = self._ledger.begin(snapshot)
         self.statistics.taken += 1
 
+    def _starve(self) -> None:
+        """Every slot holds a snapshot that is kept or still being protected. If that lasts, it is said."""
+        oldest = next((self._copies[each] for each in self._ledger.pending if each in self._copies), None)
+        if oldest is not None and time.monotonic() - oldest.begun_s > STARVED_S:
+            text = (
+                "no snapshot is taken: %s has been waiting for %.0f s to be sealed and protected; is the SMP of a node "
+                "slow or stopped? `holdfast status` tells"
+            )
+            self._episodes.begin("starved", text, oldest.snapshot, time.monotonic() - oldest.begun_s)
+
     def _take(self, due: _Due, *, marked: bool = False, instead: CopyJob | None = None) -> None:
         """Capture the state as it is now."""
         snapshot = due.snapshot
@@ -667,7 +689,7 @@ class SnapshotHook:
         try:
             copy = self._capture.begin(snapshot, due.keep, due.protected, declared=self._declared, marked=marked)
         except Misfit as error:
-            log.info("%s needs a new layout: %s", snapshot, error, extra=about(snapshot))
+            self._episodes.begin("layout", "no snapshot of step %d, a new layout is made: %s", self._step, error)
             self._misfit = True
         except HoldfastError as error:
             if self._strict:
@@ -738,7 +760,9 @@ class SnapshotHook:
         )
         self._cadence.placed(self._layout)
         self._index = [shard.coord for shard in self._layout.node(self._client.node).shards].index(self._coord)
-        self._episodes.end("layout", "all SMPs are back, and memory is reserved for step %d", self._step)
+        self._episodes.end("layout", "memory is reserved anew: snapshots are taken from step %d on", self._step)
+        if self._layout.coords[0] == self._coord:
+            self._copier.say(self._cadence.plan_in_words())
 
     def _over(self, job: CopyJob) -> None:
         """A copy is sealed, or was given up. Called in one of the copy threads."""
