@@ -108,7 +108,7 @@ class Data:
         Args:
             source: a `DataLoader`, a sequence of batches, anything else that gives a new iterator each time, or a
                 function without arguments that returns one. What has ``state_dict`` and ``load_state_dict`` is asked
-                for its place and told it; everything else is read again.
+                for its place and told it, but for loaders with workers; everything else is read again.
             held: `state` of the run before.
             mark: called before each batch is read: what `state` gives then belongs to the boundary.
             begin: called when a batch was read, before it is given: the next step begins. Not at the end of a pass.
@@ -286,7 +286,7 @@ class Data:
         place.own = own_generators.capture(self._own)
         # Asked between passes, torchdata's loader makes an iterator, and that draws.
         if _is_stateful(self._source) and (place.under_way or not _is_loader(self._source)):
-            place.loader = copy.deepcopy(self._source.state_dict())
+            place.loader = _without_tensors(copy.deepcopy(self._source.state_dict()))
         return place.to_tree()
 
     # ------------------------------------------------------------------ after a restore
@@ -302,7 +302,7 @@ class Data:
         if place.under_way:
             return self._rebuild(told=stateful and place.loader is not None, checked=checked)
         if place.loader is not None and stateful and not _is_loader(self._source):
-            self._source.load_state_dict(copy.deepcopy(place.loader))
+            self._source.load_state_dict(_with_tensors(place.loader))
         own_generators.restore(self._own, place.own, f"data {self.name!r}")
         return None
 
@@ -313,7 +313,7 @@ class Data:
             own_generators.restore(self._own, place.own_start, owner)
             rng.restore(_unpacked(place.start))
             if told:
-                self._source.load_state_dict(copy.deepcopy(place.loader))
+                self._source.load_state_dict(_with_tensors(place.loader))
             iterator = self._open()
             if not told:
                 self._read_again(iterator, checked)
@@ -327,7 +327,7 @@ class Data:
         place = self._place
         if not place.taken:
             return
-        log.info("data %r: %d batches of pass %d are read again", self.name, place.taken, place.epoch)
+        log.info("data %r: batches read again of pass %d: %d", self.name, place.epoch, place.taken)
         began = time.monotonic()
         drawn = dict(place.drawn)
         batch, history = None, ""
@@ -444,8 +444,12 @@ def _is_loader(source: Any) -> bool:
 
 
 def _is_stateful(source: Any) -> bool:
-    """Accelerate's loaders have a ``state_dict`` that fails unless the loader which they wrap has one."""
-    return isinstance(source, Stateful) and isinstance(getattr(source, "base_dataloader", source), Stateful)
+    """Whether a source can be asked for its place and told it. A loader with workers is read again all the same: what
+    it says of them leaves out their random generators. Accelerate's loaders have a ``state_dict`` that fails unless the
+    loader which they wrap has one."""
+    if not (isinstance(source, Stateful) and isinstance(getattr(source, "base_dataloader", source), Stateful)):
+        return False
+    return not _is_loader(source) or getattr(source, "num_workers", 0) == 0
 
 
 def _is_iterable(source: Any) -> bool:
@@ -468,11 +472,41 @@ def _is_of_iterables(loader: Any) -> bool:
     return isinstance(loader.dataset, torch_data.IterableDataset)
 
 
+# ---------------------------------------------------------------------- tensors as plain values
+# Those among what is captured would be leaves of the slot, and its layout another whenever one comes or goes.
+
+
+def _without_tensors(value: Any) -> Any:
+    match value:
+        case torch.Tensor():
+            octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return {"tensor of": value.dtype, "shape": list(value.shape), "bytes": octets}
+        case dict() if type(value) is dict:
+            return {key: _without_tensors(part) for key, part in value.items()}
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(map(_without_tensors, value))
+    return value
+
+
+def _with_tensors(value: Any) -> Any:
+    """What `_without_tensors` was given; a copy."""
+    match value:
+        case {"tensor of": dtype, "shape": shape, "bytes": octets}:
+            made = torch.empty(shape, dtype=dtype)
+            made.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(octets))
+            return made
+        case dict() if type(value) is dict:
+            return {key: _with_tensors(part) for key, part in value.items()}
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(map(_with_tensors, value))
+    return copy.deepcopy(value)
+
+
 # ---------------------------------------------------------------------- the global generators, as plain values
 
 
 def _generators() -> Tree:
-    """Their states, without tensors: those would be leaves of the slot, each time others."""
+    """Their states, without tensors."""
     state = rng.capture()
     packed = {**state, "torch": state["torch"].numpy()}
     if "cuda" in state:
