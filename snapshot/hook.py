@@ -412,6 +412,7 @@ class SnapshotHook:
             )
         self._boundary = Boundary(self._adapter.optimizers(), self._adapter.modules(), self, self._adapter.scalers())
         self._gradients = Gradients(self._adapter.modules(), log.warning)
+        self._capture.entered()
         if self._restored.snapshot is not None:
             self._rewind = self._restored.rewind
             self._iteration = self._restored.loop.get("iteration")
@@ -492,6 +493,8 @@ class SnapshotHook:
     def on_forward(self, number: int) -> None:
         """A module runs forward, in training mode and with gradients: the step begins, if the loop does not say so."""
         if not self._declared:
+            if not self._forward:
+                self._capture.first_began()
             self._forward = number
             self._begin()
 
