@@ -60,7 +60,7 @@ class FedImpro:
 
     def step(self, step: int, middle: Callable[[], None]) -> float:
         if self.snap is not None:
-            self.snap.on_forward()
+            self.snap.begin()
         picked = self.picks.choice(CLIENTS, PICKED * dist.get_world_size(), replace=False)
         mine = picked[dist.get_rank() :: dist.get_world_size()]
         moved = [torch.zeros_like(parameter) for parameter in self.model.parameters()]

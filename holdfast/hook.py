@@ -18,8 +18,10 @@ class InMemorySnapshot(SnapshotHook):
     step; its state is copied while the next step runs. All ranks enter together, after the process group, the model
     and the optimizer are made, and before data is read. Leaving without an exception ends the job: memory is freed.
 
-    The state is that at the return of ``optim.step()``; schedules and group options count as they are when the
-    next forward begins. Update counters of your own that are in `extra` before ``optim.step()``.
+    The state at a boundary is the state with which the next training step begins. What code between two steps leaves
+    behind (clamped weights, averages, schedules, counters) belongs to it; what it borrows and gives back (weights
+    swapped for an evaluation) does not. Say where a step begins with `steps`, `data` or `begin`; else the first forward
+    in training mode and with gradients after ``optim.step()`` begins it.
 
     Args:
         model: a module, or a list of modules (Megatron's chunks).
@@ -105,18 +107,15 @@ class InMemorySnapshot(SnapshotHook):
 
 
 class SettledSnapshot(InMemorySnapshot):
-    """For trainers that say when a step begins: `settle`. Forward does not say so, as evaluation runs it too, and what
-    follows from that still belongs to the step before.
+    """For trainers that say when a step begins: `settle`.
 
     Attributes:
         torn: the trainer is in the middle of something; what it says of itself is of no use to a snapshot.
     """
 
     torn = False
+    checks_resumption = False  # trainers restore what is theirs after entering
 
     def settle(self) -> None:
         """The next step begins; all of the last one is done."""
-        super().on_forward()
-
-    def on_forward(self) -> None:
-        """Says nothing here."""
+        self.begin()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,6 +120,9 @@ class BaseAdapter:
         self.carried = early.get("streams", {})
         rng.restore(early["rng"])
 
+    def rewinding(self, early: Tree) -> Callable[[], None]:
+        return partial(rng.restore, early["rng"])
+
     def _extras(self, *, late: bool) -> Tree:
         """States of those extras that settle late, or of the others. A gradient scaler is updated as schedules are."""
         return {
@@ -133,7 +137,7 @@ class BaseAdapter:
 def buffers(module: torch.nn.Module, prefix: str) -> Iterator[LiveTensor]:
     """A module's buffers, persistent or not. Forward may change them."""
     for name, buffer in module.named_buffers():
-        yield LiveTensor(f"{prefix}.{name}", local(buffer), Change.FORWARD, block=block_of(buffer))
+        yield LiveTensor(f"{prefix}.{name}", local(buffer), Change.ANY, block=block_of(buffer))
 
 
 def check_modules(model: Any) -> list[torch.nn.Module]:

@@ -11,7 +11,7 @@ counter there, and training goes on with wrong bias corrections.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class MegatronAdapter(BaseAdapter):
         for i, chunk in enumerate(self._modules):
             for name, parameter in chunk.named_parameters():
                 if not parameter.requires_grad:
-                    yield LiveTensor(f"model{i}.{name}", parameter, Change.NEVER, replicated=True)
+                    yield LiveTensor(f"model{i}.{name}", parameter, Change.STEP, replicated=True)
             yield from buffers(chunk, f"model{i}")
         for i, state in enumerate(self._states):
             updated = state.updated()
@@ -118,7 +118,20 @@ class MegatronAdapter(BaseAdapter):
             if scaler is not None:
                 part.grad_scaler.load_state_dict(scaler)
         super().load(early, late, fixed)
-        tensor_parallel.get_cuda_rng_tracker().set_states(early["tracker"])
+        self.rewinding(early)()
+
+    def rewinding(self, early: Tree) -> Callable[[], None]:
+        ours, tracker = super().rewinding(early), early["tracker"]
+
+        def rewind() -> None:
+            ours()
+            # Its generators draw from these tensors: they are copied, or the next draws would change what is kept.
+            states = {
+                name: state.clone() if isinstance(state, torch.Tensor) else state for name, state in tracker.items()
+            }
+            tensor_parallel.get_cuda_rng_tracker().set_states(states)
+
+        return rewind
 
     def _derive(self) -> None:
         """Make the model's weights from the main parameters, as ``optimizer.step()`` does."""

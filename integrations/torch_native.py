@@ -63,12 +63,10 @@ class TorchAdapter(BaseAdapter):
         return {**super().fixed(), "export": export}
 
     def tensors(self) -> Iterator[LiveTensor]:
-        updated = {id(parameter) for state in self._states for _, parameter in state.parameters()}
         for i, module in enumerate(self._modules):
             for name, parameter in module.named_parameters():
-                change = Change.STEP if parameter.requires_grad or id(parameter) in updated else Change.NEVER
                 block = block_of(parameter)
-                yield LiveTensor(f"model{i}.{name}", local(parameter), change, self._replicated, block=block)
+                yield LiveTensor(f"model{i}.{name}", local(parameter), Change.STEP, self._replicated, block=block)
             yield from buffers(module, f"model{i}")
         for state in self._states:
             yield from state.tensors()

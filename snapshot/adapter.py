@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -44,13 +44,10 @@ class Block(NamedTuple):
 
 
 class Change(Enum):
-    """What may change a tensor of the state, and so when it is copied."""
+    """When a tensor of the state may change, and so how it is copied."""
 
-    STEP = "only optim.step(): copied while forward and backward run"
-    FORWARD = "forward or backward, too: copied at the boundary, at once"
-    NEVER = "nothing that is known of: copied once into each slot, and watched"
-    AFTER = "optim.step(), and code between it and the next forward: copied from then on"
-    ANY = "anything at all: copied when the next forward begins, at once"
+    STEP = "between steps only: copied while forward and backward run, and checked"
+    ANY = "at any time, as buffers do: copied at once when the step begins"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +103,7 @@ class Adapter(Protocol):
         ...
 
     def modules(self) -> Sequence[torch.nn.Module]:
-        """The modules whose forward begins a step."""
+        """The modules whose forward, in training and with gradients, begins a step."""
         ...
 
     def optimizers(self) -> Sequence[Any]:
@@ -134,11 +131,11 @@ class Adapter(Protocol):
         ...
 
     def early(self) -> Tree:
-        """State that the next step's data loading may change: random generators, data iterators."""
+        """State that reading data for the next step changes: random generators, data iterators."""
         ...
 
     def late(self) -> Tree:
-        """State that is still changed between ``optim.step()`` and the next forward: schedules, group options."""
+        """State that code between two steps changes: schedules, group options."""
         ...
 
     def verify(self) -> None:
@@ -159,4 +156,8 @@ class Adapter(Protocol):
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         """Take over what `early`, `late` and `fixed` gave, after the tensors are back; random generators last."""
+        ...
+
+    def rewinding(self, early: Tree) -> Callable[[], None]:
+        """What puts the random generators back as they are in `early`, and nothing else, whenever it is called."""
         ...

@@ -40,8 +40,11 @@ class Agreement(Protocol):
         """What every rank gave, in rank order. Blocks; raises `AgreementLost`."""
         ...
 
-    def minimum(self, values: Sequence[int]) -> Result:
-        """Starts an element-wise minimum over all ranks; calling the result waits for it."""
+    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
+        """Starts an element-wise minimum over all ranks; calling the result, in any thread, waits for it.
+
+        Values that are not there yet may be given by what waits for them; it is called in another thread.
+        """
         ...
 
     def patiently(self, work: Callable[[], T]) -> T:
@@ -78,8 +81,8 @@ class Alone:
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
 
-    def minimum(self, values: Sequence[int]) -> Result:
-        return lambda: list(values)
+    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
+        return lambda: list(values() if callable(values) else values)
 
     def patiently(self, work: Callable[[], T]) -> T:
         return work()
@@ -115,12 +118,16 @@ class Group:
         self._run(lambda: dist.all_gather(everyone, mine, group=self._group))
         return [bytes(part[:length].numpy()) for part, length in zip(everyone, lengths, strict=True)]
 
-    def minimum(self, values: Sequence[int]) -> Result:
-        tensor = torch.tensor(values, dtype=torch.int64)
-        started = self._starter.submit(dist.all_reduce, tensor, dist.ReduceOp.MIN, self._group, async_op=True)
+    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
+        def start() -> tuple[Any, torch.Tensor]:
+            tensor = torch.tensor(values() if callable(values) else values, dtype=torch.int64)
+            return dist.all_reduce(tensor, dist.ReduceOp.MIN, self._group, async_op=True), tensor
+
+        started = self._starter.submit(start)  # one thread, so that all ranks start collectives in the same order
 
         def result() -> list[int]:
-            self._run(lambda: started.result().wait())
+            work, tensor = self._run(started.result)
+            self._run(work.wait)
             return tensor.tolist()
 
         return result

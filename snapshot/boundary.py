@@ -1,15 +1,21 @@
-"""Finding the boundary between steps: just before and just after ``optim.step()``, and the next forward."""
+"""Finding out where a step ends and the next one begins: hooks on optimizers, modules and gradient scalers."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+
+from smp_daemon.errors import ConfigError
+
+BEGIN = "call `snap.begin()` at the top of the loop, or use `snap.steps(n)` or `snap.data(loader)`"
+"""What mends it where a loop cannot be followed by itself."""
 
 
 class Listener(Protocol):
@@ -23,16 +29,24 @@ class Listener(Protocol):
         """``optim.step()`` has returned, or was skipped."""
         ...
 
-    def on_forward(self) -> None:
-        """A module is about to run forward."""
+    def on_forward(self, number: int) -> None:
+        """A module is about to run forward, in training and with gradients, for the `number`-th time."""
+        ...
+
+    def on_backward(self, number: int) -> None:
+        """Gradients of that forward are computed, so it was no evaluation; 0: of one that nobody told of."""
         ...
 
 
 class Boundary:
     """Hooks on optimizers, modules and gradient scalers; `remove` takes them off again.
 
-    With several optimizers, the state may change before the step of each, and a step ends with that of the last.
+    With several optimizers, the state may change before the step of each, and a step ends with that of the last. If the
+    loop says itself where its steps begin (`declared`), the listener hears of each optimizer.
     A `GradScaler` that finds an overflow skips the step; the boundary is then where the step would have been.
+
+    Attributes:
+        declared: the order of optimizers does not matter.
     """
 
     def __init__(
@@ -42,19 +56,30 @@ class Boundary:
         listener: Listener,
         scalers: Iterable[GradScaler] = (),
     ) -> None:
+        self.declared = False
         self._undo: list[Callable[[], None]] = []
         self._listener = listener
         self._last = optimizers[-1]
         self._ended = True
+        self._stepped: list[Any] = []
+        self._others = [optimizer for optimizer in optimizers if optimizer is not self._last]
         self._depth: Counter[int] = Counter()
-        for module in modules:
-            handle = module.register_forward_pre_hook(lambda module, inputs: self._forward())
-            self._undo.append(handle.remove)
+        self._forwards = 0
+        self._running: list[int] = []
+        # torch.compile must call these, not look into them: they talk to other threads and processes.
+        before, after, backward = map(torch.compiler.disable, (self._before, self._after, self._backward))
+        for module in _running(modules):
+            self._undo.append(module.register_forward_pre_hook(lambda module, _: self._forward(module)).remove)
+            self._undo.append(
+                module.register_forward_hook(lambda _m, _i, out: self._forwarded(out), always_call=True).remove
+            )
+        for parameter in _first_trained(modules):
+            self._undo.append(parameter.register_hook(lambda _: backward(0)).remove)  # type: ignore[no-untyped-call]
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
-                before = optimizer.register_step_pre_hook(lambda stepped, *_: self._before(stepped))
-                after = optimizer.register_step_post_hook(lambda stepped, *_: self._after(stepped))
-                self._undo += [before.remove, after.remove]
+                first = optimizer.register_step_pre_hook(lambda stepped, *_: before(stepped))
+                then = optimizer.register_step_post_hook(lambda stepped, *_: after(stepped))
+                self._undo += [first.remove, then.remove]
             else:
                 self._undo.append(self._wrap_optimizer(optimizer))
         for scaler in scalers:
@@ -65,10 +90,27 @@ class Boundary:
         while self._undo:
             self._undo.pop()()
 
-    def _forward(self) -> None:
+    def _forward(self, module: torch.nn.Module) -> None:
         if torch.compiler.is_compiling():
-            return  # it would break the graph; before the next step there is another chance
-        self._listener.on_forward()
+            return  # it would break the graph
+        number = 0
+        if module.training and torch.is_grad_enabled():
+            self._forwards += 1
+            number = self._forwards
+            self._listener.on_forward(number)
+        self._running.append(number)
+
+    def _forwarded(self, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        number = self._running.pop()
+        if torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._backward(number))  # type: ignore[no-untyped-call]
+
+    def _backward(self, number: int) -> None:
+        self._listener.on_backward(number)
 
     def _before(self, optimizer: Any) -> None:
         """Of steps within steps, as with ``super().step()``, only the outermost counts."""
@@ -76,14 +118,31 @@ class Boundary:
             self._depth[id(optimizer)] = 0  # the one before raised
         self._depth[id(optimizer)] += 1
         if self._depth[id(optimizer)] == 1:
+            self._check_order(optimizer)
             self._ended = False
             self._listener.before_step()
 
     def _after(self, optimizer: Any) -> None:
         self._depth[id(optimizer)] = max(0, self._depth[id(optimizer)] - 1)
-        if optimizer is self._last and not self._depth[id(optimizer)]:
+        if self._depth[id(optimizer)]:
+            return
+        if optimizer is self._last:
             self._ended = True
+        if self.declared or optimizer is self._last:
             self._listener.after_step()
+
+    def _check_order(self, optimizer: Any) -> None:
+        """Raises `ConfigError` if an optimizer first steps after the last one has: that one does not end the step."""
+        if self.declared or not self._others or optimizer in self._stepped:
+            return
+        if self._last in self._stepped:
+            number = self._others.index(optimizer) + 1
+            raise ConfigError(
+                f"optimizer {number} of {len(self._others) + 1}, a {type(optimizer).__qualname__}, steps after the "
+                f"last one that `optim` lists, with which a step is taken to end: list them in the order of their "
+                f"steps; or {BEGIN}"
+            )
+        self._stepped.append(optimizer)
 
     def _wrap_optimizer(self, optimizer: Any) -> Callable[[], None]:
         """For those without step hooks, such as Megatron's."""
@@ -109,6 +168,34 @@ class Boundary:
             return result
 
         return _replace_step(scaler, stepping)
+
+
+def _running(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """The modules that are called: of those that only hold others, such as a `ModuleDict`, these."""
+    for module in modules:
+        if type(module).forward is torch.nn.Module.forward:
+            yield from _running(list(module.children()))
+        else:
+            yield module
+
+
+def _first_trained(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
+    """A parameter of each module that gets gradients: they tell of a backward whose forward nobody saw."""
+    for module in modules:
+        yield from [parameter for parameter in module.parameters() if parameter.requires_grad][:1]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value):
+        yield from _tensors([getattr(value, field.name) for field in fields(value)])
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
 
 
 def _is_within_its_step(optimizer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""From the live state at a boundary to a `CopyJob`: what is copied later, what at once, what not again.
+"""From the live state, as a step begins, to a `CopyJob`: what is copied beside the step, and what at once.
 
 Everything here runs in the training thread, except `Capture.over`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,15 +16,15 @@ import torch
 from smp_daemon.errors import HoldfastError
 from smp_daemon.layout import SnapshotId
 from smp_daemon.slotfile import Leaf, SlotFormat
-from snapshot.adapter import Adapter
+from snapshot import rng, streams
+from snapshot.adapter import Adapter, Tree
 from snapshot.agreement import Agreement
 from snapshot.copier import CopyJob
-from snapshot.frozen import FrozenChanged, versions
+from snapshot.errors import Misfit
 from snapshot.manifest import Manifest
 from snapshot.movers import Mover, Piece
 from snapshot.replicas import ALONE, agree_on_shares
 from snapshot.state import (
-    Misfit,
     Placed,
     Values,
     capture_early,
@@ -33,12 +34,14 @@ from snapshot.state import (
     place_tensors,
     plan_format,
 )
+from snapshot.witness import Subjects, Witness
 
 
 class Capture:
-    """Takes one rank's state at boundaries.
+    """Takes one rank's state as steps begin.
 
     Attributes:
+        loop: asked with the generators for where the loop is; see `SnapshotHook`.
         notes: asked for plain values that stand in the record beside the state, if it gives some.
     """
 
@@ -49,12 +52,17 @@ class Capture:
         self._job = job
         self._coord = coord
         self._sharing = ALONE
+        self._form: SlotFormat | None = None
         self._placed: Placed | None = None
+        self._tensors: frozenset[Leaf] = frozenset()
         self._leaves: frozenset[Leaf] = frozenset()
-        self._early: Values
-        self._versions: list[int] = []
-        self._thawed = False
-        self._staging, self._late_staging = Staging(), Staging()
+        self._early: Values | HoldfastError = Misfit("nothing was marked")
+        self._buffers: tuple[Piece, ...] = ()
+        self._restless: set[str] = set()
+        self._roams = False
+        self._staging = Staging()
+        self._taken: _Taken | None = None
+        self.loop: Callable[[], Tree] = dict
         self.notes: Callable[[], dict[str, Any] | None] = lambda: None
 
     def plan(self, snapshot: SnapshotId) -> SlotFormat:
@@ -65,12 +73,13 @@ class Capture:
         """
         self._sharing = agree_on_shares(self._agreement, self._adapter.replica_set(), self._adapter.tensors())
         manifest = Manifest(self._adapter, self._sharing)
-        early, late = capture_early(self._adapter), capture_late(self._adapter)
+        early, late = capture_early(self._adapter, self.loop()), capture_late(self._adapter, {})
         self._adapter.verify()
         record = encode_record(snapshot, self._coord, early, late, manifest.fixed, self.notes())
         leaves = [*manifest.leaves, *early.leaves, *late.leaves]
         form = plan_format(self._job, self._coord, leaves, len(record))
-        self._leaves = frozenset(leaves)
+        self._leaves, self._tensors = frozenset(leaves), frozenset(manifest.leaves)
+        self._form = form
         self._place(manifest, form)
         return form
 
@@ -79,21 +88,57 @@ class Capture:
         """What this rank's slots hold, by name; parts of what replicas share among them."""
         return frozenset(leaf.name for leaf in self._leaves)
 
-    def begin(self, snapshot: SnapshotId, keep: tuple[SnapshotId, ...], protected: SnapshotId | None) -> CopyJob:
+    def mark(self, *, buffers: bool = False) -> None:
+        """Before data is read for the next step: note what that changes, as it is now. What stands against it is
+        raised by `begin`.
+
+        Args:
+            buffers: note what is copied at once, too: nobody will say when forward begins.
+        """
+        try:
+            self._early = capture_early(self._adapter, self.loop())
+        except HoldfastError as error:
+            self._early = error
+        if buffers and self._placed is not None:
+            self._staging.give_back(self._buffers)
+            self._buffers = self._staging.take(self._placed.at_once)
+
+    def begin(
+        self,
+        snapshot: SnapshotId,
+        keep: tuple[SnapshotId, ...],
+        protected: SnapshotId | None,
+        *,
+        declared: bool,
+        marked: bool = False,
+    ) -> CopyJob:
         """The state as it is now, to be copied from now on.
 
+        Args:
+            declared: the loop has said that the step begins. Else the record says how the generators are, too.
+            marked: forward has changed buffers by now; take those that `mark` noted.
+
         Raises:
-            Misfit: call `plan` again.
+            Misfit: call `plan` again; or it cannot be had in this way.
             StateMismatch: something cannot be represented just now; the message names its path.
         """
+        if isinstance(self._early, HoldfastError):
+            raise self._early
+        began = None if declared else generators()
+        early, late = self._early, capture_late(self._adapter, began)
         placed = self._current()
-        self._early = capture_early(self._adapter)
-        self._check_leaves(self._early)
-        staged = self._staging.take(placed.at_once)
+        self._check_leaves(early)
+        self._check_leaves(late)
+        if marked:
+            staged, self._buffers = self._buffers, ()
+            if len(staged) != len(placed.at_once):
+                raise Misfit("forward ran before anybody knew, and has changed buffers")
+        else:
+            staged = self._staging.take(placed.at_once)
+        self._taken = _Taken(late, began, Subjects(placed.at_once).versions())
         self._mover.mark()
-        once = () if self._thawed else placed.once
-        self._versions = versions(once)
-        early = place_tensors(placed.form, self._early.tensors.items())
+        values = [*early.tensors.items(), *late.tensors.items()]
+        fixed = placed.manifest.fixed
         return CopyJob(
             snapshot,
             self._coord,
@@ -102,73 +147,106 @@ class Capture:
             placed.form,
             placed.moving,
             placed.moving_bytes,
-            staged,
-            early,
-            once,
-            tuple(self._versions),
-            settling=placed.settling,
+            (*staged, *place_tensors(placed.form, values)),
+            partial(encode_record, snapshot, self._coord, early, late, fixed, self.notes()),
+            witness=Witness(self._mover, placed.subjects, snapshot.step),
+            reshaped=placed.manifest.reshaped,
             release=[partial(self._staging.give_back, staged)],
         )
 
-    def finalise(self, job: CopyJob) -> None:
-        """The next forward begins, or the next ``optim.step()``: hand over what has only settled now."""
-        if job.finalised.is_set() or self._placed is None:
-            return
-        placed = self._placed
+    def changed(self, copy: CopyJob) -> tuple[bool, bool]:
+        """Whether, since `begin` gave `copy`, what forward leaves alone has changed; and whether buffers or generators
+        have."""
+        taken = self._taken
+        if taken is None or copy.witness is None or self._placed is None:
+            return False, False
+        late = capture_late(self._adapter, taken.began)
+        state = late.encoded != taken.late.encoded or any(
+            not torch.equal(late.tensors[name], tensor) for name, tensor in taken.late.tensors.items()
+        )
+        if state or copy.witness.changed():
+            return True, True
+        versions = Subjects(self._placed.at_once).versions()
+        return False, versions != taken.versions or generators() != taken.began
+
+    def compare_replicas(self, snapshot: SnapshotId) -> Callable[[], None]:
+        """Begin to compare a sample of what replicas share, as it is now. A collective call, that returns at once.
+
+        Returns what blocks for the outcome, and raises `StateMismatch` unless all hold the same. Any thread's.
+        """
+        if not self._sharing.sets:
+            return lambda: None
         try:
-            late = capture_late(self._adapter)
-            self._check_leaves(late)
-            if placed.settling or placed.settled:
-                placed = self._current()  # they may have become others since the boundary
-        except HoldfastError as error:
-            job.abort(error)
-            return
-        tensors = list(late.tensors.items())
-        job.settling = placed.settling
-        if self._thawed or versions(placed.once) != self._versions:
-            self._thawed = True
-            job.once = ()
-            pieces = [Piece(piece.tensor.detach().clone(), piece.offset, piece.bytes) for piece in placed.once]
-        else:
-            pieces = []
-        settled = self._late_staging.take(placed.settled)
-        job.release.append(partial(self._late_staging.give_back, settled))
-        self._mover.settle()
-        fixed = placed.manifest.fixed
-        record = partial(encode_record, job.snapshot, self._coord, self._early, late, fixed, self.notes())
-        job.finalise((*place_tensors(job.form, tensors), *pieces, *settled), record)
+            sample = self._mover.sample(self._current().shared, snapshot.step)
+        except HoldfastError:  # `begin` says so; the others learn that this replica has nothing to compare
+            sample = None
+        return self._sharing.compare(self._agreement, sample)
+
+    def copy_at_once(self, names: Sequence[str]) -> int:
+        """These tensors change while steps run: from now on they are copied as a step begins. Their length in bytes.
+
+        That takes as much memory again, and the time of the copy.
+        """
+        self._restless.update(names)
+        length = 0
+        if self._placed is not None:
+            length = sum(piece.bytes for piece in self._placed.moving if piece.name in self._restless)
+            self._place(self._placed.manifest, self._placed.form)
+        return length
+
+    def let_go(self) -> None:
+        """The copy is done. If the job gives its tensors other memory now and then, what they had is not held."""
+        if self._roams:
+            self._placed = None
 
     def over(self, job: CopyJob) -> None:
         """The job has been sealed, or given up. Called from any thread."""
         for release in job.release:
             release()
-        if isinstance(job.error, FrozenChanged):
-            self._thawed = True
 
     def _current(self) -> Placed:
-        if self._placed is None:
+        if self._form is None:
             raise Misfit("there is no layout yet")
-        if not self._placed.manifest.is_current():
-            manifest = Manifest(self._adapter, self._sharing)
-            if set(manifest.leaves) != set(self._placed.manifest.leaves):
-                raise Misfit("the state has grown, shrunk or changed its shape")
-            self._place(manifest, self._placed.form)
-        return self._placed
+        if self._placed is not None:
+            moved = self._placed.manifest.has_moved()
+            self._roams = self._roams or moved
+            if not moved and self._placed.manifest.holds_the_same():
+                return self._placed
+        manifest = Manifest(self._adapter, self._sharing)
+        if frozenset(manifest.leaves) != self._tensors:
+            raise Misfit("the state has grown, shrunk or changed its shape")
+        return self._place(manifest, self._form)
 
-    def _place(self, manifest: Manifest, form: SlotFormat) -> None:
-        self._placed = place(manifest, form)
-        self._staging, self._late_staging = Staging(), Staging()
+    def _place(self, manifest: Manifest, form: SlotFormat) -> Placed:
+        self._placed = place(manifest, form, self._restless)
+        self._staging = Staging()
+        self._buffers = ()
+        return self._placed
 
     def _check_leaves(self, values: Values) -> None:
         if new := [leaf.name for leaf in values.leaves if leaf not in self._leaves]:
             raise Misfit(f"there is no room for {', '.join(new)}")
 
 
+def generators() -> Tree:
+    """The random generators as they are now, as digests."""
+    return streams.digests(rng.capture())
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What `Capture.begin` took: plain values, generators, and version counters of what it copied at once."""
+
+    late: Values
+    began: Tree | None
+    versions: list[int]
+
+
 class Staging:
     """Copies of what may change at any moment, in memory that is used again. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards `_free`: copies come back from the sealing thread
         self._free: list[tuple[Piece, ...]] = []
 
     def take(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
@@ -178,7 +256,7 @@ class Staging:
         with self._lock:
             staged = self._free.pop() if self._free else None
         if staged is None:
-            staged = tuple(Piece(torch.empty_like(p.tensor.detach()), p.offset, p.bytes) for p in pieces)
+            staged = tuple(Piece(torch.empty_like(p.tensor), p.offset, p.bytes, p.name) for p in pieces)
         with torch.no_grad():
             torch._foreach_copy_([piece.tensor for piece in staged], [piece.tensor for piece in pieces])
         return staged

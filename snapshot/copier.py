@@ -1,7 +1,8 @@
-"""Two threads: one copies snapshots into slots while the next step runs, the other has them sealed.
+"""Two threads: one copies snapshots into slots while the step runs, the other has them sealed.
 
-The training thread hands over a `CopyJob` at the boundary, waits for `copied` before ``optim.step()`` changes what
-is being copied, and never talks to the SMP itself. A copy never waits for the sealing of the one before it.
+The training thread hands over a `CopyJob` as a step begins, and calls `CopyJob.fence` before ``optim.step()`` changes
+what is being copied. It never talks to the SMP itself, and never waits for it: a copy that has no slot by then is given
+up. A copy never waits for the sealing of the one before it.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary
 
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
 from smp_daemon.layout import SnapshotId
+from smp_daemon.limits import CALL_DEADLINE_S
 from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.points import reach
 from smp_daemon.slotfile import SlotFormat, write_stamp
-from snapshot.frozen import check_sample
+from snapshot.errors import Misfit
 from snapshot.movers import Mover, Piece
 from snapshot.pace import Pace
-from snapshot.state import Misfit
+from snapshot.witness import Witness
 
 FINAL_DEADLINE_S = 3600.0
+"""How long it may take from where a step seems to begin until that is certain."""
 
 log = get_log(__name__)
 
@@ -37,13 +38,17 @@ class CopyJob:
 
     Attributes:
         moving, moving_bytes: live tensors, copied while the step runs, and their length.
-        staged, early: copies that were made at the boundary.
-        once, versions: tensors that need no copy where the slot has them in these versions.
-        settling: live tensors, copied once the snapshot is finalised.
-        release: called when the copies that were made at once are not needed any more.
+        ready: copies that were made when the step began.
+        record: gives the record leaf.
+        witness: of `moving`; None: nothing is checked.
+        reshaped: names live tensors that have another shape than the pieces say.
+        alike: blocks until replicas have compared what they share; raises unless they hold the same.
+        release: called when `ready` is not needed any more.
         persist: a snapshot that the SMP is to persist; None: none.
-        late: copies that `finalise` adds; `record` gives the record leaf then.
+        instead: an earlier job for the same snapshot, which was given up.
+        reading: set once the live state is read.
         copied: set once nothing of the live state is read any more, whatever became of the copy.
+        sure: set once it is certain that a step began where the snapshot was taken. It is not sealed before that.
         done: set once it is sealed, or has failed with `error`.
         begun_s, filled_s, sealed_s: `time.monotonic` when it was made, was all in the slot, and was sealed.
     """
@@ -55,38 +60,63 @@ class CopyJob:
     form: SlotFormat
     moving: tuple[Piece, ...]
     moving_bytes: int
-    staged: tuple[Piece, ...]
-    early: tuple[Piece, ...]
-    once: tuple[Piece, ...] = ()
-    versions: tuple[int, ...] = ()
-    settling: tuple[Piece, ...] = ()
+    ready: tuple[Piece, ...]
+    record: Callable[[], bytes]
+    witness: Witness | None = None
+    reshaped: Callable[[], list[str]] = list
+    alike: Callable[[], None] = lambda: None
     release: list[Callable[[], None]] = field(default_factory=list)
     persist: SnapshotId | None = None
-    late: tuple[Piece, ...] = ()
-    record: Callable[[], bytes] = bytes
+    instead: CopyJob | None = None
     error: HoldfastError | None = None
     copied: threading.Event = field(default_factory=threading.Event)
-    finalised: threading.Event = field(default_factory=threading.Event)
+    sure: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     begun_s: float = field(default_factory=time.monotonic)
     filled_s: float = 0.0
     sealed_s: float = 0.0
+    reading: threading.Event = field(default_factory=threading.Event)
+    # Held where `reading` or `error` is set: a copy that is given up before it began reads nothing.
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def finalise(self, late: tuple[Piece, ...], record: Callable[[], bytes]) -> None:
-        """Hand over what was still open when the copy began."""
-        self.late = late
-        self.record = record
-        self.finalised.set()
+    def read(self) -> None:
+        """The copy thread reads live tensors from now on. Raises the error that the snapshot was given up for."""
+        with self.lock:
+            self.check()
+            self.reading.set()
+
+    def fence(self, patience_s: float, deadline_s: float) -> bool:
+        """Training thread: block until the live tensors may change. Whether the copy had begun; if it has not within
+        `patience_s`, as it has no slot, it is given up. So it is if it takes longer than `deadline_s`.
+        """
+        begun = self.reading.wait(0 if self.copied.is_set() else patience_s) or self.copied.is_set()
+        if not begun:
+            with self.lock:
+                begun = self.reading.is_set()
+                if not begun:
+                    self.error = self.error or NoFreeSlot(f"the SMP gave no slot for {self.snapshot} in time")
+        if not begun:
+            return False
+        if not self.copied.wait(deadline_s):
+            self.abort(DeadlineExceeded(f"the copy of {self.snapshot} took over {deadline_s} s"))
+        if self.witness is not None:
+            self.witness.look()
+        return True
 
     def abort(self, error: HoldfastError) -> None:
         """Give the snapshot up; what was written of it will not be sealed."""
-        self.error = self.error or error
-        self.finalised.set()
+        with self.lock:
+            self.error = self.error or error
+        self.sure.set()
 
     def check(self) -> None:
         """Raises the error that the snapshot was given up for, if it was."""
         if self.error is not None:
             raise self.error
+
+
+class Retaken(HoldfastError):
+    """The step had not begun where the snapshot was taken: it is taken anew."""
 
 
 class Copier:
@@ -119,7 +149,6 @@ class Copier:
         self._newest: SnapshotId | None = None
         self._coord = ""
         self._stride = 0
-        self._frozen: WeakKeyDictionary[Any, _Frozen] = WeakKeyDictionary()
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._copies: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._threads = [
@@ -132,7 +161,6 @@ class Copier:
     def let_go(self) -> None:
         """Forget every slot. After `close`."""
         self._ahead = None
-        self._frozen.clear()
 
     def submit(self, job: CopyJob) -> None:
         """Begin `job` as soon as the copy before it is done. Returns at once."""
@@ -178,7 +206,9 @@ class Copier:
             return True
         except HoldfastError as error:
             self._attached = self._attached and not isinstance(error, SmpUnavailable | DeadlineExceeded)
-            if isinstance(error, Misfit):
+            if isinstance(error, Retaken):
+                log.debug("%s: %s", job.snapshot, error, extra=about(job.snapshot))
+            elif isinstance(error, Misfit):
                 log.info("%s needs a new layout: %s", job.snapshot, error, extra=about(job.snapshot))
             else:
                 text, extra = "no snapshot of %s: %s", about(job.snapshot, error=type(error).__name__)
@@ -196,17 +226,27 @@ class Copier:
             self._ahead = None
             self._reattach()
             self._attached = True
+        if job.instead is not None and not job.instead.done.wait(CALL_DEADLINE_S):
+            raise DeadlineExceeded(f"the first copy of {job.snapshot} was not given up within {CALL_DEADLINE_S:.0f} s")
         if job.persist is not None:
             self._client.persist(job.persist)  # before any slot is asked for that may take its
         slot = self._take_slot(job)
         try:
             self._fill(job, slot)
-        except Exception:
-            self._client.abandon(job.snapshot, job.coord)
+        except Exception as error:
+            self._client.abandon(job.snapshot, job.coord, unused=isinstance(error, Retaken))
             raise
         job.filled_s = time.monotonic()
 
     def _seal(self, job: CopyJob) -> None:
+        try:
+            if not job.sure.wait(FINAL_DEADLINE_S):
+                raise DeadlineExceeded(f"no step followed {job.snapshot} within {FINAL_DEADLINE_S:.0f} s")
+            job.check()
+            job.alike()
+        except HoldfastError as error:
+            self._sealing.abandon(job.snapshot, job.coord, unused=isinstance(error, Retaken))
+            raise
         self._sealing.seal(job.snapshot, job.coord, job.protected)
         job.sealed_s = time.monotonic()
 
@@ -249,48 +289,23 @@ class Copier:
             job.check()
             self._pace.wait(count)
 
+        job.read()
         self._pace.begin(job.moving_bytes)
         self._mover.copy(job.moving, slot, pause)
         reach("copy.middle", step)
-        if job.once and not self._holds_frozen(job, slot):
-            self._mover.copy(job.once, slot, lambda count: job.check())
-        self._mover.copy(job.staged, slot, lambda count: None)
-        self._mover.copy(job.early, slot, lambda count: None)
-        if not (job.once or job.settling):
-            job.copied.set()
-        reach("copy.done", step)
-        if not job.finalised.wait(FINAL_DEADLINE_S):
-            raise DeadlineExceeded(f"no step followed {job.snapshot} within {FINAL_DEADLINE_S:.0f} s")
-        job.check()
-        if job.settling:
-            self._mover.copy(job.settling, slot, lambda count: job.check())
-        if job.once:
-            self._check_frozen(job, slot)
+        if names := job.reshaped():
+            raise Misfit(f"{', '.join(names)}: of another shape than when the layout was made")
+        if job.witness is not None and not self._mover.queues:
+            job.witness.look()
         job.copied.set()
-        self._mover.copy(job.late, slot, lambda count: None)
+        self._mover.copy(job.ready, slot, lambda count: None)
+        reach("copy.done", step)
+        job.check()
         offset, capacity = job.form.record
         record = job.record()
         if len(record) > capacity:
             raise Misfit(f"the plain values of {job.snapshot} take {len(record)} bytes, and {capacity} are kept")
         slot[offset : offset + capacity] = record.ljust(capacity)
         self._mover.finish()
-
-    def _check_frozen(self, job: CopyJob, slot: memoryview) -> None:
-        """Raises `FrozenChanged` if what was copied once is seen to be something else now."""
-        self._mover.finish()
-        turn = self._frozen[slot.obj].turn + 1 if self._holds_frozen(job, slot) else len(self._frozen)
-        check_sample(job.once, slot, turn)
-        self._frozen[slot.obj] = _Frozen(job.once, job.versions, turn)
-
-    def _holds_frozen(self, job: CopyJob, slot: memoryview) -> bool:
-        held = self._frozen.get(slot.obj)
-        return held is not None and held.pieces is job.once and held.versions == job.versions
-
-
-@dataclass(frozen=True, slots=True)
-class _Frozen:
-    """What a slot holds of the frozen tensors, and which page of each was compared last."""
-
-    pieces: tuple[Piece, ...]
-    versions: tuple[int, ...]
-    turn: int
+        if job.witness is not None:
+            job.witness.check(slot)

@@ -22,11 +22,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from smp_daemon.errors import ConfigError, HoldfastError
 from smp_daemon.logs import get_log
 from snapshot.cuda_runtime import Event, Runtime, Stream
-from snapshot.movers import Piece
+from snapshot.movers import SAMPLE_BYTES, Piece, Sample, sampled
 from snapshot.tensors import flat
 
 CHUNK_BYTES = 32 << 20
@@ -36,6 +37,9 @@ REGISTER_BYTES = 1 << 30
 """Most for one ``cudaHostRegister``: 1 to 2 GB/s, and meanwhile it holds a lock of the driver that launches need."""
 
 RING_BUFFERS = 2
+
+SAMPLED = 256
+"""Of so many tensors a few bytes are looked at when a step begins."""
 
 log = get_log(__name__)
 
@@ -60,6 +64,8 @@ class CudaMover:
         ConfigError: a piece is on another device.
     """
 
+    queues = True
+
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._side = runtime.lowest_stream()
@@ -72,14 +78,40 @@ class CudaMover:
     def mark(self) -> None:
         """The state to copy is the state behind all that is queued on the current stream."""
         self._boundary = _Boundary(error="")
-        self.settle()
-
-    def settle(self) -> None:
-        """What is copied next was made by what is queued on the current stream."""
         try:
             self._boundary.ready = self._runtime.current_stream().record_event()
         except RuntimeError as error:
             self._boundary.error = str(error)
+
+    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+        """As what is queued on the current stream leaves them; of `SAMPLED` pieces at a time, others each turn."""
+        held = [i for i, piece in enumerate(pieces) if piece.bytes]
+        first = turn * SAMPLED % max(1, len(held))
+        index = np.array((held[first:] + held[:first])[:SAMPLED], np.int64)
+        tensors = [pieces[i].tensor for i in index.tolist()]
+        lengths = [
+            t.nbytes if pieces[i].is_plain else t.element_size() for i, t in zip(index.tolist(), tensors, strict=True)
+        ]
+        start, length = sampled(np.array(lengths, np.int64), turn)
+        found = np.zeros((len(index), SAMPLE_BYTES), np.uint8)
+        if not len(index):
+            return Sample(index, start, length, lambda: found)
+        octets = [
+            (flat(t) if pieces[i].is_plain else t.detach().as_strided((1,), (1,))).view(torch.uint8)
+            for i, t in zip(index.tolist(), tensors, strict=True)
+        ]
+        taken = torch.cat([o[s : s + n] for o, s, n in zip(octets, start.tolist(), length.tolist(), strict=True)])
+        ready = self._runtime.current_stream().record_event()
+
+        def read() -> NDArray[np.uint8]:
+            self._runtime.wait(ready)
+            content, at = taken.cpu().numpy(), 0
+            for row, n in enumerate(length.tolist()):
+                found[row, :n] = content[at : at + n]
+                at += n
+            return found
+
+        return Sample(index, start, length, read)
 
     def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
         """Queue the copies of all pieces, in chunks of at most 32 MiB, calling `pause` before each.

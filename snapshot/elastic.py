@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,11 +38,14 @@ from snapshot.old_shards import (
 )
 from snapshot.optimizers import NAMED
 from snapshot.reshard import Index, Read, Region, Shape, plan_reads, unclaimed
+from snapshot.state import BEGAN, LOOP
 from snapshot.tensors import flat, leaf_of
 from snapshot.worlds import carriers, heir_of, members, preference, readers
 
 ENV = "HOLDFAST_ELASTIC"
 SHOWN = 8
+ELSEWHERE = {"elsewhere": True}
+"""What is held of a place in data that was read by another number of ranks; see `snapshot.data`."""
 
 log = get_log(__name__)
 
@@ -81,12 +84,16 @@ class Resharding:
     Attributes:
         how: ``resharded``.
         notes: what the snapshot's record says beside the state: nothing that holds for another world.
+        loop: where the loop was, as far as that holds for another world. began, rewind: see `Restored`.
     """
 
     how = "resharded"
 
     def __init__(self, client: SmpClient, plan: RestorePlan, coords: Collection[str], coord: str, rank: int) -> None:
         self.notes: dict[str, Any] = {}
+        self.loop: dict[str, Any] = {}
+        self.began: Tree | None = None
+        self.rewind: Callable[[], None] = lambda: None
         self._client = client
         self._sources = plan.sources
         self._step = plan.snapshot.step
@@ -145,6 +152,10 @@ class Resharding:
         failure = agreement.patiently(partial(failure_of, self._fill, HoldfastError))
         if agreement.minimum([int(failure is None)])() == [1]:
             adapter.load(*values)
+            early, late, _ = values
+            self.loop = early.get(LOOP, {}) | {"data": dict.fromkeys(early.get(LOOP, {}).get("data", {}), ELSEWHERE)}
+            self.began = late.get(BEGAN) if self._coord in self._old else None
+            self.rewind = adapter.rewinding(early)
             text = "%s, of %d ranks, was cut anew for %d"
             log.info(text, self._sources.snapshot, len(self._old), len(self._new), extra=about(self._sources.snapshot))
         return failure
@@ -270,7 +281,7 @@ def _check_private(live: Sequence[LiveTensor], family: Sequence[OldManifest]) ->
         for name, digest in manifest.digests.items():
             digests.setdefault(key_of(name, owners), set()).add(digest)
     differing = {key for key, found in digests.items() if len(found) > 1}
-    private = {item.name for item in live if item.change is Change.FORWARD or item.name.startswith("tracked.")}
+    private = {item.name for item in live if item.change is Change.ANY or item.name.startswith("tracked.")}
     if bad := sorted(differing - private):
         raise StateMismatch(
             f"{_some(bad)}: each old rank holds another, and nothing says how they make up a whole. "

@@ -1,10 +1,16 @@
-"""The hook in the training process: takes a snapshot at the boundary, copies it while the next step runs.
+"""The hook in the training process: takes a snapshot as a step begins, copies it while the step runs.
 
 ::
 
-    optim.step() of s ──► after_step: settle outcomes, capture, hand over ─┐
-    forward, backward of s+1      on_forward: last small values            │ copy thread: begin, copy, seal
-    optim.step() of s+1 ◄─ before_step: wait for the copy, report outcomes ┘ SMP: digest, encode, post
+    optim.step() of s ──► the step ends: settle outcomes, note generators
+    code between steps: schedules, averages, evaluations, reading data
+    step s+1 begins ────► capture, hand over ──────────────────────────────┐
+    forward, backward of s+1                                               │ copy thread: slot, copy, check
+    optim.step() of s+1 ◄─ before_step: wait for the copy, report outcomes ┘ seal thread; SMP: digest, encode, post
+
+The state at a boundary is the state with which the next step begins. What code between two steps leaves behind belongs
+to it, what that borrows and gives back does not. The loop says where a step begins (`begin`, `steps`, `data`); or it is
+taken to be the first forward in training mode and with gradients, see `snapshot.beginning`.
 
 Calls into `SnapshotHook` come from the training thread only.
 """
@@ -34,23 +40,35 @@ from snapshot.adapter import Adapter
 from snapshot.agreement import Agreement, Result, default_agreement
 from snapshot.arrange import coordinate_key, parse_domains, parse_protect
 from snapshot.audit import Auditor, orders_from_environment
-from snapshot.boundary import Boundary
+from snapshot.beginning import Beginning, Doubtful
+from snapshot.boundary import BEGIN, Boundary
 from snapshot.cadence import Cadence, budget_from_environment
 from snapshot.capture import Capture
 from snapshot.connect import job_from_environment, warn_of_stale_store
-from snapshot.copier import Copier, CopyJob
+from snapshot.copier import Copier, CopyJob, Retaken
+from snapshot.data import Data
 from snapshot.elastic import elastic_from_environment
+from snapshot.errors import Misfit
 from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
 from snapshot.own_smp import OwnSmp
 from snapshot.pace import Pace
 from snapshot.profile import leave, recording_from_environment
+from snapshot.replicas import ReplicasDiffer
 from snapshot.reserve import reserve
 from snapshot.restore import Restored, restore
-from snapshot.state import Misfit
+from snapshot.resumed import Resumed, check_environment
 from snapshot.tracked import make
 from snapshot.wishes import wishes_from_environment
+from snapshot.witness import StateChanged
+
+PATIENCE_S = 0.5
+"""How long ``optim.step()`` may wait for a copy to begin. If the SMP gives no slot by then, it does not wait at all
+until one begins by itself again."""
+
+DATA = "data"
+"""How a source of batches is called if nobody says."""
 
 log = get_log(__name__)
 
@@ -77,8 +95,23 @@ class Statistics:
     why: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A snapshot that is taken when the next step begins."""
+
+    snapshot: SnapshotId
+    keep: tuple[SnapshotId, ...]
+    protected: SnapshotId | None
+
+
 class SnapshotHook:
-    """Protects one rank's state; see `holdfast.InMemorySnapshot` for the options."""
+    """Protects one rank's state; see `holdfast.InMemorySnapshot` for the options.
+
+    Attributes:
+        checks_resumption: whether the first step after a restore must begin with what was restored.
+    """
+
+    checks_resumption = True
 
     def __init__(
         self,
@@ -130,20 +163,94 @@ class SnapshotHook:
         self._entered = False
         self._auditor: Auditor | None = None
         self._misfit = False
-        self._due = 0
+        self._persist_due = 0
         self._planned = False
         self._attempted = False
         self._episodes = Episodes(log)
         self._enabled = True
         self._pace = Pace()
+        self._open: _Due | None = None
+        self._beginning = Beginning()
+        self._forward = self._began_with = 0
+        self._declared = False
+        self._stepped = False
+        self._rewind: Callable[[], None] | None = None
+        self._resumed: Resumed | None = None
+        self._iteration: int | None = None
+        self._data: dict[str, Data] = {}
+        self._held_data: dict[str, Any] = {}
+        self._smp_is_slow = False
+        check_environment()
         self.statistics = Statistics(interval=self._cadence.rhythm.interval)
 
     # ------------------------------------------------------------------ for the user
 
     @property
     def step(self) -> int:
-        """How many optimizer steps the state has behind it: where the loop goes on; 0 on a cold start."""
+        """How many steps the state has behind it: where the loop goes on; 0 on a cold start."""
         return self._step
+
+    @property
+    def epoch(self) -> int:
+        """How many passes `data` has finished: in which the loop goes on; 0 on a cold start."""
+        if DATA in self._data:
+            return self._data[DATA].epoch()
+        return int(self._held_data.get(DATA, {}).get("epoch", 0))
+
+    def begin(self) -> None:
+        """The next step begins: call it at the top of the loop. Returns at once.
+
+        From the first call on, a step is all from one call to the next between which an optimizer stepped, whatever
+        the number and order of optimizers. The first call after a restore puts the random generators back.
+
+        Raises:
+            StateMismatch: the first step does not begin with what was restored.
+        """
+        self._mark()
+        self._begin()
+
+    def steps(self, count: int) -> Iterator[int]:
+        """The loop's own numbers from where it goes on up to `count`; each turn begins a step, as `begin` does.
+
+        ::
+
+            for step in snap.steps(1000):
+                loss = train_step(...)
+        """
+        first = self._step if self._iteration is None else self._iteration
+        for number in range(first, count):
+            self._iteration = number
+            self.begin()
+            yield number
+            self._iteration = number + 1
+
+    def data(self, source: Any, *, name: str = DATA) -> Data:
+        """One pass through a `DataLoader`, or another source of batches; each batch begins a step, as `begin` does.
+
+        After a restore it goes on in the middle of the pass, with the next batch that training would have seen. `epoch`
+        says how many passes are over.
+
+        ::
+
+            for epoch in range(snap.epoch, epochs):
+                for x, y in snap.data(loader):
+                    ...
+
+        Args:
+            source: see `snapshot.data.Data`.
+            name: which source it is, if there are several.
+
+        Raises:
+            ConfigError: the source cannot be gone through again; or it is another than before under that name.
+        """
+        self._declare()
+        known = self._data.get(name)
+        if known is None or known.source is not source:
+            held = self._held_data.pop(name, None)
+            if known is not None:
+                held = known.state() | {"taken": 0} if held is None else held
+            known = self._data[name] = Data(source, name, held, self._mark, self._begin)
+        return known
 
     @property
     def restored(self) -> Restored:
@@ -217,22 +324,23 @@ class SnapshotHook:
     def drain(self, deadline_s: float) -> bool:
         """Block until this node has protected every snapshot taken so far, at most `deadline_s`.
 
-        Not needed in a training loop; for planned stops, and after a forward of the next step has begun. True if
-        all are protected as far as this node can tell; the other ranks learn of it with the next step. False if some
-        failed, are not done yet, or the SMP is gone. Never raises for that.
+        Not needed in a training loop; for planned stops, after `begin`. True if all are protected as far as this node
+        can tell; the other ranks learn of it with the next step. False if some failed, are not done yet, or the SMP is
+        gone; and if a step has ended whose snapshot is only taken as the next one begins. Never raises for that.
         """
         limit = time.monotonic() + deadline_s
         self._pace.fence()
         outcomes = []
         for snapshot, copy in list(self._copies.items()):
-            self._capture.finalise(copy)
+            copy.sure.set()
             if not copy.done.wait(limit - time.monotonic()) or copy.error is not None:
                 return False
             try:
                 outcomes.append(self._client.await_outcome(snapshot, max(0.0, limit - time.monotonic())))
             except (SmpUnavailable, DeadlineExceeded):
                 return False
-        return all(outcome is Outcome.PROTECTED for outcome in outcomes)
+        taken = self._open is None or self._beginning.seen
+        return taken and all(outcome is Outcome.PROTECTED for outcome in outcomes)
 
     def __enter__(self) -> Self:
         """Restore if the job has a snapshot, and begin to take snapshots. A collective call.
@@ -277,6 +385,7 @@ class SnapshotHook:
         self._capture = Capture(self._adapter, self._agreement, self._mover, self._job, self._coord)
         self._copier = Copier(self._client, self._smp.sealing, self._mover, self._pace, self._attach_again, self._over)
         self._capture.notes = self._cadence.notes
+        self._capture.loop = self._loop
         self._cadence.enter(self._smp.another, self._agreement, self._restored.notes)
         orders = orders_from_environment()
         if orders is not None:
@@ -290,6 +399,12 @@ class SnapshotHook:
                 lambda: self.protected_step,
             )
         self._boundary = Boundary(self._adapter.optimizers(), self._adapter.modules(), self, self._adapter.scalers())
+        if self._restored.snapshot is not None:
+            self._rewind = self._restored.rewind
+            self._iteration = self._restored.loop.get("iteration")
+            self._held_data = dict(self._restored.loop.get("data", {}))
+            if self.checks_resumption:
+                self._resumed = Resumed(self._adapter, self._mover, self._restored.began, self._step)
         return self
 
     def _identify(self) -> None:
@@ -318,8 +433,13 @@ class SnapshotHook:
         self._boundary.remove()
         self._smp.say_end(self._step, error)
         self._pace.fence()
+        if kind is None and self._keep:
+            self._end_last_step()
         if self._copy is not None:
-            self._capture.finalise(self._copy)
+            if kind is None or self._copy.sure.is_set():
+                self._copy.sure.set()
+            else:
+                self._copy.abort(Retaken("the loop was left before it was certain that the step had begun"))
         try:
             self._copier.close(self._deadline_s)
             self._cadence.close(self._deadline_s)
@@ -339,20 +459,56 @@ class SnapshotHook:
         if self._auditor is not None:
             self._auditor.before_step(self._step)
         began = time.monotonic()
+        if not self._beginning.seen:
+            self._begin_unseen()
         self._pace.fenced(began)
         if self._copy is not None:
-            self._capture.finalise(self._copy)
-            if not self._copy.copied.wait(self._deadline_s):
-                self._copy.abort(DeadlineExceeded(f"the copy of {self._copy.snapshot} took over {self._deadline_s} s"))
-            self._mover.fence()
-        if self._enabled and self._ledger.pending:
+            self._fence(self._copy)
+        if self._enabled and self._ledger.pending and self._outcomes is None:
             self._outcomes = self._agreement.minimum(self._report())
         self.statistics.stall_s += time.monotonic() - began
 
     def after_step(self) -> None:
-        """The boundary: settle what became of earlier snapshots, and take the next."""
+        """An optimizer has stepped. Unless the loop says where its steps begin, the step is over."""
+        self._stepped = True
+        if not self._declared:
+            self._end_step()
+            self._capture.mark(buffers=self._beginning.blind)
+
+    def on_forward(self, number: int) -> None:
+        """A module runs forward, in training mode and with gradients: the step begins, if the loop does not say so."""
+        if not self._declared:
+            self._forward = number
+            self._begin()
+
+    def on_backward(self, number: int) -> None:
+        """Gradients are computed of a forward that `on_forward` told of, or (0) of one that nobody saw."""
+        if self._beginning.backward(own=number == self._began_with) and self._copy is not None:
+            self._copy.sure.set()
+
+    # ------------------------------------------------------------------ inside
+
+    def _declare(self) -> None:
+        """The loop says where its steps begin."""
+        self._declared = self._boundary.declared = True
+
+    def _mark(self) -> None:
+        """Data is about to be read for the next step. If one has ended, this is what belongs to its boundary."""
+        self._declare()
+        if self._rewind is not None:
+            self._rewind()
+            self._rewind = None
+        if self._stepped:
+            self._end_step()
+        if self._open is not None and not self._beginning.seen:
+            self._capture.mark()
+
+    def _end_step(self) -> None:
+        """Settle what became of earlier snapshots, and see whether another is due."""
         began = time.monotonic()
-        self._pace.boundary(began)
+        self._stepped = False
+        self._open = None
+        self._beginning.over()
         self._step += 1
         self._phase = Phase.STEP
         self._client.beat(self._phase, self._step)
@@ -361,7 +517,7 @@ class SnapshotHook:
             if self._enabled:
                 self._settle()
                 if self._cadence.rhythm.takes(self._step):
-                    self._take()
+                    self._prepare()
         except HoldfastError as error:
             if self._strict or self._layout is None:
                 raise
@@ -373,18 +529,64 @@ class SnapshotHook:
         if self._recording is not None and self._recording.over:
             self._end_recording()
 
-    def on_forward(self) -> None:
-        """The next step begins: schedules and options have settled. The model's forward calls it by itself; call it
-        at the top of a step in which the model does not run."""
+    def _begin(self) -> None:
+        """The next step begins here, as far as can be told."""
+        began = time.monotonic()
         self._client.beat(self._phase, self._step)
+        if self._resumed is not None:
+            resumed, self._resumed = self._resumed, None
+            resumed.check(declared=self._declared)
         if self._auditor is not None:
             self._auditor.settled(self._step)
-        if self._copy is not None and not self._copy.finalised.is_set():
-            began = time.monotonic()
-            self._capture.finalise(self._copy)
-            self.statistics.stall_s += time.monotonic() - began
+        if self._beginning.seen:
+            self._begin_again()
+        else:
+            self._began_with = self._forward
+            if self._open is not None:
+                self._take(self._open)
+        self._beginning.seen = True
+        self.statistics.stall_s += time.monotonic() - began
 
-    # ------------------------------------------------------------------ inside
+    def _begin_again(self) -> None:
+        """One more forward before any backward: was the one before it an evaluation?"""
+        due, copy = self._open, self._copy
+        if due is None or copy is None or copy.sure.is_set() or self._declared:
+            return
+        if self._beginning.was_another(self._capture, copy):
+            self._began_with = self._forward
+            self._copy = None
+            copy.abort(Retaken("an evaluation, which did not begin the step"))
+            self._take(due, instead=copy)
+
+    def _begin_unseen(self) -> None:
+        """``optim.step()`` is about to be called, and no step was seen to begin since the last one."""
+        unseen = self._beginning.has_backward and not self._declared
+        if unseen and not self._beginning.blind:
+            self._beginning.blind = True
+            log.warning(
+                "no forward of the model was seen in step %d, as if it were compiled: copies cannot run beside the "
+                "step, and what code between two steps does to buffers is not captured: %s",
+                self._step,
+                BEGIN,
+            )
+        if self._resumed is not None:
+            resumed, self._resumed = self._resumed, None
+            resumed.check(declared=True)
+        if self._open is not None:
+            self._take(self._open, marked=unseen)
+
+    def _fence(self, copy: CopyJob) -> None:
+        """Wait until what is being copied may change; not for an SMP."""
+        if self._beginning.doubtful:
+            copy.abort(Doubtful(self._step))
+            text = "no snapshot of step %d: %s"
+            self._episodes.begin("doubtful", text, self._step, copy.error, extra=about(copy.snapshot))
+        copy.sure.set()
+        in_time = copy.fence(0.0 if self._smp_is_slow else PATIENCE_S, self._deadline_s)
+        if in_time:
+            self._mover.fence()
+        self._smp_is_slow = not in_time
+        self._capture.let_go()
 
     def _attach_again(self) -> None:
         self._smp.attach_again(self._epoch, self._layout)
@@ -393,7 +595,9 @@ class SnapshotHook:
         """What the ranks take the minimum of: what became of each pending snapshot, whether the layout holds, the
         interval that each wants, negative so that the longest wins, and whether its node is ready to persist one."""
         outcomes = [self._outcome(snapshot) for snapshot in self._ledger.pending]
-        misfit = self._misfit or any(isinstance(copy.error, Misfit) for copy in self._copies.values())
+        # What does not fit an earlier epoch's layout was the reason for this one.
+        present = [copy for snapshot, copy in self._copies.items() if snapshot.epoch == self._epoch]
+        misfit = self._misfit or any(isinstance(copy.error, Misfit) for copy in present)
         return [*outcomes, int(not misfit), -self._cadence.rhythm.wanted(), int(self._client.persist_due)]
 
     def _outcome(self, snapshot: SnapshotId) -> Outcome:
@@ -403,7 +607,7 @@ class SnapshotHook:
     def _settle(self) -> None:
         if self._outcomes is None:
             return
-        *outcomes, fits_everywhere, interval, self._due = self._outcomes()
+        *outcomes, fits_everywhere, interval, self._persist_due = self._outcomes()
         self._outcomes = None
         self._cadence.agree(-interval)
         rhythm, self.statistics.why = self._cadence.rhythm, self._cadence.why
@@ -412,28 +616,47 @@ class SnapshotHook:
         self.statistics.protected += results.count(Outcome.PROTECTED)
         self.statistics.failed += results.count(Outcome.FAILED)
         self._ledger = self._ledger.settle(results)
-        failed = [copy.error for copy in self._copies.values() if copy.error and not isinstance(copy.error, Misfit)]
-        if failed and self._strict:
-            raise failed[0]
+        over = [copy.error for snapshot, copy in self._copies.items() if snapshot not in self._ledger.pending]
         self._copies = {s: copy for s, copy in self._copies.items() if s in self._ledger.pending}
+        for error in over:
+            if isinstance(error, StateChanged):
+                self._hear_of(error)
+            elif isinstance(error, ReplicasDiffer):
+                text = "%s"  # once, however many snapshots were under way
+                self._episodes.begin("replicas", text, error)
+            elif error is not None and self._strict and not isinstance(error, Misfit):
+                raise error
         if not fits_everywhere:
             self._planned = False
             self._misfit = False
 
-    def _take(self) -> None:
-        if not self._ledger.may_begin:
-            self.statistics.skipped += 1
-            return
-        if not self._planned and not self._configure():
+    def _hear_of(self, error: StateChanged) -> None:
+        """Tensors changed while they were copied: see that it does not happen again, and say so."""
+        length = self._capture.copy_at_once(error.names)
+        log.warning(
+            "%s: from now on such tensors are copied at once as a step begins, which takes %.1f MB more memory and "
+            "holds up the loop for that copy",
+            error,
+            length / 1e6,
+        )
+
+    def _prepare(self) -> None:
+        """A snapshot is due when the next step begins, if there is a slot for it. A collective call."""
+        self._open = self._copy = None  # without a copy a snapshot counts as failed: the others go on taking part
+        if not self._ledger.may_begin or not (self._planned or self._configure()):
             self.statistics.skipped += 1
             return
         snapshot = SnapshotId(self._epoch, self._step)
-        keep, protected = self._ledger.keep, self._ledger.sure
+        self._open = _Due(snapshot, self._ledger.keep, self._ledger.sure)
         self._ledger = self._ledger.begin(snapshot)
         self.statistics.taken += 1
-        self._copy = None  # and without a copy job this snapshot counts as failed: the other ranks go on taking part
+
+    def _take(self, due: _Due, *, marked: bool = False, instead: CopyJob | None = None) -> None:
+        """Capture the state as it is now."""
+        snapshot = due.snapshot
+        alike = self._capture.compare_replicas(snapshot) if instead is None else instead.alike
         try:
-            self._copy = self._capture.begin(snapshot, keep, protected)
+            copy = self._capture.begin(snapshot, due.keep, due.protected, declared=self._declared, marked=marked)
         except Misfit as error:
             log.info("%s needs a new layout: %s", snapshot, error, extra=about(snapshot))
             self._misfit = True
@@ -443,12 +666,28 @@ class SnapshotHook:
             text, extra = "no snapshot of step %d: %s", about(snapshot, error=type(error).__name__)
             self._episodes.begin("capture", text, self._step, error, level=logging.ERROR, extra=extra)
         else:
-            if self._due and protected is not None and protected.epoch == self._epoch:
-                self._copy.persist = protected
+            copy.alike, copy.instead = alike, instead
+            if self._declared:
+                copy.sure.set()
+            if self._persist_due and due.protected is not None and due.protected.epoch == self._epoch:
+                copy.persist = due.protected
             self._episodes.end("capture", "state is captured again: step %d", self._step, extra=about(snapshot))
-            self._copies[snapshot] = self._copy
+            self._copy = self._copies[snapshot] = copy
+            self._pace.boundary(time.monotonic())
             self._client.copying(self._step)
-            self._copier.submit(self._copy)
+            self._copier.submit(copy)
+
+    def _end_last_step(self) -> None:
+        """The loop has ended well, and its last snapshot is kept."""
+        if self._stepped:
+            self._mark()
+        if self._open is not None and not self._beginning.seen:
+            self._take(self._open)
+
+    def _loop(self) -> dict[str, Any]:
+        """Where the loop is, for `steps` and `data`."""
+        held = {name: state for name, state in self._held_data.items() if name not in self._data}
+        return {"iteration": self._iteration, "data": held | {name: d.state() for name, d in self._data.items()}}
 
     def _configure(self) -> bool:
         """Agree on a layout for the state as it is now, and reserve it. A collective call.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from smp_daemon.slotfile import Leaf
-from snapshot.adapter import Adapter, Change, Container, LiveTensor
+from snapshot.adapter import Adapter, Container, LiveTensor
 from snapshot.replicas import ALONE, Sharing
 from snapshot.tensors import leaf_of
 from snapshot.values import encode
@@ -27,7 +27,8 @@ class Manifest:
     """The tensors of a rank's state as they are now. Made and asked by the training thread only.
 
     Attributes:
-        live: every tensor, by class of change.
+        items: every tensor.
+        shared: those of which replicas keep parts, whole, in the order of their names.
         leaves: how they are stored.
         fixed: state that changes only when the manifest does, as JSON.
     """
@@ -39,7 +40,8 @@ class Manifest:
             ConfigError, StateMismatch: something in it cannot be captured; the message names it.
         """
         found = list(adapter.tensors())
-        self.live: dict[Change, tuple[LiveTensor, ...]] = _by_change(sharing.divide(iter(found)))
+        self.items: tuple[LiveTensor, ...] = tuple(sharing.divide(iter(found)))
+        self.shared = tuple(sorted((i for i in found if i.name in sharing.leaves), key=lambda item: item.name))
         self.fixed: str = json.dumps(
             {
                 "state": encode(adapter.fixed(), FIXED, {}),
@@ -48,19 +50,37 @@ class Manifest:
             },
             separators=(",", ":"),
         )
-        self.leaves: tuple[Leaf, ...] = tuple(
-            leaf_of(item.name, item.tensor) for item in chain.from_iterable(self.live.values())
-        )
+        self.leaves: tuple[Leaf, ...] = tuple(leaf_of(item.name, item.tensor) for item in self.items)
         self._watched = _Watched(adapter.watched())
+        self._names = [item.name for item in found]
         self._tensors = [item.tensor for item in found]
         self._addresses = self._where()
+        self._shapes = self._looks()
 
-    def is_current(self) -> bool:
-        """Whether the state still consists of the same tensors, at the same places."""
-        return self._watched.unchanged() and self._addresses == self._where()
+    def holds_the_same(self) -> bool:
+        """Whether the state still consists of the same tensors."""
+        return self._watched.unchanged()
+
+    def has_moved(self) -> bool:
+        """Whether a tensor is at another place in memory: ``.data`` was assigned to."""
+        return self._addresses != self._where()
+
+    def reshaped(self) -> list[str]:
+        """The names of tensors that have another shape or other strides in the memory they had.
+
+        Takes three times as long as `has_moved`, so it is asked beside the training thread. Thread-safe.
+        """
+        looks = self._looks()
+        if looks == self._shapes:
+            return []
+        shapes, before = zip(*looks, strict=True), zip(*self._shapes, strict=True)
+        return [name for name, now, then in zip(self._names, shapes, before, strict=True) if now != then]
 
     def _where(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._tensors))
+
+    def _looks(self) -> tuple[list[int], list[Any]]:
+        return list(map(torch.Tensor.numel, self._tensors)), list(map(torch.Tensor.stride, self._tensors))
 
 
 class _Watched:
@@ -92,8 +112,3 @@ class _Watched:
 
 
 _KEPT = (torch.Tensor, torch.nn.Module, dict, list, type(None))
-
-
-def _by_change(tensors: Iterable[LiveTensor]) -> dict[Change, tuple[LiveTensor, ...]]:
-    items = list(tensors)
-    return {change: tuple(item for item in items if item.change is change) for change in Change}

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from smp_daemon.errors import ConfigError
 from snapshot import runs
@@ -18,17 +19,21 @@ from snapshot.tensors import slot_tensor
 TABLES = 8
 """How many sequences of pieces `CpuMover` remembers: a few are in use, the rest are of layouts that are over."""
 
+SAMPLE_BYTES = 64
+"""How much of a tensor is looked at to see whether it has changed: a cache line."""
+
 LOAD_THREADS = 4
 """Most threads that fill live tensors: nothing else runs then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A dense tensor and its place in a slot, in bytes."""
+    """A dense tensor and its place in a slot, in bytes; and what it is called."""
 
     tensor: torch.Tensor
     offset: int
     bytes: int
+    name: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -36,18 +41,40 @@ class Piece:
         return self.tensor.is_contiguous() and not self.tensor.is_conj() and not self.tensor.is_neg()
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Some bytes of some pieces.
+
+    Attributes:
+        index, start, length: of which piece, from which byte of its memory on, and how many: int64 arrays of one shape.
+        read: blocks until the bytes are here; shape [n, `SAMPLE_BYTES`], zeros behind shorter ones. Any thread's.
+    """
+
+    index: NDArray[np.int64]
+    start: NDArray[np.int64]
+    length: NDArray[np.int64]
+    read: Callable[[], NDArray[np.uint8]]
+
+
 class Mover(Protocol):
     """One rank's way between device memory and slots.
 
-    At a boundary ``mark``, then (in the copy thread) ``copy`` and ``finish``; ``fence`` before what was marked changes.
+    When a step begins ``mark``, then (in the copy thread) ``copy`` and ``finish``; ``fence`` before what was marked
+    changes.
+
+    Attributes:
+        queues: whether bytes may still be under way when ``copy`` returns.
     """
 
+    queues: bool
+
     def mark(self) -> None:
-        """Training thread, right after ``optim.step()``: the state to copy is the state as of now."""
+        """Training thread, as a step begins: the state to copy is the state as of now."""
         ...
 
-    def settle(self) -> None:
-        """Training thread: more is to be copied, made just now, which ``fence`` need not wait for."""
+    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+        """A few bytes of the pieces' memory as they are now, other ones each `turn`; the same ones for equal turns and
+        lengths. Any thread's; returns at once."""
         ...
 
     def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
@@ -78,14 +105,26 @@ class Mover(Protocol):
 class CpuMover:
     """State in host memory: streaming copies, run by run."""
 
+    queues = False
+
     def __init__(self) -> None:
         self._tables: dict[int, _Table] = {}
+        self._places: dict[int, _Places] = {}
 
     def mark(self) -> None:
-        """Nothing to note: what `optim.step` did is done when it returns."""
+        """Nothing to note: what was done to the state is done."""
 
-    def settle(self) -> None:
-        """Nothing to note: what was made is there."""
+    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+        places = self._places.get(id(pieces))
+        if places is None:
+            if len(self._places) >= TABLES:
+                self._places.clear()
+            places = self._places[id(pieces)] = _Places.of(pieces)
+        start, length = sampled(places.bytes, turn)
+        found = np.zeros((len(start), SAMPLE_BYTES), np.uint8)
+        target = found.ctypes.data + SAMPLE_BYTES * np.arange(len(start))
+        runs.copy(np.stack([places.address + start, target, length], axis=1).astype(np.uint64))
+        return Sample(places.index, start, length, lambda: found)
 
     def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
         table = self._table(pieces)
@@ -114,6 +153,7 @@ class CpuMover:
 
     def close(self) -> None:
         self._tables.clear()
+        self._places.clear()
 
     def _table(self, pieces: Sequence[Piece]) -> _Table:
         """Made once for as long as the same pieces come."""
@@ -132,15 +172,26 @@ class DeviceMovers:
 
     def __init__(self, movers: Mapping[torch.device, Mover]) -> None:
         self._movers = dict(movers)
+        self.queues = any(mover.queues for mover in self._movers.values())
         self._parts: dict[int, tuple[Sequence[Piece], list[tuple[Mover, tuple[Piece, ...]]]]] = {}
 
     def mark(self) -> None:
         for mover in self._movers.values():
             mover.mark()
 
-    def settle(self) -> None:
-        for mover in self._movers.values():
-            mover.settle()
+    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+        numbers = {id(piece): i for i, piece in enumerate(pieces)}
+        taken = [(mover.sample(part, turn), part) for mover, part in self._divide(pieces)]
+        if not taken:
+            return CpuMover().sample(pieces, turn)
+        index = [np.array([numbers[id(part[i])] for i in each.index.tolist()], np.int64) for each, part in taken]
+        samples = [each for each, _ in taken]
+        return Sample(
+            np.concatenate(index),
+            np.concatenate([each.start for each in samples]),
+            np.concatenate([each.length for each in samples]),
+            lambda: np.concatenate([each.read() for each in samples]),
+        )
 
     def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
         for mover, part in self._divide(pieces):
@@ -177,6 +228,14 @@ class DeviceMovers:
         return known[1]
 
 
+def sampled(lengths: NDArray[np.int64], turn: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where in memory of so many bytes a sample of that `turn` starts, and how long it is: whole `SAMPLE_BYTES` but at
+    the end. Successive turns go far through it, so that nearby ones look at different parts."""
+    lines = np.maximum(1, -(-lengths // SAMPLE_BYTES))
+    start = (turn * 0x9E3779B1 % (1 << 31)) % lines * SAMPLE_BYTES
+    return start, np.minimum(SAMPLE_BYTES, lengths - start)
+
+
 def choose_mover(devices: Collection[torch.device]) -> Mover:
     """A mover for state on these devices.
 
@@ -202,6 +261,24 @@ class _Table:
     pieces: Sequence[Piece]
     batches: list[runs.Runs]
     odd: list[Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where pieces lie that have any bytes. Of those that are not plain only the first element is looked at."""
+
+    index: NDArray[np.int64]
+    address: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> _Places:
+        rows = [
+            (i, p.tensor.data_ptr(), p.bytes if p.is_plain else p.tensor.element_size())
+            for i, p in enumerate(pieces)
+            if p.bytes
+        ]
+        return cls(*np.array(rows, np.int64).reshape(-1, 3).T.copy())
 
 
 def _address(slot: memoryview) -> int:

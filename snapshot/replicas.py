@@ -7,7 +7,7 @@ replica when memory is laid out, and shared only if all digests agree.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from smp_daemon.errors import ProtocolError, StateMismatch
 from smp_daemon.slotfile import Leaf
 from snapshot.adapter import LiveTensor
 from snapshot.agreement import Agreement
+from snapshot.errors import Misfit
+from snapshot.movers import Sample
 from snapshot.shares import Part, believed, missing, parse_part, part_name, share
 from snapshot.tensors import flat, leaf_of
 
@@ -29,10 +31,38 @@ class Sharing:
     Attributes:
         leaves: all that is shared, whole, by name.
         parts: the caller's parts of each.
+        sets, number: of how many sets of replicas there are, which the caller's is. No sets: nobody shares anything.
     """
 
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
     parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    sets: int = 0
+    number: int = 0
+
+    def compare(self, agreement: Agreement, sample: Sample | None) -> Callable[[], None]:
+        """Begin to compare a sample of what is shared; None: the caller has none. A collective call, that returns at
+        once.
+
+        Returns what blocks for the outcome, and raises `ReplicasDiffer` unless the caller's replicas hold the same.
+        """
+        if not self.sets:
+            return lambda: None
+
+        def values() -> list[int]:
+            """For each set the digest and its negative: the minima of both are opposite if all are alike."""
+            values = [1 << 62] * 2 * self.sets
+            found = 0 if sample is None else xxhash.xxh3_64_intdigest(sample.read().data) >> 2
+            values[2 * self.number : 2 * self.number + 2] = [found, -1 if sample is None else -found]
+            return values
+
+        minimum = agreement.minimum(values)
+
+        def check() -> None:
+            least, most = minimum()[2 * self.number :][:2]
+            if least != -most:
+                raise ReplicasDiffer("data-parallel replicas no longer hold the same: each keeps its own from now on")
+
+        return check
 
     def divide(self, tensors: Iterator[LiveTensor]) -> Iterator[LiveTensor]:
         """`tensors`, with only the caller's parts of those that are shared and still what they were then."""
@@ -49,6 +79,10 @@ class Sharing:
     def to_json(self) -> dict[str, Any]:
         """For the record: what is shared."""
         return {name: [leaf.dtype, list(leaf.shape)] for name, leaf in self.leaves.items()}
+
+
+class ReplicasDiffer(Misfit):
+    """What replicas were seen to hold alike, they do not any more."""
 
 
 ALONE = Sharing()
@@ -68,14 +102,17 @@ def agree_on_shares(agreement: Agreement, replica_set: str, tensors: Iterator[Li
     candidates = {item.name: item.tensor for item in items}
     mine = {item.name: f"{item.owner} {_digest(item.tensor)}" for item in items} if len(members) > 1 else {}
     everyone = [json.loads(text) for text in agreement.gather(json.dumps(mine).encode())]
-    names = believed([everyone[rank] for rank in members])
-    if not names:
+    ordered = sorted(set(sets))
+    alike = [believed([everyone[rank] for rank, other in enumerate(sets) if other == name]) for name in ordered]
+    if not any(alike):
         return ALONE
+    number = ordered.index(replica_set)
+    names = alike[number]
     leaves = {name: leaf_of(name, candidates[name]) for name in sorted(names)}
     parts: dict[str, tuple[Part, ...]] = {}
     for part in share(list(leaves.values()), len(members), members.index(agreement.rank)):
         parts[part.name] = (*parts.get(part.name, ()), part)
-    return Sharing(leaves, parts)
+    return Sharing(leaves, parts, len(ordered), number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,14 +29,24 @@ from smp_daemon.plan import RestorePlan, healer, newest_protected, plan_persiste
 from smp_daemon.points import reach
 from smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
 from smp_daemon.starts import Choice, Start, Streak
-from snapshot.adapter import Adapter
+from snapshot.adapter import Adapter, Tree
 from snapshot.agreement import Agreement
 from snapshot.elastic import Resharding, ask_idle
 from snapshot.loading import check_ranges, load_checked, units_of
 from snapshot.movers import Mover
 from snapshot.replicas import is_part_of, part_of, plan_gathering
 from snapshot.shares import Part, parse_part
-from snapshot.state import NOTES, check_fit, decode_record, decode_values, is_of_record, place_tensors, shared_leaves
+from snapshot.state import (
+    BEGAN,
+    LOOP,
+    NOTES,
+    check_fit,
+    decode_record,
+    decode_values,
+    is_of_record,
+    place_tensors,
+    shared_leaves,
+)
 from snapshot.tensors import read_leaf
 from snapshot.tiers import PERSISTED, Course, tier_of
 from snapshot.wishes import Wishes, agree, check_repeats, choose
@@ -57,6 +67,10 @@ class Restored:
         how: ``held``, ``mended``, ``fetched``, ``rebuilt``, ``persisted`` or ``resharded``; empty on a cold start.
         bytes_fetched: what came over the network for this rank's state.
         notes: what the snapshot's record says beside the state; empty if nothing.
+        loop: where the loop was; see `SnapshotHook`.
+        began: digests of the random generators as the step began that is to be done again, if the loop did not say
+            where it begins; see `snapshot.resumed`.
+        rewind: puts the random generators back as they were restored.
         clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
         tier: what the job as a whole came back from, see `snapshot.tiers`; empty on a cold start.
         passed_over: why what would have been better was not taken.
@@ -71,6 +85,9 @@ class Restored:
     how: str = ""
     bytes_fetched: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
+    loop: dict[str, Any] = field(default_factory=dict)
+    began: Tree | None = None
+    rewind: Callable[[], None] = lambda: None
     clock: dict[str, float] = field(default_factory=dict)
     tier: str = ""
     passed_over: tuple[str, ...] = ()
@@ -156,6 +173,9 @@ def restore(
                 how=attempt.how,
                 bytes_fetched=attempt.bytes_fetched,
                 notes=attempt.notes,
+                loop=attempt.loop,
+                began=attempt.began,
+                rewind=attempt.rewind,
                 clock=clock,
                 tier=tier,
                 passed_over=tuple(course.passed_over),
@@ -277,6 +297,9 @@ class _Attempt:
         self.snapshot = plan.snapshot
         self.how = ""
         self.notes: dict[str, Any] = {}
+        self.loop: dict[str, Any] = {}
+        self.began: Tree | None = None
+        self.rewind: Callable[[], None] = lambda: None
         self.node = client.node
         self._client = client
         self._sources = plan.sources
@@ -390,6 +413,8 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Move
         if gathering is not None:
             gathering.fill(agreement, tensors)
         adapter.load(early, late, fixed)
+        attempt.loop, attempt.began = early.get(LOOP, {}), late.get(BEGAN)
+        attempt.rewind = adapter.rewinding(early)
     return failure
 
 

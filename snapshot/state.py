@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from smp_daemon.errors import HoldfastError, ProtocolError, StateMismatch
+from smp_daemon.errors import ProtocolError, StateMismatch
 from smp_daemon.layout import SnapshotId
 from smp_daemon.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
 from snapshot.adapter import Adapter, Change, LiveTensor, Tree
@@ -18,15 +18,14 @@ from snapshot.movers import Piece
 from snapshot.replicas import is_part_of, shared_from_json
 from snapshot.tensors import leaf_of
 from snapshot.values import decode, encode
+from snapshot.witness import Subjects
 
 EARLY = "early"
 LATE = "late"
 NOTES = "notes"
+LOOP = "loop"
+BEGAN = "began"
 RECORD_PAGE_BYTES = 4096
-
-
-class Misfit(HoldfastError):
-    """The state has other leaves, or longer plain values, than the slots have room for: a new layout is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +41,14 @@ class Values:
         return [leaf_of(name, tensor) for name, tensor in self.tensors.items()]
 
 
-def capture_early(adapter: Adapter) -> Values:
-    """What the next step's data loading may change, as it is now."""
-    return _capture(adapter.early(), EARLY)
+def capture_early(adapter: Adapter, loop: Tree) -> Values:
+    """What reading data for the next step changes, and where the `loop` is, as it is now."""
+    return _capture(adapter.early() | {LOOP: loop}, EARLY)
 
 
-def capture_late(adapter: Adapter) -> Values:
-    """What only settles before the next forward, as it is now."""
-    return _capture(adapter.late(), LATE)
+def capture_late(adapter: Adapter, began: Tree | None) -> Values:
+    """What code between two steps changes, as it is now; `began`: see `snapshot.resumed`."""
+    return _capture(adapter.late() | {BEGAN: began}, LATE)
 
 
 def _capture(tree: Tree, path: str) -> Values:
@@ -63,46 +62,41 @@ class Placed:
     """The state of one manifest in one slot format.
 
     Attributes:
-        moving: what is copied while the next step runs.
-        at_once: what is copied at the boundary.
-        once: what nothing is known to change.
-        settling, settled: what is copied from the next forward on, and what is copied right then.
-        moving_bytes: length of `moving`.
+        moving, moving_bytes: what is copied while the step runs, and its length.
+        subjects: `moving`, for witnesses.
+        at_once: what is copied when the step begins, before anything else happens.
+        shared: what replicas share, whole; it has no place in this rank's slot.
     """
 
     form: SlotFormat
     manifest: Manifest
     moving: tuple[Piece, ...]
-    at_once: tuple[Piece, ...]
-    once: tuple[Piece, ...]
-    settling: tuple[Piece, ...]
-    settled: tuple[Piece, ...]
     moving_bytes: int
+    subjects: Subjects
+    at_once: tuple[Piece, ...]
+    shared: tuple[Piece, ...]
 
 
-def place(manifest: Manifest, form: SlotFormat) -> Placed:
-    """Where the tensors of `manifest` stand in a slot of format `form`, which must be of the same leaves."""
+def place(manifest: Manifest, form: SlotFormat, restless: Collection[str] = ()) -> Placed:
+    """Where the tensors of `manifest` stand in a slot of format `form`, which must be of the same leaves.
 
-    def pieces(change: Change) -> tuple[Piece, ...]:
-        return place_tensors(form, ((item.name, item.tensor) for item in manifest.live[change]))
-
-    moving = pieces(Change.STEP)
+    Args:
+        restless: names of tensors that were seen to change while a step ran, whatever their class says.
+    """
+    by_class: dict[bool, list[tuple[str, torch.Tensor]]] = {False: [], True: []}
+    for item in manifest.items:
+        by_class[item.change is Change.ANY or item.name in restless].append((item.name, item.tensor))
+    moving = place_tensors(form, by_class[False])
     length = sum(piece.bytes for piece in moving)
-    return Placed(
-        form,
-        manifest,
-        moving,
-        at_once=pieces(Change.FORWARD),
-        once=pieces(Change.NEVER),
-        settling=pieces(Change.AFTER),
-        settled=pieces(Change.ANY),
-        moving_bytes=length,
-    )
+    shared = tuple(Piece(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in manifest.shared)
+    return Placed(form, manifest, moving, length, Subjects(moving), place_tensors(form, by_class[True]), shared)
 
 
 def place_tensors(form: SlotFormat, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Piece, ...]:
-    """Where named tensors stand in a slot."""
-    return tuple(Piece(tensor, form.offsets[name][0], form.offsets[name][1].bytes) for name, tensor in tensors)
+    """Where named tensors stand in a slot. What a piece refers to stays in memory, whatever becomes of the tensor."""
+    return tuple(
+        Piece(tensor.detach(), form.offsets[name][0], form.offsets[name][1].bytes, name) for name, tensor in tensors
+    )
 
 
 def encode_record(

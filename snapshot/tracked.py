@@ -13,7 +13,7 @@ from smp_daemon.slotfile import Leaf
 from snapshot.adapter import Change, Container, LiveTensor
 from snapshot.tensors import block_of, empty_like_leaf, local
 
-CHANGES = {"any": Change.ANY, "after step": Change.AFTER, "step": Change.STEP, "never": Change.NEVER}
+CHANGES = {"any": Change.ANY, "after step": Change.STEP, "step": Change.STEP, "never": Change.STEP}
 WHEN = ("forward", "step")
 
 
@@ -24,8 +24,8 @@ class Tracked:
     Attributes:
         get, set: give its plain values, and take them over; tensors among them are copied at every boundary.
         tensors: a module, or a dict of tensors by name: captured and restored in place.
-        change: what changes `tensors`.
-        late: whether `get` is asked when the next forward begins, or at the return of ``optim.step()``.
+        change: when `tensors` change.
+        late: whether `get` is asked when the next step begins, or with the random generators; see `Adapter.early`.
     """
 
     name: str

@@ -67,7 +67,7 @@ def endure() -> None:
                 training.grow()
                 grown.append(step)
             step += 1
-            snap.on_forward()
+            snap.begin()
             training.backward(step)
             reach("train.step", step)
             snap.drain(DRAIN_DEADLINE_S)

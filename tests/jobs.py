@@ -388,7 +388,7 @@ def exported() -> None:
             model(torch.randn(4, 24) + step).square().sum().backward()
             optim.step()
             optim.zero_grad()
-        snap.on_forward()
+        snap.begin()
         assert snap.drain(DRAIN_DEADLINE_S * 20)
         dist.barrier()
         trained = _whole(model, optim)

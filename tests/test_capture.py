@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from snapshot.frozen import FrozenChanged
 
 from holdfast import InMemorySnapshot
 from smp_daemon.client import SmpClient
@@ -19,7 +20,6 @@ from snapshot.adapter import Change, LiveTensor
 from snapshot.agreement import Alone
 from snapshot.capture import Capture, Staging
 from snapshot.copier import Copier, CopyJob
-from snapshot.frozen import FrozenChanged
 from snapshot.movers import CpuMover, Piece
 from snapshot.pace import Pace
 from snapshot.state import Misfit, decode_record, decode_values

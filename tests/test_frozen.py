@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from snapshot.frozen import SAMPLE_BYTES, FrozenChanged, check_sample, versions
 
 from smp_daemon.client import SmpClient
 from smp_daemon.layout import SnapshotId
 from smp_daemon.slotfile import Leaf, SlotFormat, plan_slot
 from snapshot.copier import Copier, CopyJob
-from snapshot.frozen import SAMPLE_BYTES, FrozenChanged, check_sample, versions
 from snapshot.movers import CpuMover, Piece
 from snapshot.pace import Pace
 from snapshot.state import place_tensors

@@ -33,6 +33,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from snapshot.frozen import FrozenChanged
 
 from holdfast import HoldfastError, InMemorySnapshot
 from smp_daemon.holdings import ParityKey
@@ -46,7 +47,6 @@ from smp_daemon.spawn import find_leftovers, remove
 from smp_daemon.store import Store
 from smp_daemon.transport import connect
 from snapshot.adapter import Adapter
-from snapshot.frozen import FrozenChanged
 from snapshot.hook import SnapshotHook
 from snapshot.movers import CpuMover
 from snapshot.state import Values

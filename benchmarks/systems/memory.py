@@ -85,7 +85,7 @@ class Alone:
 
     def survives_kill(self) -> bool:
         """Schedules count as they are when the next forward begins: a loop that only watches begins none."""
-        self._snap.on_forward()
+        self._snap.begin()
         copy = self._snap._copy
         return copy is not None and copy.done.is_set() and copy.error is None
 
@@ -127,7 +127,7 @@ class Alone:
         self._snap._boundary.remove()
         if self._forward is not None:
             self._forward.remove()
-        self._forward = self._model.register_forward_pre_hook(lambda *_: self._snap.on_forward())
+        self._forward = self._model.register_forward_pre_hook(lambda *_: self._snap.begin())
 
 
 class Protected(Alone):

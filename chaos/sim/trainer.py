@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from chaos.sim.scheduler import active
-from chaos.sim.threads import Event, Signal
+from chaos.sim.threads import Event, Lock, Signal
 from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError, failure_of
 from smp_daemon.layout import SnapshotId
 from smp_daemon.slotfile import Leaf, SlotFormat, plan_slot
 from snapshot.agreement import AgreementLost, Result, T
 from snapshot.copier import CopyJob
+from snapshot.errors import Misfit
 from snapshot.loading import load_checked
 from snapshot.movers import CpuMover, Piece
-from snapshot.state import Misfit
 
 RECORD_CAPACITY = 64
 COLLECTIVE_DEADLINE_S = 120.0
@@ -74,8 +74,8 @@ class Member:
     def gather(self, data: bytes) -> list[bytes]:
         return self._collect(self._post(data))
 
-    def minimum(self, values: Sequence[int]) -> Result:
-        turn = self._post(list(values))
+    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
+        turn = self._post(list(values() if callable(values) else values))
         return lambda: [min(each) for each in zip(*self._collect(turn), strict=True)]
 
     def patiently(self, work: Callable[[], T]) -> T:
@@ -152,6 +152,8 @@ def _expand(seed: bytes, length: int) -> bytes:
 class SimBoundary:
     """`snapshot.boundary.Boundary`: the loop says by itself when a step begins and ends."""
 
+    declared = False
+
     def __init__(self, *arguments: object) -> None:
         pass
 
@@ -173,7 +175,21 @@ class SimCapture:
         self._form = _form(self._job, self._coord, len(self._adapter.live))
         return self._form
 
-    def begin(self, snapshot: SnapshotId, keep: tuple[SnapshotId, ...], protected: SnapshotId | None) -> CopyJob:
+    def mark(self, *, buffers: bool = False) -> None:
+        """There are no generators."""
+
+    def compare_replicas(self, snapshot: SnapshotId) -> Callable[[], None]:
+        return lambda: None
+
+    def begin(
+        self,
+        snapshot: SnapshotId,
+        keep: tuple[SnapshotId, ...],
+        protected: SnapshotId | None,
+        *,
+        declared: bool,
+        marked: bool = False,
+    ) -> CopyJob:
         form, live = self._form, self._adapter.live
         if form is None or form.offsets[LEAF][1].bytes != len(live):
             raise Misfit("the state has another length")
@@ -188,15 +204,16 @@ class SimCapture:
             (piece,),
             len(live),
             (),
-            (),
+            lambda: json.dumps({"step": snapshot.step}).encode(),
             copied=Event(),  # type: ignore[arg-type]
-            finalised=Event(),  # type: ignore[arg-type]
+            sure=Event(),  # type: ignore[arg-type]
             done=Event(),  # type: ignore[arg-type]
+            reading=Event(),  # type: ignore[arg-type]
+            lock=Lock(),  # type: ignore[arg-type]
         )
 
-    def finalise(self, job: CopyJob) -> None:
-        if not job.finalised.is_set():
-            job.finalise((), lambda: json.dumps({"step": job.snapshot.step}).encode())
+    def let_go(self) -> None:
+        """Memory does not move."""
 
     def over(self, job: CopyJob) -> None:
         """Nothing was staged."""
@@ -215,11 +232,10 @@ def _form(job: str, coord: str, length: int) -> SlotFormat:
 class SimMover:
     """`snapshot.movers.Mover` for bytes: each piece in two halves, with an await before, between and after."""
 
+    queues = False
+
     def mark(self) -> None:
         active().point()
-
-    def settle(self) -> None:
-        """Nothing to note."""
 
     def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
         for piece in pieces:

@@ -263,6 +263,7 @@ class World:
             arena=trainer.node.base,  # type: ignore[arg-type]  # what stands for a path here
             overhead_budget=0.0,
         )
+        hook.checks_resumption = False
         with hook:
             restored = hook.restored.snapshot
             trainer.restored, trainer.entered, trainer.hook = restored, True, hook
@@ -271,7 +272,8 @@ class World:
                 self.oracle.restored(coord, restored, loaded[-1] if loaded else None)
                 self.oracle.check_floor(coord, restored, floor)
             for turn in range(steps):
-                hook.on_forward()
+                hook.begin()
+                self._note_promise(hook)
                 self.scheduler.sleep(plan.step_s * self.scheduler.random.random())
                 circle.post(("step", turn), rank, adapter.step)
                 if circle.collect(("step", turn)) is None:
@@ -281,13 +283,14 @@ class World:
                     adapter.resize(self.lengths[rank])
                 adapter.train()
                 hook.after_step()
-                self._note_promise(hook)
+            hook.begin()
+            self._note_promise(hook)
             if quiet and steps:
-                hook.on_forward()
                 if not hook.drain(DRAIN_DEADLINE_S):
                     self.scheduler.violate(f"{coord}: in quiet, not every snapshot becomes protected")
                 hook.before_step()
                 hook.after_step()
+                hook.begin()
                 self._note_promise(hook)
 
     def _note_promise(self, hook: SnapshotHook) -> None:

@@ -1,0 +1,9 @@
+"""Errors that stay within the training process."""
+
+from __future__ import annotations
+
+from smp_daemon.errors import HoldfastError
+
+
+class Misfit(HoldfastError):
+    """The state has other leaves, or longer plain values, than the slots have room for: a new layout is needed."""

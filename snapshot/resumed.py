@@ -1,0 +1,96 @@
+"""After a restore: whether the first step begins with what was restored.
+
+Between entering and that step a script may change what was restored, without anybody noticing: a schedule that is
+stepped at the top of the loop is stepped once more, an iterator that is made draws from a generator, weights are
+initialised anew. Whoever trains on then trains something else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from smp_daemon.errors import ConfigError, StateMismatch
+from smp_daemon.logs import get_log
+from snapshot import streams
+from snapshot.adapter import Adapter, Tree
+from snapshot.boundary import BEGIN
+from snapshot.capture import generators
+from snapshot.movers import Mover, Piece
+from snapshot.state import capture_late
+from snapshot.witness import Subjects, Witness
+
+ENV = "HOLDFAST_DRIFT"
+SHOWN = 6
+
+log = get_log(__name__)
+
+
+class Resumed:
+    """What was restored. Made at the end of a restore, and asked once, in the training thread."""
+
+    def __init__(self, adapter: Adapter, mover: Mover, began: Tree | None, step: int) -> None:
+        """
+        Args:
+            began: digests of the generators as that step began when the snapshot was taken; None: the loop says
+                where its steps begin, and the generators are put back there.
+        """
+        self._adapter = adapter
+        self._began = began
+        self._step = step
+        self._late = _flat(adapter)
+        pieces = tuple(Piece(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in adapter.tensors())
+        self._witness = Witness(mover, Subjects(pieces), step)
+
+    def check(self, *, declared: bool) -> None:
+        """The first step begins.
+
+        Raises:
+            StateMismatch: something is not what was restored; the message names it.
+        """
+        now = _flat(self._adapter)
+        changed = sorted(name for name in now.keys() | self._late.keys() if now.get(name) != self._late.get(name))
+        drifted = []
+        if self._began is not None and not declared:
+            found = generators()
+            drifted = [
+                f"the random generator of {name}" for name in sorted(found) if found[name] != self._began.get(name)
+            ]
+        changed = drifted + self._witness.rewritten() + changed
+        if not changed:
+            return
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        text = (
+            f"{', '.join(changed[:SHOWN])}{more}: no longer what was restored of step {self._step}, as something "
+            "changed it before the first step began (iter(DataLoader) draws from a generator; a schedule or counter "
+            f"at the top of the loop moves on): {BEGIN}"
+        )
+        if os.environ.get(ENV) == "accept":
+            log.warning("%s", text)
+            return
+        raise StateMismatch(f"{text}. The snapshot is kept. {ENV}=accept goes on all the same, with other results")
+
+
+def check_environment() -> None:
+    """Raises `ConfigError` unless ``HOLDFAST_DRIFT`` is empty or ``accept``."""
+    if os.environ.get(ENV, "") not in ("", "accept"):
+        raise ConfigError(f"{ENV}={os.environ[ENV]!r}: say accept to go on with what is no longer what was restored")
+
+
+def _flat(adapter: Adapter) -> dict[str, Any]:
+    """The plain values that code between two steps changes, by path; digests of the tensors among them."""
+    values = capture_late(adapter, None)
+    found = dict(_leaves("", values.encoded))
+    return found | {name: streams.digest(tensor) for name, tensor in values.tensors.items()}
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value and "$" not in value:
+        for key, part in value.items():
+            yield from _leaves(f"{path}.{key}" if path else key, part)
+    elif isinstance(value, list) and value:
+        for i, part in enumerate(value):
+            yield from _leaves(f"{path}.{i}", part)
+    else:
+        yield path, repr(value)
