@@ -24,6 +24,12 @@ OTHER_DATA = (
     "loader, epochs",
     "loader, epochs, shuffled",
 )
+DECLARED_DATA = (
+    "loader, snap.data",
+    "loader, snap.data, workers",
+    "loader, snap.data, shuffled",
+    "loader, snap.data, shuffled, workers",
+)
 PLAIN_OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "amsgrad", "rmsprop", "adagrad", "groups")
 OTHER_OPTIMIZERS = (*(o for o in OPTIMIZERS if o not in PLAIN_OPTIMIZERS), "two", "in backward")
 PLAIN_MODELS = ("mlp", "dropout", "batchnorm")
@@ -52,7 +58,7 @@ EVALUATIONS = (
 CLIPS = ("norm", "value", "weights", "weights, data", "weights, pointer")
 
 
-def draw(seed: int, *, declared: bool = False) -> Loop:
+def draw(seed: int, *, declared: bool = True) -> Loop:
     """The loop of a seed.
 
     Args:
@@ -73,8 +79,10 @@ def draw(seed: int, *, declared: bool = False) -> Loop:
     )
     for kind in dice.sample(sorted(_KINDS), count):
         loop = _KINDS[kind](loop, dice)
-    if declared and dice.random() < 0.6:
+    if declared and dice.random() < 0.5:
         loop = replace(loop, form=dice.choice(("steps", "begin")))
+        if loop.data.startswith("loader") or dice.random() < 0.25:
+            loop = replace(loop, data=dice.choice(DECLARED_DATA))
     tail = ["schedule", "average", "clip", "evaluation", "counter", "target", "zero", "bank"]
     dice.shuffle(tail)
     loop = _consistent(replace(loop, tail=tuple(tail)))
@@ -190,7 +198,7 @@ def _consistent(loop: Loop) -> Loop:
     """Without what does not go together; the model, then the optimizer, then what was drawn first, stays."""
     steps_itself = loop.optimizer in ("lbfgs", "closure", "in backward", "two") or loop.optimizer.startswith("sam")
     several = loop.optimizer == "in backward"
-    looped = loop.data.startswith("loader, e")
+    looped = loop.data.startswith(("loader, e", "loader, s"))
     names = {twist.name for twist in loop.twists}
     kept: list[Twist] = []
     seen: set[str] = set()
@@ -220,7 +228,7 @@ def _consistent(loop: Loop) -> Loop:
             kept.append(twist)
             seen.add(kind)
     form = "range" if (looped or loop.data.startswith("loader") or "skip" in seen) and loop.form == "while" else loop.form
-    if looped:
+    if looped or (loop.optimizer == "sam" and form == "while"):
         form = "range"
     zero = loop.zero
     if loop.optimizer.startswith("sam") or loop.optimizer == "two":
@@ -228,6 +236,8 @@ def _consistent(loop: Loop) -> Loop:
     if "accumulate" in seen and zero == "middle":
         zero = "top"
     data = loop.data
+    if loop.optimizer == "sam" and data.startswith("loader, s"):
+        data = "fresh"
     if loop.optimizer in ("lbfgs", "closure") and data == "prefetched":
         data = "fresh"
     if loop.model == "embedding" and loop.optimizer == "two":

@@ -51,7 +51,7 @@ def judge(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]], words:
         words: a regular expression that is found in what names the thing to blame.
     """
     said = tuple(dict.fromkeys(text for life in lives for text in _said(life)))
-    named = any(re.search(words, text, re.IGNORECASE) for text in said)
+    named = any(names(text, words) for text in said)
     restored = tuple(e["step"] for life in lives for e in life if e["kind"] == "entered")
 
     def verdict(outcome: Outcome, why: str) -> Verdict:
@@ -71,7 +71,7 @@ def judge(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]], words:
         return verdict(Outcome.ERROR, f"the last life ended without a word: {lives[-1][-1:]}")
     differences = compare(undisturbed, lives)
     if differences and named:
-        return verdict(Outcome.REFUSED, next(t for t in said if re.search(words, t, re.IGNORECASE)))
+        return verdict(Outcome.REFUSED, next(t for t in said if names(t, words)))
     if len(lives) == 1 or any(step is None for step in restored[1:]):
         why = "nothing was ever protected, so it was not killed" if len(lives) == 1 else "it began anew"
         return verdict(Outcome.REFUSED if named else Outcome.UNPROTECTED, why)
@@ -99,6 +99,15 @@ def compare(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]]) -> l
     found += [f"{name} is missing at the end" for name in want if name not in have]
     found += [f"{name} is there at the end, undisturbed not" for name in have if name not in want]
     return found
+
+
+ADVICE = re.compile(r"(, as something changed it| \(iter\(|: call `snap).*", re.DOTALL)
+"""What holdfast says of ways out names much that is not to blame."""
+
+
+def names(text: str, words: str) -> bool:
+    """Whether a text names what is to blame."""
+    return re.search(words, ADVICE.sub("", text), re.IGNORECASE) is not None
 
 
 def _said(life: Sequence[Event]) -> list[str]:

@@ -78,7 +78,7 @@ class Undisturbed:
     """Stands in for `holdfast.InMemorySnapshot` where the loop runs without it: counts steps, and does nothing else."""
 
     def __init__(self, model: Any, optim: Any, **options: Any) -> None:
-        self.step = 0
+        self.step = self.epoch = 0
         last = optim[-1] if isinstance(optim, list) else optim
         scaler = (options.get("extra") or {}).get("scaler")
         if scaler is None:
@@ -139,8 +139,7 @@ class Life:
         self._snap: Any = None
         self._protected = False
         self._gate: Gate | None = None
-        places = loop.script.places
-        self._release = {loop.held, loop.script.before_step} & set(places)
+        self._release = {loop.held, *loop.script.before_steps}
 
     def run(self) -> None:
         """The program, to its end; or it is killed within, or raises."""
@@ -189,7 +188,7 @@ class Life:
         end = self._order.end
         if end is None:
             return
-        if place == self._loop.script.before_step and (self._loop.waits == "each" or self._step >= end.step - 1):
+        if place == self._loop.script.before_steps[-1] and (self._loop.waits == "each" or self._step >= end.step - 1):
             self._protected = self._wait() or self._protected
         if self._protected and self._step >= end.step and place == end.place:
             self._say(kind="ends", how=end.kind, step=self._step, place=place)

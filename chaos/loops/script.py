@@ -41,7 +41,8 @@ class Loop:
     """A training loop, as drawn. Its fields name pieces that `Script` puts together.
 
     Attributes:
-        form: how holdfast hears of a step: ``range``, ``while`` (both undeclared), ``steps``, ``begin``, ``data``.
+        form: how holdfast hears of a step: ``range``, ``while`` (both undeclared), ``steps``, ``begin``; ``data`` may
+            say something else.
         zero: where gradients are zeroed: ``top``, ``middle``, ``end``.
         tail: in which order comes what follows the step.
         steps: how many there are.
@@ -140,13 +141,13 @@ class Script:
         text: the source.
         words: a regular expression; an error or a warning that it is found in names what is to blame.
         places: where the program may be stopped, in order.
-        before_step: the last place that is always passed before an optimizer steps.
+        before_steps: places that are passed in each step, each the last before an optimizer steps.
     """
 
     loop: Loop
     words: str = ""
     text: str = ""
-    before_step: str = "backward"
+    before_steps: tuple[str, ...] = ("backward",)
     _setup: list[str] = field(default_factory=list)
     _after_setup: list[str] = field(default_factory=list)
     _models: list[str] = field(default_factory=lambda: ["net"])
@@ -269,7 +270,7 @@ class Script:
     def _loader(self, name: str, rows: str) -> None:
         options = ", shuffle=True" if "shuffled" in name else ""
         options += ", num_workers=2" if "workers" in name else ""
-        length = "[:12]" if "epochs" in name else ""
+        length = "[:12]" if "epochs" in name or "snap.data" in name else ""
         self._setup += [rows, f"loader = DataLoader(Rows(rows{length}), batch_size=4{options})"]
         self._blame.append(DATA)
         if "iterator before" in name:
@@ -508,6 +509,10 @@ class Script:
             inner = ["step = epoch * len(loader) + i", "if step < first:", "    continue", *step]
             lines = ["first = snap.step", "for epoch in range(3):", "    for i, x in enumerate(loader):"]
             return [*lines, *_in(_in(inner))]
+        if loop.data.startswith("loader, snap.data"):
+            inner = ["step = snap.step", *step]
+            lines = ["for epoch in range(snap.epoch, 3):", "    for x in snap.data(loader):"]
+            return [*lines, *_in(_in(inner))]
         if loop.form == "while":
             return [f"while snap.step < {n}:", *_in(["step = snap.step", *step])]
         if loop.form == "steps":
@@ -546,16 +551,15 @@ class Script:
         objective = f"({self._forward.format(net='net')} - 1).square().mean()"
         middle = zero if loop.zero == "middle" else []
         if loop.optimizer in ("lbfgs", "closure"):
-            self.before_step = "batch"
+            self.before_steps = ("batch",)
             inner = ["optim.zero_grad()", f"loss = {objective}", 'here("loss")', "loss.backward()", "return loss"]
             closure = ["def closure():", *_in(inner)]
             return [*self._next, *self._ready, 'here("batch")', *closure]
         if self._has("accumulate"):
-            self.before_step = "loss"
             lines = [*self._next, f"loss = {objective} / 2", "note(step, loss)", *self._ready, 'here("loss")']
             return ["for micro in range(2):", *_in([*lines, "loss.backward()"]), 'here("backward")']
         if loop.optimizer == "two":
-            self.before_step = "loss"
+            self.before_steps = ("loss", "backward")
             critic = [
                 "loss = (critic(net(x).detach()) - critic(torch.ones(4, 6))).mean()".replace(
                     "net(x)", self._forward.format(net="net")
@@ -580,7 +584,7 @@ class Script:
                 return [*self._next, *first, "optim.step()", 'here("between")', *second[:-1]]
             return [*self._next, *critic, 'here("between")', *own]
         if loop.optimizer == "in backward":
-            self.before_step = "loss"
+            self.before_steps = ("loss",)
         lines = [*self._next, 'here("batch")', f"loss = {objective}", "note(step, loss)", *self._ready, *middle]
         lines.append('here("loss")')
         if self._has("skip"):
@@ -591,7 +595,6 @@ class Script:
         else:
             lines.append("loss.backward()")
         if loop.optimizer.startswith("sam"):
-            self.before_step = "loss"
             lines += ["optim.first_step()", f"{objective}.backward()"]
         return lines
 

@@ -14,9 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from select import select
@@ -27,12 +26,14 @@ import torch
 import torch._dynamo  # a compiled step would import it, which takes a second
 
 import holdfast.hook  # noqa: F401  # what a life imports
-from chaos.loops.judge import Event, Verdict, judge
+from chaos.loops.campaign import Result
+from chaos.loops.draw import draw
+from chaos.loops.judge import Event, Outcome, Verdict, judge
 from chaos.loops.life import Life, Order
 from chaos.loops.script import End, Loop
 from chaos.smp_zygote import Forked, Zygote
 from smp_daemon import points
-from smp_daemon.errors import DeadlineExceeded
+from smp_daemon.errors import DeadlineExceeded, HoldfastError
 from smp_daemon.paths import ARENA_ENV
 from smp_daemon.spawn import parse_report, smp_command
 
@@ -40,6 +41,7 @@ PR_SET_PDEATHSIG = 1
 JOB = "loop"
 NODE = "node0"
 LIFE_DEADLINE_S = 60.0
+LOG_CHARACTERS = 4000
 QUIET = {
     "HOLDFAST_HTTP": "off",
     "HOLDFAST_SCRUB": "0",
@@ -69,6 +71,29 @@ class Trials:
         """End the process that forks SMPs."""
         self._zygote.close()
 
+    def result(self, seed: int) -> Result:
+        """Draw a seed's loop, and `run` it; what goes wrong is its result, too."""
+        loop = draw(seed)
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as directory:
+            log = Path(directory) / "log"
+            try:
+                verdict = self.run(loop, log)
+            except HoldfastError as error:
+                verdict = Verdict(Outcome.ERROR, f"{type(error).__name__}: {error}")
+            text = log.read_text(errors="replace")[-LOG_CHARACTERS:] if log.exists() else ""
+        return Result(
+            seed,
+            verdict.outcome,
+            verdict.why,
+            loop.history(),
+            tuple(loop.features()),
+            verdict.said,
+            verdict.restored,
+            time.monotonic() - began,
+            text,
+        )
+
     def run(self, loop: Loop, log: Path | None = None) -> Verdict:
         """Undisturbed, then killed and restarted until it ends. Blocks; nothing is left behind.
 
@@ -78,7 +103,7 @@ class Trials:
         Raises:
             DeadlineExceeded: a life hangs; it was killed.
         """
-        with self._ground() as ground:
+        with self._ground(log) as ground:
             began = time.monotonic()
             undisturbed = self._live(loop, Order(True, None, ground / "undisturbed", ground / "gate"), ground)
             lives: list[list[Event]] = []
@@ -92,24 +117,24 @@ class Trials:
                     if not any(event["kind"] == "ends" for event in lives[-1]):
                         break
             over = time.monotonic()
-            if log is not None:
-                log.write_text((ground / "log").read_text())
         took = {"undisturbed": at_first - began, "smp": ready - at_first, "lives": over - ready}
         return replace(judge(undisturbed, lives, loop.script.words), took_s={k: round(v, 3) for k, v in took.items()})
 
     @contextmanager
-    def _ground(self) -> Iterator[Path]:
+    def _ground(self, log: Path | None) -> Iterator[Path]:
         ground = Path(tempfile.mkdtemp(prefix="holdfast-loops-", dir="/dev/shm"))
         try:
             (ground / "log").touch()
             yield ground
         finally:
+            if log is not None:
+                log.write_text((ground / "log").read_text(errors="replace"))
             shutil.rmtree(ground)
 
     @contextmanager
     def _smp(self, ground: Path) -> Iterator[Forked]:
         environment = _environment(ground)
-        command = smp_command(JOB, NODE, ground / "arenas" / JOB, "127.0.0.1")[3:]
+        command = [*smp_command(JOB, NODE, ground / "arenas" / JOB, "127.0.0.1")[3:], "--owner-pid", str(os.getpid())]
         (ground / "arenas").mkdir(mode=0o700)
         smp = self._zygote.start(command, environment, ground / "log")
         try:
@@ -154,6 +179,7 @@ def _become(loop: Loop, order: Order, ground: Path) -> None:
         os.environ.update(_environment(ground))
         os.environ.pop(points.ENV, None)
         points.arm()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         Life(loop, order).run()
         status = 0
     except BaseException:
@@ -175,7 +201,3 @@ def _end_group(group: int) -> None:
 def _environment(ground: Path) -> Mapping[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
     return {**kept, **QUIET, ARENA_ENV: str(ground / "arenas")}
-
-
-def warm() -> Any:
-    """Import, before the first fork, what lives import late."""
