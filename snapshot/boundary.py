@@ -61,6 +61,7 @@ class Boundary:
         self._listener = listener
         self._last = optimizers[-1]
         self._ended = True
+        self._ended_once = False
         self._stepped: list[Any] = []
         self._others = [optimizer for optimizer in optimizers if optimizer is not self._last]
         self._depth: Counter[int] = Counter()
@@ -127,15 +128,15 @@ class Boundary:
         if self._depth[id(optimizer)]:
             return
         if optimizer is self._last:
-            self._ended = True
+            self._ended = self._ended_once = True
         if self.declared or optimizer is self._last:
             self._listener.after_step()
 
     def _check_order(self, optimizer: Any) -> None:
         """Raises `ConfigError` if an optimizer first steps after the last one has: that one does not end the step."""
-        if self.declared or not self._others or optimizer in self._stepped:
+        if self.declared or optimizer is self._last or optimizer in self._stepped:
             return
-        if self._last in self._stepped:
+        if self._ended_once:
             number = self._others.index(optimizer) + 1
             raise ConfigError(
                 f"optimizer {number} of {len(self._others) + 1}, a {type(optimizer).__qualname__}, steps after the "

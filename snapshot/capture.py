@@ -33,6 +33,7 @@ from snapshot.state import (
     place,
     place_tensors,
     plan_format,
+    with_loop,
 )
 from snapshot.witness import Subjects, Witness
 
@@ -125,7 +126,8 @@ class Capture:
         if isinstance(self._early, HoldfastError):
             raise self._early
         began = None if declared else generators()
-        early, late = self._early, capture_late(self._adapter, began)
+        # A batch was read since `mark`, and is described there.
+        early, late = with_loop(self._early, self.loop()), capture_late(self._adapter, began)
         placed = self._current()
         self._check_leaves(early)
         self._check_leaves(late)

@@ -34,6 +34,7 @@ import torch
 from smp_daemon.board import MAX_PAUSE_S, Outcome, Phase
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
 from smp_daemon.logs import Episodes, about, get_log, log_here
 from smp_daemon.paths import arena_path
 from snapshot.adapter import Adapter
@@ -47,7 +48,7 @@ from snapshot.capture import Capture
 from snapshot.connect import job_from_environment, warn_of_stale_store
 from snapshot.copier import Copier, CopyJob, Retaken
 from snapshot.data import Data
-from snapshot.elastic import elastic_from_environment
+from snapshot.elastic import ELSEWHERE, elastic_from_environment
 from snapshot.errors import Misfit
 from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
@@ -133,8 +134,8 @@ class SnapshotHook:
         restore_step: int | None = None,
         elastic: bool | None = None,
     ) -> None:
-        if not 2 <= slots <= 16:
-            raise ConfigError(f"slots={slots}: a shard has 2 to 16 slots")
+        if not MIN_SLOTS <= slots <= MAX_SLOTS:
+            raise ConfigError(f"slots={slots}: {SLOTS_RULE}")
         self._adapter = adapter
         self._job = job or job_from_environment()
         self._wishes = wishes_from_environment(
@@ -152,8 +153,10 @@ class SnapshotHook:
         self._deadline_s = deadline_s
         self._elastic = elastic_from_environment() if elastic is None else elastic
         self._slots = slots + self._wishes.generations - 1
-        if self._slots > 16:
-            raise ConfigError(f"slots={slots} and {self._wishes.generations} generations: together at most 17")
+        if self._slots > MAX_SLOTS:
+            raise ConfigError(
+                f"slots={slots} and {self._wishes.generations} generations: together at most {MAX_SLOTS + 1}"
+            )
         self._ledger = Ledger(self._slots, generations=self._wishes.generations)
         self._copy: CopyJob | None = None
         self._outcomes: Result | None = None
@@ -224,11 +227,9 @@ class SnapshotHook:
             yield number
             self._iteration = number + 1
 
-    def data(self, source: Any, *, name: str = DATA) -> Data:
-        """One pass through a `DataLoader`, or another source of batches; each batch begins a step, as `begin` does.
-
-        After a restore it goes on in the middle of the pass, with the next batch that training would have seen. `epoch`
-        says how many passes are over.
+    def data(self, source: Any, *, name: str = DATA, ahead: int | None = None, exact: bool = True) -> Data:
+        """A `DataLoader`, or another source of batches, that goes on where it was; each batch begins a step, as `begin`
+        does. Each loop over it is one pass; `epoch` says how many are over.
 
         ::
 
@@ -237,19 +238,26 @@ class SnapshotHook:
                     ...
 
         Args:
-            source: see `snapshot.data.Data`.
+            source, ahead, exact: see `snapshot.data.Data`.
             name: which source it is, if there are several.
 
         Raises:
-            ConfigError: the source cannot be gone through again; or it is another than before under that name.
+            ConfigError: the source cannot be read again; or what is known of its place holds for another number of
+                ranks.
         """
         self._declare()
         known = self._data.get(name)
-        if known is None or known.source is not source:
+        if known is None:
             held = self._held_data.pop(name, None)
-            if known is not None:
-                held = known.state() | {"taken": 0} if held is None else held
-            known = self._data[name] = Data(source, name, held, self._mark, self._begin)
+            if held == ELSEWHERE:
+                raise ConfigError(
+                    f"data({name!r}) was read by another number of ranks, so its place cannot be found again: cut "
+                    "batches with `holdfast.batches.GlobalBatches` where the number of ranks may change"
+                )
+            known = Data(source, name, held, self._mark, self._begin, ahead=ahead, exact=exact)
+            self._data[name] = known
+        elif known.source is not source:
+            known.source = source
         return known
 
     @property
@@ -574,6 +582,7 @@ class SnapshotHook:
             resumed.check(declared=True)
         if self._open is not None:
             self._take(self._open, marked=unseen)
+        self._beginning.seen = True
 
     def _fence(self, copy: CopyJob) -> None:
         """Wait until what is being copied may change; not for an SMP."""

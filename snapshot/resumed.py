@@ -39,9 +39,9 @@ class Resumed:
         self._adapter = adapter
         self._began = began
         self._step = step
-        self._late = _flat(adapter)
         pieces = tuple(Piece(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in adapter.tensors())
         self._witness = Witness(mover, Subjects(pieces), step)
+        self._late = _flat(adapter)  # after the walk, which finds what of an optimizer's state is no tensor
 
     def check(self, *, declared: bool) -> None:
         """The first step begins.

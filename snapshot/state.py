@@ -46,6 +46,12 @@ def capture_early(adapter: Adapter, loop: Tree) -> Values:
     return _capture(adapter.early() | {LOOP: loop}, EARLY)
 
 
+def with_loop(early: Values, loop: Tree) -> Values:
+    """What `capture_early` gave, with what there is to say of the `loop` by now."""
+    now = _capture({LOOP: loop}, EARLY)
+    return Values(early.encoded | now.encoded, early.tensors | now.tensors)
+
+
 def capture_late(adapter: Adapter, began: Tree | None) -> Values:
     """What code between two steps changes, as it is now; `began`: see `snapshot.resumed`."""
     return _capture(adapter.late() | {BEGAN: began}, LATE)

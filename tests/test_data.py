@@ -1,0 +1,754 @@
+"""The place in the data: a loop that is killed at any batch and started again goes on with the same batches, the same
+random numbers and the same count of passes, whatever gives the batches; or it is refused by name."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from holdfast.batches import GlobalBatches
+from smp_daemon.errors import ConfigError, StateMismatch
+from snapshot import rng
+from snapshot.data import Data
+from snapshot.values import decode, encode
+
+SAMPLES, BATCH, PASSES = 22, 4, 3
+
+
+@dataclass
+class Snapshot:
+    """What a hook would have kept of one boundary."""
+
+    generators: dict[str, Any]
+    places: str
+    steps: int
+
+
+@dataclass
+class Hook:
+    """As much of a hook as `Data` needs: what was captured at every boundary can be gone back to."""
+
+    restored: Snapshot | None = None
+    sources: dict[str, Data] = field(default_factory=dict)
+    taken: list[Snapshot] = field(default_factory=list)
+    stepped: bool = True
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._pending = self.restored
+        self._marked: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._held = decode(json.loads(self.restored.places), no_tensor) if self.restored else {}
+        if self.restored:
+            self.steps, self.stepped = self.restored.steps, False
+
+    def data(self, source: Any, name: str = "data", **options: Any) -> Data:
+        if name not in self.sources:
+            self.sources[name] = Data(source, name, self._held.get(name), self.mark, self.begin, **options)
+        return self.sources[name]
+
+    def mark(self) -> None:
+        if self._pending is not None:
+            rng.restore(self._pending.generators)
+            self._pending = None
+            self.stepped = True  # so that the boundary that was gone back to is captured once more
+        if self.stepped:
+            self._marked = rng.capture(), {name: data.state() for name, data in self.sources.items()}
+
+    def begin(self) -> None:
+        if self._marked is not None:
+            generators, places = self._marked
+            text = json.dumps(encode(places, "places", {}))
+            self.taken.append(Snapshot(generators, text, self.steps))
+            self._marked = None
+            self.stepped = False
+
+    def step(self) -> None:
+        self.stepped = True
+        self.steps += 1
+
+
+def no_tensor(name: str) -> torch.Tensor:
+    raise AssertionError(f"{name}: tensors among the place would be leaves of their own")
+
+
+def seen(batch: Any) -> str:
+    """Every bit of a batch, as text."""
+    if isinstance(batch, torch.Tensor):
+        return f"{batch.dtype}{tuple(batch.shape)}{batch.reshape(-1).view(torch.uint8).numpy().tobytes().hex()}"
+    if isinstance(batch, list | tuple):
+        return " ".join(map(seen, batch))
+    return repr(batch)
+
+
+def train(hook: Hook, *batches: Any) -> str:
+    """A step that draws from every global generator, as dropout and the like do: what it saw and drew."""
+    drawn = [*torch.rand(5).tolist(), random.random(), *np.random.random(3)]
+    hook.step()
+    return f"{' '.join(map(seen, batches))} {[number.hex() for number in drawn]}"
+
+
+Loop = Callable[[Hook], Iterator[str]]
+"""A whole job: yields what each of its steps saw, and whatever else must be the same."""
+
+
+def over(
+    make: Callable[[], Any],
+    passes: int = PASSES,
+    before_pass: Callable[[Any, int], None] | None = None,
+    **options: Any,
+) -> Loop:
+    """The usual loop over a source that `make` gives."""
+
+    def loop(hook: Hook) -> Iterator[str]:
+        source = make()
+        data = hook.data(source, **options)
+        for epoch in range(data.epoch(), passes):
+            if before_pass is not None:
+                before_pass(source, epoch)
+            for batch in data:
+                yield f"{epoch} {train(hook, batch)}"
+            torch.rand(3)  # validation draws, too
+            assert data.epoch() == epoch + 1
+
+    return loop
+
+
+def begin_a_process(loop: Loop, restored: Snapshot | None, seed: int = 7) -> tuple[Hook, Iterator[str]]:
+    """What a start does before its loop: seeds, and, in a restarted one, draws other numbers than the first did."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    GENERATOR.manual_seed(seed)
+    hook = Hook(restored)
+    if restored is not None:
+        torch.rand(11), random.random(), np.random.random()
+    return hook, loop(hook)
+
+
+def check(loop: Loop, *kills: int) -> list[str]:
+    """Run `loop` undisturbed; then killed in each of the steps `kills` (up to twenty, if none is named) and started
+    again, and once more two steps later. Gives what the undisturbed one saw."""
+    hook, steps = begin_a_process(loop, None)
+    expected = list(steps)
+    assert len(hook.taken) == len(expected) == len(set(expected))
+    for kill in kills or range(0, len(expected), 1 + len(expected) // 20):
+        again, rest = begin_a_process(loop, hook.taken[kill])
+        found = list(itertools.islice(rest, 2))
+        assert found == expected[kill : kill + 2], f"restarted at step {kill}"
+        last = again.taken[-1]
+        rest.close()  # type: ignore[attr-defined]
+        _, rest = begin_a_process(loop, last)
+        assert list(rest) == expected[last.steps :], f"restarted at step {kill}, and again at step {last.steps}"
+    return expected
+
+
+# ---------------------------------------------------------------------- data sets
+
+
+def table() -> TensorDataset:
+    return TensorDataset(torch.arange(SAMPLES * 3, dtype=torch.float32).reshape(SAMPLES, 3), torch.arange(SAMPLES))
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Draws from the global generators of whatever process it is in."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        numbers = [float(index), torch.rand(()).item(), random.random(), np.random.random()]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
+class Own(Augmented):
+    """Draws from a generator of its own, which goes on from pass to pass."""
+
+    def __init__(self) -> None:
+        self.numbers = np.random.default_rng(3)
+        self.more = [random.Random(4), {"deep": torch.Generator().manual_seed(5)}]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        first, second = self.more
+        assert isinstance(first, random.Random) and isinstance(second, dict)
+        drawn = torch.rand((), generator=second["deep"]).item()
+        return torch.tensor([index, self.numbers.random(), first.random(), drawn], dtype=torch.float64)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Shards itself over workers, and draws."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        first, stride = (info.id, info.num_workers) if info else (0, 1)
+        for index in range(first, SAMPLES, stride):
+            yield torch.tensor([index, random.random()], dtype=torch.float64)
+
+
+class Buffered(IterableDataset[int]):
+    """Shuffles through a buffer, drawn from by `draw`."""
+
+    def __init__(self, draw: Callable[[int], int]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[int]:
+        buffer: list[int] = []
+        for index in range(SAMPLES):
+            buffer.append(index)
+            if len(buffer) == 8:
+                yield buffer.pop(self.draw(len(buffer)))
+        while buffer:
+            yield buffer.pop(self.draw(len(buffer)))
+
+
+class Chunks(Sampler[int]):
+    """Draws eight numbers at a time, from torch's global generator."""
+
+    def __init__(self, size: int = 8) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        for start in range(0, SAMPLES, self.size):
+            yield from torch.randint(SAMPLES, (min(self.size, SAMPLES - start),)).tolist()
+
+
+def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
+    if "batch_sampler" not in options:
+        options.setdefault("batch_size", BATCH)
+    return DataLoader(table() if dataset is None else dataset, **options)
+
+
+def own_generator(**options: Any) -> DataLoader[Any]:
+    return loader(generator=torch.Generator().manual_seed(9), **options)
+
+
+GENERATOR = torch.Generator()
+"""One that a function refers to."""
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "in order": loader,
+    "shuffled": lambda: loader(shuffle=True),
+    "no last": lambda: loader(shuffle=True, drop_last=True),
+    "a generator of its own": lambda: own_generator(shuffle=True),
+    "no batches": lambda: loader(shuffle=True, batch_size=None),
+    "with replacement": lambda: loader(sampler=RandomSampler(table(), replacement=True, num_samples=70), batch_size=7),
+    "more than there are": lambda: loader(sampler=RandomSampler(table(), num_samples=50), batch_size=9),
+    "replacement, own": lambda: loader(
+        sampler=RandomSampler(table(), replacement=True, num_samples=70, generator=torch.Generator().manual_seed(2)),
+        batch_size=7,
+    ),
+    "weighted": lambda: loader(sampler=WeightedRandomSampler([0.1 * (i + 1) for i in range(SAMPLES)], SAMPLES)),
+    "subset": lambda: loader(sampler=SubsetRandomSampler(range(3, 20))),
+    "batch sampler": lambda: loader(batch_sampler=BatchSampler(RandomSampler(table()), 5, drop_last=False)),
+    "augmented": lambda: loader(Augmented(), shuffle=True),
+    "its own generators": lambda: loader(Own(), shuffle=True),
+    "chunks of the global generator": lambda: loader(sampler=Chunks()),
+    "buffered": lambda: loader(Buffered(random.Random(8).randrange)),
+    "a function with a buffer": lambda: functools.partial(iter, Buffered(random.Random(8).randrange)),
+    "a list": lambda: [torch.full((2,), float(i)) for i in range(6)],
+    "a range": lambda: range(5),
+    "a function": lambda: lambda: (torch.rand(3, generator=GENERATOR) + i for i in range(6)),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_loop_goes_on_where_it_was(kind: str) -> None:
+    steps = check(over(SOURCES[kind]))
+    assert len(steps) > PASSES
+
+
+DRAWING: dict[str, Callable[[], Any]] = {
+    "iterable": lambda: loader(Stream()),
+    "a function": lambda: lambda: (torch.rand(3) + i for i in range(6)),
+}
+"""Sources that draw from the generators that the step draws from, and of which no indices are seen."""
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_a_source_that_draws_as_the_step_does_is_exact_with_a_promise_and_refused_without(kind: str) -> None:
+    check(over(DRAWING[kind], ahead=0))
+    for kill, refused in ((0, False), (1, False), (5, True), (6, False), (11, True)):
+        hook, steps = begin_a_process(over(DRAWING[kind]), None)
+        expected = list(steps)
+        _, rest = begin_a_process(over(DRAWING[kind]), hook.taken[kill])
+        if refused:
+            with pytest.raises(StateMismatch, match=r"'data' is not where it was: its batches are others.*say ahead=N"):
+                next(rest)
+        else:
+            assert next(rest) == expected[kill]
+
+
+WORKERS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: loader(Augmented(), num_workers=2),
+    "shuffled": lambda: loader(Augmented(), shuffle=True, num_workers=2),
+    "read ahead": lambda: loader(Augmented(), shuffle=True, num_workers=2, prefetch_factor=4),
+    "a generator of its own": lambda: own_generator(dataset=Augmented(), shuffle=True, num_workers=2),
+    "workers that live on": lambda: loader(Augmented(), shuffle=True, num_workers=2, persistent_workers=True),
+    "iterable": lambda: loader(Stream(), num_workers=2),
+    "chunks of the global generator": lambda: loader(sampler=Chunks(1), num_workers=2, prefetch_factor=2),
+    "replacement, own": lambda: loader(
+        Augmented(),
+        sampler=RandomSampler(table(), replacement=True, num_samples=70, generator=torch.Generator().manual_seed(2)),
+        batch_size=12,
+        num_workers=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_a_loop_with_workers_goes_on_where_it_was(kind: str) -> None:
+    check(over(WORKERS[kind], passes=2), 0, 3, 5, 6, 8)
+
+
+def test_reading_through_it_changes_nothing() -> None:
+    def plainly(make: Callable[[], Any]) -> list[str]:
+        hook = Hook()
+        begin_a_process(lambda hook: iter(()), None)
+        source = make()
+        found = []
+        for epoch in range(PASSES):
+            for batch in source() if callable(source) else source:
+                found.append(f"{epoch} {train(hook, batch)}")
+            torch.rand(3)
+        return found
+
+    for kind, make in SOURCES.items():
+        assert list(begin_a_process(over(make), None)[1]) == plainly(make), kind
+
+
+# ---------------------------------------------------------------------- loops
+
+
+def test_the_user_tells_a_distributed_sampler_the_pass() -> None:
+    def make() -> DataLoader[Any]:
+        return loader(sampler=DistributedSampler(table(), num_replicas=2, rank=1, seed=3))
+
+    check(over(make, before_pass=lambda source, epoch: source.sampler.set_epoch(epoch)))
+
+
+def test_a_pass_that_is_left_counts_as_finished_when_the_next_begins() -> None:
+    def loop(hook: Hook) -> Iterator[str]:
+        data = hook.data(loader(Augmented(), shuffle=True))
+        for epoch in range(data.epoch(), 4):
+            for number, batch in enumerate(data, data.position):
+                yield f"{epoch} {number} {train(hook, batch)}"
+                if number == 2:
+                    break
+            assert data.epoch() == epoch + 1
+
+    assert len(check(loop)) == 12
+
+
+def test_a_pass_that_is_left_before_its_batch_is_used_is_left_again() -> None:
+    def loop(hook: Hook) -> Iterator[str]:
+        data = hook.data(loader(shuffle=True))
+        for epoch in range(data.epoch(), 3):
+            for batch in data:
+                if hook.steps % 3 == 2:
+                    hook.step()
+                    break
+                yield f"{epoch} {train(hook, batch)}"
+
+    hook, steps = begin_a_process(loop, None)
+    expected = list(steps)
+    for snapshot in hook.taken:
+        _, rest = begin_a_process(loop, snapshot)
+        found = list(rest)
+        assert found == expected[len(expected) - len(found) :]
+
+
+def test_sources_side_by_side() -> None:
+    def loop(hook: Hook) -> Iterator[str]:
+        one = hook.data(loader(Augmented(), shuffle=True), "one")
+        other = hook.data(own_generator(dataset=Own(), shuffle=True, batch_size=3), "other")
+        for epoch in range(one.epoch(), 3):
+            for batch, more in zip(one, other, strict=False):
+                yield f"{epoch} {train(hook, batch, more)}"
+
+    check(loop)
+
+
+def test_a_source_that_is_read_now_and_then() -> None:
+    def loop(hook: Hook) -> Iterator[str]:
+        labelled = hook.data(loader(shuffle=True), "labelled")
+        other = hook.data(loader(Augmented(), shuffle=True, batch_size=10), "other")
+        for epoch in range(labelled.epoch(), 3):
+            for batch in labelled:
+                yield f"{epoch} {train(hook, batch)}"
+            for batch in other:
+                yield f"{epoch} {train(hook, batch)}"
+
+    hook, steps = begin_a_process(loop, None)
+    expected = list(steps)
+    # In the second loop of a pass the first is over: a restarted job goes on with the next pass of it.
+    for kill in (0, 2, 5):
+        _, rest = begin_a_process(loop, hook.taken[kill])
+        assert list(rest) == expected[kill:]
+
+
+def test_several_batches_a_step() -> None:
+    def loop(hook: Hook) -> Iterator[str]:
+        data = hook.data(loader(Augmented(), shuffle=True, batch_size=2))
+        held: list[torch.Tensor] = []
+        for epoch in range(data.epoch(), 3):
+            for batch in data:
+                held.append(batch)
+                torch.rand(2)
+                if len(held) == 3:
+                    yield f"{epoch} {train(hook, held)}"
+                    held.clear()
+
+    # 11 batches a pass: the fourth step has two of the first pass and one of the second, and begins in the first.
+    check(loop)
+
+
+def test_a_batch_that_is_prepared_ahead() -> None:
+    """As nanoGPT does: while a step runs, the next batch is drawn already."""
+
+    def batches() -> Iterator[torch.Tensor]:
+        ahead = torch.rand(4)
+        while True:
+            now, ahead = ahead, torch.rand(4)
+            yield now
+
+    def loop(hook: Hook) -> Iterator[str]:
+        for batch in hook.data(batches, ahead=1):
+            if hook.steps == 12:
+                return
+            if hook.steps % 4 == 0:
+                torch.rand(9)  # an evaluation
+            yield train(hook, batch)
+
+    hook, steps = begin_a_process(loop, None)
+    expected = list(steps)
+    for kill in range(12):
+        _, rest = begin_a_process(loop, hook.taken[kill])
+        assert list(rest) == expected[kill:]
+
+
+def test_at_the_end_of_a_pass_nothing_is_left_of_it() -> None:
+    """Another source's step may begin when this one has given all its batches, but has not said so yet."""
+    hook = Hook()
+    data = hook.data(loader(shuffle=True))
+    batches = iter(data)
+    for batch in itertools.islice(batches, 6):
+        train(hook, batch)
+    assert data.epoch() == 0
+    held = decode(json.loads(json.dumps(encode(data.state(), "", {}))), no_tensor)
+    again = Data(loader(shuffle=True), "data", held, *[lambda: None] * 2)
+    before = torch.get_rng_state()
+    assert list(again) == []
+    assert torch.equal(torch.get_rng_state(), before)
+    assert again.epoch() == 1
+    assert len(list(again)) == 6
+
+
+# ---------------------------------------------------------------------- sources that know where they are
+
+
+class Telling:
+    """A loader that says where it is. Not a `DataLoader`."""
+
+    def __init__(self, told: list[int] | None = None) -> None:
+        self.position, self.turn, self.told = 0, 0, told
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < 6:
+            self.position += 1
+            yield 100 * self.turn + self.position
+        self.position, self.turn = 0, self.turn + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "turn": [self.turn]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, [self.turn] = state["position"], state["turn"]
+        if self.told is not None:
+            self.told.append(self.position)
+
+
+class TellingLoader(DataLoader[Any]):
+    """A `DataLoader` that says where it is, as torchdata's does: it passes over samples without loading them, and so
+    draws nothing for them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.given = self.skip = 0
+
+    def __iter__(self) -> Any:
+        iterator = super().__iter__()
+        for _ in range(self.skip):
+            next(iterator._sampler_iter)
+        self.given, self.skip = self.skip, 0
+        return self._count(iterator)
+
+    def _count(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for batch in iterator:
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skip = state["given"]
+
+
+def test_a_source_that_knows_its_place_is_told_it() -> None:
+    check(over(Telling))
+    hook, steps = begin_a_process(over(Telling), None)
+    list(steps)
+    told: list[int] = []
+    _, rest = begin_a_process(over(lambda: Telling(told)), hook.taken[4])
+    next(rest)
+    assert told == [4]
+
+
+def test_an_endless_iterator_that_knows_its_place_may_be_given() -> None:
+    def loop(hook: Hook) -> Iterator[str]:
+        for batch in hook.data(GlobalBatches(SAMPLES, BATCH, seed=2)):
+            if hook.steps == 14:
+                return
+            yield train(hook, batch)
+
+    hook, steps = begin_a_process(loop, None)
+    expected = list(steps)
+    for kill in range(14):
+        assert list(begin_a_process(loop, hook.taken[kill])[1]) == expected[kill:]
+
+
+def test_a_loader_that_skips_is_told_its_place_and_read_again_if_that_is_not_exact(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    check(over(lambda: TellingLoader(table(), batch_size=BATCH, shuffle=True)))
+    assert "read again" not in caplog.text
+    check(over(lambda: TellingLoader(Own(), batch_size=BATCH, shuffle=True)))
+    check(over(lambda: TellingLoader(Buffered(random.Random(8).randrange), batch_size=BATCH)))
+    assert "leads elsewhere" in caplog.text
+    assert "batches of pass 1 are read again" in caplog.text
+
+
+# ---------------------------------------------------------------------- what cannot be brought back
+
+
+def restart(first: Callable[[], Any], then: Callable[[], Any], kill: int, passes: int = PASSES, **options: Any) -> None:
+    """A job over `first`, killed in step `kill`, and started again over `then`."""
+    hook, steps = begin_a_process(over(first, passes), None)
+    expected = list(steps)
+    again, _ = begin_a_process(lambda hook: iter(()), hook.taken[kill])
+    data = again.data(then(), **options)
+    found = [train(again, batch) for batch in data]
+    assert [f"{hook.steps}" for _ in found] and found != expected
+
+
+@pytest.mark.parametrize("source", [iter([1, 2]), (x for x in [1]), map(str, [1]), zip([1], [2], strict=True)])
+def test_what_can_be_read_once_only_is_refused(source: Any) -> None:
+    with pytest.raises(ConfigError, match=r"data 'data' is a .*, which can be read once.* function that returns"):
+        Hook().data(source)
+
+
+def test_what_gives_no_batches_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is a int, which gives no batches"):
+        Hook().data(7)
+    with pytest.raises(ConfigError, match="in_order=False"):
+        Hook().data(loader(num_workers=2, in_order=False))
+
+
+def test_data_that_shrank_is_refused_by_name() -> None:
+    with pytest.raises(
+        StateMismatch, match="'data' has only 3 batches now, but the snapshot was taken after 5 of pass 0"
+    ):
+        restart(lambda: list(range(6)), lambda: list(range(3)), 5)
+    with pytest.raises(StateMismatch, match="'data' is not where it was: batch 6 of pass 0 is not there any more"):
+        restart(lambda: list(range(6)), lambda: list(range(5)), 5)
+
+
+@pytest.mark.parametrize("kill", [0, 2, 6, 8])
+def test_other_data_is_refused_by_name(kill: int) -> None:
+    with pytest.raises(StateMismatch, match=r"is another than it was|its batches are others than they were"):
+        restart(lambda: list(range(6)), lambda: list(range(1, 7)), kill)
+
+
+class Counting(Sampler[int]):
+    """Shuffles by a count of its own, which nobody restores."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.turn += 1
+        return iter(random.Random(self.turn).sample(range(SAMPLES), SAMPLES))
+
+
+class Lazy(Augmented):
+    """Makes its generator when it is first used."""
+
+    numbers: np.random.Generator | None = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.numbers is None:
+            self.numbers = np.random.default_rng(1)
+        return torch.tensor([index, self.numbers.random()])
+
+
+def test_what_hangs_on_a_count_that_nobody_restores_is_refused_by_name() -> None:
+    def make() -> Any:
+        return loader(sampler=Counting())
+
+    check(over(make, passes=1))
+    for kill in (6, 7, 11):
+        with pytest.raises(StateMismatch, match=r"another than it was.*state_dict|others than they were.*state_dict"):
+            restart(make, make, kill)
+
+
+def test_a_generator_that_is_made_too_late_is_refused_by_name() -> None:
+    def make() -> Any:
+        return loader(Lazy())
+
+    check(over(make, passes=1))
+    for kill in (6, 8):
+        with pytest.raises(StateMismatch, match=r"has the generator dataset\.numbers, which is not there now"):
+            restart(make, make, kill)
+
+
+def draw_torch(end: int) -> int:
+    return int(torch.randint(end, ()))
+
+
+@pytest.mark.parametrize("draw", [draw_torch, random.randrange, np.random.randint])
+def test_a_buffer_that_is_drawn_from_as_the_step_is_is_exact_or_refused(draw: Callable[[int], int]) -> None:
+    def loop(hook: Hook) -> Iterator[str]:
+        data = hook.data(loader(Buffered(draw), batch_size=3))
+        for epoch in range(data.epoch(), 2):
+            for batch in data:
+                yield f"{epoch} {train(hook, batch)}"
+
+    hook, steps = begin_a_process(loop, None)
+    expected = list(steps)
+    refused = 0
+    for kill in range(len(expected)):
+        try:
+            assert list(begin_a_process(loop, hook.taken[kill])[1]) == expected[kill:]
+        except StateMismatch as error:
+            refused += 1
+            assert "data 'data' is not where it was" in str(error)
+    assert 0 < refused < len(expected)
+
+
+def test_whoever_says_so_goes_on_with_other_data(caplog: pytest.LogCaptureFixture) -> None:
+    restart(lambda: list(range(6)), lambda: list(range(1, 9)), 2, exact=False)
+    assert "its batches are others than they were" in caplog.text
+    with pytest.raises(AssertionError):  # nothing is left
+        restart(lambda: list(range(6)), lambda: list(range(5)), 5, exact=False)
+
+
+def test_reading_that_draws_otherwise_is_refused() -> None:
+    def drawing(count: int) -> Callable[[], Iterator[int]]:
+        def batches() -> Iterator[int]:
+            for number in range(5):
+                torch.rand(count)
+                yield number
+
+        return batches
+
+    with pytest.raises(StateMismatch, match="reading batch 2 of pass 0 drew other random numbers than before"):
+        restart(lambda: drawing(2), lambda: drawing(3), 1)
+
+
+def test_two_loops_over_one_source_are_told_apart() -> None:
+    hook = Hook()
+    data = hook.data(loader())
+    with pytest.raises(ConfigError, match="'data' is read by two loops at once: give each a name"):
+        for _ in zip(data, data, strict=True):
+            pass
+
+
+def test_an_error_in_the_data_is_the_users_own() -> None:
+    def batches() -> Iterator[int]:
+        yield 1
+        raise OSError("no such shard")
+
+    hook = Hook()
+    data = hook.data(batches)
+    with pytest.raises(OSError, match="no such shard"):
+        list(data)
+    with pytest.raises(OSError, match="no such shard"):
+        list(data)
+    assert data.epoch() == 1
+
+
+def test_a_place_that_is_none_is_refused() -> None:
+    with pytest.raises(StateMismatch, match="data 'data': the snapshot does not say where it was"):
+        Data([1], "data", {"epoch": 3}, lambda: None, lambda: None)
+
+
+# ---------------------------------------------------------------------- small things
+
+
+def test_a_source_may_become_another_from_the_next_pass_on() -> None:
+    def loop(hook: Hook) -> Iterator[str]:
+        data = hook.data([0])
+        for epoch in range(data.epoch(), 3):
+            data.source = [100 * epoch + number for number in range(4)]
+            for batch in data:
+                yield f"{epoch} {train(hook, batch)}"
+
+    assert len(check(loop)) == 12
+
+
+def test_it_knows_how_long_it_is() -> None:
+    hook = Hook()
+    data = hook.data(loader())
+    assert len(data) == 6
+    with pytest.raises(TypeError):
+        len(hook.data(lambda: iter([1]), "endless"))
+
+
+def test_the_place_does_not_grow() -> None:
+    """A slot's record has room to become twice as long; more would need new memory in the middle of a job."""
+    hook, steps = begin_a_process(over(lambda: lambda: (torch.rand(3) for _ in range(60)), passes=1), None)
+    list(steps)
+    sizes = [len(snapshot.places) for snapshot in hook.taken]
+    assert max(sizes[1:]) < 3.3 * sizes[1]
+    hook, steps = begin_a_process(over(lambda: loader(shuffle=True)), None)
+    list(steps)
+    sizes = [len(snapshot.places) for snapshot in hook.taken]
+    assert max(sizes[1:]) - min(sizes[1:]) < 200
+
+
+def test_what_is_read_again_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    hook, steps = begin_a_process(over(loader), None)
+    list(steps)
+    _, rest = begin_a_process(over(loader), hook.taken[9])
+    next(rest)
+    assert "data 'data': 3 batches of pass 1 are read again" in caplog.text
