@@ -107,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=200, help="how many (default 200)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="in so many processes at the same time (default 1)")
-    parser.add_argument("--show", action="store_true", help="print each loop, what holdfast said of it and what came of it")
+    parser.add_argument(
+        "--show", action="store_true", help="print each loop, what holdfast said of it and what came of it"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a report there")
     return parser

@@ -210,7 +210,9 @@ def _consistent(loop: Loop) -> Loop:
             or (kind == "group" and (loop.optimizer not in PLAIN_OPTIMIZERS or loop.optimizer == "groups"))
             or (kind == "group" and any(n.startswith(("schedule", "freeze")) for n in names))
             or (kind == "schedule" and loop.optimizer in ("sam", "container"))
-            or (twist.name == "schedule: one cycle" and loop.optimizer in ("adagrad", "lbfgs", "schedule-free", "noted"))
+            or (
+                twist.name == "schedule: one cycle" and loop.optimizer in ("adagrad", "lbfgs", "schedule-free", "noted")
+            )
             or (twist.name == "schedule: one cycle" and loop.optimizer in ("sgd", "sam, its base"))
             or (kind == "average" and "module" in twist.name and loop.model in ("old spectral norm", "old weight norm"))
             or (kind == "target" and loop.model in ("old spectral norm", "old weight norm"))
@@ -227,7 +229,9 @@ def _consistent(loop: Loop) -> Loop:
         if not unfit:
             kept.append(twist)
             seen.add(kind)
-    form = "range" if (looped or loop.data.startswith("loader") or "skip" in seen) and loop.form == "while" else loop.form
+    form = (
+        "range" if (looped or loop.data.startswith("loader") or "skip" in seen) and loop.form == "while" else loop.form
+    )
     if looped or (loop.optimizer == "sam" and form == "while"):
         form = "range"
     zero = loop.zero

@@ -1,9 +1,9 @@
 """One life of a drawn loop, in a process of its own: the program runs, and says what it does in a file of JSON lines.
 
-    {"kind": "entered", "step": ...}   restored at that step; null: a cold start
-    {"kind": "note", "step": ..., "loss": ...}   {"kind": "ends", "how": ...}: it is killed now, or raises
-    {"kind": "warning", "text": ...}   logged by holdfast   {"kind": "error", "own": ..., "type", "text"}   it ended so
-    {"kind": "finished", "state": {name: digest}}
+{"kind": "entered", "step": ...}   restored at that step; null: a cold start
+{"kind": "note", "step": ..., "loss": ...}   {"kind": "ends", "how": ...}: it is killed now, or raises
+{"kind": "warning", "text": ...}   logged by holdfast   {"kind": "error", "own": ..., "type", "text"}   it ended so
+{"kind": "finished", "state": {name: digest}}
 """
 
 from __future__ import annotations
@@ -53,7 +53,15 @@ LIBRARY: dict[str, Any] = {
     **{name: getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "Adagrad", "LBFGS", "RMSprop")},
     **{
         name: getattr(lr_scheduler, name)
-        for name in ("ExponentialLR", "LambdaLR", "LinearLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR", "StepLR")
+        for name in (
+            "ExponentialLR",
+            "LambdaLR",
+            "LinearLR",
+            "OneCycleLR",
+            "ReduceLROnPlateau",
+            "SequentialLR",
+            "StepLR",
+        )
     },
     **{name: getattr(kit, name) for name in ("Average", "Bank", "Container", "Rows", "SAM", "Scaled", "ScheduleFree")},
     **{name: getattr(kit, name) for name in ("Tied", "noting", "stepping")},
@@ -107,7 +115,9 @@ class Undisturbed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         pass
 
 
