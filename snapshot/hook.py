@@ -183,7 +183,8 @@ class SnapshotHook:
         self._stepped = False
         self._rewind: Callable[[], None] | None = None
         self._resumed: Resumed | None = None
-        self._iteration: int | None = None
+        self._turn: int | None = None
+        self._next_turn = 0
         self._data: dict[str, Data] = {}
         self._held_data: dict[str, Any] = {}
         self._smp_is_slow = False
@@ -194,8 +195,9 @@ class SnapshotHook:
 
     @property
     def step(self) -> int:
-        """How many steps the state has behind it: where the loop goes on; 0 on a cold start."""
-        return self._step
+        """Where the loop goes on: how many steps, or turns of a loop with `begin` or `steps`, the state has behind it; 0
+        on a cold start."""
+        return self._step if self._turn is None else self._turn
 
     @property
     def epoch(self) -> int:
@@ -208,11 +210,14 @@ class SnapshotHook:
         """The next step begins: call it at the top of the loop. Returns at once.
 
         From the first call on, a step is all from one call to the next between which an optimizer stepped, whatever
-        the number and order of optimizers. The first call after a restore puts the random generators back.
+        the number and order of optimizers, and `step` counts the calls. The first call after a restore puts the random
+        generators back.
 
         Raises:
             StateMismatch: the first step does not begin with what was restored.
         """
+        self._turn = self._next_turn
+        self._next_turn += 1
         self._mark()
         self._begin()
 
@@ -224,12 +229,9 @@ class SnapshotHook:
             for step in snap.steps(1000):
                 loss = train_step(...)
         """
-        first = self._step if self._iteration is None else self._iteration
-        for number in range(first, count):
-            self._iteration = number
+        while self._next_turn < count:
             self.begin()
-            yield number
-            self._iteration = number + 1
+            yield self._next_turn - 1
 
     def data(self, source: Any, *, name: str = DATA, ahead: int | None = None, exact: bool = True) -> Data:
         """A `DataLoader`, or another source of batches, that goes on where it was; each batch begins a step, as `begin`
@@ -412,9 +414,11 @@ class SnapshotHook:
             )
         self._boundary = Boundary(self._adapter.optimizers(), self._adapter.modules(), self, self._adapter.scalers())
         self._gradients = Gradients(self._adapter.modules(), log.warning)
+        self._capture.entered()
         if self._restored.snapshot is not None:
             self._rewind = self._restored.rewind
-            self._iteration = self._restored.loop.get("iteration")
+            self._turn = self._restored.loop.get("turn")
+            self._next_turn = self.step
             self._held_data = dict(self._restored.loop.get("data", {}))
             if self.checks_resumption:
                 self._resumed = Resumed(self._adapter, self._mover, self._restored.began, self._step)
@@ -492,6 +496,8 @@ class SnapshotHook:
     def on_forward(self, number: int) -> None:
         """A module runs forward, in training mode and with gradients: the step begins, if the loop does not say so."""
         if not self._declared:
+            if not self._forward:
+                self._capture.first_began()
             self._forward = number
             self._begin()
 
@@ -718,7 +724,7 @@ class SnapshotHook:
     def _loop(self) -> dict[str, Any]:
         """Where the loop is, for `steps` and `data`."""
         held = {name: state for name, state in self._held_data.items() if name not in self._data}
-        return {"iteration": self._iteration, "data": held | {name: d.state() for name, d in self._data.items()}}
+        return {"turn": self._turn, "data": held | {name: d.state() for name, d in self._data.items()}}
 
     def _configure(self) -> bool:
         """Agree on a layout for the state as it is now, and reserve it. A collective call.

@@ -19,8 +19,8 @@ from snapshot.tensors import slot_tensor
 TABLES = 8
 """How many sequences of pieces `CpuMover` remembers: a few are in use, the rest are of layouts that are over."""
 
-SAMPLE_BYTES = 64
-"""How much of a tensor is looked at to see whether it has changed: a cache line."""
+SAMPLE_BYTES = 32
+"""How much of a tensor is looked at to see whether it has changed: half a cache line."""
 
 LOAD_THREADS = 4
 """Most threads that fill live tensors: nothing else runs then."""
@@ -116,15 +116,11 @@ class CpuMover:
 
     def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
         places = self._places.get(id(pieces))
-        if places is None:
+        if places is None or places.pieces is not pieces:
             if len(self._places) >= TABLES:
                 self._places.clear()
             places = self._places[id(pieces)] = _Places.of(pieces)
-        start, length = sampled(places.bytes, turn)
-        found = np.zeros((len(start), SAMPLE_BYTES), np.uint8)
-        target = found.ctypes.data + SAMPLE_BYTES * np.arange(len(start))
-        runs.copy(np.stack([places.address + start, target, length], axis=1).astype(np.uint64))
-        return Sample(places.index, start, length, lambda: found)
+        return places.sample(turn)
 
     def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
         table = self._table(pieces)
@@ -265,11 +261,16 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where pieces lie that have any bytes. Of those that are not plain only the first element is looked at."""
+    """Where pieces lie that have any bytes. Of those that are not plain only the first element is looked at.
 
+    Attributes:
+        table: what `runs.copy` takes, for the first bytes of each, as if they were copied to address 0 and on.
+    """
+
+    pieces: Sequence[Piece]
     index: NDArray[np.int64]
-    address: NDArray[np.int64]
     bytes: NDArray[np.int64]
+    table: runs.Runs
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> _Places:
@@ -278,7 +279,22 @@ class _Places:
             for i, p in enumerate(pieces)
             if p.bytes
         ]
-        return cls(*np.array(rows, np.int64).reshape(-1, 3).T.copy())
+        index, address, lengths = np.array(rows, np.int64).reshape(-1, 3).T.copy()
+        target = SAMPLE_BYTES * np.arange(len(index), dtype=np.int64)
+        table = np.stack([address, target, np.zeros_like(target)], axis=1).astype(np.uint64)
+        return cls(pieces, index, lengths, table)
+
+    def sample(self, turn: int) -> Sample:
+        start, length = sampled(self.bytes, turn)
+        found = np.empty((len(start), SAMPLE_BYTES), np.uint8)
+        if length.min(initial=SAMPLE_BYTES) < SAMPLE_BYTES:
+            found[length < SAMPLE_BYTES] = 0
+        table = self.table.copy()
+        table[:, 0] += start.astype(np.uint64)
+        table[:, 1] += np.uint64(found.ctypes.data)
+        table[:, 2] = length
+        runs.copy(table)
+        return Sample(self.index, start, length, lambda: found)
 
 
 def _address(slot: memoryview) -> int:
