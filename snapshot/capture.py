@@ -200,6 +200,7 @@ class Capture:
         """The copy is done. If the job gives its tensors other memory now and then, what they had is not held."""
         if self._roams:
             self._placed = None
+            self._mover.forget()
 
     def over(self, job: CopyJob) -> None:
         """The job has been sealed, or given up. Called from any thread."""

@@ -38,7 +38,6 @@ class Subjects:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
         self.tensors = [piece.tensor for piece in pieces]
-        self.plain = np.array([piece.is_plain for piece in pieces], bool)
         self.offsets = np.array([piece.offset for piece in pieces], np.int64)
 
     def versions(self) -> list[int]:
@@ -64,13 +63,16 @@ class Witness:
         self._before = mover.sample(subjects.pieces, turn)
         # Guards `_last`: the copy thread or, if the step ends before the copy has landed, the training thread looks.
         self._lock = threading.Lock()
-        self._last: tuple[list[int], Sample] | None = None
+        self._last: tuple[list[int], Sample] | HoldfastError | None = None
 
     def look(self) -> None:
         """Note what the pieces are now, for `check`. Only the first call counts: what comes later may change them."""
         with self._lock:
             if self._last is None:
-                self._last = self._now()
+                try:
+                    self._last = self._now()
+                except HoldfastError as error:  # the training thread is no place for it
+                    self._last = error
 
     def changed(self) -> list[str]:
         """The names of pieces that are not now what they were, as far as can be told."""
@@ -85,9 +87,12 @@ class Witness:
 
         Raises:
             StateChanged: they are not all the same.
+            HoldfastError: `look` met an error of the device.
         """
         self.look()
         assert self._last is not None
+        if isinstance(self._last, HoldfastError):
+            raise self._last
         if names := self._differing(*self._last) or self._torn(slot):
             raise StateChanged(names)
 
@@ -106,10 +111,10 @@ class Witness:
     def _torn(self, slot: memoryview) -> list[str]:
         """Pieces whose copy is not what they were: they changed, and changed back."""
         sample, subjects = self._before, self._subjects
-        rows = subjects.plain[sample.index]  # what is not plain lies in another order in the slot
-        index, start, length = sample.index[rows], sample.start[rows], sample.length[rows]
+        rows = sample.place >= 0
+        index, place, length = sample.index[rows], sample.place[rows], sample.length[rows]
         held = np.zeros((len(index), SAMPLE_BYTES), np.uint8)
-        source = np.frombuffer(slot, np.uint8).ctypes.data + subjects.offsets[index] + start
+        source = np.frombuffer(slot, np.uint8).ctypes.data + subjects.offsets[index] + place
         target = held.ctypes.data + SAMPLE_BYTES * np.arange(len(index))
         runs.copy(np.stack([source, target, length], axis=1).astype(np.uint64))
         differ = (held != sample.read()[rows]).any(axis=1)
