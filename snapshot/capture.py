@@ -39,10 +39,6 @@ from snapshot.state import (
 )
 from snapshot.witness import Subjects, Witness
 
-READ = ("rng", "tracker", "extra", "tracked")
-"""The parts of `Adapter.early` whose digests a record holds, if the loop does not say where its steps begin."""
-
-
 class Capture:
     """Takes one rank's state as steps begin.
 
@@ -104,11 +100,12 @@ class Capture:
         """
         try:
             self._early = capture_early(self._adapter, self.loop())
+            if buffers and self._form is not None:
+                at_once = self._current().at_once
+                self._staging.give_back(self._buffers)
+                self._buffers = self._staging.take(at_once)
         except HoldfastError as error:
             self._early = error
-        if buffers and self._placed is not None:
-            self._staging.give_back(self._buffers)
-            self._buffers = self._staging.take(self._placed.at_once)
 
     def begin(
         self,
@@ -218,6 +215,7 @@ class Capture:
         """The copy is done. If the job gives its tensors other memory now and then, what they had is not held."""
         if self._roams:
             self._placed = None
+            self._mover.forget()
 
     def over(self, job: CopyJob) -> None:
         """The job has been sealed, or given up. Called from any thread."""
@@ -258,8 +256,13 @@ class Capture:
 
 def read_state(adapter: Adapter) -> Tree:
     """Digests of what reading data changes, as it is now: the random generators, data iterators and the like."""
-    early = adapter.early()
-    return {f"{kind} {name}": streams.digest(value) for kind in READ for name, value in early.get(kind, {}).items()}
+    found = {}
+    for kind, part in adapter.early().items():
+        if isinstance(part, dict):
+            found |= {f"{kind} {name}": streams.digest(value) for name, value in part.items()}
+        else:
+            found[kind] = streams.digest(part)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from select import select
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch._dynamo  # a compiled step would import it, which takes a second
