@@ -6,6 +6,7 @@
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes
 # make chaos   2,000 faults, 300 of them during recoveries: most of an hour
+# make loops   2,000 training loops drawn from seeds, undisturbed and killed: LOOPS="--seeds 30 --first 777 --json FILE"
 # make fuzz    two million inputs to every parser: a quarter of an hour on two cores
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
@@ -17,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow check matrix chaos fuzz stall bench-service bench-load proto clean setup
+.PHONY: demo demo-torchrun demo-ray test slow check matrix chaos loops fuzz stall bench-service bench-load proto clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -49,6 +50,12 @@ matrix: setup
 chaos: setup
 	$(BIN)/holdfast chaos run campaign --json benchmarks/results/chaos-$$(date +%F).json \
 		--markdown benchmarks/results/chaos-$$(date +%F).md --html benchmarks/results/chaos-$$(date +%F).html
+
+LOOPS ?= --seeds 2000 --jobs 2 --json benchmarks/results/loops-$$(date +%F).json \
+	--markdown benchmarks/results/loops-$$(date +%F).md
+
+loops: setup
+	$(BIN)/python -m chaos.loops $(LOOPS)
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --inputs 2000000 --json benchmarks/results/fuzz-$$(date +%F).json

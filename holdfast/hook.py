@@ -40,8 +40,8 @@ class InMemorySnapshot(SnapshotHook):
         domains: what this node fails together with, such as ``"rack=r7,switch=s3,@dp"``; no group has more than m
             nodes of one of them, if that can be. ``@dp`` is the rank's own data-parallel place. Default
             ``HOLDFAST_DOMAINS``.
-        slots: slot files per shard, at least 2. Memory per node is about ``slots * S * (1 + m/k)`` for S bytes of
-            state. With 2, snapshots are skipped while one is being protected.
+        slots: slot files per shard, 3 to 16. Memory per node is about ``slots * S * (1 + m/k)`` for S bytes of state.
+            With fewer than 3 a protected snapshot would have to be given up for one that is not known to be.
         start: start an SMP if none runs on this node.
         keep: leave the SMPs and their snapshots in place when the block ends well.
         strict: raise if snapshots cannot be taken any more; the default is to log it and train on.

@@ -148,7 +148,7 @@ def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) ->
         if machine.host_memory and sizes.arena_bytes > machine.host_memory / 2:
             console.print(
                 f"{name}: an arena of {amount(sizes.arena_bytes)} is more than half of a node's "
-                f"{amount(machine.host_memory)}: use more nodes, --slots 2, fewer --generations or less parity",
+                f"{amount(machine.host_memory)}: use more nodes, fewer --slots or --generations or less parity",
                 soft_wrap=True,
             )
 

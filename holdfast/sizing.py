@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from holdfast.shapes import Shape
 from smp_daemon.errors import ConfigError
+from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
 from snapshot.arrange import Protection
 from snapshot.wishes import MAX_GENERATIONS
 
@@ -153,11 +154,11 @@ def size(
         persists: snapshots are also written to storage, and one more slot for each shard holds what is being written.
 
     Raises:
-        ConfigError: the protection needs more nodes than there are, or the number of slots is not 2 to 16, or of
+        ConfigError: the protection needs more nodes than there are, or the number of slots is not 3 to 16, or of
             generations not 1 to 8.
     """
-    if not 2 <= slots <= 16:
-        raise ConfigError(f"{slots} slots: use 2 to 16")
+    if not MIN_SLOTS <= slots <= MAX_SLOTS:
+        raise ConfigError(f"{slots} slots: {SLOTS_RULE}")
     if not 1 <= generations <= MAX_GENERATIONS:
         raise ConfigError(f"{generations} generations: keep 1 to {MAX_GENERATIONS}")
     chosen = protection.for_nodes(job.nodes)

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from smp_daemon.board import BEAT_ROWS, Board, Outcome, Phase
-from smp_daemon.errors import DamagedSnapshot, DeadlineExceeded, ProtocolError, SmpUnavailable, StaleEpoch
+from smp_daemon.errors import (
+    DamagedSnapshot,
+    DeadlineExceeded,
+    HoldfastError,
+    ProtocolError,
+    SmpUnavailable,
+    StaleEpoch,
+)
 from smp_daemon.inventory import Inventory, Persisted
 from smp_daemon.layout import Layout, SnapshotId
 from smp_daemon.limits import CALL_DEADLINE_S, MAX_SAYING, MOVE_DEADLINE_S, PROTOCOL_VERSION, move_deadline
@@ -199,11 +206,17 @@ class SmpClient:
         with self._lock:
             stream = self._connected()
             stream.set_deadline(MOVE_DEADLINE_S)
-            reply, payload = call(stream, message)
-            if payload != out.nbytes:
-                self._hang_up()
-                raise ProtocolError(f"unit {index} of {coord} has {payload} bytes there, and {out.nbytes} here")
-            stream.receive_into(out)
+            due = False
+            try:
+                reply, payload = call(stream, message)
+                due = True
+                if payload != out.nbytes:
+                    raise ProtocolError(f"unit {index} of {coord} has {payload} bytes there, and {out.nbytes} here")
+                stream.receive_into(out)
+            except BaseException as error:
+                if due or not isinstance(error, HoldfastError):
+                    stream.close()  # what is left of the unit would be taken for the next reply
+                raise
         if digest(out) != reply.get("digest"):
             raise DamagedSnapshot(f"unit {index} of {coord} was damaged on its way from the SMP")
         return int(reply.get("bytes_fetched", 0))
@@ -306,15 +319,22 @@ class SmpClient:
 
     def _call(self, message: Message, deadline_s: float = CALL_DEADLINE_S, turn_s: float = -1) -> Message:
         """`turn_s`: how long to wait until another thread's call is over; -1: as long as that may take."""
+        if turn_s < 0:
+            with self._lock:  # in one piece: the handler of a signal cannot raise between taking it and this block
+                return self._ask(message, deadline_s)
         if not self._lock.acquire(timeout=turn_s):
             raise DeadlineExceeded(f"the SMP of {self.arena} is still at another call of this trainer's")
         try:
-            stream = self._connected()
-            stream.set_deadline(deadline_s)
-            reply, payload = call(stream, message)
+            return self._ask(message, deadline_s)
         finally:
             self._lock.release()
+
+    def _ask(self, message: Message, deadline_s: float) -> Message:
+        stream = self._connected()
+        stream.set_deadline(deadline_s)
+        reply, payload = call(stream, message)
         if payload:
+            stream.close()
             raise ProtocolError("the SMP sent bytes that nobody asked for")
         return reply
 

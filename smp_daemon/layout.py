@@ -20,6 +20,7 @@ from smp_daemon.limits import (
     MAX_NODES,
     MAX_PORT,
     MAX_SHARD_BYTES,
+    MAX_SLOTS,
     MAX_TEXT_BYTES,
     MAX_UNIT_BYTES,
     MAX_UNITS,
@@ -104,7 +105,7 @@ class Layout:
             raise ProtocolError("a layout names a node or a shard twice")
         if sorted(i for g in self.groups for i in g) != list(range(len(self.nodes))):
             raise ProtocolError("every node of a layout belongs to exactly one group")
-        if not 0 < self.unit_bytes <= MAX_UNIT_BYTES or not 2 <= self.slots <= 16:
+        if not 0 < self.unit_bytes <= MAX_UNIT_BYTES or not 2 <= self.slots <= MAX_SLOTS:
             raise ProtocolError("a layout's unit or slots are out of range")
         if self.revision < 0 or self.data < 1 or self.parity < 0 or self.data + self.parity > 255:
             raise ProtocolError("a layout's revision or code is out of range")

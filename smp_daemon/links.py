@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from smp_daemon.counters import Counters
-from smp_daemon.errors import DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable
+from smp_daemon.errors import ProtocolError, SmpUnavailable
 from smp_daemon.limits import CALL_DEADLINE_S
 from smp_daemon.sources import Address
 from smp_daemon.transport import Message, SocketStream, connect, receive_reply
@@ -44,7 +44,9 @@ class Links:
         self.connect(address, str(message.get("job", "")))
         try:
             self._streams[address].send(message, payload)
-        except (SmpUnavailable, DeadlineExceeded):
+        except ProtocolError:
+            raise  # it is too long, and nothing of it was sent
+        except BaseException:
             self.drop(address)
             raise
         if payload is not None:
@@ -63,7 +65,7 @@ class Links:
             raise SmpUnavailable(f"the connection to {address} is over")
         try:
             reply, payload = receive_reply(stream)
-        except HoldfastError:
+        except BaseException:
             if stream.closed:
                 self.drop(address)
             raise
@@ -73,7 +75,7 @@ class Links:
         if out is not None:
             try:
                 stream.receive_into(out)
-            except HoldfastError:
+            except BaseException:
                 self.drop(address)
                 raise
             self._counters.add(bytes_received=payload)

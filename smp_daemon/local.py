@@ -140,6 +140,8 @@ class TrainerConversation:
         start = Start.from_json(message["start"]) if message.get("start") is not None else None
         epoch = number(message, "epoch", MAX_COUNT)
         self._store.join(epoch, start)
+        if self._coord is not None:
+            self._store.goes_on(epoch, self._coord)
         self._epoch = epoch
         return {}
 

@@ -150,6 +150,11 @@ class Record:
         """With one trainer's end. What was said first stays."""
         return Record(self.start, {coord: end, **self.ends})
 
+    def goes_on(self, coord: str) -> Record:
+        """Without the end of a trainer that was taken for killed, and only had lost its connection."""
+        ends = {other: end for other, end in self.ends.items() if (other, end.failure) != (coord, KILLED)}
+        return Record(self.start, ends)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
         ends = sorted([coord, end.step, end.failure] for coord, end in self.ends.items())

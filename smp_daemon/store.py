@@ -160,6 +160,15 @@ class Store:
             text, extra = "%s ended at step %d: %s", {"coord": coord, "reason": end.failure}
             log.warning(text, coord, end.step, end.failure, extra=about(SnapshotId(epoch, end.step), **extra))
 
+    def goes_on(self, epoch: int, coord: str) -> None:
+        """The trainer `coord` of this epoch is here: it was not killed, if that was noted. Raises `StaleEpoch`."""
+        with self.changed:
+            self.check_epoch(epoch)
+            record = self.record.goes_on(coord)
+            if record != self.record:
+                self.record = record
+                self._write_node()
+
     def configure(self, layout: Layout) -> None:
         """Reserve what this node needs in `layout`; harmless if that has been done.
 

@@ -269,30 +269,49 @@ def _check_server(sock: socket.socket, path: object) -> None:
 def call(stream: Stream, message: Message, payload: memoryview | None = None) -> tuple[Message, int]:
     """Send a message and wait for its reply: the reply, and how many raw bytes follow it.
 
+    Whatever is raised before the reply is here, by the handler of a signal for example, ends the connection: the reply
+    would be taken for that of the next call.
+
     Raises:
         HoldfastError: the error that the other side replied with, or what `Stream.receive` raises.
     """
+    outstanding = True
     try:
         stream.send(message, payload)
-    except (SmpUnavailable, DeadlineExceeded):
-        stream.close()
+        reply = _next_reply(stream)
+        outstanding = False
+    except ProtocolError:
+        outstanding = False  # the message is too long, and nothing of it was sent; or `_next_reply` has seen to it
         raise
-    return receive_reply(stream)
+    finally:
+        if outstanding:
+            stream.close()
+    return _checked(reply)
 
 
 def receive_reply(stream: Stream) -> tuple[Message, int]:
     """Wait for the reply to the oldest message that has none yet: the reply, and how many raw bytes follow it.
 
+    Whatever is raised before it is here ends the connection; see `call`.
+
     Raises:
         HoldfastError: the error that the other side replied with, or what `Stream.receive` raises.
     """
+    return _checked(_next_reply(stream))
+
+
+def _next_reply(stream: Stream) -> tuple[Message, int]:
     try:
         reply = stream.receive()
         if reply is None:
             raise SmpUnavailable("the SMP closed the connection")
-    except (SmpUnavailable, DeadlineExceeded, ProtocolError):
-        stream.close()  # an answer that comes late must not be taken for the next one's
+        return reply
+    except BaseException:
+        stream.close()
         raise
+
+
+def _checked(reply: tuple[Message, int]) -> tuple[Message, int]:
     if "error" in reply[0]:
         raise BY_NAME.get(str(reply[0]["error"]), HoldfastError)(str(reply[0].get("message")))
     return reply

@@ -34,6 +34,7 @@ import torch
 from smp_daemon.board import MAX_PAUSE_S, Outcome, Phase
 from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
 from smp_daemon.layout import Layout, SnapshotId
+from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
 from smp_daemon.logs import Episodes, about, get_log, log_here
 from smp_daemon.paths import arena_path
 from snapshot.adapter import Adapter
@@ -47,8 +48,9 @@ from snapshot.capture import Capture
 from snapshot.connect import job_from_environment, warn_of_stale_store
 from snapshot.copier import Copier, CopyJob, Retaken
 from snapshot.data import Data
-from snapshot.elastic import elastic_from_environment
+from snapshot.elastic import ELSEWHERE, elastic_from_environment
 from snapshot.errors import Misfit
+from snapshot.gradients import Gradients
 from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
@@ -66,6 +68,9 @@ from snapshot.witness import StateChanged
 PATIENCE_S = 0.5
 """How long ``optim.step()`` may wait for a copy to begin. If the SMP gives no slot by then, it does not wait at all
 until one begins by itself again."""
+
+STARVED_S = 30.0
+"""If a snapshot is not protected for so long, and there is no slot for another, that is worth a warning."""
 
 DATA = "data"
 """How a source of batches is called if nobody says."""
@@ -133,8 +138,8 @@ class SnapshotHook:
         restore_step: int | None = None,
         elastic: bool | None = None,
     ) -> None:
-        if not 2 <= slots <= 16:
-            raise ConfigError(f"slots={slots}: a shard has 2 to 16 slots")
+        if not MIN_SLOTS <= slots <= MAX_SLOTS:
+            raise ConfigError(f"slots={slots}: {SLOTS_RULE}")
         self._adapter = adapter
         self._job = job or job_from_environment()
         self._wishes = wishes_from_environment(
@@ -152,8 +157,10 @@ class SnapshotHook:
         self._deadline_s = deadline_s
         self._elastic = elastic_from_environment() if elastic is None else elastic
         self._slots = slots + self._wishes.generations - 1
-        if self._slots > 16:
-            raise ConfigError(f"slots={slots} and {self._wishes.generations} generations: together at most 17")
+        if self._slots > MAX_SLOTS:
+            raise ConfigError(
+                f"slots={slots} and {self._wishes.generations} generations: together at most {MAX_SLOTS + 1}"
+            )
         self._ledger = Ledger(self._slots, generations=self._wishes.generations)
         self._copy: CopyJob | None = None
         self._outcomes: Result | None = None
@@ -225,10 +232,8 @@ class SnapshotHook:
             self._iteration = number + 1
 
     def data(self, source: Any, *, name: str = DATA, ahead: int | None = None, exact: bool = True) -> Data:
-        """One pass through a `DataLoader`, or another source of batches; each batch begins a step, as `begin` does.
-
-        After a restore it goes on in the middle of the pass, with the next batch that training would have seen. `epoch`
-        says how many passes are over.
+        """A `DataLoader`, or another source of batches, that goes on where it was; each batch begins a step, as `begin`
+        does. Each loop over it is one pass; `epoch` says how many are over.
 
         ::
 
@@ -237,18 +242,22 @@ class SnapshotHook:
                     ...
 
         Args:
-            source, ahead, exact: see `snapshot.data.Data`. Another source under the same name is read from the next
-                pass on.
+            source, ahead, exact: see `snapshot.data.Data`.
             name: which source it is, if there are several.
 
         Raises:
-            ConfigError: the source cannot be gone through again.
-            StateMismatch: in the loop, at once after a restore: the place was not found again; the message says why.
+            ConfigError: the source cannot be read again; or what is known of its place holds for another number of
+                ranks.
         """
         self._declare()
         known = self._data.get(name)
         if known is None:
             held = self._held_data.pop(name, None)
+            if held == ELSEWHERE:
+                raise ConfigError(
+                    f"data({name!r}) was read by another number of ranks, so its place cannot be found again: cut "
+                    "batches with `holdfast.batches.GlobalBatches` where the number of ranks may change"
+                )
             known = Data(source, name, held, self._mark, self._begin, ahead=ahead, exact=exact)
             self._data[name] = known
         elif known.source is not source:
@@ -402,6 +411,8 @@ class SnapshotHook:
                 lambda: self.protected_step,
             )
         self._boundary = Boundary(self._adapter.optimizers(), self._adapter.modules(), self, self._adapter.scalers())
+        self._gradients = Gradients(self._adapter.modules(), log.warning)
+        self._capture.entered()
         if self._restored.snapshot is not None:
             self._rewind = self._restored.rewind
             self._iteration = self._restored.loop.get("iteration")
@@ -434,6 +445,7 @@ class SnapshotHook:
         After an exception everything stays, for the restart.
         """
         self._boundary.remove()
+        self._gradients.remove()
         self._smp.say_end(self._step, error)
         self._pace.fence()
         if kind is None and self._keep:
@@ -481,6 +493,8 @@ class SnapshotHook:
     def on_forward(self, number: int) -> None:
         """A module runs forward, in training mode and with gradients: the step begins, if the loop does not say so."""
         if not self._declared:
+            if not self._forward:
+                self._capture.first_began()
             self._forward = number
             self._begin()
 
@@ -512,6 +526,7 @@ class SnapshotHook:
         self._stepped = False
         self._open = None
         self._beginning.over()
+        self._gradients.stepped()
         self._step += 1
         self._phase = Phase.STEP
         self._client.beat(self._phase, self._step)
@@ -613,11 +628,14 @@ class SnapshotHook:
             return
         *outcomes, fits_everywhere, interval, self._persist_due = self._outcomes()
         self._outcomes = None
-        self._cadence.agree(-interval)
+        if saying := self._cadence.agree(-interval):
+            self._copier.say(saying)
         rhythm, self.statistics.why = self._cadence.rhythm, self._cadence.why
         self.statistics.interval, self.statistics.overhead = rhythm.interval, rhythm.overhead
         results = [Outcome(value) for value in outcomes]
         self.statistics.protected += results.count(Outcome.PROTECTED)
+        if Outcome.PROTECTED in results:
+            self._episodes.end("starved", "snapshots are protected again: step %d", self._step)
         self.statistics.failed += results.count(Outcome.FAILED)
         self._ledger = self._ledger.settle(results)
         over = [copy.error for snapshot, copy in self._copies.items() if snapshot not in self._ledger.pending]
@@ -647,6 +665,8 @@ class SnapshotHook:
     def _prepare(self) -> None:
         """A snapshot is due when the next step begins, if there is a slot for it. A collective call."""
         self._open = self._copy = None  # without a copy a snapshot counts as failed: the others go on taking part
+        if not self._ledger.may_begin:
+            self._starve()
         if not self._ledger.may_begin or not (self._planned or self._configure()):
             self.statistics.skipped += 1
             return
@@ -655,6 +675,16 @@ class SnapshotHook:
         self._ledger = self._ledger.begin(snapshot)
         self.statistics.taken += 1
 
+    def _starve(self) -> None:
+        """Every slot holds a snapshot that is kept or still being protected. If that lasts, it is said."""
+        oldest = next((self._copies[each] for each in self._ledger.pending if each in self._copies), None)
+        if oldest is not None and time.monotonic() - oldest.begun_s > STARVED_S:
+            text = (
+                "no snapshot is taken: %s has been waiting for %.0f s to be sealed and protected; is the SMP of a node "
+                "slow or stopped? `holdfast status` tells"
+            )
+            self._episodes.begin("starved", text, oldest.snapshot, time.monotonic() - oldest.begun_s)
+
     def _take(self, due: _Due, *, marked: bool = False, instead: CopyJob | None = None) -> None:
         """Capture the state as it is now."""
         snapshot = due.snapshot
@@ -662,7 +692,7 @@ class SnapshotHook:
         try:
             copy = self._capture.begin(snapshot, due.keep, due.protected, declared=self._declared, marked=marked)
         except Misfit as error:
-            log.info("%s needs a new layout: %s", snapshot, error, extra=about(snapshot))
+            self._episodes.begin("layout", "no snapshot of step %d, a new layout is made: %s", self._step, error)
             self._misfit = True
         except HoldfastError as error:
             if self._strict:
@@ -733,7 +763,9 @@ class SnapshotHook:
         )
         self._cadence.placed(self._layout)
         self._index = [shard.coord for shard in self._layout.node(self._client.node).shards].index(self._coord)
-        self._episodes.end("layout", "all SMPs are back, and memory is reserved for step %d", self._step)
+        self._episodes.end("layout", "memory is reserved anew: snapshots are taken from step %d on", self._step)
+        if self._layout.coords[0] == self._coord:
+            self._copier.say(self._cadence.plan_in_words())
 
     def _over(self, job: CopyJob) -> None:
         """A copy is sealed, or was given up. Called in one of the copy threads."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from smp_daemon.board import Outcome
 from smp_daemon.layout import SnapshotId
+from smp_daemon.limits import MIN_SLOTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Ledger:
     """The snapshots that hold slots.
 
     Attributes:
-        slots: slots per shard.
+        slots: slots per shard, at least `MIN_SLOTS`; `ValueError` if there are fewer.
         protected: the newest snapshot that is protected on every node, or was restored; never overwritten.
         older: the one that was known to be protected when `protected`, which may not be, was restored. It is kept too,
             until a younger one is protected.
@@ -39,6 +40,10 @@ class Ledger:
     generations: int = 1
     earlier: tuple[SnapshotId, ...] = ()
     abandoned: tuple[SnapshotId, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.slots < MIN_SLOTS:
+            raise ValueError(f"{self.slots} slots cannot keep what a restart may need: give {MIN_SLOTS} or more")
 
     @property
     def keep(self) -> tuple[SnapshotId, ...]:

@@ -35,7 +35,7 @@ from smp_daemon.plan import RestorePlan, plan_restore
 from smp_daemon.slotfile import Leaf, plan_slot, write_stamp
 from smp_daemon.spawn import parse_report, smp_command
 from snapshot.arrange import RankInfo, arrange, parse_protect
-from tests.smp_zygote import Forked, Zygote
+from chaos.smp_zygote import Forked, Zygote
 
 JOB = "testrun"
 DEADLINE_S = 60.0

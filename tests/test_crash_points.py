@@ -31,7 +31,7 @@ from tests.smp_kit import (
     run_on,
     shard_file,
 )
-from tests.smp_zygote import Zygote
+from chaos.smp_zygote import Zygote
 from tests.test_reform import come_back, leave
 
 pytestmark = pytest.mark.cluster

@@ -277,7 +277,7 @@ def test_a_quarter_of_a_year_of_131072_gpus_takes_seconds() -> None:
         (lambda: FailureProcess(1.0, shape=0.0), "shape of 0.0"),
         (lambda: InMemoryCode(6, 2, every=0), "every 0 steps"),
         (lambda: InMemoryCode(0, 2), "k and m must be at least 1"),
-        (lambda: InMemoryCode(6, 2, slots=1), "2 to 16 slots"),
+        (lambda: InMemoryCode(6, 2, slots=2), "3 to 16 slots"),
         (lambda: InMemoryCode(6, 2, persist_s=0.0), "every 0.0 s"),
         (lambda: PairReplication(1), "1 copies"),
         (lambda: DiskSync(0), "every 0 steps"),

@@ -56,14 +56,13 @@ def test_the_interval_grows_until_snapshots_cost_no_more_than_their_budget() -> 
 
 
 def test_a_snapshot_is_done_before_its_slot_is_needed() -> None:
-    """Where nothing costs training, time alone counts: 1 s to copy and 16 s to send, in two free slots or in one."""
+    """Where nothing costs training, time alone counts: 1 s to copy and 16 s to send."""
     quick = replace(JOB, step_s=1.0)
     free = {"COPY_COST": 0.0, "NETWORK_COST": 0.0}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in free.items():
             patch.setattr(f"chaos.fleet.strategies.{name}", value)
         assert InMemoryCode(6, 2).design(quick, SITE, 1e5).saves[0].every == 16
-        assert InMemoryCode(6, 2, slots=2).design(quick, SITE, 1e5).saves[0].every == 17
         assert InMemoryCode(6, 2).design(JOB, SITE, 1e5).saves[0].every == 2
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,9 @@ def test_only_every_nth_step_is_taken(arena: Path) -> None:
         assert snap.statistics.taken == 3
 
 
-def test_with_two_slots_steps_are_skipped_rather_than_waited_for(arena: Path) -> None:
+def test_without_a_free_slot_steps_are_skipped_rather_than_waited_for(arena: Path) -> None:
     model, optim = small()
-    with InMemorySnapshot(model, optim, slots=2) as snap:
+    with InMemorySnapshot(model, optim, slots=3) as snap:
         train(snap, model, optim, 8)
         assert snap.protected_step is not None
         assert snap.statistics.taken + snap.statistics.skipped == 8
@@ -309,7 +310,8 @@ def test_a_job_id_is_no_path(arena: Path, monkeypatch: pytest.MonkeyPatch, job: 
     ("options", "message"),
     [
         ({"every": 0}, "every=0"),
-        ({"slots": 1}, "slots=1"),
+        ({"slots": 2}, "slots=2: a shard has 3 to 16 slots"),
+        ({"slots": 17}, "slots=17: a shard has 3 to 16 slots"),
         ({"protect": "6+0"}, "k and m must be at least 1"),
         ({"protect": "copies:0"}, "k and m must be at least 1"),
         ({"protect": "200+56"}, "k + m at most 255"),
@@ -391,6 +393,57 @@ def test_an_smp_that_dies_does_not_disturb_the_loop(arena: Path) -> None:
         assert snap.protected_step is not None
         assert snap.protected_step > 4
     assert not (arena / "test").exists()
+
+
+def test_a_signal_that_raises_while_the_smp_is_asked_costs_a_snapshot_or_two(arena: Path) -> None:
+    """Its reply was still to come: nobody may take that for the reply to the next question."""
+
+    class Notice(Exception):
+        pass
+
+    def notice(number: int, frame: object) -> None:
+        raise Notice
+
+    model, optim = small()
+    before = signal.signal(signal.SIGUSR1, notice)
+    try:
+        with InMemorySnapshot(model, optim) as snap:
+            train(snap, model, optim, 4)
+            model(torch.ones(1, 4)).sum().backward()
+            assert snap.drain(10)
+            smp = psutil.Process(smp_pid(arena))
+            smp.suspend()
+            try:
+                with ThreadPoolExecutor(1) as threads:
+                    asked = threads.submit(_interrupt_once_asked, snap)
+                    with pytest.raises(Notice):
+                        snap.drain(30)
+                    asked.result(10)
+            finally:
+                smp.resume()
+            train(snap, model, optim, 8)
+            assert snap.statistics.failed <= 2 and snap.statistics.failed + snap.statistics.protected == 11
+            assert snap.protected_step == snap.step - 1
+            assert smp_pid(arena) == smp.pid and snap._client.inventory().record.ends == {}
+            kept = values(model, optim)
+            model(torch.ones(1, 4))
+            assert snap.drain(10)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    again, other = small()
+    with InMemorySnapshot(again, other) as snap:
+        assert snap.step == 12
+        assert all(torch.equal(a, b) for a, b in zip(values(again, other), kept, strict=True))
+
+
+def _interrupt_once_asked(snap: InMemorySnapshot) -> None:
+    limit = time.monotonic() + 10
+    while not snap._client._lock.locked():
+        assert time.monotonic() < limit, "nobody asked"
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def test_a_strict_hook_raises_what_went_wrong(arena: Path) -> None:

@@ -12,7 +12,7 @@ from snapshot.ledger import Ledger
 
 thorough = settings(deadline=None, derandomize=True, max_examples=300)
 
-slot_counts = st.integers(2, 5)
+slot_counts = st.integers(3, 6)
 outcomes = st.lists(st.sampled_from(Outcome), min_size=8, max_size=8)
 runs = st.lists(outcomes, max_size=25)
 
@@ -88,9 +88,9 @@ def test_after_any_run_failures_alone_make_room_again(slots: int, run: list[list
 
 
 def test_a_failed_snapshot_frees_its_slot_at_once() -> None:
-    full = Ledger(2, protected=at(1)).begin(at(2))
+    full = Ledger(3, protected=at(1)).begin(at(2)).begin(at(3))
     assert not full.may_begin
-    assert full.settle([Outcome.FAILED]) == Ledger(2, protected=at(1))
+    assert full.settle([Outcome.FAILED, Outcome.FAILED]) == Ledger(3, protected=at(1))
 
 
 def test_an_older_failure_does_not_hold_up_a_younger_snapshot() -> None:
@@ -119,8 +119,29 @@ def test_a_snapshot_that_is_not_the_newest_cannot_begin(step: int) -> None:
 
 
 def test_no_snapshot_begins_without_a_free_slot() -> None:
-    with pytest.raises(ValueError, match="held in 2 slots"):
-        Ledger(2, protected=at(1)).begin(at(2)).begin(at(3))
+    with pytest.raises(ValueError, match="held in 3 slots"):
+        Ledger(3, protected=at(1)).begin(at(2)).begin(at(3)).begin(at(4))
+
+
+@thorough
+@given(slot_counts, runs)
+def test_what_was_protected_before_a_restart_is_kept_until_something_younger_is(
+    slots: int, run: list[list[Outcome]]
+) -> None:
+    """What was restored may lack parity: then only the older one survives a lost node."""
+    ledger = Ledger.restored(slots, at(9), at(8), known=False)
+    for step, results in enumerate(run, 10):
+        if ledger.may_begin:
+            ledger = ledger.begin(at(step))
+        ledger = ledger.settle(results[: len(ledger.pending)])
+        assert ledger.known or {at(8), at(9)} <= set(ledger.keep)
+        assert ledger.sure == (ledger.protected if ledger.known else at(8))
+
+
+@pytest.mark.parametrize("slots", [0, 1, 2])
+def test_fewer_slots_than_a_restart_may_need_are_refused(slots: int) -> None:
+    with pytest.raises(ValueError, match=f"{slots} slots cannot keep"):
+        Ledger(slots)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -131,7 +152,7 @@ def test_there_is_one_outcome_for_each_pending_snapshot(count: int) -> None:
 
 
 def test_a_younger_epoch_begins_after_any_step_of_an_older_one() -> None:
-    ledger = Ledger(2, protected=SnapshotId(1, 900)).begin(SnapshotId(2, 1))
+    ledger = Ledger(3, protected=SnapshotId(1, 900)).begin(SnapshotId(2, 1))
     assert ledger.keep == (SnapshotId(1, 900), SnapshotId(2, 1))
 
 

@@ -19,8 +19,10 @@ from smp_daemon.plan import candidates
 from smp_daemon.slots import SlotPool, SlotState
 from smp_daemon.store import Store
 from snapshot.hook import SnapshotHook
+from snapshot.ledger import Ledger
 
 _fold = ParityGathering.fold
+_restored = Ledger.restored
 
 
 def _ignore_keep(self: SlotPool, keep: Any, before: Any) -> list[Any]:
@@ -34,6 +36,10 @@ def _settle_at_once(self: Store, snapshot: Any) -> None:
             progress.outcome = Outcome.PROTECTED
             self.board.post(snapshot.step, Outcome.PROTECTED)
             self.changed.notify_all()
+
+
+def _forget_the_older(slots: int, snapshot: Any, older: Any, **more: Any) -> Ledger:
+    return _restored(slots, snapshot, None, **more)
 
 
 def _oldest_first(inventories: Any, protected: Any) -> list[Any]:
@@ -56,6 +62,7 @@ def _step_without_waiting(self: SnapshotHook) -> None:
 MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     "the plan ignores what is protected": (70, [("smp_daemon.plan", "candidates", _oldest_first)]),
     "the slot of the protected snapshot is freed": (40, [(SlotPool, "outdated", _ignore_keep)]),
+    "what was protected is given up for what was restored": (0, [(Ledger, "restored", _forget_the_older)]),
     "what is sealed counts as protected": (0, [(Store, "_settle", _settle_at_once)]),
     "no epoch is checked and none fences": (
         0,

@@ -84,6 +84,12 @@ def test_who_cannot_say_it_was_killed() -> None:
     assert streak_of(told(Start(7, 10), {}, {})) == Streak(1, 10, 10, KILLED)
 
 
+def test_who_only_lost_its_connection_was_not_killed_and_what_it_said_itself_stays() -> None:
+    record = Record(Start(7, 10), {"dp0": End(12, KILLED), "dp1": End(11, KILLED), "dp2": End(11, CRASH)})
+    assert record.goes_on("dp0").ends == {"dp1": End(11, KILLED), "dp2": End(11, CRASH)}
+    assert record.goes_on("dp2") == record == record.goes_on("dp3")
+
+
 def test_without_any_start_there_is_nothing_to_tell() -> None:
     assert streak_of([]) is None and streak_of(told(None, {})) is None
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
+import signal
 import socket
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,24 @@ def said(message: Any) -> bytes:
     return frame(json.dumps(message).encode())
 
 
+class Notice(Exception):
+    """What the handler of a signal raises."""
+
+
+@contextmanager
+def noticing() -> Iterator[None]:
+    """SIGUSR1 raises `Notice` in the main thread meanwhile."""
+
+    def handler(number: int, frame: object) -> None:
+        raise Notice
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 # ---------------------------------------------------------------------- a stream
 
 
@@ -121,6 +142,32 @@ class TestAStream:
         assert pair.stream._sock.fileno() < 0
         with pytest.raises(SmpUnavailable, match="closed"):
             pair.stream.receive()
+
+    @pytest.mark.parametrize("answer", [b"", said({"number": 1})[:20]])
+    def test_whose_call_is_interrupted_is_over(self, pair: Pair, answer: bytes) -> None:
+        """Else the reply that is still to come would be taken for that of the next call."""
+
+        def interrupt() -> None:
+            pair.bare.recv(1000)
+            pair.hear(answer)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        with noticing(), ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(interrupt)
+            with pytest.raises(Notice):
+                call(pair.stream, {"number": 1})
+            asked.result(DEADLINE_S)
+        assert pair.stream.closed
+        with pytest.raises(SmpUnavailable, match="closed"):
+            call(pair.stream, {"number": 2})
+
+    def test_goes_on_after_an_error_that_was_replied_and_a_message_that_is_too_long(self, pair: Pair) -> None:
+        with pytest.raises(ProtocolError, match="the limit"):
+            call(pair.stream, {"text": "a" * (MAX_MESSAGE_BYTES + 1)})
+        pair.hear(said({"error": "StaleEpoch", "message": "over"}) + said({"number": 2}))
+        with pytest.raises(StaleEpoch):
+            call(pair.stream, {"number": 1})
+        assert call(pair.stream, {"number": 2}) == ({"number": 2}, 0)
 
     def test_puts_parts_together(self, pair: Pair) -> None:
         data = said({"op": "inventory"})

@@ -14,6 +14,7 @@ from chaos.fleet.groups import Groups, place
 from chaos.fleet.job import Job, Site
 from chaos.fleet.progress import Save
 from smp_daemon.errors import ConfigError
+from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS
 from snapshot.tuning.interval import optimal
 
 COPY_COST = 0.09
@@ -95,8 +96,10 @@ class InMemoryCode:
         _check(self.every, self.persist_s)
         if self.data < 1 or self.parity < 1:
             raise ConfigError(f"{self.data}+{self.parity}: k and m must be at least 1")
-        if not 2 <= self.slots <= 16 or not self.reform_after_s >= 0:
-            raise ConfigError(f"{self.slots} slots, {self.reform_after_s} s: use 2 to 16 slots, and 0 s or more")
+        if not MIN_SLOTS <= self.slots <= MAX_SLOTS or not self.reform_after_s >= 0:
+            raise ConfigError(
+                f"{self.slots} slots, {self.reform_after_s} s: use {MIN_SLOTS} to {MAX_SLOTS} slots, and 0 s or more"
+            )
 
     @property
     def name(self) -> str:

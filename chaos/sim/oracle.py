@@ -114,12 +114,12 @@ class Oracle:
         elif content not in slot:
             self._violate(f"{coord} of {snapshot} is sealed with other bytes than its trainer had")
 
-    def given_up(self, snapshot: Snapshot | None, what: str) -> None:
-        """An SMP frees a sealed slot of a shard."""
-        if snapshot is None or self.promised is None or (snapshot[0], snapshot[1]) != self.promised:
-            return
+    def given_up(self, snapshot: Snapshot, what: str) -> None:
+        """An SMP frees a sealed slot of a shard, because the trainers say that they need it no more."""
         self.checks["given up"] += 1
-        if not self._flips[self.promised]:
+        if self.promised is None or (snapshot[0], snapshot[1]) != self.promised:
+            return
+        if not self._flips[self.promised] and self.must_survive():
             self._violate(f"{what} of {snapshot}, the newest protected snapshot, is given up")
 
     # ------------------------------------------------------------------ what it judges

@@ -12,7 +12,7 @@ import logging
 import os
 import queue
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,9 @@ from chaos.sim.network import SimSocket
 from chaos.sim.rpc import SimGrpc
 from chaos.sim.scheduler import active
 from chaos.sim.tasks import Process
+from smp_daemon.arena import SHARD_SUFFIX, Arena
 from smp_daemon.credentials import Credentials
+from smp_daemon.layout import SnapshotId
 from smp_daemon.records import digest_units, kind_of, write_json
 from snapshot.pace import Pace
 
@@ -71,6 +73,7 @@ class Hooks:
     agreement: Callable[[], Any]
     captured: Callable[[Any, str, bytes], None]
     committed: Callable[[MemoryPath, str, Any], None]
+    given_up: Callable[[Any, str], None]
     unit_bytes: Callable[[int, int], int]
     is_due: Callable[[str], bool]
     locks: dict[str, Process]
@@ -147,6 +150,18 @@ def _write_json(path: MemoryPath, data: Any) -> None:
     reach(f"record.{kind}.done")
 
 
+def _release(self: Arena, keep: Collection[SnapshotId], before: SnapshotId, held: Collection[SnapshotId] = ()) -> None:
+    """`Arena.release`, which is told what the trainers keep: whatever of a shard it frees, they gave up."""
+    for pool in self.pools():
+        if pool.suffix == SHARD_SUFFIX:
+            for slot in pool.outdated({*keep, *held}, before):
+                Hooks.given_up(slot.snapshot, pool.name)
+    release(self, keep, before, frozenset(held))
+
+
+release = Arena.release
+
+
 def _digest_units(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
     reach("seal.digest")
     return digest_units(data, unit_bytes)
@@ -194,6 +209,7 @@ def installed() -> Iterator[None]:
     targets |= {
         "smp_daemon.peers.grpc": SimGrpc,
         "smp_daemon.arena.fcntl": SimFcntl,
+        "smp_daemon.arena.Arena.release": _release,
         "smp_daemon.pool.SHMEM_HUGE": MemoryPath(Disk(), "/sys", "shmem_enabled"),
         "smp_daemon.arena.shutil": MemoryShutil,
         "smp_daemon.service.psutil": SimPsutil,

@@ -62,6 +62,18 @@ class Trainer:
         self.entered = False
 
 
+class _Hook(SnapshotHook):
+    """Says what the job is promised as soon as it knows: what is freed from then on is judged by it."""
+
+    def __init__(self, promises: Callable[[SnapshotHook], None], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._promises = promises
+
+    def _settle(self) -> None:
+        super()._settle()
+        self._promises(self)
+
+
 class World:
     """One run's machines."""
 
@@ -98,6 +110,7 @@ class World:
         Hooks.agreement = self._agreement
         Hooks.captured = self.oracle.captured
         Hooks.committed = self._committed
+        Hooks.given_up = self.oracle.given_up
         Hooks.unit_bytes = lambda longest, data: self.plan.unit_bytes
         Hooks.locks = {}
 
@@ -251,8 +264,9 @@ class World:
             coord, self.lengths[rank], str(plan.seed), lambda snapshot, content: loaded.append(content)
         )
         self._members[trainer.process] = Member(circle, rank)
-        hook = SnapshotHook(
-            adapter,  # type: ignore[arg-type]
+        hook = _Hook(
+            self._note_promise,
+            adapter,
             job=JOB,
             every=plan.every,
             protect=plan.protect,
@@ -260,20 +274,20 @@ class World:
             slots=plan.slots,
             generations=plan.generations,
             keep=not ends,
-            arena=trainer.node.base,  # type: ignore[arg-type]  # what stands for a path here
+            arena=trainer.node.base,  # what stands for a path here
             overhead_budget=0.0,
         )
         hook.checks_resumption = False
         with hook:
             restored = hook.restored.snapshot
             trainer.restored, trainer.entered, trainer.hook = restored, True, hook
+            self._note_promise(hook)
             self.scheduler.note(f"restored {restored} ({hook.restored.how}), epoch {hook.restored.epoch}")
             if trainer.outcome != "hangs":  # else it goes on where nobody listens any more
                 self.oracle.restored(coord, restored, loaded[-1] if loaded else None)
                 self.oracle.check_floor(coord, restored, floor)
             for turn in range(steps):
                 hook.begin()
-                self._note_promise(hook)
                 self.scheduler.sleep(plan.step_s * self.scheduler.random.random())
                 circle.post(("step", turn), rank, adapter.step)
                 if circle.collect(("step", turn)) is None:
@@ -284,14 +298,12 @@ class World:
                 adapter.train()
                 hook.after_step()
             hook.begin()
-            self._note_promise(hook)
             if quiet and steps:
                 if not hook.drain(DRAIN_DEADLINE_S):
                     self.scheduler.violate(f"{coord}: in quiet, not every snapshot becomes protected")
                 hook.before_step()
                 hook.after_step()
                 hook.begin()
-                self._note_promise(hook)
 
     def _note_promise(self, hook: SnapshotHook) -> None:
         sure: SnapshotId | None = hook._ledger.sure

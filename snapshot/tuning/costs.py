@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smp_daemon.errors import ConfigError
+from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS
 from snapshot.tuning.checks import not_negative, positive, within
 from snapshot.tuning.measured import Measured
 from snapshot.tuning.waste import Level, Limits
@@ -51,7 +52,7 @@ class Assumptions:
         within("the interference", self.interference, 0.0, 1.0)
         not_negative("the time of a restart", self.restart_s, " s")
         not_negative("the time to rebuild a node", self.rebuild_s, " s")
-        within("the number of slots", self.slots, 2, 16)
+        within("the number of slots", self.slots, MIN_SLOTS, MAX_SLOTS)
 
 
 OVERLAP = 0.9

@@ -7,6 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, get_args, get_type_hints
 
 from smp_daemon.errors import ConfigError
+from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS
 from snapshot.tuning.checks import not_negative, positive, within
 
 FORMAT = 1
@@ -66,7 +67,7 @@ class Measured:
         for name in ("quiet_steps", "busy_steps", "snapshots"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"profile: {name} is {getattr(self, name)}: at least 1 must have been measured")
-        within("profile: slots", self.slots, 2, 16)
+        within("profile: slots", self.slots, MIN_SLOTS, MAX_SLOTS)
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None:

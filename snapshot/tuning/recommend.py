@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from smp_daemon.errors import ConfigError
+from smp_daemon.limits import MIN_SLOTS
 from snapshot.tuning.checks import positive, within
 from snapshot.tuning.codes import Code, Domains, candidates, judge
 from snapshot.tuning.costs import Costs
@@ -152,10 +153,11 @@ def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, w
     fitting = [code for code in judged if memory(costs, code) <= (wishes.memory_budget or float("inf"))]
     if not fitting:
         least = min(memory(costs, code) for code in judged)
+        fewer = "fewer slots or " if costs.slots > MIN_SLOTS else ""
         raise ConfigError(
             f"a memory budget of {wishes.memory_budget:,.0f} bytes a node: the least that is possible with "
             f"{costs.slots} "
-            f"slots is {least:,.0f}; give as much, use fewer slots or more nodes"
+            f"slots is {least:,.0f}; give as much, or use {fewer}more nodes"
         )
     good = [code for code in fitting if code.survival >= wishes.target_survival]
     best = max(code.survival for code in fitting)

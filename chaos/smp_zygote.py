@@ -1,4 +1,4 @@
-"""Forks SMPs from a process that has imported all that one needs, where a test starts so many that importing counts.
+"""Forks SMPs from a process that has imported all that one needs, where so many are started that importing counts.
 
 What runs in each is `smp_daemon.__main__.main`, as ``python -m smp_daemon`` runs it.
 """
@@ -28,7 +28,7 @@ class Zygote:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(DEADLINE_S)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.smp_zygote", str(theirs.fileno())],
+            [sys.executable, "-m", "chaos.smp_zygote", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,

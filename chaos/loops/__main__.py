@@ -1,0 +1,117 @@
+"""``python -m chaos.loops``: draw training loops from seeds, run each undisturbed and killed, and compare.
+
+Exit status 0 only if each was identical, or refused or warned about with the name of what is to blame.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from chaos.loops.campaign import Result, Total, run
+from chaos.loops.judge import Outcome
+
+SAY_EVERY_S = 10.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, run, report."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for name in ("seeds", "jobs"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: give 1 or more")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
+    total, began = Total(), time.perf_counter()
+    said = began
+    for result in run(range(options.first, options.first + options.seeds), options.jobs):
+        total.results.append(result)
+        if options.show:
+            print(shown(result), flush=True)
+        elif result.failed:
+            print(f"seed {result.seed}: {result.outcome.value}: {result.why}\n  {replay(result.seed)}", flush=True)
+        now = time.perf_counter()
+        if now - said > SAY_EVERY_S:
+            said = now
+            print(f"{len(total.results)} seeds, {len(total.results) / (now - began):.1f} a second", flush=True)
+    summary = summarised(total, options.first, time.perf_counter() - began)
+    print(line(summary))
+    if options.json:
+        options.json.write_text(json.dumps(summary, indent=2) + "\n")
+    if options.markdown:
+        options.markdown.write_text("\n".join(markdown(total, summary)) + "\n")
+    return 1 if total.failed else 0
+
+
+def replay(seed: int) -> str:
+    """The command that shows what a seed did."""
+    return f"python -m chaos.loops --seeds 1 --first {seed} --show"
+
+
+def summarised(total: Total, first: int, wall_s: float) -> dict[str, Any]:
+    """All of it, for machines."""
+    return {
+        "first": first,
+        **{outcome.value: total.count(outcome) for outcome in Outcome},
+        "wall_s": round(wall_s, 1),
+        "seeds": [result.to_json() for result in total.results],
+    }
+
+
+def line(summary: dict[str, Any]) -> str:
+    """The counts, for readers."""
+    counts = ", ".join(f"{summary[outcome.value]} {outcome.value}" for outcome in Outcome)
+    return f"{len(summary['seeds'])} seeds from {summary['first']}: {counts}; {summary['wall_s']} s"
+
+
+def shown(result: Result) -> str:
+    """One seed, for readers."""
+    said = "\n".join(f"# said: {text}" for text in result.said) or "# said: nothing"
+    log = "\n".join(f"# {text}" for text in result.log.splitlines()) if result.failed else ""
+    return f"{result.history}{said}\n{log}\n# restored: {result.restored}\n# {result.outcome.value}: {result.why}\n"
+
+
+def markdown(total: Total, summary: dict[str, Any]) -> Iterable[str]:
+    """A report."""
+    yield "# Training loops drawn from seeds, undisturbed and killed"
+    yield ""
+    yield f"{line(summary)}."
+    yield ""
+    yield "`make loops` runs it. A loop is *identical* if every loss and all state at its end are, to the last bit, those"
+    yield "of the same loop without holdfast; *refused* if holdfast refused or warned, naming what is to blame; anything"
+    yield "else is *silent*. *unprotected*: it never went back to a snapshot. Each seed draws a model, an optimizer, data,"
+    yield "and at most three things besides; a loop is counted with each of its features."
+    yield ""
+    yield f"| feature | {' | '.join(outcome.value for outcome in Outcome)} |"
+    yield f"|---|{'---:|' * len(Outcome)}"
+    for feature, counts in total.by_feature().items():
+        yield f"| {feature} | {' | '.join(str(counts[outcome] or '') for outcome in Outcome)} |"
+    if total.failed:
+        yield ""
+        yield "## Failures"
+        yield ""
+    for result in total.failed:
+        yield f"* seed {result.seed}, {result.outcome.value}: {result.why} (`{replay(result.seed)}`)"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m chaos.loops", description="Draw training loops from seeds, kill them, and compare."
+    )
+    parser.add_argument("--seeds", type=int, default=200, help="how many (default 200)")
+    parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
+    parser.add_argument("--jobs", type=int, default=1, help="in so many processes at the same time (default 1)")
+    parser.add_argument("--show", action="store_true", help="print each loop, what holdfast said of it and what came of it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a report there")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

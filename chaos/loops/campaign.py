@@ -1,0 +1,153 @@
+"""Many seeds, on as many processes as are wanted, and what they did together."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from chaos.loops.judge import Outcome
+from smp_daemon.errors import DeadlineExceeded, HoldfastError
+
+SEED_DEADLINE_S = 600.0
+"""A seed takes less than a second, and what hangs in it has deadlines; what takes this long hangs elsewhere."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One seed. `features`: what its loop is made of. `log`: what its lives printed, unless all was well."""
+
+    seed: int
+    outcome: Outcome
+    why: str
+    history: str
+    features: tuple[str, ...]
+    said: tuple[str, ...]
+    restored: tuple[int | None, ...]
+    took_s: float
+    log: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """What `write` gave."""
+        data = json.loads(text)
+        lists = {name: tuple(data[name]) for name in ("features", "said", "restored")}
+        return cls(**{**data, **lists, "outcome": Outcome(data["outcome"])})
+
+    def write(self) -> str:
+        """A line that `parse` reads."""
+        return json.dumps(asdict(self) | {"outcome": self.outcome.value})
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is neither identical nor refused."""
+        return self.outcome not in (Outcome.IDENTICAL, Outcome.REFUSED)
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "seed": self.seed,
+            "outcome": self.outcome.value,
+            "why": self.why,
+            "said": list(self.said),
+            "restored": list(self.restored),
+            "history": self.history,
+            **({"log": self.log} if self.failed else {}),
+        }
+
+
+@dataclass
+class Total:
+    """What many seeds did together."""
+
+    results: list[Result] = field(default_factory=list)
+
+    def count(self, outcome: Outcome) -> int:
+        """How many ended so."""
+        return sum(result.outcome is outcome for result in self.results)
+
+    @property
+    def failed(self) -> list[Result]:
+        """Those that are neither identical nor refused."""
+        return [result for result in self.results if result.failed]
+
+    def by_feature(self) -> dict[str, Counter[Outcome]]:
+        """How loops with each feature ended."""
+        found: dict[str, Counter[Outcome]] = {}
+        for result in self.results:
+            for feature in result.features:
+                found.setdefault(feature, Counter())[result.outcome] += 1
+        return dict(sorted(found.items()))
+
+
+def run(seeds: Iterable[int], jobs: int) -> Iterator[Result]:
+    """What came of each seed, as they come, in so many processes; 1: in this one. Blocks for a seed.
+
+    Raises:
+        DeadlineExceeded: a seed hangs.
+        HoldfastError: a process ended before it was told to.
+    """
+    if jobs <= 1:
+        from chaos.loops.trial import Trials
+
+        with Trials() as trials:
+            for seed in seeds:
+                yield trials.result(seed)
+        return
+    workers = [_Worker() for _ in range(jobs)]
+    waiting = iter(seeds)
+    try:
+        with selectors.DefaultSelector() as selector:
+            for worker in workers:
+                if (seed := next(waiting, None)) is not None:
+                    worker.ask(seed)
+                    selector.register(worker.channel, selectors.EVENT_READ, worker)
+            while selector.get_map():
+                if not (ready := selector.select(SEED_DEADLINE_S)):
+                    raise DeadlineExceeded(f"no seed ended within {SEED_DEADLINE_S:.0f} s")
+                for key, _ in ready:
+                    worker = key.data
+                    yield worker.answer()
+                    if (seed := next(waiting, None)) is None:
+                        selector.unregister(worker.channel)
+                    else:
+                        worker.ask(seed)
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+class _Worker:
+    """A process that runs one seed after another."""
+
+    def __init__(self) -> None:
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.channel.settimeout(SEED_DEADLINE_S)
+        command = [sys.executable, "-m", "chaos.loops.worker", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        theirs.close()
+        self._lines = self.channel.makefile("r")
+
+    def ask(self, seed: int) -> None:
+        self.channel.sendall(f"{seed}\n".encode())
+
+    def answer(self) -> Result:
+        line = self._lines.readline()
+        if not line:
+            raise HoldfastError(f"a process that runs seeds ended by itself: status {self._process.wait(1.0)}")
+        return Result.parse(line)
+
+    def close(self) -> None:
+        """It ends what it has started, at the end of its seed, and then itself."""
+        self._lines.close()
+        self.channel.close()
+        self._process.wait(SEED_DEADLINE_S)

@@ -1,0 +1,359 @@
+"""One life of a drawn loop, in a process of its own: the program runs, and says what it does in a file of JSON lines.
+
+    {"kind": "entered", "step": ...}   restored at that step; null: a cold start
+    {"kind": "note", "step": ..., "loss": ...}   {"kind": "ends", "how": ...}: it is killed now, or raises
+    {"kind": "warning", "text": ...}   logged by holdfast   {"kind": "error", "own": ..., "type", "text"}   it ended so
+    {"kind": "finished", "state": {name: digest}}
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import os
+import random
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy
+import torch
+import torch.nn.utils
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.optim import lr_scheduler, swa_utils
+
+import holdfast
+from chaos.loops import kit
+from chaos.loops.script import End, Loop
+from smp_daemon import points
+from smp_daemon.errors import HoldfastError
+from smp_daemon.logs import OURS
+
+WAIT_S = 10.0
+"""How long a protection, or a copy, is waited for."""
+
+HELD_S = 0.02
+"""How long a place waits for a copy to begin."""
+
+COPY_S = 1.0
+"""How long a copy of kilobytes is waited for: one that takes longer was given up."""
+
+LIBRARY: dict[str, Any] = {
+    **{name: getattr(nn, name) for name in ("BatchNorm1d", "Dropout", "Embedding", "Linear", "ModuleDict")},
+    **{name: getattr(nn, name) for name in ("ReLU", "Sequential", "Tanh")},
+    **{name: getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "Adagrad", "LBFGS", "RMSprop")},
+    **{
+        name: getattr(lr_scheduler, name)
+        for name in ("ExponentialLR", "LambdaLR", "LinearLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR", "StepLR")
+    },
+    **{name: getattr(kit, name) for name in ("Average", "Bank", "Container", "Rows", "SAM", "Scaled", "ScheduleFree")},
+    **{name: getattr(kit, name) for name in ("Tied", "noting", "stepping")},
+    "AveragedModel": swa_utils.AveragedModel,
+    "DataLoader": torch.utils.data.DataLoader,
+    "copy": copy,
+    "numpy": numpy,
+    "parametrizations": parametrizations,
+    "random": random,
+    "spectral_norm": torch.nn.utils.spectral_norm,
+    "torch": torch,
+    "weight_norm": torch.nn.utils.weight_norm,
+}
+"""What programs may use without saying where it is from."""
+
+
+class Interrupted(Exception):
+    """Raised in the loop where a life ends by an exception."""
+
+
+class Undisturbed:
+    """Stands in for `holdfast.InMemorySnapshot` where the loop runs without it: counts steps, and does nothing else."""
+
+    def __init__(self, model: Any, optim: Any, **options: Any) -> None:
+        self.step = self.epoch = 0
+        last = optim[-1] if isinstance(optim, list) else optim
+        scaler = (options.get("extra") or {}).get("scaler")
+        if scaler is None:
+            last.register_step_post_hook(self._stepped)
+        else:  # one that skips a step has made it all the same
+            step = scaler.step
+            scaler.step = lambda stepped: (step(stepped), self._stepped())[0]
+
+    def _stepped(self, *args: Any) -> None:
+        self.step += 1
+
+    def track(self, *args: Any, **options: Any) -> None:
+        """Nothing."""
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def steps(self, count: int) -> Iterable[int]:
+        """All of them."""
+        return range(count)
+
+    def data(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """All of it."""
+        return loader
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a life is to do.
+
+    Attributes:
+        undisturbed: without holdfast.
+        end: how it ends; None: when the loop has ended.
+        events: the file that it writes.
+        gate: unix socket path on which copies are held.
+    """
+
+    undisturbed: bool
+    end: End | None
+    events: Path
+    gate: Path
+
+
+class Life:
+    """What the program calls. In the process of its own, in the training thread."""
+
+    def __init__(self, loop: Loop, order: Order) -> None:
+        self._loop = loop
+        self._order = order
+        self._file = os.open(order.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._step = -1
+        self._snap: Any = None
+        self._protected = False
+        self._gate: Gate | None = None
+        self._release = {loop.held, *loop.script.before_steps}
+
+    def run(self) -> None:
+        """The program, to its end; or it is killed within, or raises."""
+        handler = _Warnings(self._say)
+        for name in OURS:
+            logging.getLogger(name).addHandler(handler)
+        if self._loop.held != "free" and not self._order.undisturbed:
+            self._gate = Gate(self._order.gate)
+        names = LIBRARY | {
+            "InMemorySnapshot": self._snapshot,
+            "here": self._here,
+            "note": self._note,
+            "finished": self._finished,
+        }
+        try:
+            exec(compile(self._loop.script.text, f"<seed {self._loop.seed}>", "exec"), names)
+        except HoldfastError as error:
+            self._say(kind="error", own=True, type=type(error).__name__, text=str(error))
+        except Interrupted:
+            pass
+        except BaseException as error:
+            self._say(kind="error", own=False, type=type(error).__name__, text=str(error))
+            raise
+
+    def _say(self, **event: Any) -> None:
+        os.write(self._file, json.dumps(event).encode() + b"\n")
+
+    # ------------------------------------------------------------------ called by the program
+
+    def _snapshot(self, *args: Any, **options: Any) -> Any:
+        if self._order.undisturbed:
+            return Undisturbed(*args, **options)
+        self._snap = holdfast.InMemorySnapshot(*args, **options)
+        return _Entering(self._snap, self._say, self._leave)
+
+    def _leave(self) -> None:
+        if self._gate is not None:
+            self._gate.open(self._snap.step)
+
+    def _here(self, place: str, step: int | None = None) -> None:
+        self._step = self._step if step is None else step
+        if self._order.undisturbed:
+            return
+        if self._gate is not None and place in self._release:
+            self._gate.open(self._snap.step)
+        end = self._order.end
+        if end is None:
+            return
+        if place == self._loop.script.before_steps[-1] and (self._loop.waits == "each" or self._step >= end.step - 1):
+            self._protected = self._wait() or self._protected
+        if self._protected and self._step >= end.step and place == end.place:
+            self._say(kind="ends", how=end.kind, step=self._step, place=place)
+            if end.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise Interrupted
+
+    def _wait(self) -> bool:
+        """Until what was taken so far is protected, or given up; whether something is protected."""
+        taken = self._snap.statistics.taken
+        return bool(taken and self._snap.drain(WAIT_S)) or self._snap.protected_step is not None
+
+    def _note(self, step: int, loss: torch.Tensor) -> None:
+        self._say(kind="note", step=step, loss=float(loss.detach()).hex())
+
+    def _finished(self, **kept: Any) -> None:
+        self._say(kind="finished", state=dict(digests(kept)))
+
+
+class _Entering:
+    """An `InMemorySnapshot` of which it is told how it was entered, and that it is left."""
+
+    def __init__(self, snap: Any, say: Callable[..., None], leave: Callable[[], None]) -> None:
+        self._snap = snap
+        self._say = say
+        self._leave = leave
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._snap, name)
+
+    def __enter__(self) -> Any:
+        snap = self._snap.__enter__()
+        restored = snap.restored.snapshot
+        self._say(kind="entered", step=restored.step if restored else None)
+        return snap
+
+    def __exit__(self, *raised: Any) -> Any:
+        self._leave()
+        return self._snap.__exit__(*raised)
+
+
+class Gate:
+    """Holds the thread that copies, at its named points, until `open`; so that a copy is made at a known place."""
+
+    def __init__(self, path: Path) -> None:
+        self._changed = threading.Condition()
+        self._allowed = -1
+        self._come = -1
+        self._copied = -1
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path.unlink(missing_ok=True)
+        self._listening.bind(str(path))
+        self._listening.listen(16)
+        rules = {"socket": str(path), "who": "trainer", "rules": [["copy.before", None], ["copy.done", None]]}
+        os.environ[points.ENV] = json.dumps(rules)
+        points.arm()
+        threading.Thread(target=self._serve, name="loops-gate", daemon=True).start()
+
+    def open(self, step: int) -> None:
+        """Have copies up to that of `step` made. Blocks until it is, if it has begun, or begins within `HELD_S`."""
+        with self._changed:
+            self._allowed = max(self._allowed, step)
+            self._changed.notify_all()
+            if self._changed.wait_for(lambda: self._come >= step, HELD_S):
+                self._changed.wait_for(lambda: self._copied >= step, COPY_S)
+
+    def _serve(self) -> None:
+        while True:
+            sock, _ = self._listening.accept()
+            with sock:
+                said = json.loads(_line(sock))
+                with self._changed:
+                    if said["point"] == "copy.before":
+                        self._come = max(self._come, said["step"])
+                        self._changed.notify_all()
+                        self._changed.wait_for(lambda: self._allowed >= said["step"], WAIT_S)  # noqa: B023  # called here
+                    else:
+                        self._copied = max(self._copied, said["step"])
+                        self._changed.notify_all()
+                sock.sendall(b"g")
+
+
+def _line(sock: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        select.select([sock], [], [], WAIT_S)
+        more = sock.recv(1 << 12)
+        if not more:
+            raise ConnectionError("a process at a named point ended")
+        line += more
+    return line
+
+
+class _Warnings(logging.Handler):
+    def __init__(self, say: Callable[..., None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell(kind="warning", text=record.getMessage(), at=record.name)
+
+
+# ---------------------------------------------------------------------- digests
+
+
+def digests(kept: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """A digest of everything that the objects keep, by name; and of the generators of this process."""
+    modules = [(name, value) for name, value in kept.items() if isinstance(value, nn.Module)]
+    names = {id(p): f"{name}.{key}" for name, module in modules for key, p in module.named_parameters()}
+    for name, value in kept.items():
+        yield from _of(name, value, names)
+    yield "generator of torch", _bytes(torch.get_rng_state())
+    yield "generator of numpy", _plain(numpy.random.get_state(legacy=False))
+    yield "generator of Python", _plain(random.getstate())
+
+
+def _of(name: str, value: Any, names: dict[int, str]) -> Iterator[tuple[str, str]]:
+    if isinstance(value, nn.Module):
+        for key, tensor in [*value.named_parameters(), *value.named_buffers()]:
+            yield f"{name}.{key}", _bytes(tensor)
+        for key, part in value.state_dict().items():
+            if not isinstance(part, torch.Tensor):
+                yield f"{name}.{key}", _plain(part)
+    elif isinstance(value, torch.optim.Optimizer):
+        yield f"{name}'s options", _plain([{k: v for k, v in g.items() if k != "params"} for g in value.param_groups])
+        for p, state in value.state.items():
+            for key, part in state.items():
+                yield f"{name}'s {key} of {names.get(id(p), '?')}", _plain(part)
+    elif isinstance(value, list) and any(isinstance(part, torch.optim.Optimizer) for part in value):
+        for i, part in enumerate(value):
+            yield from _of(f"{name}[{i}]", part, names)
+    elif isinstance(value, torch.Generator):
+        yield name, _bytes(value.get_state())
+    elif hasattr(value, "state_dict"):
+        yield name, _plain(value.state_dict())
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield f"{name}[{key!r}]", _plain(part)
+    else:
+        yield name, _plain(value)
+
+
+def _plain(value: Any) -> str:
+    return hashlib.sha256(_written(value).encode()).hexdigest()[:16]
+
+
+def _written(value: Any) -> str:
+    """A text that tells values apart to the last bit."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}{_bytes(value)}"
+    if isinstance(value, numpy.ndarray):
+        return f"{value.dtype}{value.shape}{value.tobytes().hex()}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key!r}:{_written(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_written, value)) + "]"
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, bool | int | str | bytes | None):
+        return repr(value)
+    if hasattr(value, "state_dict"):
+        return _written(value.state_dict())
+    return type(value).__qualname__
+
+
+def _bytes(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,203 @@
+"""Runs one drawn loop after another: forks each life from this process, which has imported all, and starts the SMPs.
+
+This process runs no operation of torch itself, so that what it forks may run any.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from select import select
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch._dynamo  # a compiled step would import it, which takes a second
+
+import holdfast.hook  # noqa: F401  # what a life imports
+from chaos.loops.campaign import Result
+from chaos.loops.draw import draw
+from chaos.loops.judge import Event, Outcome, Verdict, judge
+from chaos.loops.life import Life, Order
+from chaos.loops.script import End, Loop
+from chaos.smp_zygote import Forked, Zygote
+from smp_daemon import points
+from smp_daemon.errors import DeadlineExceeded, HoldfastError
+from smp_daemon.paths import ARENA_ENV
+from smp_daemon.spawn import parse_report, smp_command
+
+PR_SET_PDEATHSIG = 1
+JOB = "loop"
+NODE = "node0"
+LIFE_DEADLINE_S = 60.0
+LOG_CHARACTERS = 4000
+QUIET = {
+    "HOLDFAST_HTTP": "off",
+    "HOLDFAST_SCRUB": "0",
+    "HOLDFAST_REFORM_AFTER": "0",
+    "HOLDFAST_OVERHEAD_BUDGET": "0",
+    "HOLDFAST_MAX_REPEATS": "0",
+    "HOLDFAST_JOB": JOB,
+    "HOLDFAST_NODE": NODE,
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class Trials:
+    """Not thread-safe. `close` ends what it has started."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._zygote = Zygote()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process that forks SMPs."""
+        self._zygote.close()
+
+    def result(self, seed: int) -> Result:
+        """Draw a seed's loop, and `run` it; what goes wrong is its result, too."""
+        loop = draw(seed)
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as directory:
+            log = Path(directory) / "log"
+            try:
+                verdict = self.run(loop, log)
+            except HoldfastError as error:
+                verdict = Verdict(Outcome.ERROR, f"{type(error).__name__}: {error}")
+            text = log.read_text(errors="replace")[-LOG_CHARACTERS:] if log.exists() else ""
+        return Result(
+            seed,
+            verdict.outcome,
+            verdict.why,
+            loop.history(),
+            tuple(loop.features()),
+            verdict.said,
+            verdict.restored,
+            time.monotonic() - began,
+            text,
+        )
+
+    def run(self, loop: Loop, log: Path | None = None) -> Verdict:
+        """Undisturbed, then killed and restarted until it ends. Blocks; nothing is left behind.
+
+        Args:
+            log: gets what the lives printed.
+
+        Raises:
+            DeadlineExceeded: a life hangs; it was killed.
+        """
+        with self._ground(log) as ground:
+            began = time.monotonic()
+            undisturbed = self._live(loop, Order(True, None, ground / "undisturbed", ground / "gate"), ground)
+            lives: list[list[Event]] = []
+            at_first = time.monotonic()
+            with self._smp(ground):
+                ready = time.monotonic()
+                ends: list[End | None] = [*loop.ends, None]
+                for number, end in enumerate(ends):
+                    order = Order(False, end, ground / f"life{number}", ground / "gate")
+                    lives.append(self._live(loop, order, ground))
+                    if not any(event["kind"] == "ends" for event in lives[-1]):
+                        break
+            over = time.monotonic()
+        took = {"undisturbed": at_first - began, "smp": ready - at_first, "lives": over - ready}
+        return replace(judge(undisturbed, lives, loop.script.words), took_s={k: round(v, 3) for k, v in took.items()})
+
+    @contextmanager
+    def _ground(self, log: Path | None) -> Iterator[Path]:
+        ground = Path(tempfile.mkdtemp(prefix="holdfast-loops-", dir="/dev/shm"))
+        try:
+            (ground / "log").touch()
+            yield ground
+        finally:
+            if log is not None:
+                log.write_text((ground / "log").read_text(errors="replace"))
+            shutil.rmtree(ground)
+
+    @contextmanager
+    def _smp(self, ground: Path) -> Iterator[Forked]:
+        environment = _environment(ground)
+        command = [*smp_command(JOB, NODE, ground / "arenas" / JOB, "127.0.0.1")[3:], "--owner-pid", str(os.getpid())]
+        (ground / "arenas").mkdir(mode=0o700)
+        smp = self._zygote.start(command, environment, ground / "log")
+        try:
+            if not select([smp.stdout], [], [], LIFE_DEADLINE_S)[0]:
+                raise DeadlineExceeded(f"the SMP did not start within {LIFE_DEADLINE_S:.0f} s")
+            parse_report(smp.stdout.readline())
+            yield smp
+        finally:
+            smp.stdout.close()
+            if smp.poll() is None:
+                smp.kill()
+                smp.wait(LIFE_DEADLINE_S)
+
+    def _live(self, loop: Loop, order: Order, ground: Path) -> list[Event]:
+        """Fork one life and wait for its end; what it said."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            _become(loop, order, ground)
+        ended = os.pidfd_open(pid)
+        try:
+            if not select([ended], [], [], LIFE_DEADLINE_S)[0]:
+                os.kill(pid, signal.SIGABRT)
+                raise DeadlineExceeded(f"seed {loop.seed}: a life took over {LIFE_DEADLINE_S:.0f} s")
+        finally:
+            os.close(ended)
+            os.waitpid(pid, 0)
+            _end_group(pid)
+        return [json.loads(line) for line in order.events.read_text().splitlines()] if order.events.exists() else []
+
+
+def _become(loop: Loop, order: Order, ground: Path) -> None:
+    """A life; never returns."""
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setpgid(0, 0)
+        log = os.open(ground / "log", os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(_environment(ground))
+        os.environ.pop(points.ENV, None)
+        points.arm()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        Life(loop, order).run()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _end_group(group: int) -> None:
+    """A life that was killed may leave workers of a loader; they are in its process group, which no other joins."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # there are none
+
+
+def _environment(ground: Path) -> Mapping[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
+    return {**kept, **QUIET, ARENA_ENV: str(ground / "arenas")}
