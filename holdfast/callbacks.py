@@ -24,16 +24,26 @@ SAMPLE = 256
 
 SHOWN = 4
 
+StateOf = Callable[[Any], Any]
+
 log = get_log(__name__)
 
 
-def keep_modules(snap: InMemorySnapshot, callbacks: Iterable[Any]) -> None:
-    """Track the modules that lie in attributes of callbacks, unless they are captured anyway. Before entering."""
+def keep_averages(snap: InMemorySnapshot, callbacks: Iterable[Any], state_of: StateOf = lambda callback: None) -> None:
+    """Track modules and dicts of tensors in attributes of callbacks, unless they are captured anyway. Before entering.
+
+    Args:
+        state_of: gives what is captured of a callback by asking it.
+    """
     held = _memory_of(snap)
-    for name, module in _modules(_named(callbacks)):
-        tensors = list(_tensors_of(module))
-        if tensors and not any(_memory(tensor) in held for _, tensor in tensors):
-            snap.track(name, tensors=module, changes="after step")
+    for name, callback in _named(callbacks).items():
+        asked = held | {_memory(tensor) for _, tensor in _inside("", state_of(callback))}
+        for place, kept in _kept(callback):
+            tensors = kept.values() if isinstance(kept, dict) else (tensor for _, tensor in _tensors_of(kept))
+            memory = {_memory(tensor) for tensor in tensors}
+            if memory and not memory & asked:
+                held |= memory
+                snap.track(f"{name}{place}", tensors=kept, changes="after step")
 
 
 class Overlooked:
@@ -44,7 +54,7 @@ class Overlooked:
     """
 
     def __init__(
-        self, snap: InMemorySnapshot, callbacks: Iterable[Any], state_of: Callable[[Any], Any] = lambda callback: None
+        self, snap: InMemorySnapshot, callbacks: Iterable[Any], state_of: StateOf = lambda callback: None
     ) -> None:
         self._snap = weakref.ref(snap)
         self._named = _named(callbacks)
@@ -64,8 +74,8 @@ class Overlooked:
             more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
             log.warning(
                 "%s%s: changed by callbacks while they train, and held by no snapshot: a restart begins with what the "
-                "callbacks make anew. If it matters, give it to `track`, or let the callback make it in setup() or "
-                "__init__() as a module",
+                "callbacks make anew. If it matters, give it to `track`, or let the callback have it before training "
+                "begins, as a module or a dict of tensors",
                 ", ".join(changed[:SHOWN]),
                 more,
             )
@@ -97,17 +107,17 @@ def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
     return named
 
 
-def _modules(named: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, callback in named.items():
-        if isinstance(callback, torch.nn.Module):
-            yield name, callback
-        for attribute, value in vars(callback).items():
-            if isinstance(value, torch.nn.Module):
-                yield f"{name}/{attribute}", value
-            elif isinstance(value, list | tuple):
-                for i, part in enumerate(value):
-                    if isinstance(part, torch.nn.Module):
-                        yield f"{name}/{attribute}/{i}", part
+def _kept(callback: Any) -> Iterator[tuple[str, torch.nn.Module | dict[str, torch.Tensor]]]:
+    """What can be tracked as a whole."""
+    if isinstance(callback, torch.nn.Module):
+        yield "", callback
+    for attribute, value in vars(callback).items():
+        for place, part in enumerate(value) if isinstance(value, list | tuple) else [("", value)]:
+            if isinstance(part, torch.nn.Module) or (
+                isinstance(part, dict)
+                and all(isinstance(key, str) and isinstance(tensor, torch.Tensor) for key, tensor in part.items())
+            ):
+                yield f"/{attribute}/{place}".removesuffix("/"), part
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

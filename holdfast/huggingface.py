@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from holdfast.callbacks import Overlooked, keep_modules
+from holdfast.callbacks import Overlooked, keep_averages
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
 from smp_daemon.errors import ConfigError
 from snapshot import rng
@@ -47,8 +47,8 @@ def protect(
 
     Carried, so that a run that was killed and started again ends as if nothing had happened: parameters, buffers,
     optimizer, schedule and gradient scaler; the random generators; `TrainerState` with its ``log_history``; the losses
-    and operations that were added up since the last log; the attributes that stateful callbacks export; modules in
-    attributes of callbacks, such as averages; the epoch, and how many steps of it are done.
+    and operations that were added up since the last log; the attributes that stateful callbacks export; modules and
+    dicts of tensors in attributes of callbacks, such as averages; the epoch, and how many steps of it are done.
 
     Not carried: memory and speed metrics, which count from the last start, as with Trainer's own resuming; what is
     not exported by other callbacks: tensors that they change are named in a warning, once. The epoch's data loader is
@@ -117,7 +117,7 @@ class InMemoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._track is not None:
             self._track(self._snap, trainer)
         others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
-        keep_modules(self._snap, others)
+        keep_averages(self._snap, others)
         self._overlooked = Overlooked(self._snap, others)
         self._snap.__enter__()
         if self._held is not None:

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
-from holdfast.callbacks import Overlooked, keep_modules
+from holdfast.callbacks import Overlooked, keep_averages
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
 from smp_daemon.errors import ConfigError
 from snapshot import rng
@@ -35,8 +35,8 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
     Carried, so that a fit that was killed and started again ends as if nothing had happened: parameters, buffers,
     optimizers, schedules and the gradient scaler; the random generators; all counters of the fit loop (epoch, batch,
     global step, those of validation); ``callback_metrics``, ``should_stop`` and the states of the other callbacks and
-    of the datamodule; modules that lie in attributes of callbacks before ``on_fit_start``, as with `WeightAveraging`;
-    the place in the training data. A data loader with ``state_dict`` is asked for its place. Of any
+    of the datamodule; modules and dicts of tensors that callbacks have before ``on_fit_start``, as `WeightAveraging`
+    has; the place in the training data. A data loader with ``state_dict`` is asked for its place. Of any
     other the epoch's iterator is made again with the random numbers that it was made with, and the batches that were
     seen are read again and dropped; so their content may depend on the sampler, but a data set that keeps state of its
     own must be tracked.
@@ -81,12 +81,12 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
         if self._track is not None:
             self._track(snap, pl_module)
         others = [callback for callback in trainer.callbacks if callback is not self]
-        keep_modules(snap, others)
+        keep_averages(snap, others, _state_of)
         own = rng.capture()
         snap.__enter__()
         rng.restore(own)  # a train_dataloader() that splits data at random does so as when the job began
         self._snap, self._fit = snap, fit
-        fit.begin(Overlooked(snap, others, lambda callback: callback.state_dict()))
+        fit.begin(Overlooked(snap, others, _state_of))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._snap is not None:
@@ -239,6 +239,10 @@ class _Fit:
         earlier = vars(owner).get(name)
         setattr(owner, name, make(getattr(owner, name)))
         self._undo.append(lambda: delattr(owner, name) if earlier is None else setattr(owner, name, earlier))
+
+
+def _state_of(callback: Any) -> Any:
+    return callback.state_dict()
 
 
 def _closure_first(step: Callable[..., Any]) -> Callable[..., Any]:
