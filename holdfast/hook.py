@@ -107,13 +107,8 @@ class InMemorySnapshot(SnapshotHook):
 
 
 class SettledSnapshot(InMemorySnapshot):
-    """For trainers that say when a step begins: `settle`.
+    """For trainers that say when a step begins: `settle`."""
 
-    Attributes:
-        torn: the trainer is in the middle of something; what it says of itself is of no use to a snapshot.
-    """
-
-    torn = False
     checks_resumption = False  # trainers restore what is theirs after entering
 
     def settle(self) -> None:
