@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import psutil
 
+from chaos.smp_zygote import Forked, Zygote
 from smp_daemon import points
 from smp_daemon.board import Outcome
 from smp_daemon.client import RecoveredShard, SmpClient
@@ -35,7 +36,6 @@ from smp_daemon.plan import RestorePlan, plan_restore
 from smp_daemon.slotfile import Leaf, plan_slot, write_stamp
 from smp_daemon.spawn import parse_report, smp_command
 from snapshot.arrange import RankInfo, arrange, parse_protect
-from chaos.smp_zygote import Forked, Zygote
 
 JOB = "testrun"
 DEADLINE_S = 60.0

@@ -14,6 +14,7 @@ import pytest
 
 from chaos.launcher import Launcher
 from chaos.scenario import built_in
+from chaos.smp_zygote import Zygote
 from smp_daemon.client import SmpClient
 from smp_daemon.errors import SmpUnavailable
 from smp_daemon.layout import SnapshotId
@@ -31,7 +32,6 @@ from tests.smp_kit import (
     run_on,
     shard_file,
 )
-from chaos.smp_zygote import Zygote
 from tests.test_reform import come_back, leave
 
 pytestmark = pytest.mark.cluster

@@ -83,10 +83,12 @@ def markdown(total: Total, summary: dict[str, Any]) -> Iterable[str]:
     yield ""
     yield f"{line(summary)}."
     yield ""
-    yield "`make loops` runs it. A loop is *identical* if every loss and all state at its end are, to the last bit, those"
-    yield "of the same loop without holdfast; *refused* if holdfast refused or warned, naming what is to blame; anything"
-    yield "else is *silent*. *unprotected*: it never went back to a snapshot. Each seed draws a model, an optimizer, data,"
-    yield "and at most three things besides; a loop is counted with each of its features."
+    yield (
+        "`make loops` runs it. A loop is *identical* if every loss, and all state at its end, is to the last bit that "
+        "of the same loop without holdfast; *refused* if holdfast refused or warned, naming what is to blame; all else "
+        "is *silent*. *unprotected*: it never went back to a snapshot. Each seed draws a model, an optimizer, data, "
+        "and at most three things besides; a loop is counted with each of its features."
+    )
     yield ""
     yield f"| feature | {' | '.join(outcome.value for outcome in Outcome)} |"
     yield f"|---|{'---:|' * len(Outcome)}"
@@ -107,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=200, help="how many (default 200)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="in so many processes at the same time (default 1)")
-    parser.add_argument("--show", action="store_true", help="print each loop, what holdfast said of it and what came of it")
+    parser.add_argument(
+        "--show", action="store_true", help="print each loop, what holdfast said of it and what came of it"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a report there")
     return parser
