@@ -117,5 +117,6 @@ class SettledSnapshot(InMemorySnapshot):
     checks_resumption = False  # trainers restore what is theirs after entering
 
     def settle(self) -> None:
-        """The next step begins; all of the last one is done."""
-        self.begin()
+        """The next step begins; all of the last one is done. It may be called more often than steps are taken."""
+        self._mark()
+        self._begin()

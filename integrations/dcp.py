@@ -41,11 +41,17 @@ from smp_daemon.client import RecoveredShard
 from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
 from smp_daemon.plan import RestorePlan, plan_restore
 from smp_daemon.slotfile import SlotFormat, read_format, read_record
+from snapshot.agreement import AgreementLost
 from snapshot.arrange import coordinate_key, parse_protect
 from snapshot.restore import exchange
 from snapshot.tensors import leaf_tensor, local
 from snapshot.values import decode, encode
 from snapshot.writer import SlotWriter
+
+ALL_RANKS = (
+    "a checkpoint in memory is saved and loaded by all ranks together: call dcp.save, dcp.async_save or dcp.load on "
+    "all of them, without no_dist=True and without the process_group of a part"
+)
 
 CheckpointId = str | os.PathLike[str] | None
 
@@ -54,7 +60,8 @@ class MemoryWriter(StorageWriter):
     """A `StorageWriter` whose storage is the memory of the nodes. The newest checkpoint replaces the one before.
 
     Make it once, on all ranks, after the process group; `dcp.save` and `dcp.async_save` (with a thread, not with a
-    process) then use it as often as they like, one save at a time.
+    process) then use it as often as they like, one save at a time. Each is a call of all ranks: with ``no_dist=True``,
+    or a `process_group` of some of them, it is refused with `ConfigError`.
 
     Args:
         job: whose memory it is; default that of the training run with ``.dcp`` added, so that an `InMemorySnapshot`
@@ -81,17 +88,25 @@ class MemoryWriter(StorageWriter):
         memory = self._memory
         self._writer = SlotWriter(memory.client, memory.agreement, memory.job, memory.coord, protection, deadline_s)
         self._name = ""
+        self._by_all = True
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         self._name = str(checkpoint_id or "")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: every rank does the same."""
+        """Every rank does the same. Raises `ConfigError` if DCP takes this for another rank than it is."""
+        self._by_all = bool(kwargs.get("use_collectives", True))
+        rank = kwargs.get("rank", self._memory.agreement.rank)
+        if rank != self._memory.agreement.rank:
+            raise ConfigError(f"DCP calls rank {self._memory.agreement.rank} of the job rank {rank}: {ALL_RANKS}")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Raises `ConfigError` if it is not a plan of each rank: the others would be waited for in vain."""
+        if self._by_all and len(plans) != self._memory.ranks:
+            raise ConfigError(f"DCP has the plans of {len(plans)} of {self._memory.ranks} ranks: {ALL_RANKS}")
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -165,9 +180,13 @@ class MemoryReader(StorageReader):
 
         Raises:
             ConfigError: there is none, or it has another id than was asked for.
+            AgreementLost: not every rank came.
             Unrecoverable: too much of it is lost.
         """
-        inventories, coords = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
+        try:
+            inventories, coords = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
+        except AgreementLost as error:
+            raise AgreementLost(f"not every rank came to load: {ALL_RANKS} ({error})") from error
         plan = plan_restore(inventories, None)
         if plan is None:
             raise ConfigError(f"job {self._memory.job!r} has no checkpoint in memory")

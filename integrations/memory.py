@@ -14,6 +14,7 @@ class Memory:
 
     Attributes:
         coord: this rank's coordinate.
+        ranks: how many there are.
     """
 
     def __init__(self, job: str | None, suffix: str, arena: Path | None, *, start: bool) -> None:
@@ -26,6 +27,7 @@ class Memory:
         self.job = job or f"{job_from_environment()}{suffix}"
         self.agreement = default_agreement()
         self.coord = f"rank{self.agreement.rank}"
+        self.ranks = len(self.agreement.gather(self.coord.encode()))
         self.client = connect(arena_path(self.job, arena), self.job, start=start)
 
     @property

@@ -161,6 +161,8 @@ class Boundary:
         step = scaler.step
 
         def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if optimizer is self._last or any(optimizer is other for other in self._others):
+                self._check_order(optimizer)  # of this step, whether it is skipped or not
             self._ended = False
             result = step(optimizer, *args, **kwargs)
             if optimizer is self._last and not self._ended:

@@ -6,6 +6,7 @@ With a number of steps the `Governor` decides, with ``"auto"`` `Online` does, an
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -50,6 +51,10 @@ class Cadence:
         if every != "auto" and (not isinstance(every, int) or every < 1):
             raise ConfigError(f"every={every!r}: a snapshot is taken every 1 or more steps, or 'auto'")
         self._recording = recording
+        self._budget = budget
+        self._told = every if isinstance(every, int) else 1
+        self._leads = False
+        self._said = ""
         self._online: Online | None = None
         self.rhythm: Rhythm
         if recording is not None:
@@ -79,7 +84,7 @@ class Cadence:
             if notes:
                 self._online.resume(notes)
             self._online.agree(-agreement.minimum([-self._online.interval])()[0])
-            self._leads = agreement.rank == 0
+        self._leads = agreement.rank == 0
         if self._online is not None or self._recording is not None:
             self._watch = Watch(connect)
         self._say()
@@ -107,13 +112,44 @@ class Cadence:
         self._boundary_s = now_s
         self._stalled_s = stalled_s
 
-    def agree(self, interval: int) -> None:
-        """All ranks use `interval` from now on. What changes with ``"auto"`` is logged, once for the job."""
+    def agree(self, interval: int) -> str | None:
+        """All ranks use `interval` from now on. If that is another one, what to tell operators, once for the job."""
         before = self.rhythm.interval
         self.rhythm.agree(interval)
-        if self._online is not None and interval != before and self._leads:
-            log.info("snapshots every %d steps, not %d: %s", interval, before, self._online.why)
+        if interval == before or not self._leads:
+            return None
+        if self._online is not None:
             self._say()
+        # A probe doubles the interval for a moment: only what lasts, or is new, is worth a warning.
+        level = logging.WARNING if not 1 / 2 < interval / self._told < 2 else logging.INFO
+        if level == logging.WARNING:
+            self._told = interval
+        log.log(level, "a snapshot every %d steps from now on, not %d: %s", interval, before, self.reason)
+        return f"a snapshot every {interval} steps: {self.reason}"
+
+    def plan_in_words(self) -> str:
+        """How often snapshots are taken, as is said, and logged, when a job begins."""
+        every = "every step" if self.rhythm.interval == 1 else f"every {self.rhythm.interval} steps"
+        limit = f"; less often where they take more than {self._budget:.1%} of the time" if self._budget else ""
+        text = f"a snapshot {every}{limit}"
+        if text != self._said:
+            log.warning("%s", text)
+            self._said = text
+        return text
+
+    @property
+    def reason(self) -> str:
+        """What the interval follows from, in words."""
+        if self._online is not None:
+            return self._online.why
+        if self._budget is None:
+            return "as asked for"
+        if self.rhythm.overhead is None:
+            return "to see what steps take without one"
+        return (
+            f"that takes {self.rhythm.overhead:.1%} of the training time, of which overhead_budget allows "
+            f"{self._budget:.1%}"
+        )
 
     def sealed(self, job: CopyJob) -> None:
         """A snapshot is sealed, or was given up. May be called from any thread; returns at once."""

@@ -25,10 +25,12 @@ from snapshot.manifest import Manifest
 from snapshot.movers import Mover, Piece
 from snapshot.replicas import ALONE, agree_on_shares
 from snapshot.state import (
+    EARLY,
     Placed,
     Values,
     capture_early,
     capture_late,
+    capture_tree,
     encode_record,
     place,
     place_tensors,
@@ -36,6 +38,9 @@ from snapshot.state import (
     with_loop,
 )
 from snapshot.witness import Subjects, Witness
+
+READ = ("rng", "tracker", "extra", "tracked")
+"""The parts of `Adapter.early` whose digests a record holds, if the loop does not say where its steps begin."""
 
 
 class Capture:
@@ -63,6 +68,7 @@ class Capture:
         self._roams = False
         self._staging = Staging()
         self._taken: _Taken | None = None
+        self._quiet: dict[str, str] = {}
         self.loop: Callable[[], Tree] = dict
         self.notes: Callable[[], dict[str, Any] | None] = lambda: None
 
@@ -116,7 +122,7 @@ class Capture:
         """The state as it is now, to be copied from now on.
 
         Args:
-            declared: the loop has said that the step begins. Else the record says how the generators are, too.
+            declared: the loop has said that the step begins. Else the record says what reading data led to, too.
             marked: forward has changed buffers by now; take those that `mark` noted.
 
         Raises:
@@ -125,9 +131,10 @@ class Capture:
         """
         if isinstance(self._early, HoldfastError):
             raise self._early
-        began = None if declared else generators()
+        began = None if declared else read_state(self._adapter)
         # A batch was read since `mark`, and is described there.
-        early, late = with_loop(self._early, self.loop()), capture_late(self._adapter, began)
+        early = with_loop(self._early if declared else self._with_generators_now(self._early), self.loop())
+        late = capture_late(self._adapter, began)
         placed = self._current()
         self._check_leaves(early)
         self._check_leaves(late)
@@ -156,6 +163,17 @@ class Capture:
             release=[partial(self._staging.give_back, staged)],
         )
 
+    def entered(self) -> None:
+        """Note the random generators as the loop is entered, for `first_began`."""
+        self._quiet = {name: streams.digest(state) for name, state in rng.capture().items()}
+
+    def first_began(self) -> None:
+        """The first step begins, and the loop has not said so. Only what comes before a step in a turn of the loop has
+        run: generators that it has drawn nothing from will be drawn from by code after ``optim.step()`` alone, so they
+        are captured as the next step begins, and not with the others."""
+        now = rng.capture()
+        self._quiet = {name: was for name, was in self._quiet.items() if streams.digest(now.get(name)) == was}
+
     def changed(self, copy: CopyJob) -> tuple[bool, bool]:
         """Whether, since `begin` gave `copy`, what forward leaves alone has changed; and whether buffers or generators
         have."""
@@ -169,7 +187,7 @@ class Capture:
         if state or copy.witness.changed():
             return True, True
         versions = Subjects(self._placed.at_once).versions()
-        return False, versions != taken.versions or generators() != taken.began
+        return False, versions != taken.versions or read_state(self._adapter) != taken.began
 
     def compare_replicas(self, snapshot: SnapshotId) -> Callable[[], None]:
         """Begin to compare a sample of what replicas share, as it is now. A collective call, that returns at once.
@@ -225,14 +243,23 @@ class Capture:
         self._buffers = ()
         return self._placed
 
+    def _with_generators_now(self, early: Values) -> Values:
+        if not self._quiet:
+            return early
+        now = {name: state for name, state in rng.capture().items() if name in self._quiet}
+        fresh = capture_tree(now, f"{EARLY}.rng")
+        encoded = early.encoded | {"rng": early.encoded["rng"] | fresh.encoded}
+        return Values(encoded, early.tensors | fresh.tensors)
+
     def _check_leaves(self, values: Values) -> None:
         if new := [leaf.name for leaf in values.leaves if leaf not in self._leaves]:
             raise Misfit(f"there is no room for {', '.join(new)}")
 
 
-def generators() -> Tree:
-    """The random generators as they are now, as digests."""
-    return streams.digests(rng.capture())
+def read_state(adapter: Adapter) -> Tree:
+    """Digests of what reading data changes, as it is now: the random generators, data iterators and the like."""
+    early = adapter.early()
+    return {f"{kind} {name}": streams.digest(value) for kind in READ for name, value in early.get(kind, {}).items()}
 
 
 @dataclass(frozen=True, slots=True)

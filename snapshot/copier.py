@@ -148,6 +148,7 @@ class Copier:
         self._ahead: tuple[SnapshotId, memoryview] | None = None
         self._newest: SnapshotId | None = None
         self._coord = ""
+        self._saying: str | None = None
         self._stride = 0
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._copies: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
@@ -161,6 +162,10 @@ class Copier:
     def let_go(self) -> None:
         """Forget every slot. After `close`."""
         self._ahead = None
+
+    def say(self, text: str) -> None:
+        """Have the SMP tell operators, with the next snapshot. Returns at once; any thread's."""
+        self._saying = text
 
     def submit(self, job: CopyJob) -> None:
         """Begin `job` as soon as the copy before it is done. Returns at once."""
@@ -231,6 +236,9 @@ class Copier:
         if job.persist is not None:
             self._client.persist(job.persist)  # before any slot is asked for that may take its
         slot = self._take_slot(job)
+        saying, self._saying = self._saying, None
+        if saying is not None:
+            self._client.say(saying)
         try:
             self._fill(job, slot)
         except Exception as error:

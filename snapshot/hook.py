@@ -50,6 +50,7 @@ from snapshot.copier import Copier, CopyJob, Retaken
 from snapshot.data import Data
 from snapshot.elastic import ELSEWHERE, elastic_from_environment
 from snapshot.errors import Misfit
+from snapshot.gradients import Gradients
 from snapshot.hidden import registered, untracked
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
@@ -67,6 +68,9 @@ from snapshot.witness import StateChanged
 PATIENCE_S = 0.5
 """How long ``optim.step()`` may wait for a copy to begin. If the SMP gives no slot by then, it does not wait at all
 until one begins by itself again."""
+
+STARVED_S = 30.0
+"""If a snapshot is not protected for so long, and there is no slot for another, that is worth a warning."""
 
 DATA = "data"
 """How a source of batches is called if nobody says."""
@@ -179,7 +183,8 @@ class SnapshotHook:
         self._stepped = False
         self._rewind: Callable[[], None] | None = None
         self._resumed: Resumed | None = None
-        self._iteration: int | None = None
+        self._turn: int | None = None
+        self._next_turn = 0
         self._data: dict[str, Data] = {}
         self._held_data: dict[str, Any] = {}
         self._smp_is_slow = False
@@ -190,8 +195,9 @@ class SnapshotHook:
 
     @property
     def step(self) -> int:
-        """How many steps the state has behind it: where the loop goes on; 0 on a cold start."""
-        return self._step
+        """Where the loop goes on: how many steps, or turns of a loop with `begin` or `steps`, the state has behind it; 0
+        on a cold start."""
+        return self._step if self._turn is None else self._turn
 
     @property
     def epoch(self) -> int:
@@ -204,11 +210,14 @@ class SnapshotHook:
         """The next step begins: call it at the top of the loop. Returns at once.
 
         From the first call on, a step is all from one call to the next between which an optimizer stepped, whatever
-        the number and order of optimizers. The first call after a restore puts the random generators back.
+        the number and order of optimizers, and `step` counts the calls. The first call after a restore puts the random
+        generators back.
 
         Raises:
             StateMismatch: the first step does not begin with what was restored.
         """
+        self._turn = self._next_turn
+        self._next_turn += 1
         self._mark()
         self._begin()
 
@@ -220,12 +229,9 @@ class SnapshotHook:
             for step in snap.steps(1000):
                 loss = train_step(...)
         """
-        first = self._step if self._iteration is None else self._iteration
-        for number in range(first, count):
-            self._iteration = number
+        while self._next_turn < count:
             self.begin()
-            yield number
-            self._iteration = number + 1
+            yield self._next_turn - 1
 
     def data(self, source: Any, *, name: str = DATA, ahead: int | None = None, exact: bool = True) -> Data:
         """A `DataLoader`, or another source of batches, that goes on where it was; each batch begins a step, as `begin`
@@ -407,9 +413,12 @@ class SnapshotHook:
                 lambda: self.protected_step,
             )
         self._boundary = Boundary(self._adapter.optimizers(), self._adapter.modules(), self, self._adapter.scalers())
+        self._gradients = Gradients(self._adapter.modules(), log.warning)
+        self._capture.entered()
         if self._restored.snapshot is not None:
             self._rewind = self._restored.rewind
-            self._iteration = self._restored.loop.get("iteration")
+            self._turn = self._restored.loop.get("turn")
+            self._next_turn = self.step
             self._held_data = dict(self._restored.loop.get("data", {}))
             if self.checks_resumption:
                 self._resumed = Resumed(self._adapter, self._mover, self._restored.began, self._step)
@@ -439,6 +448,7 @@ class SnapshotHook:
         After an exception everything stays, for the restart.
         """
         self._boundary.remove()
+        self._gradients.remove()
         self._smp.say_end(self._step, error)
         self._pace.fence()
         if kind is None and self._keep:
@@ -486,6 +496,8 @@ class SnapshotHook:
     def on_forward(self, number: int) -> None:
         """A module runs forward, in training mode and with gradients: the step begins, if the loop does not say so."""
         if not self._declared:
+            if not self._forward:
+                self._capture.first_began()
             self._forward = number
             self._begin()
 
@@ -517,6 +529,7 @@ class SnapshotHook:
         self._stepped = False
         self._open = None
         self._beginning.over()
+        self._gradients.stepped()
         self._step += 1
         self._phase = Phase.STEP
         self._client.beat(self._phase, self._step)
@@ -618,11 +631,14 @@ class SnapshotHook:
             return
         *outcomes, fits_everywhere, interval, self._persist_due = self._outcomes()
         self._outcomes = None
-        self._cadence.agree(-interval)
+        if saying := self._cadence.agree(-interval):
+            self._copier.say(saying)
         rhythm, self.statistics.why = self._cadence.rhythm, self._cadence.why
         self.statistics.interval, self.statistics.overhead = rhythm.interval, rhythm.overhead
         results = [Outcome(value) for value in outcomes]
         self.statistics.protected += results.count(Outcome.PROTECTED)
+        if Outcome.PROTECTED in results:
+            self._episodes.end("starved", "snapshots are protected again: step %d", self._step)
         self.statistics.failed += results.count(Outcome.FAILED)
         self._ledger = self._ledger.settle(results)
         over = [copy.error for snapshot, copy in self._copies.items() if snapshot not in self._ledger.pending]
@@ -652,6 +668,8 @@ class SnapshotHook:
     def _prepare(self) -> None:
         """A snapshot is due when the next step begins, if there is a slot for it. A collective call."""
         self._open = self._copy = None  # without a copy a snapshot counts as failed: the others go on taking part
+        if not self._ledger.may_begin:
+            self._starve()
         if not self._ledger.may_begin or not (self._planned or self._configure()):
             self.statistics.skipped += 1
             return
@@ -660,6 +678,16 @@ class SnapshotHook:
         self._ledger = self._ledger.begin(snapshot)
         self.statistics.taken += 1
 
+    def _starve(self) -> None:
+        """Every slot holds a snapshot that is kept or still being protected. If that lasts, it is said."""
+        oldest = next((self._copies[each] for each in self._ledger.pending if each in self._copies), None)
+        if oldest is not None and time.monotonic() - oldest.begun_s > STARVED_S:
+            text = (
+                "no snapshot is taken: %s has been waiting for %.0f s to be sealed and protected; is the SMP of a node "
+                "slow or stopped? `holdfast status` tells"
+            )
+            self._episodes.begin("starved", text, oldest.snapshot, time.monotonic() - oldest.begun_s)
+
     def _take(self, due: _Due, *, marked: bool = False, instead: CopyJob | None = None) -> None:
         """Capture the state as it is now."""
         snapshot = due.snapshot
@@ -667,7 +695,7 @@ class SnapshotHook:
         try:
             copy = self._capture.begin(snapshot, due.keep, due.protected, declared=self._declared, marked=marked)
         except Misfit as error:
-            log.info("%s needs a new layout: %s", snapshot, error, extra=about(snapshot))
+            self._episodes.begin("layout", "no snapshot of step %d, a new layout is made: %s", self._step, error)
             self._misfit = True
         except HoldfastError as error:
             if self._strict:
@@ -696,7 +724,7 @@ class SnapshotHook:
     def _loop(self) -> dict[str, Any]:
         """Where the loop is, for `steps` and `data`."""
         held = {name: state for name, state in self._held_data.items() if name not in self._data}
-        return {"iteration": self._iteration, "data": held | {name: d.state() for name, d in self._data.items()}}
+        return {"turn": self._turn, "data": held | {name: d.state() for name, d in self._data.items()}}
 
     def _configure(self) -> bool:
         """Agree on a layout for the state as it is now, and reserve it. A collective call.
@@ -738,7 +766,9 @@ class SnapshotHook:
         )
         self._cadence.placed(self._layout)
         self._index = [shard.coord for shard in self._layout.node(self._client.node).shards].index(self._coord)
-        self._episodes.end("layout", "all SMPs are back, and memory is reserved for step %d", self._step)
+        self._episodes.end("layout", "memory is reserved anew: snapshots are taken from step %d on", self._step)
+        if self._layout.coords[0] == self._coord:
+            self._copier.say(self._cadence.plan_in_words())
 
     def _over(self, job: CopyJob) -> None:
         """A copy is sealed, or was given up. Called in one of the copy threads."""

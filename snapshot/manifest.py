@@ -79,8 +79,8 @@ class Manifest:
     def _where(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._tensors))
 
-    def _looks(self) -> tuple[list[int], list[Any]]:
-        return list(map(torch.Tensor.numel, self._tensors)), list(map(torch.Tensor.stride, self._tensors))
+    def _looks(self) -> tuple[list[Any], list[Any]]:
+        return list(map(torch.Tensor.size, self._tensors)), list(map(torch.Tensor.stride, self._tensors))
 
 
 class _Watched:

@@ -16,7 +16,7 @@ from smp_daemon.logs import get_log
 from snapshot import streams
 from snapshot.adapter import Adapter, Tree
 from snapshot.boundary import BEGIN
-from snapshot.capture import generators
+from snapshot.capture import read_state
 from snapshot.movers import Mover, Piece
 from snapshot.state import capture_late
 from snapshot.witness import Subjects, Witness
@@ -33,8 +33,8 @@ class Resumed:
     def __init__(self, adapter: Adapter, mover: Mover, began: Tree | None, step: int) -> None:
         """
         Args:
-            began: digests of the generators as that step began when the snapshot was taken; None: the loop says
-                where its steps begin, and the generators are put back there.
+            began: what `read_state` gave as that step began when the snapshot was taken; None: the loop says where
+                its steps begin, and the generators are put back there.
         """
         self._adapter = adapter
         self._began = began
@@ -53,10 +53,8 @@ class Resumed:
         changed = sorted(name for name in now.keys() | self._late.keys() if now.get(name) != self._late.get(name))
         drifted = []
         if self._began is not None and not declared:
-            found = generators()
-            drifted = [
-                f"the random generator of {name}" for name in sorted(found) if found[name] != self._began.get(name)
-            ]
+            found = read_state(self._adapter)
+            drifted = [_called(name) for name in sorted(found) if found[name] != self._began.get(name)]
         changed = drifted + self._witness.rewritten() + changed
         if not changed:
             return
@@ -76,6 +74,11 @@ def check_environment() -> None:
     """Raises `ConfigError` unless ``HOLDFAST_DRIFT`` is empty or ``accept``."""
     if os.environ.get(ENV, "") not in ("", "accept"):
         raise ConfigError(f"{ENV}={os.environ[ENV]!r}: say accept to go on with what is no longer what was restored")
+
+
+def _called(name: str) -> str:
+    kind, _, rest = name.partition(" ")
+    return f"the random generator of {rest}" if kind in ("rng", "tracker") else f"{kind} {rest!r}"
 
 
 def _flat(adapter: Adapter) -> dict[str, Any]:

@@ -43,21 +43,22 @@ class Values:
 
 def capture_early(adapter: Adapter, loop: Tree) -> Values:
     """What reading data for the next step changes, and where the `loop` is, as it is now."""
-    return _capture(adapter.early() | {LOOP: loop}, EARLY)
+    return capture_tree(adapter.early() | {LOOP: loop}, EARLY)
 
 
 def with_loop(early: Values, loop: Tree) -> Values:
     """What `capture_early` gave, with what there is to say of the `loop` by now."""
-    now = _capture({LOOP: loop}, EARLY)
+    now = capture_tree({LOOP: loop}, EARLY)
     return Values(early.encoded | now.encoded, early.tensors | now.tensors)
 
 
 def capture_late(adapter: Adapter, began: Tree | None) -> Values:
     """What code between two steps changes, as it is now; `began`: see `snapshot.resumed`."""
-    return _capture(adapter.late() | {BEGAN: began}, LATE)
+    return capture_tree(adapter.late() | {BEGAN: began}, LATE)
 
 
-def _capture(tree: Tree, path: str) -> Values:
+def capture_tree(tree: Tree, path: str) -> Values:
+    """Plain values as they are now, under a path."""
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode(tree, path, tensors)
     return Values(encoded, {name: tensor.detach().clone() for name, tensor in tensors.items()})

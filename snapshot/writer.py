@@ -11,7 +11,7 @@ from smp_daemon.client import SmpClient
 from smp_daemon.errors import HoldfastError
 from smp_daemon.inventory import Inventory
 from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.plan import newest_whole
+from smp_daemon.plan import newest_protected, newest_whole
 from smp_daemon.slotfile import SlotFormat, write_stamp
 from snapshot.agreement import Agreement
 from snapshot.arrange import Protection
@@ -21,12 +21,15 @@ from snapshot.restore import exchange
 from snapshot.state import place_tensors, plan_format
 from snapshot.tensors import leaf_of
 
-SLOTS = 2
-"""What was written last and is kept, and what is being written."""
+SLOTS = 3
+"""What was written last, what is being written, and after a restart what was written before: the last may not be
+protected, if the job died while it was written."""
 
 
 class SlotWriter:
     """One rank's way to write snapshots of named tensors, one at a time. To make one is a collective call.
+
+    What was written before is kept until the next is protected on every node.
 
     It begins an epoch: every older writer of the same job is fenced on all nodes before anyone writes.
 
@@ -52,6 +55,7 @@ class SlotWriter:
         inventories: list[Inventory] = exchange(client, agreement, coord)[0]
         self.epoch = max(inventory.epoch for inventory in inventories) + 1
         self._kept = newest_whole(inventories)
+        self._protected = newest_protected(inventories)
         self._step = self._kept.step if self._kept else 0
         client.join(self.epoch)
         agreement.minimum([1])()
@@ -77,7 +81,7 @@ class SlotWriter:
             problem = error
         if self._agreement.minimum([int(problem is None)])() != [1]:
             raise problem or HoldfastError("another rank could not write its part; see its error")
-        self._kept = snapshot
+        self._kept = self._protected = snapshot
         return snapshot
 
     def _reserve(self, form: SlotFormat) -> None:
@@ -103,8 +107,8 @@ class SlotWriter:
     def _write(
         self, snapshot: SnapshotId, form: SlotFormat, tensors: Mapping[str, torch.Tensor], record: bytes
     ) -> None:
-        keep = (self._kept,) if self._kept else ()
-        slot = self._client.begin(snapshot, self._coord, keep, self._kept)
+        keep = {each for each in (self._kept, self._protected) if each is not None}
+        slot = self._client.begin(snapshot, self._coord, keep, self._protected)
         mover = choose_mover({tensor.device for tensor in tensors.values()})
         try:
             slot[: len(form.header)] = form.header
@@ -119,7 +123,7 @@ class SlotWriter:
             raise
         finally:
             mover.close()
-        self._client.seal(snapshot, self._coord, self._kept)
+        self._client.seal(snapshot, self._coord, self._protected)
         outcome = self._client.await_outcome(snapshot, self._deadline_s)
         if outcome is not Outcome.PROTECTED:
             raise HoldfastError(f"{snapshot} is not protected: {outcome.name.lower()}")

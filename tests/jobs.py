@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -263,6 +264,17 @@ def checkpoint() -> None:
     optim = torch.optim.Adam(model.parameters(), lr=1e-2)
     arena = Path(args["arena"]) / os.environ["HOLDFAST_NODE"]
     notes: dict[str, Any] = {"step": 0, "text": "", "nested": {"numbers": [0]}}
+    if args["mode"] == "save by one":
+        writer = MemoryWriter(job="dcp", arena=arena)
+        if trainer.rank == args["rank"]:
+            try:
+                save({"weight": torch.ones(3)}, storage_writer=writer, no_dist=True)
+            except CheckpointException as refusal:
+                trainer.report("end", failures=[str(failure[0]) for failure in refusal.failures.values()])
+        dist.barrier()
+        save({"weight": torch.ones(3)}, storage_writer=writer)
+        writer.close(keep=False)
+        return
     if args["mode"] == "save":
         writer = MemoryWriter(job="dcp", arena=arena)
         for step in range(args["saves"]):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from holdfast import InMemorySnapshot
+from holdfast import ConfigError, InMemorySnapshot
 from snapshot.boundary import Boundary
 from tests.test_hook import arena as arena
 
@@ -25,6 +26,8 @@ class Recorder:
         self.events: list[str] = []
         self.sums: list[float] = []
         self.weights: list[torch.Tensor] = []
+        self.forwards: list[int] = []
+        self.backwards: list[int] = []
 
     def before_step(self) -> None:
         self._note("before")
@@ -32,8 +35,12 @@ class Recorder:
     def after_step(self) -> None:
         self._note("after")
 
-    def on_forward(self) -> None:
+    def on_forward(self, number: int) -> None:
+        self.forwards.append(number)
         self._note("forward")
+
+    def on_backward(self, number: int) -> None:
+        self.backwards.append(number)
 
     def _note(self, event: str) -> None:
         self.events.append(event)
@@ -42,6 +49,11 @@ class Recorder:
     def take(self) -> list[str]:
         """The events since it was last asked."""
         taken, self.events, self.sums = self.events, [], []
+        return taken
+
+    def graded(self) -> set[int]:
+        """Forwards of which gradients were computed since it was last asked; 0: a parameter got some."""
+        taken, self.backwards = set(self.backwards), []
         return taken
 
 
@@ -126,6 +138,137 @@ def test_a_model_that_is_part_of_another_tells_of_no_forward_of_its_own() -> Non
     assert listener.take() == ["forward"]
 
 
+# ------------------------------------------------------------------ what begins a step, and what is an evaluation
+
+
+def boundary_of(*models: torch.nn.Module) -> Recorder:
+    """Who is told of the boundaries of these models, with an optimizer of the first one's parameters."""
+    listener = Recorder()
+    Boundary([torch.optim.SGD(models[0].parameters())], models, listener)
+    return listener
+
+
+def evaluate_in_eval_mode(model: torch.nn.Module) -> None:
+    model.eval()
+    model(torch.ones(1, 3)).sum()
+    model.train()
+
+
+def evaluate_without_gradients(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+
+
+def evaluate_for_inference(model: torch.nn.Module) -> None:
+    with torch.inference_mode():
+        model(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("evaluate", [evaluate_in_eval_mode, evaluate_without_gradients, evaluate_for_inference])
+def test_a_forward_in_eval_mode_or_without_gradients_begins_no_step(
+    evaluate: Callable[[torch.nn.Module], None],
+) -> None:
+    loop = Loop()
+    evaluate(loop.models[0])
+    assert loop.take() == []
+    loop.backward()
+    assert loop.listener.forwards == [1]
+    assert loop.listener.graded() == {0, 1}
+
+
+def test_gradients_that_are_computed_in_eval_mode_are_of_a_forward_that_nobody_told_of() -> None:
+    loop = Loop()
+    loop.models[0].eval()
+    loop.backward()
+    assert loop.take() == []
+    assert loop.listener.graded() == {0}
+
+
+def test_a_forward_in_training_mode_of_which_no_gradients_are_computed_has_a_number_of_its_own() -> None:
+    loop = Loop()
+    loop.models[0](torch.ones(1, 3))
+    loop.backward()
+    assert loop.listener.forwards == [1, 2]
+    assert loop.listener.graded() == {0, 2}
+
+
+def test_one_backward_of_two_forwards_tells_of_both() -> None:
+    """As of a siamese network."""
+    loop = Loop()
+    model = loop.models[0]
+    left, right = model(torch.ones(1, 3)), model(torch.zeros(1, 3))
+    (left - right).square().sum().backward()
+    assert loop.take() == ["forward", "forward"]
+    assert loop.listener.graded() == {0, 1, 2}
+
+
+@dataclass
+class Output:
+    """As models of libraries return it."""
+
+    loss: torch.Tensor
+    cached: Any = None
+
+
+class Returning(torch.nn.Module):
+    """Returns what it computes within something else."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self._wrap = wrap
+
+    def forward(self) -> Any:
+        return self._wrap(self.weight * 2)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "loss"),
+    [
+        (lambda y: y, lambda out: out),
+        (lambda y: (None, y), lambda out: out[1]),
+        (lambda y: {"logits": [y]}, lambda out: out["logits"][0]),
+        (lambda y: Output(y), lambda out: out.loss),
+    ],
+    ids=["tensor", "tuple", "dict", "dataclass"],
+)
+def test_gradients_are_noticed_whatever_a_model_returns(wrap: Any, loss: Any) -> None:
+    model = Returning(wrap)
+    listener = boundary_of(model)
+    loss(model()).sum().backward()
+    assert listener.graded() == {0, 1}
+
+
+def test_the_parts_of_a_dict_of_modules_tell_of_their_forwards() -> None:
+    """Nobody ever calls the dict, as of Megatron's lists of model chunks."""
+    models = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.ModuleList([torch.nn.Linear(2, 1)])})
+    listener = boundary_of(models)
+    parts: Any = models
+    parts["b"][0](parts["a"](torch.ones(1, 3))).sum().backward()
+    assert listener.take() == ["forward", "forward"]
+    assert listener.graded() == {0, 1, 2}
+
+
+def test_a_forward_that_fails_leaves_the_next_one_its_own_number() -> None:
+    model = torch.nn.Linear(3, 2)
+    listener = boundary_of(model)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 4))
+    model(torch.ones(1, 3)).sum().backward()
+    assert listener.forwards == [1, 2]
+    assert listener.graded() == {0, 2}
+
+
+def test_forwards_within_a_forward_have_numbers_of_their_own() -> None:
+    """As if both a network and its backbone were listed."""
+    inner = torch.nn.Linear(3, 2)
+    outer = torch.nn.Sequential(inner, torch.nn.Linear(2, 1))
+    listener = boundary_of(outer, inner)
+    outer(torch.ones(1, 3)).sum().backward()
+    assert listener.forwards == [1, 2]
+    assert listener.graded() == {0, 1, 2}
+
+
 # ------------------------------------------------------------------ gradient scalers
 
 
@@ -197,6 +340,15 @@ def test_a_step_of_two_optimizers_ends_once_whichever_is_skipped(
         assert step_scaled(loop, scaler, [1.0, 1.0]) == ["before", *STEP]
 
 
+def test_a_scaler_that_steps_optimizers_in_another_order_is_refused_though_it_skips_them(scaler: GradScaler) -> None:
+    loop = Loop(models=2, scaler=scaler)
+    for which in range(2):
+        scaler.scale(loop.models[which](torch.ones(4, 3)).sum() * INF).backward()
+    scaler.step(loop.optims[1])
+    with pytest.raises(ConfigError, match="optimizer 1 of 2, a Adam, steps after the last one"):
+        scaler.step(loop.optims[0])
+
+
 def test_a_scaler_returns_what_the_optimizer_returns(scaler: GradScaler) -> None:
     loop = Loop(Own, scaler=scaler)
     scaler.scale(loop.models[0](torch.ones(4, 3)).sum()).backward()
@@ -224,6 +376,37 @@ def test_the_last_of_several_optimizers_ends_the_step() -> None:
         optim.step()
         told.append(loop.take())
     assert told == [["before"], ["before"], STEP]
+
+
+def test_an_optimizer_that_first_steps_after_the_last_one_is_refused_by_name() -> None:
+    """As of a GAN, whose discriminator is listed last and steps first."""
+    loop = Loop(models=2)
+    for which in (1, 0):
+        loop.backward(which)
+    loop.optims[1].step()
+    with pytest.raises(ConfigError, match=r"optimizer 1 of 2, a Adam, steps after the last one.*`snap\.begin\(\)`"):
+        loop.optims[0].step()
+
+
+def test_which_of_several_optimizers_step_may_differ_from_step_to_step() -> None:
+    loop = Loop(models=3)
+    told = []
+    for stepping in ((0, 1, 2), (2,), (1, 2), (0, 2)):
+        for which in stepping:
+            loop.backward(which)
+        loop.take()
+        for which in stepping:
+            loop.optims[which].step()
+        told.append(loop.take())
+    assert told == [["before"] * (count - 1) + STEP for count in (3, 1, 2, 2)]
+
+
+def test_where_the_loop_says_so_optimizers_step_in_any_order() -> None:
+    loop = Loop(models=2)
+    loop.boundary.declared = True
+    for which in (1, 0, 0, 1):
+        loop.optims[which].step()
+    assert loop.take() == STEP * 4
 
 
 def test_an_optimizer_that_is_not_watched_is_none_of_ours() -> None:
@@ -340,10 +523,15 @@ class Locking(Recorder):
         super().__init__()
         self._lock = threading.Lock()
 
-    def on_forward(self) -> None:
+    def on_forward(self, number: int) -> None:
         time.perf_counter()
         with self._lock:
-            super().on_forward()
+            super().on_forward(number)
+
+    def on_backward(self, number: int) -> None:
+        time.perf_counter()
+        with self._lock:
+            super().on_backward(number)
 
 
 @pytest.mark.usefixtures("compiling")
@@ -355,6 +543,17 @@ def test_a_model_can_be_compiled_to_one_graph() -> None:
     torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 3)).sum().backward()
     optim.step()
     assert [event for event in listener.take() if event != "forward"] == STEP
+
+
+@pytest.mark.usefixtures("compiling")
+def test_gradients_tell_of_a_forward_that_was_compiled_away() -> None:
+    """The module is hooked; what is called is made of it, and looks into no hook."""
+    model = torch.nn.Linear(3, 2)
+    listener = boundary_of(model)
+    called = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        called(torch.ones(1, 3)).sum().backward()
+        assert 0 in listener.graded()
 
 
 @pytest.mark.usefixtures("compiling", "arena")

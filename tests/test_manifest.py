@@ -19,6 +19,11 @@ from snapshot.shares import Part
 from tests.test_state import Toy
 
 
+def is_current(manifest: Manifest) -> bool:
+    """Whether nothing need be walked again, as capture asks it when a step begins."""
+    return not manifest.has_moved() and manifest.holds_the_same()
+
+
 class Plain(torch.optim.Optimizer):
     """Keeps a tensor and plain values for each parameter; the plain ones stand first and last."""
 
@@ -176,18 +181,18 @@ def replace_parameters_of_optimizer(job: Job) -> None:
     ],
 )
 def test_other_tensors_are_noticed(job: Job, change: Callable[[Job], None]) -> None:
-    assert job.manifest.is_current()
+    assert is_current(job.manifest)
     change(job)
-    assert not job.manifest.is_current()
-    assert Manifest(job.adapter).is_current()
+    assert not is_current(job.manifest)
+    assert is_current(Manifest(job.adapter))
 
 
 @pytest.mark.parametrize("make", [adam, Plain])
 def test_optimizer_state_that_was_loaded_is_noticed(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     job = Job(make)
     job.optim.load_state_dict(Job(make).optim.state_dict())
-    assert not job.manifest.is_current()
-    assert Manifest(job.adapter).is_current()
+    assert not is_current(job.manifest)
+    assert is_current(Manifest(job.adapter))
 
 
 def replace_state(state: dict[str, Any]) -> None:
@@ -236,16 +241,16 @@ def plain_for_tensor(state: dict[str, Any]) -> None:
 def test_other_optimizer_state_is_noticed(plain: Job, change: Callable[[dict[str, Any]], None], whose: str) -> None:
     state = plain.last_state if whose == "last" else plain.optim.state[plain.model[0].weight]
     change(state)
-    assert not plain.manifest.is_current()
-    assert Manifest(plain.adapter).is_current()
+    assert not is_current(plain.manifest)
+    assert is_current(Manifest(plain.adapter))
 
 
 def test_state_that_appears_or_goes_is_noticed(job: Job) -> None:
     job.optim.state[torch.nn.Parameter(torch.zeros(1))] = {}
-    assert not job.manifest.is_current()
+    assert not is_current(job.manifest)
     manifest = Manifest(job.adapter)
     job.optim.state.clear()
-    assert not manifest.is_current()
+    assert not is_current(manifest)
 
 
 def test_the_first_step_of_an_optimizer_is_noticed() -> None:
@@ -253,16 +258,69 @@ def test_the_first_step_of_an_optimizer_is_noticed() -> None:
     optim = torch.optim.Adam(model.parameters())
     manifest = Manifest(TorchAdapter(model, optim))
     model(torch.ones(1, 2)).sum().backward()
-    assert manifest.is_current()
+    assert is_current(manifest)
     optim.step()
-    assert not manifest.is_current()
+    assert not is_current(manifest)
 
 
 def test_what_was_replaced_is_noticed_though_its_memory_is_used_again(job: Job) -> None:
     for _ in range(20):
         manifest = Manifest(job.adapter)
         job.model[1].running_mean = torch.zeros(6)
-        assert not manifest.is_current()
+        assert not is_current(manifest)
+
+
+# ------------------------------------------------------------------ what has another form in the same memory
+
+
+def transpose(tensor: torch.Tensor) -> None:
+    tensor.t_()
+
+
+def transpose_data(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.t()
+
+
+def lie_flat(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.view(-1)
+
+
+def lose_a_row(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data[:-1]
+
+
+def grow_in_place(tensor: torch.Tensor) -> None:
+    """Strides and address stay."""
+    tensor.data = tensor.data.as_strided((3, 2), (2, 1))
+
+
+def swap_rows_and_columns(tensor: torch.Tensor) -> None:
+    """The number of elements stays."""
+    tensor.data = tensor.data.as_strided((2, 2), (1, 2))
+
+
+def stand_upright(tensor: torch.Tensor) -> None:
+    """The number of elements and the strides stay, and other elements are meant."""
+    tensor.data = tensor.data.as_strided((4, 1), (2, 1))
+
+
+@pytest.mark.parametrize(
+    "change", [transpose, transpose_data, lie_flat, lose_a_row, grow_in_place, swap_rows_and_columns, stand_upright]
+)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_another_form_in_the_same_memory_is_noticed_by_name(change: Callable[[torch.Tensor], None], which: int) -> None:
+    tensors = [torch.zeros(8)[:4].view(2, 2) for _ in range(3)]
+    manifest = Manifest(Toy([LiveTensor(f"w{i}", tensor, Change.STEP) for i, tensor in enumerate(tensors)]))
+    assert manifest.reshaped() == []
+    change(tensors[which])
+    assert not manifest.has_moved()
+    assert manifest.reshaped() == [f"w{which}"]
+
+
+def test_other_values_in_the_same_form_are_none(job: Job) -> None:
+    for change in (Job.train, zero_grad, change_in_place):
+        change(job)
+        assert job.manifest.reshaped() == []
 
 
 # ------------------------------------------------------------------ what is not
@@ -296,13 +354,13 @@ def change_mode(job: Job) -> None:
 def test_other_values_of_the_same_tensors_are_not_noticed(job: Job, change: Callable[[Job], None]) -> None:
     for _ in range(3):
         change(job)
-        assert job.manifest.is_current()
+        assert is_current(job.manifest)
 
 
 def test_plain_values_of_an_optimizer_may_change(plain: Job) -> None:
     plain.last_state["step"] = 10**20
     plain.last_state["last"] = "text"
-    assert plain.manifest.is_current()
+    assert is_current(plain.manifest)
 
 
 # ------------------------------------------------------------------ what it holds
@@ -310,26 +368,15 @@ def test_plain_values_of_an_optimizer_may_change(plain: Job) -> None:
 
 def test_every_tensor_is_held_by_what_changes_it() -> None:
     job = Job(Plain)
-    names = {change: [item.name for item in items] for change, items in job.manifest.live.items() if items}
-    assert names == {
-        Change.STEP: [
-            *("model0.0.weight", "model0.0.bias", "model0.1.weight", "model0.1.bias", "model0.2.weight"),
-            "model0.2.bias",
-            *(f"optim.0.{i}.sum" for i in range(6)),
-        ],
-        Change.FORWARD: ["model0.1.running_mean", "model0.1.running_var", "model0.1.num_batches_tracked"],
-        Change.NEVER: ["model0.3.weight", "model0.3.bias"],
+    buffers = ["model0.1.running_mean", "model0.1.running_var", "model0.1.num_batches_tracked"]
+    assert {item.name: item.change for item in job.manifest.items} == {
+        **{f"model0.{i}.{name}": Change.STEP for i in range(4) for name in ("weight", "bias")},
+        **{f"optim.0.{i}.sum": Change.STEP for i in range(6)},
+        **dict.fromkeys(buffers, Change.ANY),
     }
-    tensors = {item.name: item.tensor for items in job.manifest.live.values() for item in items}
+    tensors = {item.name: item.tensor for item in job.manifest.items}
     assert tensors["model0.2.weight"] is job.parameter
     assert tensors["optim.0.5.sum"] is job.last_state["sum"]
-
-
-def test_a_frozen_parameter_that_an_optimizer_has_is_no_frozen_one(job: Job) -> None:
-    job.parameter.requires_grad_(False)
-    live = Manifest(job.adapter).live
-    assert "model0.2.weight" in {item.name for item in live[Change.STEP]}
-    assert [item.name for item in live[Change.NEVER]] == ["model0.3.weight", "model0.3.bias"]
 
 
 def test_the_leaves_are_those_of_the_tensors() -> None:
@@ -373,15 +420,16 @@ SHARING = Sharing({"w": SHARED}, {"w": (Part("w", 1, 5),)})
 def test_of_what_replicas_share_it_holds_its_part() -> None:
     whole = torch.arange(6.0).view(2, 3)
     manifest = Manifest(Toy([LiveTensor("w", whole, Change.STEP, True)]), SHARING)
-    ((part,), *_) = manifest.live.values()
+    (part,) = manifest.items
+    assert [item.tensor for item in manifest.shared] == [whole]
     assert manifest.leaves == (Leaf("w@1:5", "F32", (4,)),)
     assert part.tensor.tolist() == [1, 2, 3, 4]
     assert json.loads(manifest.fixed)["shared"] == {"w": ["F32", [2, 3]]}
     whole += 1
     assert part.tensor.tolist() == [2, 3, 4, 5]
-    assert manifest.is_current()
+    assert is_current(manifest)
     whole.data = whole.clone()
-    assert not manifest.is_current()
+    assert not is_current(manifest)
 
 
 @pytest.mark.parametrize("shape", [(3, 3), (3, 2), (5,)], ids=str)
@@ -389,8 +437,9 @@ def test_what_is_shared_and_has_become_another_leaf_is_no_longer_stored_as_that_
     """Else the state would seem to fit the slots, and what has grown would be kept by nobody."""
     adapter = Toy([LiveTensor("w", torch.zeros(2, 3), Change.STEP, True)])
     before = Manifest(adapter, SHARING)
+    assert before.leaves == (Leaf("w@1:5", "F32", (4,)),)
     adapter.live[0] = LiveTensor("w", torch.zeros(shape), Change.STEP, True)
-    assert not before.is_current()
+    assert not is_current(before)
     assert set(Manifest(adapter, SHARING).leaves) != set(before.leaves)
 
 

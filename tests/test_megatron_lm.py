@@ -1,17 +1,138 @@
-"""The counters that Megatron-LM keeps in its arguments go with a snapshot."""
+"""What Megatron-LM keeps in its arguments and its loop goes with a snapshot, and an iteration begins where it does."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from holdfast import StateMismatch
 from holdfast.hook import InMemorySnapshot
 from holdfast.megatron_lm import protect
+from tests import megatron_lm_loop as loop
 from tests.test_hook import arena as arena
 
 BATCH = 16
+ITERATIONS = 12
+
+
+class Killed(Exception):
+    """Stands for the end of the process: nothing of it may be used again."""
+
+
+def run(kill: tuple[Any, ...] | None = None, iteration: int = 0, **args: Any) -> tuple[list[Any], list[Any] | None]:
+    """A protected run: what it told, and what it ended with, unless it was killed after it had told of `kill`."""
+    told: list[Any] = []
+    snapshots: list[InMemorySnapshot] = []
+
+    def tell(*what: Any) -> None:
+        told.append(what)
+        if kill is not None and what[: len(kill)] == kill:
+            raise Killed
+
+    given = loop.arguments(iteration=iteration, **args)
+    try:
+        end = loop.pretrain(
+            given, ITERATIONS, partial(protect, training=loop, overhead_budget=0), tell, snapshots=snapshots
+        )
+    except Killed as error:
+        snapshots[0].__exit__(Killed, error, None)
+        return told, None
+    return told, end
+
+
+def undisturbed(**args: Any) -> tuple[list[Any], list[Any]]:
+    """A run that nobody protects."""
+    told: list[Any] = []
+    end = loop.pretrain(loop.arguments(**args), ITERATIONS, None, lambda *what: told.append(what))
+    return told, end
+
+
+@pytest.mark.parametrize(
+    ("kill", "again"),
+    [
+        (("step", 8), 8),  # in the middle of two evaluations
+        (("evaluation", 6, 0), 6),  # an evaluation that was cut short is done again, with the iteration before it
+        (("evaluation", 6, 1), 6),
+        (("step", 7), 7),  # right after an evaluation
+    ],
+)
+def test_a_killed_run_goes_on_bit_for_bit(arena: Path, kill: tuple[Any, ...], again: int) -> None:
+    everything, end = undisturbed()
+    before, none = run(kill)
+    assert none is None
+    after, ended = run()
+    assert after[0][:2] == ("step", again)
+    repeated = next(i for i, what in enumerate(before) if what[:2] == ("step", again))
+    assert before[:repeated] + after == everything
+    assert before == everything[: len(before)]
+    assert ended == end
+    assert not (arena / "test").exists()
+
+
+def test_iterations_without_a_step_belong_to_the_one_after_them(arena: Path) -> None:
+    skipped: dict[str, Any] = {"iterations_to_skip": [5, 6, 9]}
+    everything, end = undisturbed(**skipped)
+    before, _ = run(("step", 7), **skipped)
+    after, ended = run(**skipped)
+    assert after[0][:2] == ("step", 7)
+    assert before[:-1] + after == everything
+    assert ended == end
+
+
+def test_a_count_that_megatron_guesses_is_put_back(arena: Path) -> None:
+    _, end = undisturbed(do_valid=False)
+    run(("step", 8), do_valid=False)
+    _, ended = run(do_valid=False)
+    assert ended == end
+
+
+def test_a_checkpoint_on_disk_is_older_by_nature(arena: Path) -> None:
+    everything, end = undisturbed()
+    run(("step", 8))
+    after, ended = run(iteration=3, consumed_train_samples=3 * loop.BATCH)
+    assert after == everything[-len(after) :]
+    assert ended == end
+
+
+def test_a_loop_that_goes_on_elsewhere_is_refused(arena: Path) -> None:
+    run(("step", 8))
+    args = loop.arguments()
+    entered: list[InMemorySnapshot] = []
+
+    def moved(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, args: Namespace) -> Any:
+        snap = protect(model, optimizer, scheduler, args, training=loop, overhead_budget=0)
+        args.iteration += 1
+        return snap
+
+    with pytest.raises(StateMismatch, match="iteration") as refused:
+        loop.pretrain(args, ITERATIONS, moved, lambda *_: None, snapshots=entered)
+    entered[0].__exit__(refused.type, refused.value, None)
+
+
+def test_functions_of_the_loop_are_put_back(arena: Path) -> None:
+    before = loop.train_step, loop.checkpoint_and_decide_exit
+    run(("step", 4))
+    run()
+    assert (loop.train_step, loop.checkpoint_and_decide_exit) == before
+
+
+def test_a_run_that_was_given_up_in_this_process_is_not_listened_to(arena: Path) -> None:
+    before = loop.train_step
+    _, end = undisturbed()
+    args = loop.arguments()
+    model = torch.nn.Linear(3, 1)
+    given_up = protect(model, torch.optim.SGD(model.parameters()), None, args, training=loop, overhead_budget=0)
+    began = given_up.step
+    _, ended = run()
+    assert ended == end
+    assert given_up.step == began
+    given_up.__exit__(Killed, Killed(), None)
+    assert loop.train_step is before
 
 
 def start(iteration: int = 0) -> tuple[Namespace, torch.nn.Module, torch.optim.Optimizer]:
@@ -24,7 +145,7 @@ def start(iteration: int = 0) -> tuple[Namespace, torch.nn.Module, torch.optim.O
 def train(
     snap: InMemorySnapshot, args: Namespace, model: torch.nn.Module, optim: torch.optim.Optimizer, until: int
 ) -> None:
-    """Megatron-LM's loop, as far as it touches its arguments."""
+    """A loop that nobody listens to."""
     for iteration in range(args.iteration, until):
         args.curr_iteration = iteration
         torch.autograd.backward(model(torch.ones(1, 3)).sum())
@@ -33,12 +154,12 @@ def train(
         args.consumed_train_samples += BATCH
 
 
-def test_a_restart_goes_on_at_the_iteration_and_sample_of_the_snapshot(arena: Path) -> None:
+def test_without_megatrons_module_an_iteration_begins_with_the_first_forward(arena: Path) -> None:
     args, model, optim = start(iteration=100)
     snap = protect(model, optim, None, args, strict=True)
     assert (snap.step, args.iteration) == (0, 100)
     train(snap, args, model, optim, until=105)
-    model(torch.ones(1, 3))
+    torch.autograd.backward(model(torch.ones(1, 3)).sum())
     assert snap.drain(10)
     snap.__exit__(RuntimeError, RuntimeError("killed"), None)
 

@@ -325,9 +325,6 @@ class Named(CpuMover):
     def mark(self) -> None:
         self._notes.append((self._name, "mark"))
 
-    def settle(self) -> None:
-        self._notes.append((self._name, "settle"))
-
     def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
         self.parts.append(pieces)
         self._notes.append((self._name, "copy", *(p.offset for p in pieces)))
@@ -352,7 +349,6 @@ def test_each_device_moves_its_own_pieces_and_all_take_part_in_everything_else()
     pieces = tuple(piece(torch.zeros(1, device=device), i) for i, device in enumerate(["cpu", "meta", "meta", "cpu"]))
     slot = memoryview(bytearray(8))
     movers.mark()
-    movers.settle()
     movers.copy(pieces, slot, unpaced)
     movers.fence()
     movers.finish()
@@ -360,7 +356,6 @@ def test_each_device_moves_its_own_pieces_and_all_take_part_in_everything_else()
     movers.close()
     assert notes == [
         *[(name, "mark") for name in ("host", "meta")],
-        *[(name, "settle") for name in ("host", "meta")],
         *[("host", "copy", 0, 3), ("meta", "copy", 1, 2)],
         *[(name, "fence") for name in ("host", "meta")],
         *[(name, "finish") for name in ("host", "meta")],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,7 @@ from smp_daemon.layout import SnapshotId
 from smp_daemon.slotfile import RECORD, Leaf, SlotFormat
 from snapshot.adapter import Change, Container, LiveTensor, Tree, Updated
 from snapshot.manifest import Manifest
-from snapshot.movers import CpuMover
+from snapshot.movers import CpuMover, Piece
 from snapshot.state import (
     RECORD_PAGE_BYTES,
     Placed,
@@ -102,6 +104,9 @@ class Toy:
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         pass
 
+    def rewinding(self, early: Tree) -> Callable[[], None]:
+        return lambda: None
+
 
 def no_tensor(name: str) -> torch.Tensor:
     raise KeyError(name)
@@ -111,8 +116,8 @@ def toy() -> Toy:
     return Toy(
         [
             LiveTensor("model.weight", torch.arange(6.0).view(2, 3), Change.STEP),
-            LiveTensor("model.mean", torch.ones(3), Change.FORWARD),
-            LiveTensor("model.base", torch.full((2,), 4.0), Change.NEVER),
+            LiveTensor("model.mean", torch.ones(3), Change.ANY),
+            LiveTensor("model.base", torch.full((2,), 4.0), Change.STEP),
         ],
         {"rng": torch.tensor([1, 2, 3], dtype=torch.uint8), "seen": 5},
         {"lr": 0.1, "warm": torch.tensor(2.0)},
@@ -120,45 +125,72 @@ def toy() -> Toy:
     )
 
 
+LOOP_HERE = {"iteration": 7}
+BEGAN_SO = {"torch": "5e"}
+
+
 def test_early_and_late_values_are_copied_when_they_are_captured() -> None:
     adapter = toy()
-    early, late = capture_early(adapter), capture_late(adapter)
+    early, late = capture_early(adapter, LOOP_HERE), capture_late(adapter, BEGAN_SO)
     adapter.early_tree["rng"].fill_(9)
     adapter.early_tree["seen"] = 9
     adapter.late_tree["warm"].fill_(9)
     assert early.tensors["early.rng"].tolist() == [1, 2, 3]
-    assert early.encoded == {"rng": {"$": "tensor", "name": "early.rng"}, "seen": 5}
+    assert early.encoded == {"rng": {"$": "tensor", "name": "early.rng"}, "seen": 5, "loop": LOOP_HERE}
     assert late.tensors["late.warm"].item() == 2.0
-    assert late.encoded == {"lr": 0.1, "warm": {"$": "tensor", "name": "late.warm"}}
+    assert late.encoded == {"lr": 0.1, "warm": {"$": "tensor", "name": "late.warm"}, "began": BEGAN_SO}
 
 
 def test_copies_carry_no_gradient() -> None:
     adapter = Toy(early_tree={"mean": torch.ones(3, requires_grad=True)})
-    assert not capture_early(adapter).tensors["early.mean"].requires_grad
+    assert not capture_early(adapter, {}).tensors["early.mean"].requires_grad
 
 
 def test_the_leaves_of_values_are_their_tensors() -> None:
     adapter = toy()
-    assert capture_early(adapter).leaves == [Leaf("early.rng", "U8", (3,))]
-    assert capture_late(adapter).leaves == [Leaf("late.warm", "F32", ())]
+    assert capture_early(adapter, {}).leaves == [Leaf("early.rng", "U8", (3,))]
+    assert capture_late(adapter, None).leaves == [Leaf("late.warm", "F32", ())]
 
 
-def placed_toy(adapter: Toy) -> Placed:
+def placed_toy(adapter: Toy, restless: Collection[str] = ()) -> Placed:
     manifest = Manifest(adapter)
-    return place(manifest, plan_format("run", "dp0", manifest.leaves, 10))
+    return place(manifest, plan_format("run", "dp0", manifest.leaves, 10), restless)
+
+
+def named(pieces: Sequence[Piece]) -> list[str]:
+    return [piece.name for piece in pieces]
 
 
 def test_every_tensor_is_placed_where_the_format_says() -> None:
     adapter = toy()
     placed = placed_toy(adapter)
-    weight, mean, base = (item.tensor for item in adapter.live)
-    for name, tensor, (piece,) in (
-        ("model.weight", weight, placed.moving),
-        ("model.mean", mean, placed.at_once),
-        ("model.base", base, placed.once),
-    ):
-        assert piece.tensor is tensor
-        assert (piece.offset, piece.bytes) == (placed.form.offsets[name][0], tensor.nbytes)
+    live = {item.name: item.tensor for item in adapter.live}
+    assert (named(placed.moving), named(placed.at_once)) == (["model.weight", "model.base"], ["model.mean"])
+    assert placed.moving_bytes == 24 + 8
+    for piece in (*placed.moving, *placed.at_once):
+        tensor = live[piece.name]
+        assert piece.tensor.data_ptr() == tensor.data_ptr()
+        assert piece.tensor.shape == tensor.shape
+        assert (piece.offset, piece.bytes) == (placed.form.offsets[piece.name][0], tensor.nbytes)
+
+
+def test_what_was_seen_to_change_is_copied_at_once_whatever_its_class() -> None:
+    placed = placed_toy(toy(), restless={"model.weight", "no longer there"})
+    assert (named(placed.moving), named(placed.at_once)) == (["model.base"], ["model.weight", "model.mean"])
+    assert placed.moving_bytes == 8
+    assert placed.subjects.pieces == placed.moving
+
+
+def test_what_is_placed_stays_in_memory_when_the_tensor_is_given_other_memory() -> None:
+    """Else a copy thread would read what is freed."""
+    adapter = toy()
+    placed = placed_toy(adapter)
+    weight = adapter.live[0].tensor
+    memory = weakref.ref(weight.untyped_storage())
+    weight.data = torch.full((2, 3), 9.0)
+    gc.collect()
+    assert memory() is not None
+    assert placed.moving[0].tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_tensor_without_a_place_is_an_error() -> None:
@@ -169,11 +201,11 @@ def test_a_tensor_without_a_place_is_an_error() -> None:
 def whole_slot(adapter: Toy, snapshot: SnapshotId = SNAPSHOT) -> tuple[SlotFormat, memoryview]:
     """A slot as the copy thread writes it, less its stamp."""
     manifest = Manifest(adapter)
-    early, late = capture_early(adapter), capture_late(adapter)
+    early, late = capture_early(adapter, LOOP_HERE), capture_late(adapter, BEGAN_SO)
     record = encode_record(snapshot, "dp0", early, late, manifest.fixed)
     form = plan_format("run", "dp0", [*manifest.leaves, *early.leaves, *late.leaves], len(record))
     slot = memoryview(bytearray(form.total_bytes))
-    live = {item.name: item.tensor for items in manifest.live.values() for item in items}
+    live = {item.name: item.tensor for item in manifest.items}
     pieces = place_tensors(form, {**live, **early.tensors, **late.tensors}.items())
     CpuMover().copy(pieces, slot, lambda count: None)
     write_record(form, slot, record)
@@ -190,8 +222,8 @@ def test_early_late_and_fixed_values_come_back_from_a_slot() -> None:
     record = decode_record(slot, form, SNAPSHOT)
     assert record["coord"] == "dp0"
     early, late, fixed = decode_values(record, lambda name: read_leaf(slot, *form.offsets[name]))
-    assert (early["seen"], early["rng"].tolist()) == (5, [1, 2, 3])
-    assert (late["lr"], late["warm"].item()) == (0.1, 2.0)
+    assert (early["seen"], early["rng"].tolist(), early["loop"]) == (5, [1, 2, 3], LOOP_HERE)
+    assert (late["lr"], late["warm"].item(), late["began"]) == (0.1, 2.0, BEGAN_SO)
     assert fixed == {"order": ["b", "a"]}
 
 

@@ -175,6 +175,9 @@ class SimCapture:
         self._form = _form(self._job, self._coord, len(self._adapter.live))
         return self._form
 
+    def entered(self) -> None:
+        """There are no generators."""
+
     def mark(self, *, buffers: bool = False) -> None:
         """There are no generators."""
 

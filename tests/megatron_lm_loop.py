@@ -1,0 +1,166 @@
+"""Training in the order of Megatron-LM's ``pretrain`` and ``train``, as far as it matters where a step begins."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from holdfast.hook import InMemorySnapshot
+
+BATCH = 4
+EVERY = 3
+"""Iterations between evaluations."""
+
+OPERATIONS = 7.0
+"""Of one iteration."""
+
+Protect = Callable[[torch.nn.Module, torch.optim.Optimizer, Any, Namespace], InMemorySnapshot]
+
+
+class Samples:
+    """Each sample is its number, and noise from torch's generator."""
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.full((3,), number / 400) + torch.rand(3)
+
+
+def arguments(**given: Any) -> Namespace:
+    """What ``get_args`` gives after ``setup_model_and_optimizer``."""
+    known = {
+        "iteration": 0,
+        "consumed_train_samples": 0,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "num_floating_point_operations_so_far": 0,
+        "iterations_to_skip": [],
+        "do_valid": True,
+    }
+    return Namespace(**known | given)
+
+
+def pretrain(
+    args: Namespace,
+    iterations: int,
+    protect: Protect | None,
+    tell: Callable[..., None],
+    *,
+    snapshots: list[InMemorySnapshot] | None = None,
+) -> list[Any]:
+    """Train, and give what is left of it in the end.
+
+    Args:
+        tell: called with the name of each thing that is done, and what comes of it; may raise.
+        snapshots: where what `protect` returned is noted.
+    """
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    snap = protect(model, optimizer, scheduler, args) if protect is not None else None
+    if snap is not None and snapshots is not None:
+        snapshots.append(snap)
+    if args.iteration > 0 and args.consumed_valid_samples == 0:
+        args.consumed_valid_samples = args.iteration // EVERY * BATCH
+    data, valid_data = (
+        iter(DataLoader(Samples(), batch_sampler=sampler(at)))  # type: ignore[arg-type]
+        for at in (args.consumed_train_samples, args.consumed_valid_samples)
+    )
+    operations = train(data, valid_data, model, optimizer, scheduler, args, iterations, snap, tell)
+    if snap is not None:
+        snap.close()
+    return [
+        *(parameter.tolist() for parameter in model.parameters()),
+        scheduler.state_dict(),
+        operations,
+        args.consumed_train_samples,
+        args.skipped_train_samples,
+        args.consumed_valid_samples,
+        torch.rand(1).item(),
+    ]
+
+
+def sampler(at: int) -> list[list[int]]:
+    """Batches of numbers, from where training is."""
+    return [list(range(first, first + BATCH)) for first in range(at, 400 - BATCH, BATCH)]
+
+
+def train(
+    data: Iterator[torch.Tensor],
+    valid_data: Iterator[torch.Tensor],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    args: Namespace,
+    iterations: int,
+    snap: InMemorySnapshot | None,
+    tell: Callable[..., None],
+) -> float:
+    """The loop."""
+    iteration = args.iteration
+    num_floating_point_operations_so_far = args.num_floating_point_operations_so_far
+    while iteration < iterations:
+        if iteration + 1 in args.iterations_to_skip:
+            next(data)
+            iteration += 1
+            args.consumed_train_samples += BATCH
+            args.skipped_train_samples += BATCH
+            continue
+        args.curr_iteration = iteration
+        loss = train_step(data, model, optimizer, scheduler, snap)
+        iteration += 1
+        args.consumed_train_samples += BATCH
+        num_floating_point_operations_so_far += OPERATIONS
+        tell("step", iteration, loss)
+        if iteration % EVERY == 0 and args.do_valid:
+            evaluate(valid_data, model, iteration, args, tell)
+        checkpoint_and_decide_exit(model, optimizer, scheduler, iteration, num_floating_point_operations_so_far)
+    return float(num_floating_point_operations_so_far)
+
+
+def train_step(
+    data: Iterator[torch.Tensor],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    snap: InMemorySnapshot | None,
+) -> str:
+    """One iteration."""
+    optimizer.zero_grad()
+    loss = model(next(data)).square().mean()
+    loss.backward()
+    if snap is not None:
+        snap.drain(10)
+    optimizer.step()
+    scheduler.step()
+    return float(loss.item()).hex()
+
+
+def evaluate(
+    data: Iterator[torch.Tensor], model: torch.nn.Module, iteration: int, args: Namespace, tell: Callable[..., None]
+) -> None:
+    """Two batches."""
+    model.eval()
+    with torch.no_grad():
+        for part in range(2):
+            loss = float(model(next(data)).mean().item()).hex()
+            args.consumed_valid_samples += BATCH
+            tell("evaluation", iteration, part, loss)
+    model.train()
+
+
+def checkpoint_and_decide_exit(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    iteration: int,
+    num_floating_point_operations_so_far: float,
+) -> bool:
+    """Neither."""
+    return False

@@ -1,0 +1,66 @@
+"""Slots that are written on demand: what a write has promised stays until the next one has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from smp_daemon.errors import HoldfastError
+from smp_daemon.layout import SnapshotId
+from smp_daemon.plan import newest_protected
+from snapshot.agreement import Alone
+from snapshot.arrange import parse_protect
+from snapshot.writer import SlotWriter
+from tests.smp_kit import DEADLINE_S, Ground, SmpProcess, playground
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as ground:
+        yield ground
+
+
+def writer(smp: SmpProcess) -> SlotWriter:
+    return SlotWriter(smp.client(), Alone(), smp.job, "rank0", parse_protect("none"), DEADLINE_S)
+
+
+def write(writer: SlotWriter) -> SnapshotId:
+    return writer.write({"weight": torch.ones(5)}, b"{}")
+
+
+def held(smp: SmpProcess) -> set[SnapshotId]:
+    return {snapshot for snapshot, _ in smp.client().inventory().shards}
+
+
+def test_after_a_restart_neither_what_was_promised_nor_what_is_newer_is_given_up(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that dies while it writes leaves a snapshot that may lack parity, and nobody can tell."""
+    smp = ground.smp()
+    first = writer(smp)
+    write(first)
+    promised = write(first)
+    with monkeypatch.context() as dying:
+        dying.setattr(first._client, "await_outcome", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write(first)
+    newer = SnapshotId(1, promised.step + 1)
+    assert held(smp) == {promised, newer}
+    second = writer(smp)
+    with monkeypatch.context() as failing:
+        failing.setattr(second._client, "seal", refuse)
+        with pytest.raises(HoldfastError, match="refused"):
+            write(second)
+    assert held(smp) == {promised, newer}
+    assert newest_protected([smp.client().inventory()]) == promised
+    last = write(second)
+    assert last in held(smp)
+    assert held(smp) - {promised, newer, last} == set()
+    final = write(second)
+    assert held(smp) == {last, final}
+
+
+def refuse(*arguments: object) -> None:
+    raise HoldfastError("refused")
