@@ -1,14 +1,14 @@
-"""``python -m tests.loops_mutants [NAME]``: loops in a build that is broken on purpose.
+"""``python -m tests.loops_mutants``: loops in builds that are broken on purpose, each of which spoils one.
 
-A process of its own, as all that it changes is inherited by the lives that it forks. Prints a JSON object: what came of
-the loop that this mutant spoils; without a name, of the loops of all mutants in a build that is whole.
+Prints a JSON object: by mutant, what came of that loop in a build that is whole and in the broken one, and why.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import sys
+import os
+import traceback
 from typing import Any
 
 from chaos.loops.script import End, Loop, Twist
@@ -51,6 +51,7 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         [(Boundary, "_forward", _blind), (Capture, "changed", lambda *_: (False, False))],
         Loop(
             4,
+            data="indexed",
             twists=(Twist("average: tracked"), Twist("evaluation: grad, eval mode", 1)),
             tail=("evaluation", "average"),
             ends=WITHIN,
@@ -69,14 +70,33 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
 
 
 def main() -> None:
-    """Patch, run, print."""
-    chosen = sys.argv[1:]
-    for name in chosen:
-        for owner, attribute, new in MUTANTS[name][0]:
-            setattr(importlib.import_module(owner) if isinstance(owner, str) else owner, attribute, new)
+    """Run, print."""
     with Trials() as trials:
-        verdicts = {name: trials.run(MUTANTS[name][1]) for name in chosen or MUTANTS}
-    print(json.dumps({name: [verdict.outcome.value, verdict.why] for name, verdict in verdicts.items()}))
+        found = {
+            name: [_verdict(trials, loop, []), _verdict(trials, loop, new)] for name, (new, loop) in MUTANTS.items()
+        }
+    print(json.dumps(found))
+
+
+def _verdict(trials: Trials, loop: Loop, changes: list[tuple[Any, str, Any]]) -> list[str]:
+    """What came of a loop, in a process of its own, for what is changed stays changed."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for owner, attribute, new in changes:
+                setattr(importlib.import_module(owner) if isinstance(owner, str) else owner, attribute, new)
+            verdict = trials.run(loop)
+            os.write(write_end, json.dumps([verdict.outcome.value, verdict.why]).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as answer:
+        text = answer.read()
+    os.waitpid(pid, 0)
+    return list(json.loads(text or '["none", "it said nothing"]'))
 
 
 if __name__ == "__main__":
