@@ -104,11 +104,12 @@ class Capture:
         """
         try:
             self._early = capture_early(self._adapter, self.loop())
+            if buffers and self._form is not None:
+                at_once = self._current().at_once
+                self._staging.give_back(self._buffers)
+                self._buffers = self._staging.take(at_once)
         except HoldfastError as error:
             self._early = error
-        if buffers and self._placed is not None:
-            self._staging.give_back(self._buffers)
-            self._buffers = self._staging.take(self._placed.at_once)
 
     def begin(
         self,
@@ -218,6 +219,7 @@ class Capture:
         """The copy is done. If the job gives its tensors other memory now and then, what they had is not held."""
         if self._roams:
             self._placed = None
+            self._mover.forget()
 
     def over(self, job: CopyJob) -> None:
         """The job has been sealed, or given up. Called from any thread."""

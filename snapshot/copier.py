@@ -37,7 +37,7 @@ class CopyJob:
     """One snapshot on its way into a slot.
 
     Attributes:
-        moving, moving_bytes: live tensors, copied while the step runs, and their length.
+        moving, moving_bytes: live tensors, copied while the step runs, and their length; nothing of them after `fence`.
         ready: copies that were made when the step began.
         record: gives the record leaf.
         witness: of `moving`; None: nothing is checked.
@@ -95,13 +95,13 @@ class CopyJob:
                 begun = self.reading.is_set()
                 if not begun:
                     self.error = self.error or NoFreeSlot(f"the SMP gave no slot for {self.snapshot} in time")
-        if not begun:
-            return False
-        if not self.copied.wait(deadline_s):
+        if begun and not self.copied.wait(deadline_s):
             self.abort(DeadlineExceeded(f"the copy of {self.snapshot} took over {deadline_s} s"))
-        if self.witness is not None:
+        if begun and self.witness is not None:
             self.witness.look()
-        return True
+        # If the tensors get other memory in this step, what they have now is not to be kept until this is sealed.
+        self.moving, self.witness, self.reshaped = (), None, list
+        return begun
 
     def abort(self, error: HoldfastError) -> None:
         """Give the snapshot up; what was written of it will not be sealed."""
@@ -297,14 +297,15 @@ class Copier:
             job.check()
             self._pace.wait(count)
 
+        moving, witness, reshaped = job.moving, job.witness, job.reshaped  # `CopyJob.fence` lets go of them
         job.read()
         self._pace.begin(job.moving_bytes)
-        self._mover.copy(job.moving, slot, pause)
+        self._mover.copy(moving, slot, pause)
         reach("copy.middle", step)
-        if names := job.reshaped():
+        if names := reshaped():
             raise Misfit(f"{', '.join(names)}: of another shape than when the layout was made")
-        if job.witness is not None and not self._mover.queues:
-            job.witness.look()
+        if witness is not None and not self._mover.queues:
+            witness.look()
         job.copied.set()
         self._mover.copy(job.ready, slot, lambda count: None)
         reach("copy.done", step)
@@ -315,5 +316,5 @@ class Copier:
             raise Misfit(f"the plain values of {job.snapshot} take {len(record)} bytes, and {capacity} are kept")
         slot[offset : offset + capacity] = record.ljust(capacity)
         self._mover.finish()
-        if job.witness is not None:
-            job.witness.check(slot)
+        if witness is not None:
+            witness.check(slot)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from smp_daemon.errors import ConfigError, HoldfastError
 from smp_daemon.logs import get_log
 from snapshot.cuda_runtime import Event, Runtime, Stream
-from snapshot.movers import SAMPLE_BYTES, Piece, Sample, sampled
+from snapshot.movers import SAMPLE_BYTES, Piece, Places, Sample, golden
 from snapshot.tensors import flat
 
 CHUNK_BYTES = 32 << 20
@@ -85,33 +85,35 @@ class CudaMover:
 
     def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
         """As what is queued on the current stream leaves them; of `SAMPLED` pieces at a time, others each turn."""
-        held = [i for i, piece in enumerate(pieces) if piece.bytes]
-        first = turn * SAMPLED % max(1, len(held))
-        index = np.array((held[first:] + held[:first])[:SAMPLED], np.int64)
-        tensors = [pieces[i].tensor for i in index.tolist()]
-        lengths = [
-            t.nbytes if pieces[i].is_plain else t.element_size() for i, t in zip(index.tolist(), tensors, strict=True)
-        ]
-        start, length = sampled(np.array(lengths, np.int64), turn)
+        count = len(pieces)
+        first = int(golden(turn, np.array(count))) if count > SAMPLED else 0
+        chosen = np.arange(first, first + min(SAMPLED, count)) % max(1, count)
+        places = Places([pieces[i] for i in chosen.tolist()])
+        start, length, place = places.at(turn)
+        index = chosen[places.index]
         found = np.zeros((len(index), SAMPLE_BYTES), np.uint8)
         if not len(index):
-            return Sample(index, start, length, lambda: found)
-        octets = [
-            (flat(t) if pieces[i].is_plain else t.detach().as_strided((1,), (1,))).view(torch.uint8)
-            for i, t in zip(index.tolist(), tensors, strict=True)
-        ]
-        taken = torch.cat([o[s : s + n] for o, s, n in zip(octets, start.tolist(), length.tolist(), strict=True)])
-        ready = self._runtime.current_stream().record_event()
+            return Sample(index, start, length, place, lambda: found)
+        with self._reported("a look at the state"):
+            taken = torch.cat(
+                [
+                    _memory(pieces[i].tensor, s, n)
+                    for i, s, n in zip(index.tolist(), start.tolist(), length.tolist(), strict=True)
+                ]
+            )
+            ready = self._runtime.current_stream().record_event()
 
         def read() -> NDArray[np.uint8]:
-            self._runtime.wait(ready)
-            content, at = taken.cpu().numpy(), 0
+            with self._on_side("a look at the state"):
+                self._runtime.wait(ready)
+            with self._reported("a look at the state"):  # not on the side stream: nothing waits for a copy there
+                content, at = taken.cpu().numpy(), 0
             for row, n in enumerate(length.tolist()):
                 found[row, :n] = content[at : at + n]
                 at += n
             return found
 
-        return Sample(index, start, length, read)
+        return Sample(index, start, length, place, read)
 
     def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
         """Queue the copies of all pieces, in chunks of at most 32 MiB, calling `pause` before each.
@@ -153,6 +155,9 @@ class CudaMover:
         with self._on_side("the load from the slot"):
             self._queue(pieces, slot, compute.record_event(), True, lambda count: None)
             self._land()
+
+    def forget(self) -> None:
+        """Nothing is remembered of pieces once they are copied."""
 
     def close(self) -> None:
         """Wait for what is under way, then let go of all slots. May be called again."""
@@ -205,11 +210,24 @@ class CudaMover:
 
     @contextmanager
     def _on_side(self, what: str) -> Iterator[None]:
+        with self._reported(what), self._runtime.on(self._side):
+            yield
+
+    @contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
         try:
-            with self._runtime.on(self._side):
-                yield
+            yield
         except RuntimeError as error:
             raise HoldfastError(f"{what} failed on {self._runtime.device}: {error}") from error
+
+
+def _memory(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """So many bytes of a tensor's memory, from its first element's on: whole elements, but of tensors with no gaps."""
+    tensor = tensor.detach()
+    item = tensor.element_size()
+    first = start // item
+    elements = tensor.as_strided((-(-count // item),), (1,), tensor.storage_offset() + first)
+    return elements.resolve_conj().resolve_neg().view(torch.uint8)[:count]
 
 
 def chunks(piece: Piece, limit: int) -> Iterator[Piece]:

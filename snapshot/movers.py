@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from snapshot.tensors import slot_tensor
 TABLES = 8
 """How many sequences of pieces `CpuMover` remembers: a few are in use, the rest are of layouts that are over."""
 
-SAMPLE_BYTES = 64
-"""How much of a tensor is looked at to see whether it has changed: a cache line."""
+SAMPLE_BYTES = 32
+"""How much of a tensor is looked at to see whether it has changed: half a cache line."""
 
 LOAD_THREADS = 4
 """Most threads that fill live tensors: nothing else runs then."""
@@ -47,12 +47,14 @@ class Sample:
 
     Attributes:
         index, start, length: of which piece, from which byte of its memory on, and how many: int64 arrays of one shape.
+        place: where the slot has them, from the beginning of the piece's place on; -1: it has them in another form.
         read: blocks until the bytes are here; shape [n, `SAMPLE_BYTES`], zeros behind shorter ones. Any thread's.
     """
 
     index: NDArray[np.int64]
     start: NDArray[np.int64]
     length: NDArray[np.int64]
+    place: NDArray[np.int64]
     read: Callable[[], NDArray[np.uint8]]
 
 
@@ -97,6 +99,10 @@ class Mover(Protocol):
         """Fill live tensors from a slot, in place; blocks until done."""
         ...
 
+    def forget(self) -> None:
+        """Let go of pieces: what is remembered of them would keep their memory. Any thread's, at any time."""
+        ...
+
     def close(self) -> None:
         """Let go of everything; idempotent."""
         ...
@@ -109,25 +115,27 @@ class CpuMover:
 
     def __init__(self) -> None:
         self._tables: dict[int, _Table] = {}
-        self._places: dict[int, _Places] = {}
+        self._places: dict[int, Places] = {}
 
     def mark(self) -> None:
         """Nothing to note: what was done to the state is done."""
 
     def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
-        places = self._places.get(id(pieces))
-        if places is None:
-            if len(self._places) >= TABLES:
-                self._places.clear()
-            places = self._places[id(pieces)] = _Places.of(pieces)
-        start, length = sampled(places.bytes, turn)
-        found = np.zeros((len(start), SAMPLE_BYTES), np.uint8)
-        target = found.ctypes.data + SAMPLE_BYTES * np.arange(len(start))
-        runs.copy(np.stack([places.address + start, target, length], axis=1).astype(np.uint64))
-        return Sample(places.index, start, length, lambda: found)
+        places = _remembered(self._places, pieces, Places)
+        start, length, place = places.at(turn)
+        found = np.empty((len(start), SAMPLE_BYTES), np.uint8)
+        if length.min(initial=SAMPLE_BYTES) < SAMPLE_BYTES:
+            found[length < SAMPLE_BYTES] = 0
+        table = np.empty((len(start), 3), np.uint64)
+        table[:, 0] = places.address + start
+        table[:, 1] = places.target
+        table[:, 1] += np.uint64(found.ctypes.data)
+        table[:, 2] = length
+        runs.copy(table)
+        return Sample(places.index, start, length, place, lambda: found)
 
     def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
-        table = self._table(pieces)
+        table = _remembered(self._tables, pieces, _Table.of)
         base = np.array([0, _address(slot), 0], dtype=np.uint64)
         for batch in table.batches:
             pause(int(batch[:, 2].sum()))
@@ -151,20 +159,12 @@ class CpuMover:
             if not piece.is_plain:
                 piece.tensor.detach().copy_(_in_slot(piece, slot))
 
-    def close(self) -> None:
+    def forget(self) -> None:
         self._tables.clear()
         self._places.clear()
 
-    def _table(self, pieces: Sequence[Piece]) -> _Table:
-        """Made once for as long as the same pieces come."""
-        table = self._tables.get(id(pieces))
-        if table is None:
-            if len(self._tables) >= TABLES:
-                self._tables.clear()
-            plain = [(p.tensor.data_ptr(), p.offset, p.bytes) for p in pieces if p.is_plain]
-            odd = [piece for piece in pieces if not piece.is_plain]
-            table = self._tables[id(pieces)] = _Table(pieces, runs.batches(runs.make_runs(plain)), odd)
-        return table
+    def close(self) -> None:
+        self.forget()
 
 
 class DeviceMovers:
@@ -173,28 +173,27 @@ class DeviceMovers:
     def __init__(self, movers: Mapping[torch.device, Mover]) -> None:
         self._movers = dict(movers)
         self.queues = any(mover.queues for mover in self._movers.values())
-        self._parts: dict[int, tuple[Sequence[Piece], list[tuple[Mover, tuple[Piece, ...]]]]] = {}
+        self._divided: dict[int, _Divided] = {}
 
     def mark(self) -> None:
         for mover in self._movers.values():
             mover.mark()
 
     def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
-        numbers = {id(piece): i for i, piece in enumerate(pieces)}
-        taken = [(mover.sample(part, turn), part) for mover, part in self._divide(pieces)]
+        taken = [(mover.sample(part, turn), index) for mover, part, index in self._divide(pieces).parts]
         if not taken:
             return CpuMover().sample(pieces, turn)
-        index = [np.array([numbers[id(part[i])] for i in each.index.tolist()], np.int64) for each, part in taken]
         samples = [each for each, _ in taken]
         return Sample(
-            np.concatenate(index),
+            np.concatenate([index[each.index] for each, index in taken]),
             np.concatenate([each.start for each in samples]),
             np.concatenate([each.length for each in samples]),
+            np.concatenate([each.place for each in samples]),
             lambda: np.concatenate([each.read() for each in samples]),
         )
 
     def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
-        for mover, part in self._divide(pieces):
+        for mover, part, _ in self._divide(pieces).parts:
             mover.copy(part, slot, pause)
 
     def fence(self) -> None:
@@ -206,34 +205,32 @@ class DeviceMovers:
             mover.finish()
 
     def load(self, pieces: Sequence[Piece], slot: memoryview) -> None:
-        for mover, part in self._divide(pieces):
+        for mover, part, _ in self._divide(pieces).parts:
             mover.load(part, slot)
 
+    def forget(self) -> None:
+        self._divided.clear()
+        for mover in self._movers.values():
+            mover.forget()
+
     def close(self) -> None:
-        self._parts.clear()
+        self._divided.clear()
         for mover in self._movers.values():
             mover.close()
 
-    def _divide(self, pieces: Sequence[Piece]) -> list[tuple[Mover, tuple[Piece, ...]]]:
+    def _divide(self, pieces: Sequence[Piece]) -> _Divided:
         """The same tuples for the same pieces, as movers remember what they were given."""
-        known = self._parts.get(id(pieces))
-        if known is None:
-            if len(self._parts) >= TABLES:
-                self._parts.clear()
-            by_device: dict[torch.device, list[Piece]] = {}
-            for piece in pieces:
-                by_device.setdefault(piece.tensor.device, []).append(piece)
-            parts = [(self._movers[device], tuple(part)) for device, part in by_device.items()]
-            known = self._parts[id(pieces)] = (pieces, parts)
-        return known[1]
+        return _remembered(self._divided, pieces, self._by_device)
 
-
-def sampled(lengths: NDArray[np.int64], turn: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where in memory of so many bytes a sample of that `turn` starts, and how long it is: whole `SAMPLE_BYTES` but at
-    the end. Successive turns go far through it, so that nearby ones look at different parts."""
-    lines = np.maximum(1, -(-lengths // SAMPLE_BYTES))
-    start = (turn * 0x9E3779B1 % (1 << 31)) % lines * SAMPLE_BYTES
-    return start, np.minimum(SAMPLE_BYTES, lengths - start)
+    def _by_device(self, pieces: Sequence[Piece]) -> _Divided:
+        by_device: dict[torch.device, list[int]] = {}
+        for i, piece in enumerate(pieces):
+            by_device.setdefault(piece.tensor.device, []).append(i)
+        parts = [
+            (self._movers[device], tuple(pieces[i] for i in index), np.array(index, np.int64))
+            for device, index in by_device.items()
+        ]
+        return _Divided(pieces, parts)
 
 
 def choose_mover(devices: Collection[torch.device]) -> Mover:
@@ -254,6 +251,53 @@ def choose_mover(devices: Collection[torch.device]) -> Mover:
     return DeviceMovers({torch.device("cpu"): host, **{device: CudaMover(TorchRuntime(device)) for device in others}})
 
 
+def golden(turn: int, count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Which of so many parts a turn takes: turns go through them by the golden section. Whatever the distance from one
+    turn to the next, nearby ones take parts that lie far from each other, and every part's turn comes."""
+    fraction = (turn * 0x9E3779B97F4A7C15 % (1 << 64)) >> 33
+    return (count >> 31) * fraction + ((count & 0x7FFFFFFF) * fraction >> 31)  # in 64 bits
+
+
+class Places:
+    """Where to look at pieces that have any bytes, and how much: at `SAMPLE_BYTES` of plain ones, else at an element."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = pieces  # the addresses are theirs as long as they are held
+        held = [(i, piece) for i, piece in enumerate(pieces) if piece.bytes]
+        self.index = np.array([i for i, _ in held], np.int64)
+        self.address = np.array([piece.tensor.data_ptr() for _, piece in held], np.int64)
+        self.target = SAMPLE_BYTES * np.arange(len(held), dtype=np.uint64)
+        self._bytes = np.array([piece.bytes for _, piece in held], np.int64)
+        odd = [(row, piece.tensor) for row, (_, piece) in enumerate(held) if not piece.is_plain]
+        self._odd = np.array([row for row, _ in odd], np.int64)
+        self._item = np.array([tensor.element_size() for _, tensor in odd], np.int64)
+        self._lazy = np.array([tensor.is_conj() or tensor.is_neg() for _, tensor in odd], bool)
+        depth = max((tensor.dim() for _, tensor in odd), default=0)
+        self._sizes = _table_of([tensor.shape for _, tensor in odd], depth, 1)
+        self._strides = _table_of([tensor.stride() for _, tensor in odd], depth, 0)
+
+    def at(self, turn: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """`Sample.start`, `length` and `place` of that turn, whose parts are chosen by `golden`."""
+        count = -(-self._bytes // SAMPLE_BYTES)
+        count[self._odd] = self._bytes[self._odd] // self._item
+        chosen = golden(turn, count)
+        start = chosen * SAMPLE_BYTES
+        length = np.minimum(SAMPLE_BYTES, self._bytes - start)
+        place = start.copy()
+        if len(self._odd):
+            place[self._odd] = np.where(self._lazy, -1, chosen[self._odd] * self._item)
+            start[self._odd], length[self._odd] = self._offsets(chosen[self._odd]) * self._item, self._item
+        return start, length, place
+
+    def _offsets(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many elements from the first in memory the element of that number is, in row-major order."""
+        offset = np.zeros_like(number)
+        for size, stride in zip(self._sizes.T[::-1], self._strides.T[::-1], strict=True):
+            offset += number % size * stride
+            number = number // size
+        return offset
+
+
 @dataclass(frozen=True, slots=True)
 class _Table:
     """Addresses are those of `pieces`, which it keeps alive."""
@@ -262,23 +306,44 @@ class _Table:
     batches: list[runs.Runs]
     odd: list[Piece]
 
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> _Table:
+        plain = [(p.tensor.data_ptr(), p.offset, p.bytes) for p in pieces if p.is_plain]
+        return cls(pieces, runs.batches(runs.make_runs(plain)), [piece for piece in pieces if not piece.is_plain])
+
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Where pieces lie that have any bytes. Of those that are not plain only the first element is looked at."""
+class _Divided:
+    """`pieces` by device, with the mover of each, and their numbers."""
 
-    index: NDArray[np.int64]
-    address: NDArray[np.int64]
-    bytes: NDArray[np.int64]
+    pieces: Sequence[Piece]
+    parts: list[tuple[Mover, tuple[Piece, ...], NDArray[np.int64]]]
 
-    @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> _Places:
-        rows = [
-            (i, p.tensor.data_ptr(), p.bytes if p.is_plain else p.tensor.element_size())
-            for i, p in enumerate(pieces)
-            if p.bytes
-        ]
-        return cls(*np.array(rows, np.int64).reshape(-1, 3).T.copy())
+
+class _Remembers(Protocol):
+    """Keeps the pieces that it was made of, so that their id is not given to others."""
+
+    @property
+    def pieces(self) -> Sequence[Piece]: ...
+
+
+R = TypeVar("R", bound=_Remembers)
+
+
+def _remembered(known: dict[int, R], pieces: Sequence[Piece], make: Callable[[Sequence[Piece]], R]) -> R:
+    """What was made of these pieces, or is now; what was not asked for longest makes room. Any thread's."""
+    found = known.pop(id(pieces), None)
+    if found is None:
+        found = make(pieces)
+        while len(known) >= TABLES:
+            known.pop(next(iter(known), 0), None)
+    known[id(pieces)] = found
+    return found
+
+
+def _table_of(rows: Sequence[Sequence[int]], width: int, filler: int) -> NDArray[np.int64]:
+    """Rows of one width."""
+    return np.array([[*row, *[filler] * (width - len(row))] for row in rows], np.int64).reshape(len(rows), width)
 
 
 def _address(slot: memoryview) -> int:

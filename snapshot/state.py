@@ -96,7 +96,8 @@ def place(manifest: Manifest, form: SlotFormat, restless: Collection[str] = ()) 
     moving = place_tensors(form, by_class[False])
     length = sum(piece.bytes for piece in moving)
     shared = tuple(Piece(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in manifest.shared)
-    return Placed(form, manifest, moving, length, Subjects(moving), place_tensors(form, by_class[True]), shared)
+    subjects = Subjects(moving, [tensor for _, tensor in by_class[False]])
+    return Placed(form, manifest, moving, length, subjects, place_tensors(form, by_class[True]), shared)
 
 
 def place_tensors(form: SlotFormat, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Piece, ...]:

@@ -1,15 +1,18 @@
-"""What is taken at a boundary, when, and that nothing that happens afterwards gets into it."""
+"""What is taken when a step begins, and that nothing that happens afterwards gets into it."""
 
 from __future__ import annotations
 
+import gc
 import mmap
+import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
-from snapshot.frozen import FrozenChanged
 
 from holdfast import InMemorySnapshot
 from smp_daemon.client import SmpClient
@@ -20,13 +23,16 @@ from snapshot.adapter import Change, LiveTensor
 from snapshot.agreement import Alone
 from snapshot.capture import Capture, Staging
 from snapshot.copier import Copier, CopyJob
+from snapshot.errors import Misfit
 from snapshot.movers import CpuMover, Piece
 from snapshot.pace import Pace
-from snapshot.state import Misfit, decode_record, decode_values
+from snapshot.state import decode_record, decode_values
 from snapshot.tensors import read_leaf
+from snapshot.witness import StateChanged
 from tests.test_hook import arena as arena
 from tests.test_hook import train, values
-from tests.test_state import Toy, toy
+from tests.test_movers import Counting
+from tests.test_state import Toy, named, toy
 
 DEADLINE_S = 10.0
 SLOTS = 3
@@ -38,6 +44,7 @@ class Slots:
     def __init__(self) -> None:
         self.slots: list[memoryview] = []
         self.given: dict[SnapshotId, memoryview] = {}
+        self.sealed: list[SnapshotId] = []
         self.abandoned: list[SnapshotId] = []
 
     def reserve(self, total_bytes: int) -> None:
@@ -47,8 +54,8 @@ class Slots:
         self.given[snapshot] = self.slots[len(self.given) % SLOTS]
         return self.given[snapshot]
 
-    def seal(self, *_: Any) -> None:
-        """All bytes are there."""
+    def seal(self, snapshot: SnapshotId, *_: Any) -> None:
+        self.sealed.append(snapshot)
 
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
         if not unused:
@@ -63,12 +70,16 @@ class Noting(CpuMover):
         self.notes: list[tuple[list[int], bool]] = []
         self.job: CopyJob | None = None
         self.on_mark: Callable[[], None] = lambda: None
+        self.before_copy: Callable[[], None] = lambda: None
+        self.after_copy: Callable[[], None] = lambda: None
 
     def mark(self) -> None:
         self.on_mark()
 
     def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+        self.before_copy()
         super().copy(pieces, slot, pause)
+        self.after_copy()
         self.notes.append(([piece.offset for piece in pieces], self.job is not None and self.job.copied.is_set()))
 
 
@@ -90,26 +101,36 @@ class Rig:
         self.form = self.capture.plan(SnapshotId(self._epoch, self._step))
         self.slots.reserve(self.form.total_bytes)
 
-    def begin(self) -> CopyJob:
+    def begin(self, *, declared: bool = True) -> CopyJob:
+        """The next step begins."""
         self._step += 1
-        self.mover.job = job = self.capture.begin(SnapshotId(self._epoch, self._step), (), None)
+        self.capture.mark()
+        return self.begin_marked(declared=declared)
+
+    def begin_marked(self, *, declared: bool = True, marked: bool = False) -> CopyJob:
+        """The same, when `mark` was called."""
+        snapshot = SnapshotId(self._epoch, self._step)
+        self.mover.job = job = self.capture.begin(snapshot, (), None, declared=declared, marked=marked)
         return job
 
     def end(self, job: CopyJob) -> Held:
-        """Finalise and copy it; what stands in its slot then."""
-        self.copier.submit(job)
-        self.capture.finalise(job)
-        assert job.done.wait(DEADLINE_S)
+        """Copy and seal it; what stands in its slot then."""
+        self.run(job)
         job.check()
+        assert self.slots.sealed[-1] == job.snapshot
         return Held(self.slots.given[job.snapshot], job.snapshot)
 
     def fail(self, job: CopyJob) -> HoldfastError:
         """As `end`, for one that is given up; why it was."""
-        self.copier.submit(job)
-        self.capture.finalise(job)
-        assert job.done.wait(DEADLINE_S)
+        self.run(job)
         assert job.error is not None
+        assert job.snapshot not in self.slots.sealed
         return job.error
+
+    def run(self, job: CopyJob) -> None:
+        self.copier.submit(job)
+        job.sure.set()
+        assert job.done.wait(DEADLINE_S)
 
     def take(self) -> Held:
         return self.end(self.begin())
@@ -170,6 +191,11 @@ def test_there_is_no_snapshot_before_there_is_a_layout() -> None:
     rig.copier.close(DEADLINE_S)
 
 
+def test_there_is_no_snapshot_before_the_boundary_is_marked(rig: Rig) -> None:
+    with pytest.raises(Misfit, match="nothing was marked"):
+        rig.begin_marked()
+
+
 def test_a_layout_is_refused_while_the_state_does_not_verify(rig: Rig) -> None:
     rig.adapter.problem = StateMismatch("the model's weight is not the cast of its main parameter")
     with pytest.raises(StateMismatch, match="not the cast"):
@@ -177,7 +203,7 @@ def test_a_layout_is_refused_while_the_state_does_not_verify(rig: Rig) -> None:
 
 
 def test_a_layout_of_two_tensors_with_one_name_is_refused(rig: Rig) -> None:
-    rig.adapter.live.append(LiveTensor("early.rng", torch.zeros(2), Change.FORWARD))
+    rig.adapter.live.append(LiveTensor("early.rng", torch.zeros(2), Change.ANY))
     with pytest.raises(HoldfastError, match=r"two leaves are called 'early\.rng'"):
         rig.plan()
 
@@ -187,12 +213,12 @@ def test_a_layout_of_two_tensors_with_one_name_is_refused(rig: Rig) -> None:
 
 def test_tensors_are_taken_as_their_class_says(rig: Rig) -> None:
     job = rig.begin()
-    assert [piece.tensor for piece in job.moving] == [rig.live("model.weight")]
-    assert [piece.tensor for piece in job.once] == [rig.live("model.base")]
-    assert job.moving[0].tensor is rig.live("model.weight")
-    assert job.once[0].tensor is rig.live("model.base")
-    for pieces, tensor in ((job.staged, rig.live("model.mean")), (job.early, rig.adapter.early_tree["rng"])):
-        (piece,) = pieces
+    assert named(job.moving) == ["model.weight", "model.base"]
+    for piece in job.moving:
+        assert piece.tensor.data_ptr() == rig.live(piece.name).data_ptr()
+    assert named(job.ready) == ["model.mean", "early.rng", "late.warm"]
+    at_once = (rig.live("model.mean"), rig.adapter.early_tree["rng"], rig.adapter.late_tree["warm"])
+    for piece, tensor in zip(job.ready, at_once, strict=True):
         assert torch.equal(piece.tensor, tensor)
         assert piece.tensor.data_ptr() != tensor.data_ptr()
 
@@ -209,48 +235,116 @@ def test_a_slot_holds_the_whole_state_and_says_of_which_step(rig: Rig) -> None:
     assert fixed == {"order": ["b", "a"]}
 
 
-def test_what_changes_after_the_boundary_does_not_change_what_was_copied_at_it(rig: Rig) -> None:
+def test_what_changes_after_the_step_has_begun_does_not_change_what_was_taken_at_once(rig: Rig) -> None:
     job = rig.begin()
     rig.live("model.mean").fill_(9)
     rig.adapter.early_tree["rng"].fill_(9)
     rig.adapter.early_tree["seen"] = 9
+    rig.adapter.late_tree["warm"].fill_(9)
+    rig.adapter.late_tree["lr"] = 9
     held = rig.end(job)
-    early, _, _ = held.plain
+    early, late, _ = held.plain
     assert held["model.mean"] == [1, 1, 1]
     assert (early["seen"], early["rng"].tolist()) == (5, [1, 2, 3])
+    assert (late["lr"], late["warm"].item()) == (0.1, 2.0)
 
 
-def test_late_values_are_those_of_the_next_forward(rig: Rig) -> None:
-    job = rig.begin()
-    rig.adapter.late_tree["lr"] = 0.2
-    rig.adapter.late_tree["warm"].fill_(3)
-    rig.capture.finalise(job)
-    rig.adapter.late_tree["lr"] = 0.3
-    rig.adapter.late_tree["warm"].fill_(4)
-    _, late, _ = rig.end(job).plain
+def test_what_reading_data_changes_is_taken_before_it_is_read_and_the_rest_when_the_step_begins(rig: Rig) -> None:
+    def read_a_batch_and_step_the_schedule() -> None:
+        rig.adapter.early_tree["rng"].fill_(9)
+        rig.adapter.early_tree["seen"] = 6
+        rig.adapter.late_tree["lr"] = 0.2
+        rig.adapter.late_tree["warm"].fill_(3)
+        rig.live("model.mean").fill_(5)
+        rig.live("model.weight").fill_(7)
+
+    rig.capture.mark()
+    read_a_batch_and_step_the_schedule()
+    held = rig.end(rig.begin_marked())
+    early, late, _ = held.plain
+    assert (early["seen"], early["rng"].tolist()) == (5, [1, 2, 3])
     assert (late["lr"], late["warm"].item()) == (0.2, 3.0)
+    assert (held["model.mean"], held["model.weight"]) == ([5] * 3, [7] * 6)
 
 
-def test_what_was_given_up_is_not_finalised(rig: Rig) -> None:
+def test_a_boundary_may_be_marked_again(rig: Rig) -> None:
+    for seen in (6, 7):
+        rig.adapter.early_tree["seen"] = seen
+        rig.capture.mark()
+    assert rig.end(rig.begin_marked()).plain[0]["seen"] == 7
+
+
+def test_the_record_says_where_the_loop_is_as_the_step_begins(rig: Rig) -> None:
+    rig.capture.loop = lambda: {"data": {"taken": 3}}
+    rig.capture.mark()
+    rig.capture.loop = lambda: {"data": {"taken": 4}}
+    assert rig.end(rig.begin_marked()).plain[0]["loop"] == {"data": {"taken": 4}}
+
+
+def test_how_generators_are_is_noted_where_the_loop_does_not_say_that_a_step_begins(rig: Rig) -> None:
+    def began(*, declared: bool) -> Any:
+        return rig.end(rig.begin(declared=declared)).plain[1]["began"]
+
+    assert began(declared=True) is None
+    first = began(declared=False)
+    assert first
+    assert began(declared=False) == first
+    torch.rand(1)
+    second = began(declared=False)
+    assert {name for name in first if first[name] != second[name]} == {"torch"}
+
+
+def test_notes_stand_beside_the_state(rig: Rig) -> None:
+    rig.capture.notes = lambda: {"interval": 3}
+    held = rig.take()
+    form, _ = read_format(held.slot)
+    assert decode_record(held.slot, form, held.snapshot)["notes"] == {"interval": 3}
+
+
+def test_what_was_given_up_is_not_copied(rig: Rig) -> None:
     job = rig.begin()
     job.abort(HoldfastError("over"))
     assert str(rig.fail(job)) == "over"
-    assert job.late == ()
+    assert rig.mover.notes == []
     assert rig.slots.abandoned == [job.snapshot]
+
+
+def test_what_is_given_up_after_it_was_copied_is_not_sealed(rig: Rig) -> None:
+    job = rig.begin()
+    rig.copier.submit(job)
+    assert job.copied.wait(DEADLINE_S)
+    job.abort(HoldfastError("over"))
+    assert job.done.wait(DEADLINE_S)
+    assert (rig.slots.sealed, rig.slots.abandoned) == ([], [job.snapshot])
+
+
+def test_nothing_is_sealed_before_it_is_sure_that_the_step_has_begun(rig: Rig) -> None:
+    first, second = rig.begin(), rig.begin()
+    for job in (first, second):
+        rig.copier.submit(job)
+        assert job.copied.wait(DEADLINE_S)
+    second.sure.set()
+    assert rig.slots.sealed == []
+    first.sure.set()
+    assert second.done.wait(DEADLINE_S)
+    assert rig.slots.sealed == [first.snapshot, second.snapshot]
 
 
 def test_copies_carry_no_gradient(rig: Rig) -> None:
     rig.exchange("model.mean", torch.ones(3, requires_grad=True))
+    rig.exchange("model.weight", torch.ones(2, 3, requires_grad=True))
     job = rig.begin()
-    assert not job.staged[0].tensor.requires_grad
+    assert not any(piece.tensor.requires_grad for piece in (*job.moving, *job.ready))
     assert rig.end(job)["model.mean"] == [1, 1, 1]
 
 
-def test_live_tensors_are_read_before_they_may_change_and_what_settles_late_after(rig: Rig) -> None:
+def test_live_tensors_are_read_before_they_may_change_and_copies_after(rig: Rig) -> None:
     rig.take()
-    places = [[rig.form.offsets[name][0]] for name in ("model.weight", "model.base", "model.mean", "early.rng")]
-    assert rig.mover.notes[:4] == [(place, False) for place in places]
-    assert rig.mover.notes[4:] == [([rig.form.offsets["late.warm"][0]], True)]
+    moving, ready = (
+        [rig.form.offsets[name][0] for name in names]
+        for names in (("model.weight", "model.base"), ("model.mean", "early.rng", "late.warm"))
+    )
+    assert rig.mover.notes == [(moving, False), (ready, True)]
 
 
 def test_the_state_is_marked_when_all_copies_of_the_boundary_are_made(
@@ -293,7 +387,11 @@ def grow_early(rig: Rig) -> None:
     rig.adapter.early_tree["rng"] = torch.zeros(4, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("change", [grow, shrink, reshape, cast_down, grow_early])
+def add_late(rig: Rig) -> None:
+    rig.adapter.late_tree["more"] = torch.zeros(2)
+
+
+@pytest.mark.parametrize("change", [grow, shrink, reshape, cast_down, grow_early, add_late])
 def test_a_state_of_other_leaves_needs_a_new_layout(rig: Rig, change: Callable[[Rig], None]) -> None:
     rig.take()
     change(rig)
@@ -304,21 +402,22 @@ def test_a_state_of_other_leaves_needs_a_new_layout(rig: Rig, change: Callable[[
     rig.take()
 
 
-def test_a_new_late_tensor_ends_the_snapshot_and_not_the_loop(rig: Rig) -> None:
-    job = rig.begin()
-    rig.adapter.late_tree["more"] = torch.zeros(2)
-    error = rig.fail(job)
-    assert isinstance(error, Misfit)
-    assert "late.more" in str(error)
+def test_a_tensor_without_room_is_named(rig: Rig) -> None:
+    add_late(rig)
+    with pytest.raises(Misfit, match=r"there is no room for late\.more"):
+        rig.begin()
     rig.plan()
     assert rig.take()["late.more"] == [0, 0]
 
 
-def test_a_late_value_that_cannot_be_kept_ends_the_snapshot_and_not_the_loop(rig: Rig) -> None:
-    job = rig.begin()
-    rig.adapter.late_tree["handle"] = object()
-    assert "late.handle is a builtins.object" in str(rig.fail(job))
-    del rig.adapter.late_tree["handle"]
+@pytest.mark.parametrize("tree", ["early", "late"])
+def test_a_value_that_cannot_be_kept_is_named_as_the_step_begins(rig: Rig, tree: str) -> None:
+    """Not when the boundary is marked, of which nobody hears."""
+    values: dict[str, Any] = getattr(rig.adapter, f"{tree}_tree")
+    values["handle"] = object()
+    with pytest.raises(StateMismatch, match=rf"{tree}\.handle is a builtins\.object"):
+        rig.begin()
+    del values["handle"]
     rig.take()
 
 
@@ -347,71 +446,277 @@ def test_a_tensor_whose_data_is_elsewhere_is_followed(rig: Rig) -> None:
     assert [set(held[item.name]) for item in rig.adapter.live] == [{8.0}] * 3
 
 
-# ------------------------------------------------------------------ what is taken for frozen
+# ------------------------------------------------------------------ memory that moves
 
 
-def test_what_is_frozen_is_the_same_pieces_every_time(rig: Rig) -> None:
-    """By this the copy thread knows that a slot has them."""
-    jobs = [rig.begin() for _ in range(2)]
-    assert jobs[0].once is jobs[1].once
-    assert jobs[0].versions == jobs[1].versions
-    rig.live("model.base").add_(1)
-    assert rig.begin().versions != jobs[0].versions
+def elsewhere(tensor: torch.Tensor, value: float) -> None:
+    """Give it other memory, and what was freed to somebody else."""
+    tensor.data = torch.full_like(tensor, value)
+    gc.collect()
+    for _ in range(20):
+        torch.full((tensor.numel(),), 99.0)
 
 
-def test_what_is_frozen_is_copied_once_into_each_slot(rig: Rig) -> None:
-    for _ in range(3 * SLOTS):
-        assert rig.take()["model.base"] == [4, 4]
-    place = rig.form.offsets["model.base"][0]
-    assert [offsets for offsets, _ in rig.mover.notes].count([place]) == SLOTS
+BIG = 1 << 20
 
 
-def test_what_changes_right_after_the_step_is_taken_with_it(rig: Rig) -> None:
-    """Such as a moving average of the weights."""
-    for value in range(2 * SLOTS):
+def test_data_that_is_exchanged_while_it_is_copied_is_copied_as_it_was(rig: Rig) -> None:
+    """Memory that was read from as it was freed would have ended the process."""
+    for step in range(5):
+        rig.exchange("model.base", torch.full((BIG,), float(step)))
+        rig.plan()
+        rig.mover.before_copy = lambda: elsewhere(rig.live("model.base"), 7)
+        held = rig.take()
+        assert set(held["model.base"]) == {float(step)}
+        rig.mover.before_copy = lambda: None
+        assert set(rig.take()["model.base"]) == {7.0}
+
+
+def test_data_of_another_shape_that_comes_while_it_is_copied_is_named(rig: Rig) -> None:
+    def widen() -> None:
+        rig.live("model.weight").data = torch.zeros(2, 4)
+
+    job = rig.begin()
+    rig.mover.after_copy = widen
+    error = rig.fail(job)
+    assert isinstance(error, Misfit)
+    assert str(error) == "model.weight: of another shape than when the layout was made"
+
+
+@pytest.mark.parametrize("when", ["before the step", "while it is copied"])
+def test_a_tensor_that_is_transposed_in_its_memory_is_named(rig: Rig, when: str) -> None:
+    rig.take()
+    weight = rig.live("model.weight")
+    if when == "before the step":
+        weight.t_()
         job = rig.begin()
-        rig.live("model.base").fill_(value)
-        held = rig.end(job)
-        assert held["model.base"] == [value, value]
-        assert job.once == ()
-        assert len(job.late) == 2
+    else:
+        job = rig.begin()
+        rig.mover.before_copy = lambda: (weight.t_(), None)[1] if weight.shape == (2, 3) else None
+    error = rig.fail(job)
+    assert isinstance(error, Misfit)
+    assert "model.weight" in str(error)
+    rig.plan()
+    assert rig.take()["model.weight"] == [0, 3, 1, 4, 2, 5]
 
 
-def test_what_has_changed_once_is_copied_every_time(rig: Rig) -> None:
+def test_a_square_that_is_transposed_through_data_is_named(rig: Rig) -> None:
+    """No version tells of it, nor does its shape."""
+    rig.exchange("model.weight", torch.arange(9.0).view(3, 3))
+    rig.plan()
+    rig.take()
+    weight = rig.live("model.weight")
+    weight.data = weight.data.t()
+    assert isinstance(rig.fail(rig.begin()), Misfit)
+    rig.plan()
+    assert rig.take()["model.weight"] == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+
+
+def memory_of(tensor: torch.Tensor) -> weakref.ref[Any]:
+    return weakref.ref(tensor.untyped_storage())
+
+
+def test_memory_that_moves_with_each_step_is_not_held_once_it_is_copied(rig: Rig) -> None:
+    """Else so many snapshots as are under way would keep as many generations of the state."""
+    jobs, memory = [], []
+    for step in range(10):
+        for name in ("model.weight", "model.base"):
+            rig.live(name).data = torch.full_like(rig.live(name), step)
+        memory += [memory_of(rig.live(name)) for name in ("model.weight", "model.base")]
+        job = rig.begin()
+        jobs.append(job)  # as the hook does until it knows what became of it
+        assert rig.end(job)["model.base"] == [step, step]
+        assert job.fence(DEADLINE_S, DEADLINE_S)
+        rig.capture.let_go()
+    gc.collect()
+    assert sum(held() is not None for held in memory) == 2
+    assert all(job.moving == () for job in jobs)
+
+
+def test_state_that_stays_where_it_is_is_not_walked_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    walks = Counting(monkeypatch, "snapshot.capture.Manifest")
+    for _ in range(3):
+        job = rig.begin()
+        rig.end(job)
+        assert job.fence(DEADLINE_S, DEADLINE_S)
+        rig.capture.let_go()
+    assert walks.count == 0
+
+
+# ------------------------------------------------------------------ what changes while it is copied
+
+
+def write_in_place(tensor: torch.Tensor) -> None:
+    tensor.add_(1)
+
+
+def write_through_data(tensor: torch.Tensor) -> None:
+    tensor.data.add_(1)
+
+
+@pytest.mark.parametrize("write", [write_in_place, write_through_data])
+@pytest.mark.parametrize("name", ["model.weight", "model.base"])
+def test_what_changes_while_it_is_copied_ends_the_snapshot_and_is_copied_at_once_from_then_on(
+    rig: Rig, write: Callable[[torch.Tensor], None], name: str
+) -> None:
+    """Whatever it is: frozen tensors are no exception."""
+    rig.take()
+    rig.mover.after_copy = lambda: write(rig.live(name))
+    error = rig.fail(rig.begin())
+    assert isinstance(error, StateChanged)
+    assert error.names == (name,)
+    assert rig.capture.copy_at_once(error.names) == rig.live(name).nbytes
+    for _ in range(3):
+        expected = rig.live(name).flatten().tolist()
+        job = rig.begin()
+        assert name not in named(job.moving)
+        assert rig.end(job)[name] == expected
+
+
+def test_what_is_copied_at_once_stays_so_in_the_next_layout(rig: Rig) -> None:
+    rig.capture.copy_at_once(["model.weight"])
+    rig.plan()
+    assert named(rig.begin().moving) == ["model.base"]
+
+
+def test_what_is_swapped_and_given_back_while_it_is_copied_ends_the_snapshot(rig: Rig) -> None:
+    weight = rig.live("model.weight")
     job = rig.begin()
-    rig.live("model.base").fill_(5)
-    rig.end(job)
-    rig.live("model.base").data.fill_(6)
-    job = rig.begin()
-    assert (job.once, job.versions) == ((), ())
-    assert rig.end(job)["model.base"] == [6, 6]
+    rig.mover.before_copy = lambda: (weight.data.add_(1), None)[1]
+    rig.mover.after_copy = lambda: (weight.data.sub_(1), None)[1]
+    error = rig.fail(job)
+    assert isinstance(error, StateChanged)
+    assert error.names == ("model.weight",)
 
 
-def test_what_changes_after_the_late_values_are_taken_is_of_the_next_snapshot(rig: Rig) -> None:
+def test_what_changes_once_it_is_copied_is_of_the_next_snapshot(rig: Rig) -> None:
     job = rig.begin()
-    rig.live("model.base").fill_(5)
-    rig.capture.finalise(job)
-    rig.live("model.base").fill_(6)
-    assert rig.end(job)["model.base"] == [5, 5]
+    rig.copier.submit(job)
+    assert job.fence(DEADLINE_S, DEADLINE_S)
+    for name in ("model.weight", "model.base"):
+        rig.live(name).fill_(6)
+    job.sure.set()
+    assert job.done.wait(DEADLINE_S)
+    job.check()
+    held = Held(rig.slots.given[job.snapshot], job.snapshot)
+    assert (held["model.base"], held["model.weight"]) == ([4, 4], [0, 1, 2, 3, 4, 5])
     assert rig.take()["model.base"] == [6, 6]
 
 
-def test_what_changes_between_two_boundaries_is_copied_anew(rig: Rig) -> None:
-    for value in (4, 5, 6, 6, 6, 6, 7):
-        rig.live("model.base").fill_(value)
-        job = rig.begin()
-        assert len(job.once) == 1
-        assert rig.end(job)["model.base"] == [value, value]
+# ------------------------------------------------------------------ whether the step began only later
 
 
-def test_a_change_that_no_version_tells_of_ends_one_snapshot_and_is_in_the_next(rig: Rig) -> None:
-    for _ in range(SLOTS):
-        rig.take()
-    rig.live("model.base").data.fill_(5)
-    assert isinstance(rig.fail(rig.begin()), FrozenChanged)
-    for value in (5, 6, 7):
-        rig.live("model.base").data.fill_(value)
-        assert rig.take()["model.base"] == [value, value]
+def nothing(rig: Rig) -> None:
+    """Only time goes by."""
+
+
+def step_the_schedule(rig: Rig) -> None:
+    rig.adapter.late_tree["lr"] = 0.2
+
+
+def warm_up(rig: Rig) -> None:
+    rig.adapter.late_tree["warm"].fill_(3)
+
+
+def average(rig: Rig) -> None:
+    rig.live("model.weight").add_(1)
+
+
+def average_through_data(rig: Rig) -> None:
+    rig.live("model.base").data.add_(1)
+
+
+def update_a_buffer(rig: Rig) -> None:
+    rig.live("model.mean").add_(1)
+
+
+def draw(rig: Rig) -> None:
+    torch.rand(1)
+
+
+def draw_with_numpy(rig: Rig) -> None:
+    np.random.random()
+
+
+def draw_with_python(rig: Rig) -> None:
+    random.random()
+
+
+STATE, TRACES, NEITHER = (True, True), (False, True), (False, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (nothing, NEITHER),
+        (step_the_schedule, STATE),
+        (warm_up, STATE),
+        (average, STATE),
+        (average_through_data, STATE),
+        (update_a_buffer, TRACES),
+        (draw, TRACES),
+        (draw_with_numpy, TRACES),
+        (draw_with_python, TRACES),
+    ],
+)
+def test_what_changes_since_the_step_seemed_to_begin_is_told_from_what_a_forward_changes(
+    rig: Rig, change: Callable[[Rig], None], found: tuple[bool, bool]
+) -> None:
+    job = rig.begin(declared=False)
+    change(rig)
+    assert rig.capture.changed(job) == found
+
+
+# ------------------------------------------------------------------ buffers where nobody says when forward runs
+
+
+def test_buffers_that_were_marked_are_those_of_the_boundary(rig: Rig) -> None:
+    rig.capture.mark(buffers=True)
+    rig.live("model.mean").fill_(9)
+    assert rig.end(rig.begin_marked(marked=True))["model.mean"] == [1, 1, 1]
+
+
+def test_buffers_that_nobody_marked_cannot_be_had_once_forward_has_run(rig: Rig) -> None:
+    rig.capture.mark()
+    with pytest.raises(Misfit, match="forward ran before anybody knew, and has changed buffers"):
+        rig.begin_marked(marked=True)
+
+
+def test_buffers_that_were_marked_are_used_once(rig: Rig) -> None:
+    rig.capture.mark(buffers=True)
+    rig.end(rig.begin_marked(marked=True))
+    rig.capture.mark()
+    with pytest.raises(Misfit):
+        rig.begin_marked(marked=True)
+
+
+def test_buffers_are_marked_though_memory_moves_with_each_step(rig: Rig) -> None:
+    for step in range(5):
+        for item in rig.adapter.live:
+            item.tensor.data = torch.full_like(item.tensor, step)
+        rig.capture.mark(buffers=True)
+        job = rig.begin_marked(marked=True)
+        assert rig.end(job)["model.mean"] == [step] * 3
+        assert job.fence(DEADLINE_S, DEADLINE_S)
+        rig.capture.let_go()
+
+
+def test_without_buffers_there_is_nothing_to_mark(rig: Rig) -> None:
+    del rig.adapter.live[1]
+    rig.plan()
+    rig.capture.mark()
+    rig.end(rig.begin_marked(marked=True))
+
+
+def test_marking_again_and_again_takes_memory_once(rig: Rig) -> None:
+    places = set()
+    for value in range(10):
+        rig.live("model.mean").fill_(value)
+        rig.capture.mark(buffers=True)
+        job = rig.begin_marked(marked=True)
+        places.add(job.ready[0].tensor.data_ptr())
+        assert rig.end(job)["model.mean"] == [value] * 3
+    assert len(places) <= 2
 
 
 # ------------------------------------------------------------------ memory that is used again
@@ -423,7 +728,7 @@ def test_no_more_than_two_copies_are_ever_made(rig: Rig) -> None:
     for value in range(10):
         rig.live("model.mean").fill_(value)
         job = rig.begin()
-        places |= {piece.tensor.data_ptr() for piece in (*before.staged, *job.staged)}
+        places |= {piece.tensor.data_ptr() for piece in (before.ready[0], job.ready[0])}
         assert rig.end(before)["model.mean"] == ([value - 1] * 3 if value else [1, 1, 1])
         before = job
     assert len(places) == 2
@@ -434,7 +739,7 @@ def test_a_copy_that_is_in_use_is_not_written_again(rig: Rig) -> None:
     for value in range(4):
         rig.live("model.mean").fill_(value)
         jobs.append(rig.begin())
-    assert [job.staged[0].tensor.tolist() for job in jobs] == [[value] * 3 for value in range(4)]
+    assert [job.ready[0].tensor.tolist() for job in jobs] == [[value] * 3 for value in range(4)]
 
 
 def test_nothing_to_copy_takes_no_memory() -> None:
@@ -447,7 +752,7 @@ def test_nothing_to_copy_takes_no_memory() -> None:
 def test_copies_of_an_older_layout_are_not_used_for_a_newer_one(rig: Rig) -> None:
     """A snapshot may still be sealed while the next layout is made."""
     old = rig.begin()
-    rig.adapter.live.append(LiveTensor("model.a", torch.full((3,), 3.0), Change.FORWARD))
+    rig.adapter.live.append(LiveTensor("model.a", torch.full((3,), 3.0), Change.ANY))
     rig.plan()
     rig.capture.over(old)
     held = rig.take()
@@ -455,7 +760,7 @@ def test_copies_of_an_older_layout_are_not_used_for_a_newer_one(rig: Rig) -> Non
 
 
 def test_copies_whose_order_has_changed_are_put_in_their_places(rig: Rig) -> None:
-    rig.adapter.live.append(LiveTensor("model.var", torch.full((3,), 3.0), Change.FORWARD))
+    rig.adapter.live.append(LiveTensor("model.var", torch.full((3,), 3.0), Change.ANY))
     rig.plan()
     old = rig.begin()
     rig.adapter.live.reverse()

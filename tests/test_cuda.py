@@ -28,9 +28,10 @@ from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
 from snapshot import cuda, cuda_runtime
 from snapshot.cuda import CudaMover, chunks
 from snapshot.cuda_runtime import Event, Stream, TorchRuntime
-from snapshot.movers import Mover, Piece
+from snapshot.movers import CpuMover, Mover, Piece
 from snapshot.numa import numa_node, parse_cpus, pin_to_node
 from snapshot.tensors import flat
+from snapshot.witness import StateChanged, Subjects, Witness
 
 quick = settings(deadline=None, derandomize=True, max_examples=120)
 
@@ -483,6 +484,124 @@ def test_tensors_elsewhere_are_refused_before_anything_is_queued() -> None:
     with pytest.raises(ConfigError, match="meta"):
         mover.copy(place(fake.tensor(torch.zeros(3)), torch.zeros(3, device="meta")), new_slot(), no_pause)
     assert fake.copies == 0
+
+
+# ---------------------------------------------------------------------- looks at the state
+
+
+def named(*tensors: torch.Tensor) -> tuple[Piece, ...]:
+    pieces = place(*tensors)
+    return tuple(Piece(each.tensor, each.offset, each.bytes, f"w{i}") for i, each in enumerate(pieces))
+
+
+def test_bytes_may_be_under_way_when_a_copy_returns() -> None:
+    assert CudaMover(FakeCuda()).queues
+
+
+@pytest.mark.parametrize("turn", range(12))
+def test_a_sample_is_the_same_bytes_as_of_host_memory(turn: int) -> None:
+    fake = FakeCuda()
+    pieces = place(*state(fake))
+    on_device, on_host = CudaMover(fake).sample(pieces, turn), CpuMover().sample(pieces, turn)
+    for name in ("index", "start", "length", "place"):
+        assert getattr(on_device, name).tolist() == getattr(on_host, name).tolist()
+    looked_at = on_host.place >= 0  # what is conjugated lazily is resolved on the way
+    assert (on_device.read() == on_host.read())[looked_at].all()
+    assert on_device.read().any(axis=1).sum() >= 3
+
+
+@pytest.mark.parametrize("interval", [1, 2, 4, 8])
+def test_only_so_many_pieces_are_looked_at_a_turn_and_soon_all(monkeypatch: pytest.MonkeyPatch, interval: int) -> None:
+    monkeypatch.setattr(cuda, "SAMPLED", 3)
+    fake = FakeCuda()
+    mover = CudaMover(fake)
+    pieces = place(*[fake.tensor(torch.full((4,), float(i))) for i in range(8)])
+    seen: set[int] = set()
+    for turn in range(5, 5 + 24 * interval, interval):
+        sample = mover.sample(pieces, turn)
+        assert len(sample.index) == 3
+        values = sample.read()[:, :16].copy().view("f4")
+        assert values.tolist() == [[float(i)] * 4 for i in sample.index]
+        assert mover.sample(pieces, turn).index.tolist() == sample.index.tolist()
+        seen.update(sample.index.tolist())
+    assert seen == set(range(8))
+
+
+def test_a_sample_of_nothing_asks_the_device_nothing() -> None:
+    fake = FakeCuda()
+    for tensors in ((), (fake.tensor(torch.zeros(0, 3)),)):
+        sample = CudaMover(fake).sample(place(*tensors), 4)
+        assert (len(sample.index), len(sample.read())) == (0, 0)
+    assert not fake.compute.work
+
+
+def test_taking_a_sample_does_not_wait_for_the_device_and_reading_it_does() -> None:
+    fake = FakeCuda()
+    ran: list[bool] = []
+    fake.later(lambda: ran.append(True))
+    sample = CudaMover(fake).sample(place(*state(fake)), 1)
+    assert not ran
+    sample.read()
+    assert ran
+
+
+def test_a_device_that_fails_while_it_is_looked_at_fails_the_snapshot() -> None:
+    fake = FakeCuda()
+    mover = CudaMover(fake)
+    sample = mover.sample(place(*state(fake)), 1)
+    fake.fault = "an illegal memory access"
+    with pytest.raises(HoldfastError, match="a look at the state failed on cpu: an illegal memory access"):
+        sample.read()
+    with pytest.raises(HoldfastError, match="a look at the state failed"):
+        mover.sample(place(*state(fake)), 1)
+    fake.fault = ""
+    fake.stuck = True
+    with pytest.raises(DeadlineExceeded):
+        mover.sample(place(*state(fake)), 1).read()
+
+
+@registered_or_not
+def test_what_changes_while_it_is_copied_is_named(refused: Callable[[int], bool]) -> None:
+    fake = FakeCuda()
+    fake.refused = refused
+    mover = CudaMover(fake)
+    live = [fake.tensor(torch.full((n,), 1.0)) for n in (3, 500, 40)]
+    pieces = named(*live)
+    slot = new_slot()
+    for changing in (None, 1):
+        witness = Witness(mover, Subjects(pieces), 3)
+        mover.mark()
+        mover.copy(pieces, slot, no_pause)
+        if changing is not None:
+            live[changing].data.fill_(2)
+        witness.look()  # as at the fence: what is queued may be under way
+        mover.fence()
+        mover.finish()
+        if changing is None:
+            witness.check(slot)
+        else:
+            with pytest.raises(StateChanged, match=rf"^w{changing} changed"):
+                witness.check(slot)
+
+
+def test_a_torn_copy_of_what_was_changed_back_is_named() -> None:
+    fake = FakeCuda()
+    mover = CudaMover(fake)
+    live = [fake.tensor(torch.full((500,), 1.0)), fake.tensor(torch.full((20, 30), 1.0)).t()]
+    pieces = named(*live)
+    slot = new_slot()
+    witness = Witness(mover, Subjects(pieces), 3)
+    for tensor in live:
+        tensor.data.fill_(2)
+    mover.mark()
+    mover.copy(pieces, slot, no_pause)
+    mover.finish()
+    for tensor in live:
+        tensor.data.fill_(1)
+    witness.look()
+    assert witness.changed() == []
+    with pytest.raises(StateChanged, match=r"^w0, w1 changed"):
+        witness.check(slot)
 
 
 # ---------------------------------------------------------------------- registration

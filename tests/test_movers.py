@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 from smp_daemon.errors import ConfigError
 from snapshot import runs
-from snapshot.movers import TABLES, CpuMover, DeviceMovers, Piece, choose_mover
+from snapshot.movers import SAMPLE_BYTES, TABLES, CpuMover, DeviceMovers, Piece, _Divided, choose_mover
 from snapshot.tensors import DTYPES, leaf_of, read_leaf
 from tests.test_tensors import bits, random_bits
 
@@ -230,16 +233,17 @@ def test_an_error_of_the_pause_ends_the_copy(monkeypatch: pytest.MonkeyPatch, af
 
 
 class Counting:
-    """Counts how often runs are made."""
+    """Counts how often something is called."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, target: str = "snapshot.runs.make_runs") -> None:
         self.count = 0
-        self._make_runs = runs.make_runs
-        monkeypatch.setattr(runs, "make_runs", self._counted)
+        module, _, name = target.rpartition(".")
+        self._called = getattr(importlib.import_module(module), name)
+        monkeypatch.setattr(target, self._counted)
 
-    def _counted(self, rows: list[tuple[int, int, int]]) -> runs.Runs:
+    def _counted(self, *arguments: Any) -> Any:
         self.count += 1
-        return self._make_runs(rows)
+        return self._called(*arguments)
 
 
 def test_the_table_of_the_same_pieces_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,11 +279,44 @@ def test_other_pieces_are_followed_though_the_first_are_gone() -> None:
         del pieces
 
 
+def test_other_pieces_are_looked_at_though_the_first_are_gone() -> None:
+    mover = CpuMover()
+    for seed in range(5 * TABLES):
+        pieces = row([random_bits(torch.uint8, (40 + seed % 3,), seed), random_bits(torch.uint8, (7,), seed + 1)])
+        seen = mover.sample(pieces, 1).read()
+        assert [bytes(line) for line in seen] == [bits(p.tensor).ljust(SAMPLE_BYTES, b"\0") for p in pieces]
+        del pieces
+
+
+def test_what_is_copied_again_and_again_is_remembered_whatever_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of each step's own come between the copies of the state."""
+    made = Counting(monkeypatch)
+    mover = CpuMover()
+    state = row([torch.zeros(5)])
+    slot = memoryview(slot_for(state))
+    for _ in range(4 * TABLES):
+        mover.copy(state, slot, unpaced)
+        mover.copy(row([torch.zeros(5)]), slot, unpaced)
+    assert made.count == 1 + 4 * TABLES
+
+
 def remember(mover: CpuMover) -> weakref.ref[torch.Tensor]:
-    """Copy a tensor that only `mover` keeps."""
+    """Copy and look at a tensor that only `mover` keeps."""
     pieces = row([torch.ones(9)])
     mover.copy(pieces, memoryview(slot_for(pieces)), unpaced)
+    mover.sample(pieces, 1)
     return weakref.ref(pieces[0].tensor)
+
+
+def test_what_is_to_be_forgotten_is_let_go() -> None:
+    mover = CpuMover()
+    kept = [remember(mover) for _ in range(2)]
+    gc.collect()
+    assert all(tensor() is not None for tensor in kept)
+    mover.forget()
+    gc.collect()
+    assert all(tensor() is None for tensor in kept)
+    assert remember(mover)() is not None
 
 
 def test_layouts_that_are_over_are_let_go() -> None:
@@ -378,6 +415,49 @@ def test_a_device_is_given_the_same_sequence_for_the_same_pieces() -> None:
         movers.copy(others, slot, unpaced)
         assert host.parts[-1][0].tensor is others[0].tensor
         del others
+
+
+def test_a_sample_of_several_devices_is_one_sample_of_their_pieces() -> None:
+    """Two movers stand in for two devices; the second's pieces come between the first's."""
+    pieces = row([torch.full((n,), i + 1, dtype=torch.uint8) for i, n in enumerate([5, 200, 0, 7, 100])])
+    alone = CpuMover().sample(pieces, 3)
+    movers = DeviceMovers({torch.device("cpu"): CpuMover(), torch.device("meta"): CpuMover()})
+    first, second = ([0, 2, 4], [1, 3])
+    divided = _Divided(
+        pieces, [(CpuMover(), tuple(pieces[i] for i in part), np.array(part, np.int64)) for part in (first, second)]
+    )
+    movers._divided[id(pieces)] = divided
+    together = movers.sample(pieces, 3)
+    order = np.argsort(together.index)
+    assert together.index[order].tolist() == alone.index.tolist() == [0, 1, 3, 4]
+    for name in ("start", "length", "place"):
+        assert getattr(together, name)[order].tolist() == getattr(alone, name).tolist()
+    assert np.array_equal(together.read()[order], alone.read())
+    assert len(movers.sample((), 3).read()) == 0
+
+
+def test_several_devices_forget_what_each_remembers() -> None:
+    host = CpuMover()
+    movers = DeviceMovers({torch.device("cpu"): host})
+    pieces = row([torch.ones(9)])
+    movers.copy(pieces, memoryview(slot_for(pieces)), unpaced)
+    movers.sample(pieces, 1)
+    kept = weakref.ref(pieces[0].tensor)
+    del pieces
+    gc.collect()
+    assert kept() is not None
+    movers.forget()
+    gc.collect()
+    assert kept() is None
+
+
+class Queues(CpuMover):
+    queues = True
+
+
+def test_bytes_may_be_under_way_if_those_of_one_device_may() -> None:
+    assert not DeviceMovers({torch.device("cpu"): CpuMover()}).queues
+    assert DeviceMovers({torch.device("cpu"): CpuMover(), torch.device("meta"): Queues()}).queues
 
 
 def test_state_in_host_memory_has_one_mover_and_unknown_devices_none() -> None:

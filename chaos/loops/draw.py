@@ -239,13 +239,15 @@ def _consistent(loop: Loop) -> Loop:
     if "accumulate" in seen and zero == "middle":
         zero = "top"
     data = loop.data
-    if loop.optimizer == "sam" and data.startswith("loader, s"):
-        data = "fresh"
+    steps = loop.steps
+    if loop.optimizer == "sam":  # it never steps itself, which is said after a hundred gradients
+        data = "fresh" if data.startswith("loader") else data
+        steps = 60
     if loop.optimizer in ("lbfgs", "closure") and data == "prefetched":
         data = "fresh"
     if loop.model == "embedding" and loop.optimizer == "two":
         data = data if data in ("indexed", "python") else "fresh"
-    return replace(loop, twists=tuple(kept), form=form, zero=zero, data=data)
+    return replace(loop, twists=tuple(kept), form=form, zero=zero, data=data, steps=steps)
 
 
 def _ends(loop: Loop, dice: random.Random) -> tuple[End, ...]:

@@ -1,0 +1,459 @@
+"""Live tensors that change while they are copied: what tells of it, and by which name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smp_daemon.errors import HoldfastError
+from snapshot.movers import SAMPLE_BYTES, CpuMover, Piece, Sample
+from snapshot.tensors import DTYPES
+from snapshot.witness import SHOWN, StateChanged, Subjects, Witness
+from tests.test_movers import BEFORE, Counting, slot_for, strided, transposed, unpaced
+from tests.test_tensors import random_bits
+
+quick = settings(deadline=None, derandomize=True, max_examples=60)
+
+DEADLINE_S = 10.0
+PERIODS = 3
+"""Every part of a piece is looked at once in so many times as many turns as it has parts."""
+
+
+class Copying:
+    """Tensors that are called ``w0``, ``w1``..., and what the copy of them is to say."""
+
+    def __init__(self, *tensors: torch.Tensor, turn: int = 1, mover: CpuMover | None = None) -> None:
+        pieces, at = [], BEFORE
+        for i, tensor in enumerate(tensors):
+            pieces.append(Piece(tensor.detach(), at, tensor.nbytes, f"w{i}"))
+            at += tensor.nbytes + BEFORE
+        self.pieces = tuple(pieces)
+        self.slot = memoryview(slot_for(self.pieces))
+        self.mover = mover or CpuMover()
+        self.witness = Witness(self.mover, Subjects(self.pieces), turn)
+
+    def copy(self, which: slice = slice(None)) -> None:
+        self.mover.copy(self.pieces[which], self.slot, unpaced)
+
+    def changed(self) -> list[str]:
+        """What the check names."""
+        try:
+            self.witness.check(self.slot)
+        except StateChanged as error:
+            return list(error.names)
+        return []
+
+
+def flip(tensor: torch.Tensor, index: int) -> None:
+    """Flip a bit of the byte at `index`, as nothing that counts versions sees it."""
+    tensor.data.view(-1).view(torch.uint8)[index] ^= 1
+
+
+def looks(count: int, turns: Sequence[int]) -> list[int]:
+    """At which of `count` parts of a piece each turn looks."""
+    pieces = (Piece(torch.zeros(count * SAMPLE_BYTES, dtype=torch.uint8), 0, count * SAMPLE_BYTES, "w"),)
+    mover = CpuMover()
+    return [int(mover.sample(pieces, turn).start[0]) // SAMPLE_BYTES for turn in turns]
+
+
+# ------------------------------------------------------------------ what is noticed
+
+
+def test_what_stays_as_it_is_passes() -> None:
+    copying = Copying(torch.randn(5), torch.randn(40, 30), torch.zeros(()))
+    copying.copy()
+    _ = copying.pieces[0].tensor.sum() + copying.pieces[1].tensor.clone()[0, 0]
+    assert copying.witness.changed() == copying.witness.rewritten() == copying.changed() == []
+
+
+def test_a_change_in_place_is_named_though_it_puts_back_what_was_there() -> None:
+    copying = Copying(*(torch.ones(3) for _ in range(3)))
+    copying.copy()
+    copying.pieces[1].tensor.add_(1).sub_(1)
+    assert copying.witness.changed() == copying.changed() == ["w1"]
+    assert copying.witness.rewritten() == []
+
+
+def test_a_change_through_a_view_or_by_an_optimizer_is_named() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    copying = Copying(*parameters)
+    copying.copy()
+    parameters[0].detach()[1:2].fill_(3)
+    parameters[2].grad = torch.ones(4)
+    torch.optim.SGD([parameters[2]], lr=1.0).step()
+    assert copying.changed() == ["w0", "w2"]
+
+
+def test_a_change_of_the_whole_is_one_of_each_part() -> None:
+    """As of what replicas share."""
+    whole = torch.zeros(6)
+    copying = Copying(whole.view(-1)[2:4])
+    copying.copy()
+    whole[:1] = 1
+    assert copying.changed() == ["w0"]
+
+
+def test_what_is_written_through_data_is_named() -> None:
+    """No version counter tells of it."""
+    copying = Copying(*(torch.zeros(1000 * (i + 1)) for i in range(3)))
+    copying.copy()
+    versions = Subjects(copying.pieces).versions()
+    copying.pieces[1].tensor.data.fill_(1)
+    assert Subjects(copying.pieces).versions() == versions
+    assert copying.witness.changed() == copying.witness.rewritten() == copying.changed() == ["w1"]
+
+
+@pytest.mark.parametrize("when", ["before the copy", "after the copy"])
+def test_a_whole_tensor_that_is_written_through_data_is_named_at_any_turn(when: str) -> None:
+    for turn in range(1, 50):
+        copying = Copying(torch.zeros(10_000), turn=turn)
+        if when == "after the copy":
+            copying.copy()
+        copying.pieces[0].tensor.data.fill_(1)
+        if when == "before the copy":
+            copying.copy()
+        assert copying.changed() == ["w0"]
+
+
+def test_a_change_that_is_taken_back_before_the_look_is_seen_in_the_copy() -> None:
+    """As weights that are swapped for an evaluation, through ``.data``: the copy is torn, the tensor as it was."""
+    tensors = [torch.zeros(1000), torch.zeros(10)]
+    copying = Copying(*tensors)
+    copying.copy(slice(0, 1))
+    for tensor in tensors:
+        tensor.data.fill_(1)
+    copying.copy(slice(1, 2))
+    for tensor in tensors:
+        tensor.data.fill_(0)
+    assert copying.witness.changed() == []
+    assert copying.changed() == ["w1"]
+
+
+def test_what_changes_after_the_look_is_of_the_next_step() -> None:
+    tensors = [torch.zeros(5), torch.zeros(5)]
+    copying = Copying(*tensors)
+    copying.copy()
+    copying.witness.look()
+    tensors[0].add_(1)
+    tensors[1].data.fill_(1)
+    copying.witness.look()
+    assert copying.changed() == []
+
+
+def test_without_a_look_the_check_takes_one() -> None:
+    copying = Copying(torch.zeros(5))
+    copying.copy()
+    copying.pieces[0].tensor.add_(1)
+    assert copying.changed() == ["w0"]
+
+
+def test_what_the_slot_has_of_others_is_none_of_it() -> None:
+    copying = Copying(torch.zeros(40))
+    copying.copy()
+    piece = copying.pieces[0]
+    copying.slot[piece.offset - 1] ^= 1
+    copying.slot[piece.offset + piece.bytes] ^= 1
+    assert copying.changed() == []
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5)], ids=str)
+def test_any_dtype_is_compared_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = random_bits(dtype, shape)
+    copying = Copying(tensor)
+    copying.copy()
+    assert copying.changed() == []
+    where = looks(-(-tensor.nbytes // SAMPLE_BYTES), [1])[0] * SAMPLE_BYTES
+    copying = Copying(tensor)
+    copying.copy()
+    flip(tensor, min(where + SAMPLE_BYTES, tensor.nbytes) - 1)
+    assert copying.changed() == ["w0"]
+
+
+def test_what_is_not_a_number_is_equal_to_itself_and_a_negative_zero_is_not_zero() -> None:
+    tensor = torch.tensor([float("nan"), 0.0])
+    copying = Copying(tensor)
+    copying.copy()
+    assert copying.witness.changed() == []
+    tensor.data[1] = -0.0
+    assert copying.changed() == ["w0"]
+
+
+def test_many_names_are_cut_and_counted() -> None:
+    copying = Copying(*(torch.zeros(1) for _ in range(SHOWN + 3)))
+    copying.copy()
+    for piece in copying.pieces:
+        piece.tensor.data.fill_(1)
+    with pytest.raises(StateChanged, match=r"^w0, w1, w2, w3 and 3 more changed after the step had begun") as raised:
+        copying.witness.check(copying.slot)
+    assert raised.value.names == tuple(piece.name for piece in copying.pieces)
+
+
+# ------------------------------------------------------------------ tensors of inference mode
+
+
+def test_tensors_of_inference_mode_are_watched_without_their_versions() -> None:
+    with torch.inference_mode():
+        tensors = [torch.zeros(5), torch.zeros(5)]
+    copying = Copying(torch.zeros(5), *tensors)
+    copying.copy()
+    assert copying.witness.changed() == []
+    with torch.inference_mode():
+        tensors[1].fill_(1)
+    assert copying.changed() == ["w2"]
+
+
+def test_a_tensor_beside_one_of_inference_mode_keeps_its_version() -> None:
+    with torch.inference_mode():
+        inferred = torch.zeros(5)
+    copying = Copying(inferred, torch.zeros(5))
+    copying.copy()
+    copying.pieces[1].tensor.add_(1).sub_(1)
+    assert copying.changed() == ["w1"]
+
+
+# ------------------------------------------------------------------ forms of tensors
+
+
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(2, 3, 4, -1).contiguous(memory_format=torch.channels_last)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda base: transposed(base.view(24, -1)),
+    "strided": lambda base: strided(base.view(24, -1)),
+    "channels last": channels_last,
+    "a column": lambda base: base.view(24, -1)[:, 1],
+    "permuted": lambda base: base.view(2, 3, 4, -1).permute(3, 1, 0, 2),
+}
+
+
+@pytest.mark.parametrize("form", VIEWS)
+def test_a_tensor_in_no_order_is_named_at_any_turn(form: str) -> None:
+    for turn in range(1, 30):
+        tensor = VIEWS[form](torch.zeros(240))
+        assert not tensor.is_contiguous()
+        copying = Copying(tensor, turn=turn)
+        copying.copy()
+        assert copying.witness.changed() == []
+        tensor.data.fill_(1)
+        assert copying.witness.changed() == copying.changed() == ["w0"]
+
+
+@pytest.mark.parametrize("form", VIEWS)
+def test_a_torn_copy_of_a_tensor_in_no_order_is_named_at_any_turn(form: str) -> None:
+    for turn in range(1, 30):
+        tensor = VIEWS[form](torch.arange(240.0))
+        copying = Copying(tensor, turn=turn)
+        tensor.data.add_(1)
+        copying.copy()
+        tensor.data.sub_(1)
+        assert copying.witness.changed() == []
+        assert copying.changed() == ["w0"]
+
+
+@pytest.mark.parametrize("form", VIEWS)
+def test_each_element_of_a_tensor_in_no_order_has_its_turn(form: str) -> None:
+    tensor = VIEWS[form](torch.arange(240.0))
+    copying = Copying(tensor)
+    copying.copy()
+    seen = set()
+    for turn in range(PERIODS * tensor.numel()):
+        sample = copying.mover.sample(copying.pieces, turn)
+        (value,) = sample.read()[0, :4].view(np.float32)
+        seen.add(float(value))
+        place = copying.pieces[0].offset + int(sample.place[0])
+        assert bytes(copying.slot[place : place + 4]) == bytes(sample.read()[0, :4])
+    assert seen == set(tensor.flatten().tolist())
+
+
+@pytest.mark.parametrize("part", ["whole", "imaginary"])
+def test_a_tensor_that_is_conjugated_or_negated_lazily_is_watched_in_memory(part: str) -> None:
+    base = torch.complex(torch.ones(9), torch.ones(9))
+    tensor = base.conj() if part == "whole" else base.conj().imag
+    copying = Copying(tensor)
+    copying.copy()
+    assert copying.witness.changed() == []
+    base.data.fill_(3 + 3j)
+    assert copying.changed() == ["w0"]
+
+
+def test_a_conjugated_copy_is_not_taken_for_a_torn_one() -> None:
+    base = torch.complex(torch.ones(9), torch.ones(9))
+    copying = Copying(base.conj(), base.conj().imag)
+    copying.copy()
+    assert copying.changed() == []
+
+
+@pytest.mark.parametrize("turn", [0, 5])
+def test_empty_tensors_are_passed_over(turn: int) -> None:
+    for empty in ([], [torch.zeros(0), torch.zeros(3, 0)]):
+        copying = Copying(*empty, turn=turn) if empty else None
+        if copying is not None:
+            assert copying.changed() == []
+    assert Witness(CpuMover(), Subjects(()), turn).changed() == []
+    tensor = torch.zeros(3)
+    copying = Copying(torch.zeros(0), tensor, torch.zeros(4, 0).t(), turn=turn)
+    copying.copy()
+    assert copying.witness.changed() == []
+    tensor.data.fill_(1)
+    assert copying.changed() == ["w1"]
+
+
+# ------------------------------------------------------------------ where is looked
+
+
+def test_equal_turns_look_at_the_same_places_and_others_at_others() -> None:
+    assert looks(1000, [7, 7, 7]) == [looks(1000, [7])[0]] * 3
+    assert len(set(looks(1000, range(100)))) == 100
+
+
+@quick
+@given(st.integers(1, 300), st.integers(0, 1 << 40), st.sampled_from([1, 2, 3, 4, 10, 16, 64, 100, 256]))
+def test_every_part_of_a_piece_has_its_turn_whatever_the_interval(count: int, first: int, interval: int) -> None:
+    """Of snapshots at every 16th step too, of tensors of a power of two."""
+    assert set(looks(count, range(first, first + 8 * count * interval, interval))) == set(range(count))
+
+
+@quick
+@given(st.integers(1, 300), st.integers(0, 1 << 40))
+def test_successive_turns_look_at_every_part_soon(count: int, first: int) -> None:
+    assert set(looks(count, range(first, first + PERIODS * count))) == set(range(count))
+
+
+@quick
+@given(st.integers(1, 5 * SAMPLE_BYTES), st.integers(0, 2**20), st.integers(0, 7))
+def test_a_byte_that_changes_unseen_is_found_within_a_few_turns(count: int, place: int, first: int) -> None:
+    tensor = random_bits(torch.uint8, (count,))
+    pieces = (Piece(tensor, 0, count, "w"),)
+    turns = range(first, first + PERIODS * -(-count // SAMPLE_BYTES))
+    witnesses = [Witness(CpuMover(), Subjects(pieces), turn) for turn in turns]
+    assert not any(witness.changed() for witness in witnesses)
+    flip(tensor, place % count)
+    assert any(witness.changed() == ["w"] for witness in witnesses)
+
+
+def test_the_last_bytes_of_a_tensor_are_looked_at_and_none_behind_them() -> None:
+    memory = torch.zeros(SAMPLE_BYTES * 3, dtype=torch.uint8)
+    tensor = memory[: SAMPLE_BYTES + 5]
+    pieces = (Piece(tensor, 0, tensor.nbytes, "w"),)
+    samples = [CpuMover().sample(pieces, turn) for turn in range(6)]
+    assert {(int(each.start[0]), int(each.length[0])) for each in samples} == {(0, SAMPLE_BYTES), (SAMPLE_BYTES, 5)}
+    memory[SAMPLE_BYTES + 5 :] = 1
+    assert not any(CpuMover().sample(pieces, turn).read().any() for turn in range(6))
+
+
+def test_a_sample_is_of_the_time_when_it_was_taken() -> None:
+    tensor = torch.zeros(4)
+    pieces = (Piece(tensor, 0, 16, "w"),)
+    sample = CpuMover().sample(pieces, 1)
+    tensor.fill_(1)
+    assert not sample.read().any()
+
+
+def test_where_to_look_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Counting(monkeypatch, "snapshot.movers.Places")
+    copying = Copying(torch.zeros(5), torch.zeros(5))
+    for _ in range(5):
+        copying.copy()
+        assert copying.changed() == []
+    assert made.count == 1
+
+
+# ------------------------------------------------------------------ several threads, and devices that fail
+
+
+class Held(CpuMover):
+    """Samples, from the second on, wait until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.entered = threading.Event()
+        self.free = threading.Event()
+
+    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+        self.count += 1
+        if self.count > 1:
+            self.entered.set()
+            assert self.free.wait(DEADLINE_S)
+        return super().sample(pieces, turn)
+
+
+def test_of_two_threads_that_look_the_second_waits_for_the_first() -> None:
+    """Whoever returns from a look may change the state: all of it was looked at before."""
+    mover = Held()
+    tensor = torch.zeros(5)
+    copying = Copying(tensor, mover=mover)
+    copying.copy()
+    coming = threading.Event()
+
+    def second() -> None:
+        coming.set()
+        copying.witness.look()
+        tensor.data.fill_(1)
+
+    threads = [threading.Thread(target=copying.witness.look, daemon=True), threading.Thread(target=second, daemon=True)]
+    threads[0].start()
+    assert mover.entered.wait(DEADLINE_S)
+    threads[1].start()
+    assert coming.wait(DEADLINE_S)
+    mover.free.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert mover.count == 2
+    assert copying.changed() == []
+
+
+def test_threads_that_look_and_check_at_once_agree() -> None:
+    mover = CpuMover()
+    for turn in range(50):
+        copying = Copying(torch.zeros(500), torch.zeros(3), turn=turn, mover=mover)
+        copying.copy()
+        start = threading.Barrier(3, timeout=DEADLINE_S)
+        found: list[list[str]] = []
+
+        def look(copying: Copying = copying, start: threading.Barrier = start) -> None:
+            start.wait()
+            copying.witness.look()
+            copying.pieces[1].tensor.data.fill_(1)
+
+        def check(copying: Copying = copying, start: threading.Barrier = start, found: list[list[str]] = found) -> None:
+            start.wait()
+            found.append(copying.changed())
+
+        threads = [threading.Thread(target=work, daemon=True) for work in (look, check, check)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+        assert found == [[], []]
+
+
+class Failing(CpuMover):
+    """The device fails once the step runs."""
+
+    failing = False
+
+    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+        if self.failing:
+            raise HoldfastError("an illegal memory access")
+        return super().sample(pieces, turn)
+
+
+def test_a_device_that_fails_ends_the_snapshot_and_not_the_loop() -> None:
+    mover = Failing()
+    copying = Copying(torch.zeros(5), mover=mover)
+    copying.copy()
+    mover.failing = True
+    copying.witness.look()
+    with pytest.raises(HoldfastError, match="illegal memory access"):
+        copying.witness.check(copying.slot)
