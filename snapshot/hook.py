@@ -195,8 +195,8 @@ class SnapshotHook:
 
     @property
     def step(self) -> int:
-        """Where the loop goes on: how many steps, or turns of a loop with `begin` or `steps`, the state has behind it; 0
-        on a cold start."""
+        """Where the loop goes on: how many steps, or turns of a loop with `begin` or `steps`, the state has behind it.
+        0 on a cold start."""
         return self._step if self._turn is None else self._turn
 
     @property
