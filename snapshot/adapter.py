@@ -119,10 +119,6 @@ class Adapter(Protocol):
         """Gradient scalers whose ``step(optimizer)`` may skip the optimizer's."""
         ...
 
-    def steppers(self) -> Steppers:
-        """What watches for optimizers that step parameters of this job, and of which nothing is captured."""
-        ...
-
     def tensors(self) -> Iterator[LiveTensor]:
         """Every tensor of the state, under a name that is the same in every run of the job. Walks all of it."""
         ...

@@ -41,7 +41,7 @@ class Steppers:
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
     def check(self) -> None:
-        """Raises `ConfigError` if an optimizer was met that steps the job's parameters and is none of those captured."""
+        """Raises `ConfigError` if an optimizer was met that steps the job's parameters and is not captured."""
         if self._problem:
             raise ConfigError(self._problem)
 
