@@ -2,9 +2,8 @@
 them to the others; here for LoRA, whose second factors are zero at first.
 
 What makes it hard: a `ZeroRedundancyOptimizer` has no state; the optimizer inside it, a different one on each rank,
-has. Its step is not the end of the step, as parameters are sent after it; so both are given, the outer one last. And
-what DDP's ranks keep here is not alike: moments of other parameters under the same name. After the first step they
-even look alike, as the gradients of all first factors are zero until then.
+has, and is found there. And what DDP's ranks keep here is not alike: moments of other parameters. After the first step
+they even look alike, as the gradients of all first factors are zero until then.
 """
 
 from __future__ import annotations
@@ -40,25 +39,19 @@ class Block(nn.Module):
 
 
 class Zero:
-    """`chaos.drill.Job`: data parallel, the optimizer's state divided.
+    """`chaos.drill.Job`: data parallel, the optimizer's state divided."""
 
-    Args:
-        without: what is left out: ``moments`` (only the outer optimizer is given).
-    """
-
-    def __init__(self, seed: int, without: str = "") -> None:
+    def __init__(self, seed: int) -> None:
         seed_everything(seed)
         blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.model = nn.parallel.DistributedDataParallel(blocks, find_unused_parameters=dist.get_world_size() > 2)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.zero = ZeroRedundancyOptimizer(trained, torch.optim.Adam, lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.zero, 20)
-        self._without = without
         seed_everything(seed + dist.get_rank())
 
     def protect(self, **options: Any) -> InMemorySnapshot:
-        optims = [self.zero] if self._without == "moments" else [self.zero.optim, self.zero]
-        return InMemorySnapshot(self.model, optims, scheduler=self.schedule, **options)
+        return InMemorySnapshot(self.model, self.zero, scheduler=self.schedule, **options)
 
     def step(self, step: int, middle: Callable[[], None]) -> float:
         inputs = torch.randn(BATCH, WIDTH)

@@ -23,6 +23,9 @@ may keep what is a rank's own, such as a compressor's error feedback, which may 
 
 NAMED = "named."
 
+PLACES = frozenset({"params", "param_names"})
+"""What a group says of which parameters are in it, and in which order: the job's own, and no option."""
+
 OWN = frozenset({"state", "param_groups", "defaults"})
 """Attributes of an optimizer that hold its own state, and no optimizers."""
 
@@ -197,7 +200,7 @@ class OptimizerState:
     def plain(self) -> Tree:
         """Group options such as lr, and what of the per-parameter state `tensors` found to be no tensor."""
         return {
-            "groups": [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
+            "groups": [{k: v for k, v in group.items() if k not in PLACES} for group in self.optimizer.param_groups],
             "state": {name: {key: state[key] for key in keys if key in state} for name, state, keys in self._plain},
         }
 
@@ -249,8 +252,8 @@ class OptimizerState:
         keys: dict[str, Any] = dict(self.parameters())
         keys |= {name: name.removeprefix(NAMED) for name in order if name.startswith(NAMED)}
         for name, key in keys.items():
-            state = {**self.optimizer.state.get(key, {}), **plain["state"].get(name, {})}
-            if state:
+            state = {**self.optimizer.state.pop(key, {}), **plain["state"].get(name, {})}
+            if state:  # put in anew, so that parameters stand in the order in which a first step adds them
                 self.optimizer.state[key] = {
                     entry: state[entry] if entry in state else state[str(entry)] for entry in order[name]
                 }

@@ -371,12 +371,12 @@ def test_every_tensor_is_held_by_what_changes_it() -> None:
     buffers = ["model0.1.running_mean", "model0.1.running_var", "model0.1.num_batches_tracked"]
     assert {item.name: item.change for item in job.manifest.items} == {
         **{f"model0.{i}.{name}": Change.STEP for i in range(4) for name in ("weight", "bias")},
-        **{f"optim.0.{i}.sum": Change.STEP for i in range(6)},
+        **{f"optim.model0.{i}.{name}.sum": Change.STEP for i in range(3) for name in ("weight", "bias")},
         **dict.fromkeys(buffers, Change.ANY),
     }
     tensors = {item.name: item.tensor for item in job.manifest.items}
     assert tensors["model0.2.weight"] is job.parameter
-    assert tensors["optim.0.5.sum"] is job.last_state["sum"]
+    assert tensors["optim.model0.2.bias.sum"] is job.last_state["sum"]
 
 
 def test_the_leaves_are_those_of_the_tensors() -> None:
@@ -385,7 +385,7 @@ def test_the_leaves_are_those_of_the_tensors() -> None:
     assert len(leaves) == len(job.manifest.leaves) == 17
     assert leaves["model0.2.weight"] == Leaf("model0.2.weight", "F32", (2, 6))
     assert leaves["model0.1.num_batches_tracked"] == Leaf("model0.1.num_batches_tracked", "I64", ())
-    assert leaves["optim.0.5.sum"] == Leaf("optim.0.5.sum", "F32", (2,))
+    assert leaves["optim.model0.2.bias.sum"] == Leaf("optim.model0.2.bias.sum", "F32", (2,))
 
 
 def test_what_only_changes_with_the_manifest_is_kept_as_json() -> None:
@@ -398,15 +398,12 @@ def test_what_only_changes_with_the_manifest_is_kept_as_json() -> None:
                 {
                     "class": "tests.test_manifest.Plain",
                     "prefix": "optim",
-                    "order": {f"0.{i}": keys for i in range(6)},
-                    "owners": {f"0.{i}": name for i, name in enumerate(names)},
+                    "order": dict.fromkeys(names, keys),
+                    "groups": [names],
                 }
             ],
-            "export": {
-                "wrapped": False,
-                "parameters": [[names]],
-                "pieces": {},
-            },
+            "schedulers": [],
+            "export": {"wrapped": False, "pieces": {}},
         },
         "shared": {},
         "blocks": {},
