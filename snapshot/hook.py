@@ -183,6 +183,7 @@ class SnapshotHook:
         self._stepped = False
         self._rewind: Callable[[], None] | None = None
         self._resumed: Resumed | None = None
+        self._marked = False
         self._turn: int | None = None
         self._next_turn = 0
         self._data: dict[str, Data] = {}
@@ -216,6 +217,7 @@ class SnapshotHook:
         Raises:
             StateMismatch: the first step does not begin with what was restored.
         """
+        self._declare()
         self._turn = self._next_turn
         self._next_turn += 1
         self._mark()
@@ -229,6 +231,7 @@ class SnapshotHook:
             for step in snap.steps(1000):
                 loss = train_step(...)
         """
+        self._declare()
         while self._next_turn < count:
             self.begin()
             yield self._next_turn - 1
@@ -511,12 +514,17 @@ class SnapshotHook:
     # ------------------------------------------------------------------ inside
 
     def _declare(self) -> None:
-        """The loop says where its steps begin."""
-        self._declared = self._boundary.declared = True
+        """The loop says where its steps begin, if it did not before."""
+        if not self._declared:
+            self._declared = self._boundary.declared = True
+            self._next_turn = max(self._next_turn, self._step)
 
     def _mark(self) -> None:
         """Data is about to be read for the next step. If one has ended, this is what belongs to its boundary."""
         self._declare()
+        if not self._marked:
+            self._marked = True
+            self._warn_of_what_was_read()
         if self._rewind is not None:
             self._rewind()
             self._rewind = None
@@ -524,6 +532,17 @@ class SnapshotHook:
             self._end_step()
         if self._open is not None and not self._beginning.seen:
             self._capture.mark()
+
+    def _warn_of_what_was_read(self) -> None:
+        """The first step is about to begin. A batch that was read ahead of it would be another after a restart."""
+        drawn = [] if self._data or not self.checks_resumption else self._capture.drawn()
+        if drawn:
+            log.warning(
+                "something drew from the random generators of %s between entering and the first step; if it read a "
+                "batch ahead, or made an order of data, that is not captured, and a restart makes another: go through "
+                "data by `snap.data`, or `track` what was read",
+                ", ".join(drawn),
+            )
 
     def _end_step(self) -> None:
         """Settle what became of earlier snapshots, and see whether another is due."""

@@ -235,6 +235,7 @@ def _consistent(loop: Loop) -> Loop:
             or (kind == "target" and loop.model in ("old spectral norm", "old weight norm"))
             or (twist.name == "schedule: plateau" and "accumulate" in names)
             or (kind in ("accumulate", "scaler") and (looped or "skip" in seen))
+            or (kind == "scaler" and "accumulate" in seen)
             or (kind == "accumulate" and ("scaler" in seen or loop.data.startswith("loader")))
             or (kind == "skip" and ("accumulate" in seen or "scaler" in seen or looped))
             or (kind == "freeze" and loop.optimizer == "noted")

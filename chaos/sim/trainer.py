@@ -182,6 +182,9 @@ class SimCapture:
     def entered(self) -> None:
         """There are no generators."""
 
+    def drawn(self) -> list[str]:
+        return []
+
     def mark(self, *, buffers: bool = False) -> None:
         """There are no generators."""
 
