@@ -39,6 +39,7 @@ from snapshot.state import (
 )
 from snapshot.witness import Subjects, Witness
 
+
 class Capture:
     """Takes one rank's state as steps begin.
 
@@ -256,7 +257,7 @@ class Capture:
 
 def read_state(adapter: Adapter) -> Tree:
     """Digests of what reading data changes, as it is now: the random generators, data iterators and the like."""
-    found = {}
+    found: Tree = {}
     for kind, part in adapter.early().items():
         if isinstance(part, dict):
             found |= {f"{kind} {name}": streams.digest(value) for name, value in part.items()}
