@@ -26,9 +26,19 @@ from smp_daemon.errors import ConfigError, HoldfastError
 from smp_daemon.paths import ARENA_ENV
 from smp_daemon.spawn import find_leftovers, remove
 from snapshot.audit import Orders
+from snapshot.resumed import ENV as DRIFT_ENV
 
 RUNS = ("undisturbed", "undisturbed again", "killed", "resumed, and killed", "resumed")
 KILLED = RUNS[2:4]
+GLOBAL_GENERATORS = {
+    "random.python": "Python's generator",
+    "random.numpy": "NumPy's global generator",
+    "random.torch": "torch's CPU generator",
+    "random.cuda": "a generator of a CUDA device",
+}
+OWN_GENERATORS = ("torch.Generator ", "numpy.random.", "random.Random ")
+"""How values of generators begin that are no global ones."""
+
 VARIABLE = re.compile(r"[^.\[{]+\.[^.\[{]+")
 """The start of a name: function and variable."""
 
@@ -207,12 +217,34 @@ def show(console: Console, report: Report, most: int = 12) -> None:
         for each in chosen[:most]:
             where = f"step {each.step}, rank {each.rank}"
             console.print(f"  {each.name}: {each.found}, undisturbed {each.expected} ({where})", markup=False)
+            if (why := drift(each)) is not None:
+                console.print(f"    {why}", markup=False)
         if len(chosen) > most:
             console.print(f"  and {len(chosen) - most} more")
-    if any(difference.kind in ("not restored", "absent") for difference in report.differences):
+    forgotten = [each for each in report.differences if each.kind in ("not restored", "absent")]
+    if any(drift(each) is None for each in forgotten):
         console.print(
             "Give such state to snap.track(...) or extra=, or say --ignore PATTERN if it does not matter.", markup=False
         )
+
+
+def drift(difference: Difference) -> str | None:
+    """Why a random generator is not as it was, and what helps; None: the difference is no generator's."""
+    if difference.kind != "not restored":
+        return None
+    if difference.name in GLOBAL_GENERATORS:
+        return (
+            f"{GLOBAL_GENERATORS[difference.name]} is not as it was when the step after {difference.step} began: "
+            "something drew from it between entering and the first step, such as iter(DataLoader); use "
+            "snap.data(loader), or call snap.begin() at the top of the loop. Outside of an audit such a job is refused "
+            "when it is started again"
+        )
+    if difference.expected.startswith(OWN_GENERATORS):
+        return (
+            f"{difference.name} is a generator of the job's own, and nobody puts it back: if only a loader draws from "
+            "it, use snap.data(loader); else give its state to snap.track(...)"
+        )
+    return None
 
 
 def distinct(differences: Iterable[Difference]) -> list[Difference]:
@@ -222,7 +254,7 @@ def distinct(differences: Iterable[Difference]) -> list[Difference]:
         by_name.setdefault(difference.name, difference)
     by_value: dict[tuple[str, str], Difference] = {}
     for difference in sorted(by_name.values(), key=lambda difference: len(difference.name)):
-        tensor = difference.expected.startswith("torch.")
+        tensor = difference.expected.startswith(("torch.", *OWN_GENERATORS))
         key = (difference.expected, difference.found) if tensor else (difference.name, "")
         by_value.setdefault(key, difference)
     return sorted(by_value.values(), key=lambda difference: (difference.step, difference.rank, difference.name))
@@ -242,6 +274,7 @@ def _run(plan: Plan, folder: Path, name: str) -> list[Notes]:
     orders = Orders(str(notes), plan.steps, plan.kill + KILLED.index(name) if name in KILLED else 0)
     environment = os.environ | orders.to_environment()
     environment |= {ARENA_ENV: str(arena), "HOLDFAST_JOB": "audit", "HOLDFAST_OVERHEAD_BUDGET": "0"}
+    environment |= {DRIFT_ENV: "accept"}  # what drifted is to be seen, not refused
     log = notes / "log"
     status = sessions.run(plan.command, environment, log, plan.deadline_s, f"{name} run")
     if (status != 0) is not (name in KILLED):

@@ -2,7 +2,7 @@
 
 Plain torch, DDP and FSDP2 give the names that ``get_state_dict`` gives: ``model.<parameter>``,
 ``optim.state.<parameter>.exp_avg``, ``optim.param_groups``. All else keeps its own name: behind that of its replica set
-(``pp0-tp1-cp0-ep0.optim0.0.3.main``), or of its coordinate where replicas do not share it.
+(``pp0-tp1-cp0-ep0.optim0.model0.head.weight.main``), or of its coordinate where replicas do not share it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from snapshot.tensors import empty_like_leaf, flat, leaf_tensor
 from snapshot.values import decode
 
 RECORDS = "holdfast"
-_OF_OPTIMIZER = re.compile(r"optim(\d*)\.(\d+)\.(\d+)\.(.+)")
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -74,6 +73,7 @@ class _Names:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = {slot.coord: slot for slot in slots}
         self._export = {slot.coord: _fixed(slot).get("export") for slot in slots}
+        self._states = {slot.coord: _states(slot) for slot in slots}
         self._first = {replica_set(slot.coord): slot.coord for slot in reversed(slots)}
 
     def prefix(self, coord: str) -> tuple[str, ...]:
@@ -90,21 +90,20 @@ class _Names:
             return None
         if name.startswith("model"):
             return self._model(name, export)
-        match = _OF_OPTIMIZER.fullmatch(name)
-        owner = self._owner(match, export) if match else ""
-        if match is None or not owner:
+        if name not in self._states[coord]:
             return None
+        prefix, owner, entry = self._states[coord][name]
         parameter = self._model(owner, export)
-        return None if parameter is None else (f"optim{match[1]}", "state", parameter[1], match[4])
+        return None if parameter is None else (prefix, "state", parameter[1], entry)
 
     def piece(self, coord: str, name: str) -> tuple[list[int], list[int]] | None:
         """The shape of the whole, and where in it this rank's part begins, if it is one."""
         export = self._export[coord]
         if export is None:
             return None
-        match = _OF_OPTIMIZER.fullmatch(name)
-        found = export["pieces"].get(self._owner(match, export) if match else name)
-        if found is None or (match is not None and not self._slots[coord].form.offsets[name][1].shape):
+        state = self._states[coord].get(name)
+        found = export["pieces"].get(state[1] if state else name)
+        if found is None or (state is not None and not self._slots[coord].form.offsets[name][1].shape):
             return None  # of a distributed parameter's state, what has no dimension is not distributed
         shape, offset = found
         return list(shape), list(offset)
@@ -122,22 +121,14 @@ class _Names:
             return leaf_tensor(slot.view, offset, leaf).clone()
 
         optimizers = decode(late["optim"], tensor)
+        parameters_of_all = [kept["groups"] for kept in _fixed(slot)["optim"]]
         return [
             [
-                {**group, "params": [(self._model(name, export) or ("", name))[1] for name in names]}
+                {**group, "params": [(self._model(name, export) or ("", ""))[1] for name in names]}
                 for group, names in zip(optim["groups"], parameters, strict=True)
             ]
-            for optim, parameters in zip(optimizers, export["parameters"], strict=True)
+            for optim, parameters in zip(optimizers, parameters_of_all, strict=True)
         ]
-
-    @staticmethod
-    def _owner(match: re.Match[str], export: Mapping[str, Any]) -> str:
-        """The parameter that state of an optimizer belongs to."""
-        try:
-            name: str = export["parameters"][int(match[1] or 0)][int(match[2])][int(match[3])]
-        except IndexError:
-            return ""
-        return name
 
     @staticmethod
     def _model(name: str, export: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -154,6 +145,16 @@ def _fixed(slot: Slot) -> dict[str, Any]:
     """What its record says once and for all. Raises `ProtocolError`."""
     fixed: dict[str, Any] = decode(slot.record.get("fixed", {}).get("state", {}), lambda name: torch.empty(0))
     return fixed
+
+
+def _states(slot: Slot) -> dict[str, tuple[str, str, str]]:
+    """By leaf name, of which optimizer and which parameter it is the state, and which entry of that."""
+    return {
+        f"{kept['prefix']}.{place}.{entry}": (kept["prefix"], place, entry)
+        for kept in _fixed(slot).get("optim", [])
+        for place, entries in kept["order"].items()
+        for entry in entries
+    }
 
 
 def _assemble(tensor: Tensor, slots: Mapping[str, Slot]) -> torch.Tensor:

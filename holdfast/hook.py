@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +25,12 @@ class InMemorySnapshot(SnapshotHook):
 
     Args:
         model: a module, or a list of modules (Megatron's chunks).
-        optim: a `torch.optim.Optimizer`, a list of them, or an optimizer of megatron-core. A step ends with the step
-            of the last one, also where a `torch.amp.GradScaler` among `extra` skips it.
-        scheduler: a learning rate schedule.
-        extra: more objects with ``state_dict`` and ``load_state_dict``, by name; for example a data loader.
+        optim: a `torch.optim.Optimizer`, a list of them, or an optimizer of megatron-core. The state of those that it
+            wraps, as SAM and torchtitan's container do, is captured with its own. A step ends with the step of the last
+            one, also where a `torch.amp.GradScaler` among `extra` skips it.
+        scheduler: a learning rate schedule, or a list of them.
+        extra: more objects with ``state_dict`` and ``load_state_dict``, by name; for example a data loader. One that is
+            None is left out; other ranks may give others.
         job: id of the training run, the same on every rank and restart; default from the environment:
             ``HOLDFAST_JOB``, torchrun's run id, Slurm's job id.
         every: take a snapshot every so many steps. ``"auto"``: as often as is best, within `overhead_budget`; it is
@@ -68,8 +70,8 @@ class InMemorySnapshot(SnapshotHook):
         model: Any,
         optim: Any,
         *,
-        scheduler: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
+        scheduler: Stateful | Sequence[Stateful] | None = None,
+        extra: Mapping[str, Stateful | None] | None = None,
         job: str | None = None,
         every: int | Literal["auto"] = 1,
         protect: str = "auto",
@@ -87,7 +89,7 @@ class InMemorySnapshot(SnapshotHook):
         elastic: bool | None = None,
     ) -> None:
         super().__init__(
-            adapter_for(model, optim, scheduler, dict(extra or {})),
+            adapter_for(model, optim, scheduler, {} if extra is None else dict(extra)),
             job=job,
             every=every,
             protect=protect,
@@ -107,13 +109,8 @@ class InMemorySnapshot(SnapshotHook):
 
 
 class SettledSnapshot(InMemorySnapshot):
-    """For trainers that say when a step begins: `settle`.
+    """For trainers that say when a step begins: `settle`."""
 
-    Attributes:
-        torn: the trainer is in the middle of something; what it says of itself is of no use to a snapshot.
-    """
-
-    torn = False
     checks_resumption = False  # trainers restore what is theirs after entering
 
     def settle(self) -> None:

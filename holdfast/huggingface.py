@@ -17,8 +17,9 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from holdfast.callbacks import Overlooked, keep_averages
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
-from smp_daemon.errors import ConfigError, StateMismatch
+from smp_daemon.errors import ConfigError
 from snapshot import rng
 
 NAME = "huggingface"
@@ -46,14 +47,15 @@ def protect(
 
     Carried, so that a run that was killed and started again ends as if nothing had happened: parameters, buffers,
     optimizer, schedule and gradient scaler; the random generators; `TrainerState` with its ``log_history``; the losses
-    and operations that were added up since the last log; the attributes that stateful callbacks export; the epoch, and
-    how many steps of it are done.
+    and operations that were added up since the last log; the attributes that stateful callbacks export; modules and
+    dicts of tensors in attributes of callbacks, such as averages; the epoch, and how many steps of it are done.
 
-    Not carried: memory and speed metrics, which count from the last start, as with Trainer's own resuming; what is not
-    exported by other callbacks. The epoch's data loader is made again with the random numbers that it was made with,
-    and the trainer skips what was seen, by index where the data set has indices. So batches are the same as long as
-    they do not depend on random numbers drawn while they are made: a collator that masks at random, or a data set that
-    keeps state of its own, needs seeds that follow from the example. Give what else there is to `track`.
+    Not carried: memory and speed metrics, which count from the last start, as with Trainer's own resuming; what is
+    not exported by other callbacks: tensors that they change are named in a warning, once. The epoch's data loader is
+    made again with the random numbers that it was made with, and the trainer skips what was seen, by index where the
+    data set has indices. So batches are the same as long as they do not depend on random numbers drawn while they are
+    made: a collator that masks at random, or a data set that keeps state of its own, needs seeds that follow from the
+    example. Give what else there is to `track`.
 
     An evaluation that was cut short is done again, with the step before it. Callbacks hear ``on_epoch_begin`` of
     finished epochs again, and nothing else of them. A snapshot wins over ``train(resume_from_checkpoint=...)``.
@@ -96,6 +98,7 @@ class InMemoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._track = track
         self._options = options
         self._snap: SettledSnapshot | None = None
+        self._overlooked: Overlooked | None = None
         self._history = _History()
         self._held: dict[str, Any] | None = None
         self._begin_epoch(0, 0, 1)
@@ -113,16 +116,18 @@ class InMemoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._snap.track(NAME, get=self._get, set=self._set)
         if self._track is not None:
             self._track(self._snap, trainer)
+        others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
+        keep_averages(self._snap, others)
+        self._overlooked = Overlooked(self._snap, others)
         self._snap.__enter__()
         if self._held is not None:
             self._load(self._held, state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._held is not None:
-            rng.restore(self._held["rng"]["now"])
-            self._held = None
-        if self._snap is not None:
-            self._snap.settle()
+        self._held = None
+        if self._snap is not None and self._overlooked is not None:
+            self._snap.settle()  # the first time, puts the generators back
+            self._overlooked.look()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step - self._first >= self._steps:
@@ -164,7 +169,7 @@ class InMemoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 raise ConfigError(
                     f"the checkpoint is of epoch {epoch}, the snapshot of epoch {held['epoch']}: remove one"
                 )
-            rng.restore(held["rng"]["epoch"])
+            rng.restore(held["rng"])
             self._begin_epoch(epoch, self._trainer.state.global_step - held["done"], steps)
             done = held["done"] * each
             here = {
@@ -187,8 +192,6 @@ class InMemoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _get(self) -> dict[str, Any]:
         """Called in ``on_step_begin`` of the next step, and at the end."""
-        if self._snap is not None and self._snap.torn:
-            raise StateMismatch("training stopped before this step was done with: it is done again")
         trainer, state = self._trainer, self._trainer.state
         return {
             "state": {name: getattr(state, name) for name in STATE},
@@ -198,7 +201,7 @@ class InMemoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             "callbacks": [callback.state()["attributes"] for callback in self._stateful()],
             "epoch": self._epoch,
             "done": state.global_step - self._first,
-            "rng": {"epoch": self._at_epoch, "now": rng.capture()},
+            "rng": self._at_epoch,
         }
 
     def _set(self, held: dict[str, Any]) -> None:
@@ -222,7 +225,6 @@ class InMemoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._snap is None:
             return
         try:
-            self._snap.torn = error is not None
             self._snap.__exit__(type(error) if error is not None else None, error, None)
         finally:
             self._snap = self.snapshot = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
+from holdfast.callbacks import Overlooked, keep_averages
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
-from smp_daemon.errors import ConfigError, StateMismatch
+from smp_daemon.errors import ConfigError
 from snapshot import rng
 
 NAME = "lightning"
@@ -35,7 +35,8 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
     Carried, so that a fit that was killed and started again ends as if nothing had happened: parameters, buffers,
     optimizers, schedules and the gradient scaler; the random generators; all counters of the fit loop (epoch, batch,
     global step, those of validation); ``callback_metrics``, ``should_stop`` and the states of the other callbacks and
-    of the datamodule; the place in the training data. A data loader with ``state_dict`` is asked for its place. Of any
+    of the datamodule; modules and dicts of tensors that callbacks have before ``on_fit_start``, as `WeightAveraging`
+    has; the place in the training data. A data loader with ``state_dict`` is asked for its place. Of any
     other the epoch's iterator is made again with the random numbers that it was made with, and the batches that were
     seen are read again and dropped; so their content may depend on the sampler, but a data set that keeps state of its
     own must be tracked.
@@ -46,7 +47,8 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     A validation that was cut short is done again, with the step before it. Hooks for the start of the epoch are not
     called again when it goes on in the middle; ``on_fit_start`` and ``on_train_start`` are. A snapshot wins over
-    ``fit(ckpt_path=...)``. Where one batch has several steps of the last optimizer, only its last is kept.
+    ``fit(ckpt_path=...)``. Other tensors that callbacks change are named in a warning, once. All steps of optimizers
+    within a batch count as one.
 
     For one process, and for ``strategy="ddp"``. The trainer blocks as `holdfast.InMemorySnapshot` says.
 
@@ -62,7 +64,7 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
     def __init__(self, *, track: Callable[[InMemorySnapshot, Any], None] | None = None, **options: Any) -> None:
         self._track = track
         self._options = options
-        self._snap: _Snapshot | None = None
+        self._snap: SettledSnapshot | None = None
         self._fit: _Fit | None = None
 
     @property
@@ -73,16 +75,18 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         extra = {**({"scaler": scaler} if scaler is not None else {}), **self._options.get("extra", {})}
-        snap = _Snapshot(trainer.strategy.model, trainer.optimizers, **{**self._options, "extra": extra})
+        snap = SettledSnapshot(trainer.strategy.model, trainer.optimizers, **{**self._options, "extra": extra})
         fit = _Fit(trainer, snap)
         snap.track(NAME, get=fit.get, set=fit.set)
         if self._track is not None:
             self._track(snap, pl_module)
+        others = [callback for callback in trainer.callbacks if callback is not self]
+        keep_averages(snap, others, _state_of)
         own = rng.capture()
         snap.__enter__()
         rng.restore(own)  # a train_dataloader() that splits data at random does so as when the job began
         self._snap, self._fit = snap, fit
-        fit.begin()
+        fit.begin(Overlooked(snap, others, _state_of))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._snap is not None:
@@ -102,27 +106,10 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
             snap.__exit__(type(error) if error is not None else None, error, None)
 
 
-class _Snapshot(SettledSnapshot):
-    """Settles when the next batch is about to be read. Within a step, and after an exception, the loops are torn."""
-
-    def before_step(self) -> None:
-        self.torn = True
-        try:
-            super().before_step()
-        finally:
-            self.torn = False
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.torn = kind is not None
-        super().__exit__(kind, error, trace)
-
-
 class _Fit:
     """The state of a trainer's loops: how it is read, and how they go on with it."""
 
-    def __init__(self, trainer: Any, snap: _Snapshot) -> None:
+    def __init__(self, trainer: Any, snap: SettledSnapshot) -> None:
         self._trainer = trainer
         self._snap = snap
         self._held: dict[str, Any] | None = None
@@ -132,10 +119,7 @@ class _Fit:
 
     def get(self) -> dict[str, Any]:
         """Called as the next batch is about to be read."""
-        if self._snap.torn:
-            raise StateMismatch("this step ended in the middle of a batch: Lightning could not go on from there")
         trainer = self._trainer
-        now = rng.capture()
         return {
             "loops": trainer.fit_loop.state_dict(),
             "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
@@ -144,15 +128,16 @@ class _Fit:
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
             "stop": trainer.should_stop,
             "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
-            "rng": {"iter": self._at_iter, "first": self._at_first or now, "now": now},
+            "rng": {"iter": self._at_iter, "first": self._at_first or rng.capture()},
         }
 
     def set(self, held: dict[str, Any]) -> None:
         """Kept until all has been restored."""
         self._held = held
 
-    def begin(self) -> None:
+    def begin(self, overlooked: Overlooked) -> None:
         """Take over what was restored, and listen to the loops."""
+        self._overlooked = overlooked
         for optimizer in self._trainer.optimizers:
             if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS):
                 self._replace(optimizer, "step", _closure_first)
@@ -186,7 +171,7 @@ class _Fit:
         epochs = trainer.fit_loop.epoch_progress.current
         if epochs.ready == epochs.processed:  # kept at the end of a fit, and fitted on: the next epoch begins
             self._went_on()
-            rng.restore(held["rng"]["now"])
+            self._snap.settle()  # puts the generators back before its data is read
 
     def _went_on(self) -> None:
         """The loops need not know any more that they were restored: they would skip or repeat what is due."""
@@ -238,13 +223,13 @@ class _Fit:
         self._trainer.fit_loop._last_train_dl_reload_epoch = held["reloaded"]
         start(fetcher)
         self._went_on()
-        rng.restore(held["rng"]["now"])
 
     def _before_fetch(self, profile: Callable[[], None]) -> Callable[[], None]:
         def before_fetch() -> None:
             if self._at_first is None:
                 self._at_first = rng.capture()
             self._snap.settle()
+            self._overlooked.look()
             profile()
 
         return before_fetch
@@ -254,6 +239,10 @@ class _Fit:
         earlier = vars(owner).get(name)
         setattr(owner, name, make(getattr(owner, name)))
         self._undo.append(lambda: delattr(owner, name) if earlier is None else setattr(owner, name, earlier))
+
+
+def _state_of(callback: Any) -> Any:
+    return callback.state_dict()
 
 
 def _closure_first(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
 from holdfast.hook import InMemorySnapshot
 from smp_daemon.logs import get_log
 
@@ -72,9 +75,10 @@ class _Snapshot(InMemorySnapshot):
         self._counters.go_on()
         if self.restored.snapshot is not None:
             _update_num_microbatches(self._args)
-        if hasattr(self._training, "train_step"):
-            self._replace("train_step", self._beginning_with)
-            self._replace("checkpoint_and_decide_exit", self._counters.noting_operations)
+            self._replace("build_pretraining_data_loader", _iterating_quietly)
+        follows = self._replace("train_step", self._beginning_with)
+        if follows and not self._replace("checkpoint_and_decide_exit", self._counters.noting_operations):
+            log.warning("no checkpoint_and_decide_exit: after a restart, %s counts from there", OPERATIONS)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -92,12 +96,11 @@ class _Snapshot(InMemorySnapshot):
 
         return stepping
 
-    def _replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Let what `make` makes of a function of the loop's module stand in for it."""
+    def _replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+        """Let what `make` makes of a function of the loop's module stand in for it. Whether there is one."""
         original = getattr(self._training, name, None)
         if original is None:
-            log.warning("%s has no %s: %s is not carried over a restart", self._training, name, OPERATIONS)
-            return
+            return False
         while isinstance(original, _StandIn):  # of a run that this process has given up
             original = original.original
         stand_in = _StandIn(original, make(original))
@@ -108,6 +111,7 @@ class _Snapshot(InMemorySnapshot):
                 setattr(self._training, name, original)
 
         self._undo.append(undo)
+        return True
 
 
 class _StandIn:
@@ -180,3 +184,35 @@ def _update_num_microbatches(args: Any) -> None:
     calculator = sys.modules.get("megatron.core.num_microbatches_calculator")
     if calculator is not None and calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
         calculator.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+
+
+def _iterating_quietly(build: Callable[..., Any]) -> Callable[..., Any]:
+    """``build_pretraining_data_loader``, for a pass that goes on in the middle: its iterator was there already when the
+    run before took its snapshot. With ``cyclic`` it is made as the first batch is read, after the generators were put
+    back; what making it draws must not move them."""
+
+    @functools.wraps(build)
+    def building(*args: Any, **kwargs: Any) -> Any:
+        loader = build(*args, **kwargs)
+        sampler = getattr(loader, "batch_sampler", None)
+        consumed, total = getattr(sampler, "consumed_samples", 0), getattr(sampler, "total_samples", 0)
+        whole = total - getattr(sampler, "last_batch_size", 0)
+        if isinstance(loader, DataLoader) and whole > 0 and consumed % whole:
+            _make_first_iterator_quiet(loader)
+        return loader
+
+    return building
+
+
+def _make_first_iterator_quiet(loader: Any) -> None:
+    make = loader._get_iterator
+
+    def quietly() -> Any:
+        del loader._get_iterator
+        state = torch.get_rng_state()
+        try:
+            return make()
+        finally:
+            torch.set_rng_state(state)
+
+    loader._get_iterator = quietly

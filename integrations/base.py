@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,28 +11,41 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from smp_daemon.errors import ConfigError, StateMismatch
+from smp_daemon.logs import get_log
 from smp_daemon.slotfile import Leaf
 from snapshot import rng, tracked
 from snapshot.adapter import Change, Container, LiveTensor, Stateful, Tree, Updated
 from snapshot.optimizers import OptimizerState, check_names
+from snapshot.steppers import Steppers
 from snapshot.tensors import block_of, local
 from snapshot.tracked import Tracked, containers
 
+log = get_log(__name__)
+
 
 class BaseAdapter:
-    """Modules, the states of their optimizers, a schedule, extras, and what the user tracks."""
+    """Modules, the states of their optimizers, schedules, extras, and what the user tracks."""
 
     def __init__(
         self,
         model: Any,
         states: Sequence[OptimizerState],
-        scheduler: Stateful | None,
-        extra: Mapping[str, Stateful] | None,
+        scheduler: Stateful | Sequence[Stateful] | None,
+        extra: Mapping[str, Stateful | None] | None,
     ) -> None:
         self._modules = check_modules(model)
         self._states = states
-        self._scheduler = _check_stateful("scheduler", scheduler)
-        self._extra = {name: _check_stateful(f"extra[{name!r}]", part) for name, part in (extra or {}).items()}
+        several = isinstance(scheduler, list | tuple)
+        schedulers: Sequence[Any] = scheduler if several else [] if scheduler is None else [scheduler]  # type: ignore[assignment]
+        self._schedulers: list[Stateful] = [
+            _check_stateful(f"scheduler[{i}]" if several else "scheduler", each) for i, each in enumerate(schedulers)
+        ]
+        self._extra: dict[str, Stateful] = {
+            name: _check_stateful(f"extra[{name!r}]", part)
+            for name, part in ({} if extra is None else extra).items()
+            if part is not None
+        }
+        self._with_extra_state = _with_extra_state(self._modules)
         self._tracked: dict[str, Tracked] = {}
         self.carried: dict[str, Tree] = {}
         self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
@@ -44,8 +58,21 @@ class BaseAdapter:
     def modules(self) -> Sequence[torch.nn.Module]:
         return self._modules
 
+    def optimizers(self) -> Sequence[Any]:
+        """Each framework's own."""
+        raise NotImplementedError
+
     def scalers(self) -> Sequence[GradScaler]:
         return [part for part in self._extra.values() if isinstance(part, GradScaler)]
+
+    def extras(self) -> Collection[str]:
+        return self._extra.keys()
+
+    def steppers(self) -> Steppers:
+        """What watches for optimizers that step parameters of this job, and of which nothing is captured."""
+        parameters = [p for module in self._modules for p in module.parameters()]
+        updated = [p for state in self._states for _, p in state.parameters()]
+        return Steppers(self.optimizers(), [state.optimizer for state in self._states], [*parameters, *updated])
 
     def updated(self) -> dict[str, Updated]:
         return {stem: parameter for state in self._states for stem, parameter in state.updated().items()}
@@ -59,7 +86,10 @@ class BaseAdapter:
             yield from piece.watched()
 
     def fixed(self) -> Tree:
-        return {"optim": [state.fixed() for state in self._states]}
+        return {
+            "optim": [state.fixed() for state in self._states],
+            "schedulers": [type(each).__qualname__ for each in self._schedulers],
+        }
 
     def early(self) -> Tree:
         return {
@@ -72,8 +102,9 @@ class BaseAdapter:
     def late(self) -> Tree:
         return {
             "optim": [state.plain() for state in self._states],
-            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+            "scheduler": [each.state_dict() for each in self._schedulers],
             "extra": self._extras(late=True),
+            "get_extra_state": {name: _hooked(module).get_extra_state() for name, module in self._with_extra_state},
             "tracked": tracked.values(self._tracked, late=True),
         }
 
@@ -96,10 +127,13 @@ class BaseAdapter:
             tensors.update(before)
 
     def check(self, early: Tree, late: Tree, fixed: Tree) -> None:
-        extras = {**early["extra"], **late["extra"]}
-        check_names("extra", extras, [name for name, part in self._extra.items() if part])
-        have, held = self._scheduler is not None, late["scheduler"] is not None
-        check_names("scheduler", ["one"] if held else [], ["one"] if have else [])
+        check_names("extra", {**early["extra"], **late["extra"]}, self._extra)
+        held, have = fixed["schedulers"], [type(each).__qualname__ for each in self._schedulers]
+        if held != have:
+            raise StateMismatch(f"scheduler is {held or 'none'} in the snapshot, {have or 'none'} in this job")
+        self._with_extra_state = _with_extra_state(self._modules)
+        names = [name for name, _ in self._with_extra_state]
+        check_names("what has get_extra_state", late["get_extra_state"], names)
         tracked.check(self._tracked, {**early["tracked"], **late["tracked"]})
         if len(late["optim"]) != len(self._states):
             raise StateMismatch(f"{len(late['optim'])} optimizers in the snapshot, {len(self._states)} in this job")
@@ -108,14 +142,15 @@ class BaseAdapter:
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         self._before = []
-        if self._scheduler:
-            self._scheduler.load_state_dict(late["scheduler"])
+        for scheduler, saved in zip(self._schedulers, late["scheduler"], strict=True):
+            scheduler.load_state_dict(saved)
         for state, plain, kept in zip(self._states, late["optim"], fixed["optim"], strict=True):
             state.load(plain, kept)
         held = {**early["extra"], **late["extra"]}
         for name, part in self._extra.items():
-            if part:
-                part.load_state_dict(held[name])
+            part.load_state_dict(held[name])
+        for name, module in self._with_extra_state:
+            _hooked(module).set_extra_state(late["get_extra_state"][name])
         tracked.load(self._tracked, {**early["tracked"], **late["tracked"]})
         self.carried = early.get("streams", {})
         rng.restore(early["rng"])
@@ -124,10 +159,13 @@ class BaseAdapter:
         return partial(rng.restore, early["rng"])
 
     def _extras(self, *, late: bool) -> Tree:
-        """States of those extras that settle late, or of the others. A gradient scaler is updated as schedules are."""
-        return {
-            n: part.state_dict() for n, part in self._extra.items() if part and isinstance(part, GradScaler) is late
-        }
+        """States of those extras that settle late, or of the others."""
+        return {n: part.state_dict() for n, part in self._extra.items() if settles_late(part) is late}
+
+    def _of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The modules, by name; called where a walk over all tensors begins."""
+        self._with_extra_state = _with_extra_state(self._modules)
+        yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
 
     def _tracked_tensors(self) -> Iterator[LiveTensor]:
         for piece in self._tracked.values():
@@ -149,8 +187,59 @@ def check_modules(model: Any) -> list[torch.nn.Module]:
     return modules
 
 
-def _check_stateful(what: str, part: Any) -> Stateful | None:
-    """`part`, if it has a state. Raises `ConfigError` if it is neither None nor `Stateful`."""
-    if part is not None and not isinstance(part, Stateful):
+def parameter_names(modules: Sequence[torch.nn.Module]) -> dict[torch.Tensor, str]:
+    """What parameters are called in the job; one that has several names, by the first."""
+    names: dict[torch.Tensor, str] = {}
+    for i, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            names.setdefault(parameter, f"model{i}.{name}")
+    return names
+
+
+def warn_of_unnamed(states: Sequence[OptimizerState]) -> None:
+    """Say that parameters which are in no module are known by their place, if there are some that look alike."""
+    for state in states:
+        shapes = Counter(tuple(parameter.shape) for _, parameter in state.unnamed())
+        if alike := sum(count for count in shapes.values() if count > 1):
+            text = (
+                "%d parameters that %s updates are in none of the modules given, and alike in shape: a restart tells "
+                "them apart by their place in it alone. Give the module that they are in, too, or keep their order"
+            )
+            log.warning(text, alike, type(state.optimizer).__qualname__)
+
+
+def settles_late(part: Stateful) -> bool:
+    """Whether an extra goes on between two steps, as schedules, gradient scalers and averages do; what can be iterated
+    over, such as data loaders, goes on when data is read."""
+    return not any(hasattr(type(part), name) for name in ("__iter__", "__next__", "__getitem__"))
+
+
+def _with_extra_state(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    """The modules in `modules`, by name, whose classes have a ``get_extra_state``, as TransformerEngine's have.
+
+    Raises:
+        ConfigError: one could not take back what it gives.
+    """
+    found = []
+    for i, root in enumerate(modules):
+        for inner, module in root.named_modules():
+            kind = type(module)
+            if kind.get_extra_state is torch.nn.Module.get_extra_state:
+                continue
+            name = f"model{i}.{inner}" if inner else f"model{i}"
+            if kind.set_extra_state is torch.nn.Module.set_extra_state:
+                raise ConfigError(f"{name}: {kind.__qualname__} has get_extra_state without set_extra_state: add it")
+            found.append((name, module))
+    return found
+
+
+def _hooked(module: torch.nn.Module) -> Any:
+    """For mypy: torch declares these methods as ones that only raise."""
+    return module
+
+
+def _check_stateful(what: str, part: Any) -> Stateful:
+    """`part`, if it has a state. Raises `ConfigError` if it is not `Stateful`."""
+    if not isinstance(part, Stateful):
         raise ConfigError(f"{what} is a {type(part).__qualname__} without state_dict and load_state_dict")
     return part

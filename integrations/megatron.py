@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
-from integrations.base import BaseAdapter, buffers
+from integrations.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
 from smp_daemon.errors import StateMismatch
 from smp_daemon.slotfile import Leaf
 from snapshot.adapter import Block, Change, LiveTensor, Stateful, Tree
@@ -30,7 +30,11 @@ class MegatronAdapter(BaseAdapter):
     """`snapshot.adapter.Adapter` for megatron-core 0.15 and 0.16."""
 
     def __init__(
-        self, model: Any, optim: Any, scheduler: Stateful | None = None, extra: Mapping[str, Stateful] | None = None
+        self,
+        model: Any,
+        optim: Any,
+        scheduler: Stateful | Sequence[Stateful] | None = None,
+        extra: Mapping[str, Stateful | None] | None = None,
     ) -> None:
         self._optimizer = optim
         self._parts: list[Any] = [
@@ -39,21 +43,22 @@ class MegatronAdapter(BaseAdapter):
             if not getattr(part, "is_stub_optimizer", False)
         ]
         self._replicated = [not hasattr(part, "shard_fp32_from_float16_groups") for part in self._parts]
-        chunks = list(model) if isinstance(model, list | tuple) else [model]
-        names = {p: f"model{i}.{name}" for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+        weights = parameter_names(check_modules(model))
         states = []
         for i, part in enumerate(self._parts):
-            shards = {main: (names[weight], block) for weight, main, block in _shards(part) if weight in names}
+            shards = {main: block for _, main, block in _shards(part)}
+            mains = {main: weights[weight] for weight, main in _mains(part) if weight in weights}
             states.append(
                 OptimizerState(
                     part.optimizer,
                     f"optim{i}",
                     replicated=self._replicated[i],
-                    names={main: name for main, (name, _) in shards.items()},
-                    blocks=lambda main, shards=shards: shards[main][1] if main in shards else None,  # type: ignore[misc]
+                    names=weights | mains,
+                    blocks=lambda main, shards=shards: shards.get(main),  # type: ignore[misc]
                 )
             )
         super().__init__(model, states, scheduler, extra)
+        warn_of_unnamed(states)
 
     def coordinate(self) -> str:
         return (
@@ -70,16 +75,16 @@ class MegatronAdapter(BaseAdapter):
         return [self._optimizer]
 
     def tensors(self) -> Iterator[LiveTensor]:
-        for i, chunk in enumerate(self._modules):
+        for prefix, chunk in self._of_modules():
             for name, parameter in chunk.named_parameters():
                 if not parameter.requires_grad:
-                    yield LiveTensor(f"model{i}.{name}", parameter, Change.STEP, replicated=True)
-            yield from buffers(chunk, f"model{i}")
+                    yield LiveTensor(f"{prefix}.{name}", parameter, Change.STEP, replicated=True)
+            yield from buffers(chunk, prefix)
         for i, state in enumerate(self._states):
             updated = state.updated()
             for name, main in state.parameters():
                 of = updated[f"optim{i}.{name}"]
-                yield LiveTensor(f"optim{i}.{name}.main", main, Change.STEP, self._replicated[i], of.owner, of.block)
+                yield LiveTensor(f"optim{i}.{name}.main", main, Change.STEP, self._replicated[i], of.block)
             yield from state.tensors()
         yield from self._tracked_tensors()
 
@@ -111,9 +116,10 @@ class MegatronAdapter(BaseAdapter):
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         self._derive()
-        scheduler: Any = self._scheduler
-        if hasattr(scheduler, "num_steps"):
-            scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
+        schedulers: list[Any] = list(self._schedulers)
+        for scheduler in schedulers:
+            if hasattr(scheduler, "num_steps"):
+                scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
         for part, scaler in zip(self._parts, late["scaler"], strict=True):
             if scaler is not None:
                 part.grad_scaler.load_state_dict(scaler)
@@ -142,6 +148,14 @@ class MegatronAdapter(BaseAdapter):
         for chunk in chunks:
             if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
                 chunk.start_param_sync(force_sync=True)
+
+
+def _mains(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(weight, main parameter) where these are two tensors."""
+    yield from ((weight, main) for weight, main, _ in _shards(part))
+    if hasattr(part, "fp32_from_float16_groups"):
+        for weights, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from zip(weights, mains, strict=True)
 
 
 def _shards(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, Block]]:

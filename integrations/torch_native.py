@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from integrations.base import BaseAdapter, buffers, check_modules
+from integrations.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
 from smp_daemon.errors import ConfigError
 from snapshot.adapter import Change, LiveTensor, Stateful, Tree
-from snapshot.optimizers import OptimizerState
+from snapshot.optimizers import OptimizerState, unwrapped
 from snapshot.tensors import block_of, local, piece_of
 
 
@@ -23,19 +23,22 @@ class TorchAdapter(BaseAdapter):
     """`snapshot.adapter.Adapter` for modules and optimizers. A rank's coordinate is its rank."""
 
     def __init__(
-        self, model: Any, optim: Any, scheduler: Stateful | None = None, extra: Mapping[str, Stateful] | None = None
+        self,
+        model: Any,
+        optim: Any,
+        scheduler: Stateful | Sequence[Stateful] | None = None,
+        extra: Mapping[str, Stateful | None] | None = None,
     ) -> None:
         self._optimizers = _check_optimizers(optim)
         modules = check_modules(model)
         self._replicated = all(isinstance(module, DistributedDataParallel) for module in modules)
-        names: dict[torch.Tensor, str] = {
-            p: f"model{i}.{name}" for i, module in enumerate(modules) for name, p in module.named_parameters()
-        }
+        self._names = parameter_names(modules)
         states = [
-            OptimizerState(optimizer, f"optim{i or ''}", replicated=self._replicated, names=names)
-            for i, optimizer in enumerate(self._optimizers)
+            OptimizerState(optimizer, f"optim{i or ''}", replicated=self._replicated, names=self._names)
+            for i, optimizer in enumerate(unwrapped(*self._optimizers))
         ]
         super().__init__(model, states, scheduler, extra)
+        warn_of_unnamed(states)
 
     def coordinate(self) -> str:
         return f"dp{dist.get_rank() if dist.is_available() and dist.is_initialized() else 0}"
@@ -48,11 +51,10 @@ class TorchAdapter(BaseAdapter):
         return self._optimizers
 
     def fixed(self) -> Tree:
-        """And, for those who export a snapshot: whether names begin with DDP's own part, which parameters optimizers
-        have, and where in the whole a rank's part of a distributed parameter stands."""
+        """And, for those who export a snapshot: whether names begin with DDP's own part, and where in the whole a
+        rank's part of a distributed parameter stands."""
         export = {
             "wrapped": self._replicated,
-            "parameters": [state.names() for state in self._states],
             "pieces": {
                 f"model{i}.{name}": piece
                 for i, module in enumerate(self._modules)
@@ -63,11 +65,18 @@ class TorchAdapter(BaseAdapter):
         return {**super().fixed(), "export": export}
 
     def tensors(self) -> Iterator[LiveTensor]:
-        for i, module in enumerate(self._modules):
+        self._names.clear()
+        self._names.update(parameter_names(self._modules))  # parameters may have become others
+        for prefix, module in self._of_modules():
             for name, parameter in module.named_parameters():
                 block = block_of(parameter)
-                yield LiveTensor(f"model{i}.{name}", local(parameter), Change.STEP, self._replicated, block=block)
-            yield from buffers(module, f"model{i}")
+                yield LiveTensor(f"{prefix}.{name}", local(parameter), Change.STEP, self._replicated, block=block)
+            yield from buffers(module, prefix)
+        of_no_module = {
+            p: f"loose.optim{i or ''}.{name}" for i, s in enumerate(self._states) for name, p in s.unnamed()
+        }
+        for loose, name in of_no_module.items():
+            yield LiveTensor(name, local(loose), Change.STEP, block=block_of(loose))
         for state in self._states:
             yield from state.tensors()
         yield from self._tracked_tensors()

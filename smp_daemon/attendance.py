@@ -18,10 +18,12 @@ from smp_daemon.board import BEAT_ROWS, Board, Phase
 from smp_daemon.liveness import Beat, Deadlines, Health, Trainer, judge, median_step
 from smp_daemon.logs import get_log
 from smp_daemon.on_hang import OnHang
+from smp_daemon.pidfds import is_running
 
 STEPS_KEPT = 32
 MOST_INTERVAL_S = 1.0
 LEAST_INTERVAL_S = 0.02
+LOOK_AGAIN_S = 0.1
 
 log = get_log(__name__)
 
@@ -44,6 +46,8 @@ class _Seen:
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     ended: bool = False
     health: Health = Health.ALIVE
+    joined: bool = False
+    """Whether it has joined an epoch; until then it may be on its way into a new start."""
 
 
 class Attendance:
@@ -62,6 +66,7 @@ class Attendance:
         self._on_hang = on_hang
         self._on_death = on_death
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._seen: dict[str, _Seen] = {}
         self._callers: dict[int, list[Callable[[], None]]] = {}
         self._closed = False
@@ -100,8 +105,43 @@ class Attendance:
             seen = self._seen[coord] = _Seen(pid, coord, row, time.monotonic(), hang_up)
             if self._watching:
                 seen.pidfd = _open(pid)
+            self._changed.notify_all()
         self._stir()
         return row
+
+    def joined(self, pid: int, coord: str) -> None:
+        """That trainer has joined an epoch: it takes part in a start of the job."""
+        with self._lock:
+            seen = self._seen.get(coord)
+            if seen is not None and seen.pid == pid:
+                seen.joined = True
+
+    def await_room(self, pid: int, deadline_s: float) -> Trainer | None:
+        """Block until no other process is at work for the job, at most `deadline_s`; one that still is, or None.
+
+        That is a process that has joined an epoch, runs, and was heard of within its deadline: not one that is
+        stopped, hangs, or is ending, and none that is here anew, as all that survive a start are before the next one
+        joins. Those that cannot be seen from here, as in another pid namespace, do not count.
+        """
+        limit = time.monotonic() + deadline_s
+        with self._lock:
+            while (other := self._other_at_work(pid)) is not None and not self._closed:
+                left = limit - time.monotonic()
+                if left <= 0:
+                    return other
+                self._changed.wait(min(left, LOOK_AGAIN_S))  # that a process is stopped, or is ending, no event tells
+        return None
+
+    def _other_at_work(self, pid: int) -> Trainer | None:
+        now = time.monotonic()
+        here_anew = {pid, *(seen.pid for seen in self._seen.values() if not seen.joined)}
+        for _, seen in sorted(self._seen.items()):
+            if seen.pid in here_anew or seen.ended or seen.pidfd < 0 or self._board().phase(seen.row) is Phase.GONE:
+                continue
+            report = self._report(seen, now)
+            if report.health in (Health.ALIVE, Health.LATE) and is_running(seen.pid, seen.pidfd):
+                return report
+        return None
 
     def connected(self, pid: int, hang_up: Callable[[], None]) -> None:
         """A process has a connection, which is to be ended with it: a child of its may keep the socket open."""
@@ -130,6 +170,7 @@ class Attendance:
                 step = self._board().beats(seen.row)[1]
                 if seen.pidfd < 0:
                     seen.ended = True  # else the process itself will tell
+            self._changed.notify_all()
         self._stir()
         return step
 
@@ -162,6 +203,7 @@ class Attendance:
             if self._seen.get(seen.coord) is not seen:
                 return
             seen.ended = True
+            self._changed.notify_all()
             hang_ups = self._callers.pop(seen.pid, [])
             if self._board().phase(seen.row) is Phase.GONE:
                 _close(seen)

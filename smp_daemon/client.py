@@ -77,10 +77,14 @@ class SmpClient:
     """
 
     def __init__(self, arena: Path, job: str, coord: str | None = None) -> None:
-        """Connect. Raises `SmpUnavailable` if no SMP serves `arena`, `ConfigError` if it serves another job.
+        """Connect. Blocks for seconds if processes of an earlier start of the job are still ending.
 
         Args:
             coord: of the trainer, if the SMP shall watch over it: it then must `beat`.
+
+        Raises:
+            SmpUnavailable: no SMP serves `arena`.
+            ConfigError: it serves another job; or, with `coord`, another run of this job is at work here.
         """
         self.arena = arena
         self._coord = coord
@@ -98,7 +102,15 @@ class SmpClient:
         if not socket_path(self.arena).exists():
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m smp_daemon`")
         self._stream = connect(socket_path(self.arena))
-        hello = self._call({"op": "hello", "job": self._job, "version": PROTOCOL_VERSION, "coord": self._coord})
+        hello = self._call(
+            {
+                "op": "hello",
+                "job": self._job,
+                "version": PROTOCOL_VERSION,
+                "coord": self._coord,
+                "epoch": self._epoch,  # who has joined one comes back; who has not begins
+            }
+        )
         self.node = str(hello["node"])
         self.pid = int(hello["pid"])
         self._board = Board(self.arena / "board")

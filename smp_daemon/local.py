@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 """How many digests of units a message has room for, beside its other fields."""
 
+ROOM_DEADLINE_S = 10.0
+"""How long a new start waits for processes of the one before it to end."""
+
 FENCED = ("recover", "lend", "unit", "heal", "say", "ended")
 """Operations that change something here and name no snapshot of the epoch at hand: who has joined one says which."""
 
@@ -116,15 +119,29 @@ class TrainerConversation:
                 f"the SMP speaks version {PROTOCOL_VERSION}, this trainer version {message['version']}: "
                 "install the same holdfast on both"
             )
+        coord = text(message, "coord") if message.get("coord") is not None else None
+        if coord is not None and message.get("epoch") is None:
+            self._check_room()
         if not self._greeted:
             self._greeted = True
             with self._store.changed:
                 self._smp.trainers += 1
         row = None
-        if message.get("coord") is not None:
-            self._coord = text(message, "coord")
+        if coord is not None:
+            self._coord = coord
             row = self._smp.attendance.attend(self._pid, self._coord, self._hang_up)
         return {"node": self._store.node, "pid": os.getpid(), "row": row}
+
+    def _check_room(self) -> None:
+        """A trainer comes that has joined no epoch. Raises `ConfigError` if another run of this job is at work here: it
+        would be fenced, and what it has protected would be taken."""
+        other = self._smp.attendance.await_room(self._pid, ROOM_DEADLINE_S)
+        if other is not None:
+            raise ConfigError(
+                f"job {self._store.job!r} is at work on node {self._store.node} already: process {other.pid} is its "
+                f"trainer {other.coord}, after step {other.step:,}. Give this run another HOLDFAST_JOB, or job=; if "
+                f"it is to take the place of the other, end process {other.pid} first"
+            )
 
     def _census(self, message: Message) -> Message:
         """What the SMPs at these addresses hold; without their layouts, which whoever knows of them has."""
@@ -142,6 +159,7 @@ class TrainerConversation:
         self._store.join(epoch, start)
         if self._coord is not None:
             self._store.goes_on(epoch, self._coord)
+            self._smp.attendance.joined(self._pid, self._coord)
         self._epoch = epoch
         return {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -12,6 +12,7 @@ import torch
 from smp_daemon.slotfile import Leaf
 
 if TYPE_CHECKING:
+    from snapshot.steppers import Steppers
     from snapshot.tracked import Tracked
 
 Tree = dict[str, Any]
@@ -57,7 +58,6 @@ class LiveTensor:
     Attributes:
         replicated: the data-parallel replicas are said to hold the same bits; they compare digests before they
             believe it.
-        owner: what it is the state of, if its name does not say so; replicas must agree on it.
         block: which part of a tensor it is that is divided among ranks; None: it is whole.
     """
 
@@ -65,7 +65,6 @@ class LiveTensor:
     tensor: torch.Tensor
     change: Change
     replicated: bool = False
-    owner: str = ""
     block: Block | None = None
 
 
@@ -74,11 +73,9 @@ class Updated:
     """A parameter that an optimizer updates, of which it keeps state in leaves that are called ``<stem>.<entry>``.
 
     Attributes:
-        owner: its name in the whole job; empty if its stem is that.
         shape: of this rank's part; `block`: which part that is.
     """
 
-    owner: str
     shape: tuple[int, ...]
     block: Block | None
 
@@ -108,6 +105,14 @@ class Adapter(Protocol):
 
     def optimizers(self) -> Sequence[Any]:
         """The objects whose ``step()`` changes the state; the last one's ends a step."""
+        ...
+
+    def steppers(self) -> Steppers:
+        """Who watches, from now on, for other optimizers that step this job's parameters."""
+        ...
+
+    def extras(self) -> Collection[str]:
+        """Names of the objects with a ``state_dict`` that this rank gives beside modules, optimizers and schedules."""
         ...
 
     def scalers(self) -> Sequence[Any]:

@@ -39,9 +39,6 @@ from snapshot.state import (
 )
 from snapshot.witness import Subjects, Witness
 
-READ = ("rng", "tracker", "extra", "tracked")
-"""The parts of `Adapter.early` whose digests a record holds, if the loop does not say where its steps begin."""
-
 
 class Capture:
     """Takes one rank's state as steps begin.
@@ -260,8 +257,13 @@ class Capture:
 
 def read_state(adapter: Adapter) -> Tree:
     """Digests of what reading data changes, as it is now: the random generators, data iterators and the like."""
-    early = adapter.early()
-    return {f"{kind} {name}": streams.digest(value) for kind in READ for name, value in early.get(kind, {}).items()}
+    found: Tree = {}
+    for kind, part in adapter.early().items():
+        if isinstance(part, dict):
+            found |= {f"{kind} {name}": streams.digest(value) for name, value in part.items()}
+        else:
+            found[kind] = streams.digest(part)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,9 @@ _QUIET_SAMPLERS = frozenset(
 )
 """Of the global generators these draw nothing after the first batch."""
 
+_QUIET_DATA = frozenset({torch_data.TensorDataset, list, tuple, range})
+_QUIET_COLLATING = (torch_data.default_collate, torch_data.default_convert)
+
 
 @dataclass(slots=True)
 class _Place:
@@ -83,7 +86,8 @@ class Data:
     """One source of batches, which remembers how far it was read; each loop over it is a pass.
 
     A pass that is left by ``break`` is finished, too. After a restart the first loop gives the rest of the pass that
-    was under way.
+    was under way. A loop's own count of batches does not come back by itself: ``enumerate(data, data.position)``. Only
+    what is trained on is read through it, not what is evaluated.
 
     Attributes:
         name: tells the sources of a job apart; the same in every run.
@@ -104,7 +108,7 @@ class Data:
         Args:
             source: a `DataLoader`, a sequence of batches, anything else that gives a new iterator each time, or a
                 function without arguments that returns one. What has ``state_dict`` and ``load_state_dict`` is asked
-                for its place and told it; everything else is read again.
+                for its place and told it, but for loaders with workers; everything else is read again.
             held: `state` of the run before.
             mark: called before each batch is read: what `state` gives then belongs to the boundary.
             begin: called when a batch was read, before it is given: the next step begins. Not at the end of a pass.
@@ -193,6 +197,11 @@ class Data:
         while self._turn is turn:
             self._given, self._asked, self._look = self._now(), False, ""
             try:
+                if not torch.is_grad_enabled():
+                    raise ConfigError(
+                        f"data {self.name!r} is read where gradients are off, so its batches begin no training step: "
+                        "evaluate with the loader itself; a loop that trains without gradients says snap.begin()"
+                    )
                 self._mark()
                 if iterator is None:
                     iterator = self._start()
@@ -214,8 +223,10 @@ class Data:
             self._place.taken += 1
             self._place.last = self._look
             self._place.history = self._told(self._place.history, self._look)
+            given = [batch]
+            del batch  # whoever drops it shall have its memory
             try:
-                yield batch
+                yield given.pop()
             except GeneratorExit:  # the loop was left
                 if self._turn is turn:
                     self._finish()
@@ -274,8 +285,8 @@ class Data:
         place = self._place
         place.own = own_generators.capture(self._own)
         # Asked between passes, torchdata's loader makes an iterator, and that draws.
-        if isinstance(self._source, Stateful) and (place.under_way or not _is_loader(self._source)):
-            place.loader = copy.deepcopy(self._source.state_dict())
+        if _is_stateful(self._source) and (place.under_way or not _is_loader(self._source)):
+            place.loader = _without_tensors(copy.deepcopy(self._source.state_dict()))
         return place.to_tree()
 
     # ------------------------------------------------------------------ after a restore
@@ -285,13 +296,13 @@ class Data:
         as they are. `checked`: it is known what comes next."""
         place = self._place
         self._own = own_generators.find(self._source)
-        stateful = isinstance(self._source, Stateful)
+        stateful = _is_stateful(self._source)
         if place.loader is None and stateful and not _is_loader(self._source):
             raise StateMismatch(f"data {self.name!r} has a state_dict now, but had none when the snapshot was taken")
         if place.under_way:
             return self._rebuild(told=stateful and place.loader is not None, checked=checked)
         if place.loader is not None and stateful and not _is_loader(self._source):
-            self._source.load_state_dict(copy.deepcopy(place.loader))
+            self._source.load_state_dict(_with_tensors(place.loader))
         own_generators.restore(self._own, place.own, f"data {self.name!r}")
         return None
 
@@ -302,7 +313,7 @@ class Data:
             own_generators.restore(self._own, place.own_start, owner)
             rng.restore(_unpacked(place.start))
             if told:
-                self._source.load_state_dict(copy.deepcopy(place.loader))
+                self._source.load_state_dict(_with_tensors(place.loader))
             iterator = self._open()
             if not told:
                 self._read_again(iterator, checked)
@@ -316,7 +327,7 @@ class Data:
         place = self._place
         if not place.taken:
             return
-        log.info("data %r: %d batches of pass %d are read again", self.name, place.taken, place.epoch)
+        log.info("data %r: batches read again of pass %d: %d", self.name, place.epoch, place.taken)
         began = time.monotonic()
         drawn = dict(place.drawn)
         batch, history = None, ""
@@ -408,11 +419,6 @@ class _Indices:
 
 
 def _read(held: Tree, name: str) -> _Place:
-    if held.get("elsewhere"):
-        raise StateMismatch(
-            f"data {name!r} was read by another number of ranks, whose places say nothing of this one's: use "
-            "holdfast.batches.GlobalBatches, or start with as many ranks as there were"
-        )
     try:
         return _Place(**{field_name: held[field_name] for field_name in _Place.__slots__})
     except (LookupError, TypeError) as error:
@@ -422,7 +428,7 @@ def _read(held: Tree, name: str) -> _Place:
 def _check(source: Any, name: str) -> None:
     """Raises `ConfigError` unless a pass over `source` can be made again."""
     give = "give the DataLoader, a list, or a function that returns a new iterator each time"
-    if isinstance(source, Iterator) and not isinstance(source, Stateful):
+    if isinstance(source, Iterator) and not _is_stateful(source):
         kind = type(source).__qualname__
         raise ConfigError(f"data {name!r} is a {kind}, which can be read once and not again after a restart: {give}")
     if not _is_iterable(source) and not callable(source):
@@ -437,6 +443,15 @@ def _is_loader(source: Any) -> bool:
     return isinstance(source, torch_data.DataLoader)
 
 
+def _is_stateful(source: Any) -> bool:
+    """Whether a source can be asked for its place and told it. A loader with workers is read again all the same: what
+    it says of them leaves out their random generators. Accelerate's loaders have a ``state_dict`` that fails unless the
+    loader which they wrap has one."""
+    if not (isinstance(source, Stateful) and isinstance(getattr(source, "base_dataloader", source), Stateful)):
+        return False
+    return not _is_loader(source) or getattr(source, "num_workers", 0) == 0
+
+
 def _is_iterable(source: Any) -> bool:
     return isinstance(source, Iterable) or hasattr(type(source), "__getitem__")
 
@@ -445,7 +460,9 @@ def _may_draw(source: Any) -> bool:
     """Whether reading a batch may draw from this process's generators, the first of a pass aside."""
     if type(source) in (list, tuple, range):
         return False
-    if not _is_loader(source) or source.num_workers == 0:
+    if not _is_loader(source):
+        return True
+    if source.num_workers == 0 and not (type(source.dataset) in _QUIET_DATA and source.collate_fn in _QUIET_COLLATING):
         return True
     samplers = [source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None)]
     return not _is_of_iterables(source) and any(s is not None and type(s) not in _QUIET_SAMPLERS for s in samplers)
@@ -455,11 +472,41 @@ def _is_of_iterables(loader: Any) -> bool:
     return isinstance(loader.dataset, torch_data.IterableDataset)
 
 
+# ---------------------------------------------------------------------- tensors as plain values
+# Those among what is captured would be leaves of the slot, and its layout another whenever one comes or goes.
+
+
+def _without_tensors(value: Any) -> Any:
+    match value:
+        case torch.Tensor():
+            octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return {"tensor of": value.dtype, "shape": list(value.shape), "bytes": octets}
+        case dict() if type(value) is dict:
+            return {key: _without_tensors(part) for key, part in value.items()}
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(map(_without_tensors, value))
+    return value
+
+
+def _with_tensors(value: Any) -> Any:
+    """What `_without_tensors` was given; a copy."""
+    match value:
+        case {"tensor of": dtype, "shape": shape, "bytes": octets}:
+            made = torch.empty(shape, dtype=dtype)
+            made.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(octets))
+            return made
+        case dict() if type(value) is dict:
+            return {key: _with_tensors(part) for key, part in value.items()}
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(map(_with_tensors, value))
+    return copy.deepcopy(value)
+
+
 # ---------------------------------------------------------------------- the global generators, as plain values
 
 
 def _generators() -> Tree:
-    """Their states, without tensors: those would be leaves of the slot, each time others."""
+    """Their states, without tensors."""
     state = rng.capture()
     packed = {**state, "torch": state["torch"].numpy()}
     if "cuda" in state:

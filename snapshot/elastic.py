@@ -26,24 +26,14 @@ from snapshot import streams
 from snapshot.adapter import Adapter, Change, LiveTensor, Tree
 from snapshot.agreement import Agreement
 from snapshot.movers import Mover
-from snapshot.old_shards import (
-    OldManifest,
-    OldShard,
-    Units,
-    decode_plain,
-    is_state,
-    key_of,
-    region_of,
-    state_key,
-)
-from snapshot.optimizers import NAMED
-from snapshot.reshard import Index, Read, Region, Shape, plan_reads, unclaimed
+from snapshot.old_shards import OldManifest, OldShard, Units, decode_plain, region_of
+from snapshot.optimizers import NAMED, some
+from snapshot.reshard import Index, Read, Region, plan_reads, unclaimed
 from snapshot.state import BEGAN, LOOP
 from snapshot.tensors import flat, leaf_of
 from snapshot.worlds import carriers, heir_of, members, preference, readers
 
 ENV = "HOLDFAST_ELASTIC"
-SHOWN = 8
 ELSEWHERE = {"elsewhere": True}
 """What is held of a place in data that was read by another number of ranks; see `snapshot.data`."""
 
@@ -71,9 +61,8 @@ def ask_idle(client: SmpClient, agreement: Agreement, inventories: Sequence[Inve
 
 @dataclass(frozen=True, slots=True)
 class _Fill:
-    """A live tensor, what it is called in the whole job, and what it is made of."""
+    """A live tensor, and what it is made of."""
 
-    key: str
     item: LiveTensor
     reads: list[Read]
 
@@ -135,12 +124,12 @@ class Resharding:
             self._plan(family, index, values, adapter)
         except HoldfastError as error:
             problem = error
-        wanted = None if problem else [fill.key for fill in self._fills]
+        wanted = None if problem else [fill.item.name for fill in self._fills]
         asked = [json.loads(t) for t in agreement.gather(json.dumps([self._coord, wanted]).encode())]
         if problem is None and all(keys is not None for _, keys in asked):
             of_family = {key for coord, keys in asked if coord in members(self._new, self._coord) for key in keys}
             if extra := unclaimed(index, of_family):
-                problem = StateMismatch(f"the snapshot does not fit this job: not in this job: {_some(extra)}")
+                problem = StateMismatch(f"the snapshot does not fit this job: not in this job: {some(extra)}")
         fatal = isinstance(problem, StateMismatch | ConfigError | ProtocolError)
         fits, ready = agreement.minimum([int(not fatal), int(problem is None)])()
         if not ready and self._made:
@@ -177,38 +166,30 @@ class Resharding:
             common = {n for n in first if len({manifest.streams.get(n) for manifest in family}) == 1}
             known = self._stream(self._coord, where[self._coord]) if self._coord in where else None
             early["rng"] = streams.for_new_rank(first, common, known, self._coord, self._step)
+            self._borrow_extras(family, early, late, set(adapter.extras()))
         mine = carriers(self._old, self._new, where)[self._coord]
         early["streams"] = {coord: self._stream(coord, holder) for coord, holder in mine.items()}
-        self._renumber(family, late, fixed, adapter)
+        _regroup(family, late, fixed, adapter)
         return early, late, fixed
+
+    def _borrow_extras(self, family: Sequence[OldManifest], early: Tree, late: Tree, wanted: set[str]) -> None:
+        """Of a new rank the extras that it has, each of the first old rank that had it: some have fewer than others."""
+        mine = (early, late)
+        for part in mine:
+            part["extra"] = {name: value for name, value in part["extra"].items() if name in wanted}
+        for manifest in family[1:]:
+            missing = wanted - early["extra"].keys() - late["extra"].keys()
+            if not missing:
+                return
+            others = self._shard(manifest.coord).values()[:2]
+            for part, other in zip(mine, others, strict=True):
+                part["extra"] |= {name: value for name, value in other["extra"].items() if name in missing}
 
     def _stream(self, coord: str, holder: str) -> Tree:
         """The random streams of a rank, as they stand in the record of `holder`."""
         early, _, _ = self._shard(holder).values()
         found: Tree = early["rng"] if coord == holder else early["streams"][coord]
         return found
-
-    def _renumber(self, family: Sequence[OldManifest], late: Tree, fixed: Tree, adapter: Adapter) -> None:
-        """What optimizers say of their parameters, by the numbers that these have now."""
-        updated = adapter.updated()
-        for i, (plain, kept) in enumerate(zip(late["optim"], fixed["optim"], strict=True)):
-            prefix = kept["prefix"]
-            order: dict[str, list[str]] = {}
-            state: dict[str, Any] = {}
-            for told in (manifest.optimizers[i] for manifest in reversed(family)):
-                held = decode_plain(told["state"])
-                for place, entries in told["order"].items():
-                    key = state_key(prefix, place, told["owners"].get(place, ""))
-                    if entries:
-                        order[key], state[key] = entries, held.get(place, {})
-            places = {
-                stem.removeprefix(f"{prefix}."): up for stem, up in updated.items() if stem.startswith(f"{prefix}.")
-            }
-            keys = {place: state_key(prefix, place, up.owner) for place, up in places.items()}
-            named = {name: entries for name, entries in kept["order"].items() if name.startswith(NAMED)}
-            kept["order"] = {place: order.get(key, []) for place, key in keys.items()} | named
-            named_state = {name: value for name, value in plain["state"].items() if name.startswith(NAMED)}
-            plain["state"] = {place: state[key] for place, key in keys.items() if state.get(key)} | named_state
 
     # ------------------------------------------------------------------ tensors
 
@@ -219,16 +200,15 @@ class Resharding:
         adapter.materialise(_leaves_to_make(family, adapter))
         self._made = True
         problems = []
-        owners = {stem: parameter.owner for stem, parameter in adapter.updated().items()}
         live = list(adapter.tensors())
         for item in live:
-            leaf, key = leaf_of(item.name, item.tensor), key_of(item.name, owners)
+            leaf = leaf_of(item.name, item.tensor)
             whole, runs = region_of(item.name, leaf.shape, item.block)
-            reads, problem = plan_reads(Region(key, leaf.dtype, whole, runs), index)
+            reads, problem = plan_reads(Region(item.name, leaf.dtype, whole, runs), index)
             problems += [problem] * bool(problem)
-            self._fills.append(_Fill(key, item, reads))
+            self._fills.append(_Fill(item, reads))
         if problems:
-            raise StateMismatch(f"the snapshot does not fit this job: {_some(problems)}")
+            raise StateMismatch(f"the snapshot does not fit this job: {some(problems)}")
         _check_private(live, family)
 
     def _fill(self) -> None:
@@ -251,19 +231,50 @@ class Resharding:
                 tensor.copy_(target)
 
 
+def _regroup(family: Sequence[OldManifest], late: Tree, fixed: Tree, adapter: Adapter) -> None:
+    """What optimizers say of the parameters that this rank has now, whoever had them.
+
+    Raises:
+        StateMismatch: the old ranks did not have the same optimizers.
+    """
+    updated = adapter.updated()
+    for i, (plain, kept) in enumerate(zip(late["optim"], fixed["optim"], strict=True)):
+        prefix, own = f"{kept['prefix']}.", kept["groups"]
+        stems = [stem for stem in updated if stem.startswith(prefix)]
+        places = {stem.removeprefix(prefix): number for number, stem in enumerate(stems)}
+        order = {name: entries for name, entries in kept["order"].items() if name.startswith(NAMED)}
+        state = {name: value for name, value in plain["state"].items() if name.startswith(NAMED)}
+        groups: list[dict[str, None]] = [{} for _ in own]
+        for manifest in family:
+            if len(manifest.optimizers) <= i or len(manifest.optimizers[i]["groups"]) != len(own):
+                raise StateMismatch(f"{manifest.coord} had other optimizers, or groups, than {family[0].coord}")
+            told = manifest.optimizers[i]
+            held = decode_plain(told["state"])
+            for place, entries in told["order"].items():
+                if place in places and not order.get(place):
+                    order[place] = entries
+                    state |= {place: held[place]} if place in held else {}
+            for group, names in zip(groups, told["groups"], strict=True):
+                group |= {name: None for name in names if name in places}
+        kept["order"], plain["state"] = order, state
+        kept["groups"] = [  # where ranks divide the parameters, there is no order of all of them
+            before if list(group) == before else sorted(group, key=places.__getitem__)
+            for group, before in zip(groups, own, strict=True)
+        ]
+
+
 def _leaves_to_make(family: Sequence[OldManifest], adapter: Adapter) -> dict[str, Leaf]:
     """The leaves that this rank's job has once it has all that the snapshot has: state of optimizers above all, which
     is as long as the part of its parameter that this rank has, or else whole."""
-    leaves = {name: leaf for name, leaf in family[0].whole_leaves().items() if not is_state(name)}
-    entries: dict[str, dict[str, tuple[str, Shape]]] = {}
-    for manifest in family:
-        for key, entry, dtype, whole in manifest.states():
-            entries.setdefault(key, {}).setdefault(entry, (dtype, whole))
-    for stem, parameter in adapter.updated().items():
-        prefix, _, place = stem.partition(".")
-        whole = parameter.block.whole if parameter.block else parameter.shape
-        for entry, (dtype, held) in entries.get(state_key(prefix, place, parameter.owner), {}).items():
-            leaves[f"{stem}.{entry}"] = Leaf(f"{stem}.{entry}", dtype, parameter.shape if held == whole else held)
+    states = [held for manifest in family for held in manifest.states()]
+    leaves = family[0].whole_leaves()
+    for _, leaf in states:
+        leaves.pop(leaf.name, None)
+    updated = adapter.updated()
+    for stem, leaf in reversed(states):
+        if (parameter := updated.get(stem)) is not None:
+            whole = parameter.block.whole if parameter.block else parameter.shape
+            leaves[leaf.name] = Leaf(leaf.name, leaf.dtype, parameter.shape if leaf.shape == whole else leaf.shape)
     return leaves
 
 
@@ -277,19 +288,18 @@ def _check_private(live: Sequence[LiveTensor], family: Sequence[OldManifest]) ->
     """
     digests: dict[str, set[str]] = {}
     for manifest in family:
-        owners = manifest.owners
         for name, digest in manifest.digests.items():
-            digests.setdefault(key_of(name, owners), set()).add(digest)
-    differing = {key for key, found in digests.items() if len(found) > 1}
+            digests.setdefault(name, set()).add(digest)
+    differing = {name for name, found in digests.items() if len(found) > 1}
     private = {item.name for item in live if item.change is Change.ANY or item.name.startswith("tracked.")}
     if bad := sorted(differing - private):
         raise StateMismatch(
-            f"{_some(bad)}: each old rank holds another, and nothing says how they make up a whole. "
+            f"{some(bad)}: each old rank holds another, and nothing says how they make up a whole. "
             "Start with the same parallel sizes"
         )
     if own := sorted(differing & private):
         text = "%s: each old rank had its own; who stays keeps it, a new rank takes the first's, others' are dropped"
-        log.warning(text, _some(own))
+        log.warning(text, some(own))
 
 
 def _warn_of_differences(what: str, found: Sequence[Mapping[str, str]]) -> None:
@@ -297,9 +307,4 @@ def _warn_of_differences(what: str, found: Sequence[Mapping[str, str]]) -> None:
     own = [name for name in names if len({digests.get(name) for digests in found}) > 1]
     if own:
         text = "%s of %s differ between the old ranks: who stays keeps its own, a new rank takes the first's"
-        log.warning(text, what, _some(own))
-
-
-def _some(texts: Sequence[str]) -> str:
-    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return "; ".join(texts[:SHOWN]) + more
+        log.warning(text, what, some(own))

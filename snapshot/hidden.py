@@ -3,7 +3,7 @@ tracked where its class is known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from smp_daemon.errors import ConfigError
+from snapshot.optimizers import OWN, find, nested
 from snapshot.tensors import local
 from snapshot.tracked import Tracked, make
 
-DEEPEST = 3
-"""Containers in containers in attributes are looked into so far."""
-
-KNOWN = frozenset({"_parameters", "_buffers", "_modules", "state", "param_groups", "defaults"})
+KNOWN = frozenset({"_parameters", "_buffers", "_modules"}) | OWN
 """Attributes of modules and optimizers that are captured as such."""
+
+KEPT = (torch.Tensor, np.ndarray, torch.Generator, np.random.Generator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +81,21 @@ def untracked(roots: Iterable[tuple[str, Any]], captured: Iterable[torch.Tensor]
     held = {_memory(tensor) for tensor in captured}
     found = []
     for name, owner in owners(roots):
-        for attribute, value in vars(owner).items():
+        for attribute, value in getattr(owner, "__dict__", {}).items():
             if attribute not in KNOWN:
-                found += [
-                    place for place, each in _inside(f"{name}.{attribute}", value, 0) if _memory(each) not in held
-                ]
+                inside = find(f"{name}.{attribute}", value, lambda each: isinstance(each, KEPT))
+                found += [place for place, each in inside if _memory(each) not in held]
     return found
 
 
 def owners(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Modules with all modules in them, and whatever else there is."""
+    """Modules with all modules in them, and optimizers with those in them."""
+    seen: set[int] = set()
     for name, root in roots:
         if isinstance(root, torch.nn.Module):
             yield from ((f"{name}.{inner}" if inner else name, module) for inner, module in root.named_modules())
         else:
-            yield name, root
+            yield from nested(name, root, seen)
 
 
 def _tracked(name: str, kept: _Kept, owner: Any) -> Tracked:
@@ -103,19 +103,6 @@ def _tracked(name: str, kept: _Kept, owner: Any) -> Tracked:
     put = None if kept.set is None else lambda values: kept.set(owner, values)  # type: ignore[misc]
     tensors = None if kept.tensors is None else kept.tensors(owner) if owner is not None else {}
     return make(name, get, put, tensors, kept.changes, kept.when)
-
-
-def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.Tensor | np.ndarray | torch.Generator | np.random.Generator):
-        yield name, value
-    elif depth < DEEPEST and isinstance(value, Mapping):
-        for place, (key, part) in enumerate(value.items()):
-            yield from _inside(
-                f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[{place}]", part, depth + 1
-            )
-    elif depth < DEEPEST and isinstance(value, list | tuple):
-        for place, part in enumerate(value):
-            yield from _inside(f"{name}[{place}]", part, depth + 1)
 
 
 def _memory(value: Any) -> int:

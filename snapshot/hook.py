@@ -195,8 +195,8 @@ class SnapshotHook:
 
     @property
     def step(self) -> int:
-        """Where the loop goes on: how many steps, or turns of a loop with `begin` or `steps`, the state has behind it; 0
-        on a cold start."""
+        """Where the loop goes on: how many steps, or turns of a loop with `begin` or `steps`, the state has behind it.
+        0 on a cold start."""
         return self._step if self._turn is None else self._turn
 
     @property
@@ -414,6 +414,7 @@ class SnapshotHook:
             )
         self._boundary = Boundary(self._adapter.optimizers(), self._adapter.modules(), self, self._adapter.scalers())
         self._gradients = Gradients(self._adapter.modules(), log.warning)
+        self._steppers = self._adapter.steppers()
         self._capture.entered()
         if self._restored.snapshot is not None:
             self._rewind = self._restored.rewind
@@ -449,6 +450,7 @@ class SnapshotHook:
         """
         self._boundary.remove()
         self._gradients.remove()
+        self._steppers.remove()
         self._smp.say_end(self._step, error)
         self._pace.fence()
         if kind is None and self._keep:
@@ -530,6 +532,7 @@ class SnapshotHook:
         self._open = None
         self._beginning.over()
         self._gradients.stepped()
+        self._steppers.check()
         self._step += 1
         self._phase = Phase.STEP
         self._client.beat(self._phase, self._step)

@@ -259,7 +259,7 @@ def golden(turn: int, count: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class Places:
-    """Where to look at pieces that have any bytes, and how much: at `SAMPLE_BYTES` of plain ones, else at an element."""
+    """Where to look at pieces that have any bytes: at `SAMPLE_BYTES` of plain ones, at one element of others."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces  # the addresses are theirs as long as they are held

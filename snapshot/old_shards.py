@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from smp_daemon.sources import Sources
 from snapshot import streams
 from snapshot.adapter import Block, Tree
 from snapshot.manifest import FIXED
+from snapshot.optimizers import NAMED
 from snapshot.replicas import is_part_of, shared_from_json
 from snapshot.reshard import Held, Region, Run, block_runs, range_runs
 from snapshot.shares import parse_part
@@ -27,8 +27,6 @@ from snapshot.values import decode
 
 UNITS_KEPT = 16
 """So many units are remembered: neighbours of a shard are asked for one after another, of a few shards in turn."""
-
-_STATE = re.compile(r"((optim\d*)\.(\d+\.\d+))\.(.+)", re.DOTALL)
 
 
 class Units:
@@ -130,7 +128,7 @@ class OldManifest:
         leaves: name, dtype, shape, offset of every tensor but those of the record.
         shared: what its replicas share, whole: dtype and shape by name.
         blocks: which part of a whole each divided leaf is, by name.
-        optimizers: of each its ``prefix``, ``owners`` and ``order`` as `OptimizerState.fixed` gives them, and
+        optimizers: of each its ``prefix``, ``groups`` and ``order`` as `OptimizerState.fixed` gives them, and
             ``state``, what of its parameters' state is no tensor, still encoded.
         digests: of the leaves that are neither shared nor divided.
         streams: digests of its random generators.
@@ -172,7 +170,7 @@ class OldManifest:
             [
                 {
                     "prefix": kept["prefix"],
-                    "owners": kept["owners"],
+                    "groups": kept["groups"],
                     "order": kept["order"],
                     "state": plain["state"],
                 }
@@ -184,6 +182,7 @@ class OldManifest:
             {
                 "scheduler": streams.digest(late["scheduler"]),
                 **{f"extra[{n!r}]": streams.digest(v) for part in (early, late) for n, v in part["extra"].items()},
+                **{f"extra state of {n}": streams.digest(v) for n, v in late["get_extra_state"].items()},
                 **{f"tracked {n!r}": streams.digest(v) for part in (early, late) for n, v in part["tracked"].items()},
             },
         )
@@ -199,11 +198,6 @@ class OldManifest:
             return cls(**data)
         except TypeError as error:
             raise ProtocolError(f"not what stands in a shard: {error!r}") from error
-
-    @property
-    def owners(self) -> dict[str, str]:
-        """What each optimizer's parameters are called in the whole job, by the stem of their state's names."""
-        return {f"{o['prefix']}.{name}": owner for o in self.optimizers for name, owner in o["owners"].items()}
 
     def whole_leaves(self) -> dict[str, Leaf]:
         """Every leaf as this rank had it: divided ones in part, shared ones whole."""
@@ -221,18 +215,21 @@ class OldManifest:
         Raises:
             StateMismatch: a leaf is divided in a way that is not known.
         """
-        shared, owners = shared_from_json(self.shared), self.owners
+        shared = shared_from_json(self.shared)
         for name, dtype, shape, offset in self.leaves:
             base, whole, runs = self._place(name, tuple(shape), shared)
-            yield Held(self.coord, offset, Region(key_of(base, owners), dtype, whole, runs))
+            yield Held(self.coord, offset, Region(base, dtype, whole, runs))
 
-    def states(self) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
-        """Of every tensor of an optimizer's state: its parameter's `state_key`, entry, dtype, shape of the whole."""
-        owners = self.owners
-        for name, leaf in self.whole_leaves().items():
-            if (match := _STATE.fullmatch(name)) is not None:
-                whole = tuple(self.blocks[name][0]) if name in self.blocks else leaf.shape
-                yield state_key(match[2], match[3], owners.get(match[1], "")), match[4], leaf.dtype, whole
+    def states(self) -> Iterator[tuple[str, Leaf]]:
+        """Every tensor of an optimizer's state: the stem that it has from its parameter, and its leaf, whole."""
+        leaves = self.whole_leaves()
+        for told in self.optimizers:
+            for place, entries in told["order"].items():
+                stem = f"{told['prefix']}.{place}"
+                for name in (f"{stem}.{entry}" for entry in entries if not place.startswith(NAMED)):
+                    if (leaf := leaves.get(name)) is not None:
+                        whole = tuple(self.blocks[name][0]) if name in self.blocks else leaf.shape
+                        yield stem, Leaf(name, leaf.dtype, whole)
 
     def _place(
         self, name: str, shape: tuple[int, ...], shared: Mapping[str, Leaf]
@@ -260,25 +257,6 @@ def region_of(name: str, shape: tuple[int, ...], block: Block | None) -> tuple[t
             f"{name} is divided among ranks in a way that is not known here, so the number of ranks cannot change: "
             f"{error}. Start with the same parallel sizes"
         ) from error
-
-
-def key_of(name: str, owners: Mapping[str, str]) -> str:
-    """What a leaf is called in the whole job: state of a parameter by that parameter, as ranks may number them in
-    different ways; all else as it is."""
-    match = _STATE.fullmatch(name)
-    if match is None:
-        return name
-    return f"{state_key(match[2], match[3], owners.get(match[1], ''))}.{match[4]}"
-
-
-def state_key(prefix: str, place: str, owner: str) -> str:
-    """What the state of one parameter of an optimizer is called in the whole job."""
-    return f"{prefix}:{owner}" if owner else f"{prefix}.{place}"
-
-
-def is_state(name: str) -> bool:
-    """Whether a leaf belongs to a parameter of an optimizer."""
-    return _STATE.fullmatch(name) is not None
 
 
 def decode_plain(encoded: Any) -> Any:

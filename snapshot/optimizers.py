@@ -1,12 +1,13 @@
 """The state of a `torch.optim.Optimizer`, in place. Megatron's optimizers wrap one, so both adapters use this.
 
-A parameter is named by its group and its place in it, ``<group>.<index>``; state that an optimizer keeps under a text
-of its own choice, as that of LoRA-FA does, by ``named.<text>``.
+A parameter is called as it is in the model, whatever its place in the optimizer; one that is in no module by its group
+and its place in it, ``<group>.<index>``. State that an optimizer keeps under a text of its own choice, as that of
+LoRA-FA does, is called ``named.<text>``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,17 +21,82 @@ SHAREABLE = ("torch.optim.",)
 """Where optimizers come from that keep nothing but functions of the reduced gradients, alike on all replicas. Others
 may keep what is a rank's own, such as a compressor's error feedback, which may be zero for the first thousand steps."""
 
-
 NAMED = "named."
+
+OWN = frozenset({"state", "param_groups", "defaults"})
+"""Attributes of an optimizer that hold its own state, and no optimizers."""
+
+SHOWN = 8
+
+DEEPEST = 3
+"""Containers in containers in attributes are looked into so far."""
+
+
+def unwrapped(*optimizers: Any) -> list[torch.optim.Optimizer]:
+    """Optimizers and those in their attributes, such as SAM's base optimizer and torchtitan's list; inner ones first.
+
+    A wrapper that only passes on the state and the groups of another, as Accelerate's does, is left out.
+
+    Raises:
+        ConfigError: one has no state, or no groups, and none inside it either.
+    """
+    found: dict[tuple[int, int], torch.optim.Optimizer] = {}
+    for given in optimizers:
+        inside = list(nested("optim", given))
+        for _, each in inside:
+            if not isinstance(each, torch.optim.Optimizer):
+                continue
+            state, groups = getattr(each, "state", None), getattr(each, "param_groups", None)
+            if state is not None and groups is not None:
+                found.setdefault((id(state), id(groups)), each)
+            elif len(inside) == 1:
+                raise ConfigError(
+                    f"optim is a {type(each).__qualname__} without state and param_groups: call "
+                    "torch.optim.Optimizer.__init__ in its own, or give the optimizers that it steps"
+                )
+    return list(found.values())
+
+
+def nested(name: str, optimizer: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """What steps inside an optimizer, and at last itself, each once and with its path, which begins with `name`."""
+    seen = set() if seen is None else seen
+    if id(optimizer) in seen:
+        return
+    seen.add(id(optimizer))
+    for attribute, value in getattr(optimizer, "__dict__", {}).items():
+        if attribute not in OWN:
+            for path, inner in find(f"{name}.{attribute}", value, _steps):
+                yield from nested(path, inner, seen)
+    yield name, optimizer
+
+
+def find(name: str, value: Any, wanted: Callable[[Any], bool], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """`value`, or what is in it if it is a container, as far as it is wanted; each with its path."""
+    if wanted(value):
+        yield name, value
+    elif depth < DEEPEST and isinstance(value, Mapping):
+        for place, (key, part) in enumerate(value.items()):
+            path = f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[{place}]"
+            yield from find(path, part, wanted, depth + 1)
+    elif depth < DEEPEST and isinstance(value, list | tuple):
+        for place, part in enumerate(value):
+            yield from find(f"{name}[{place}]", part, wanted, depth + 1)
+
+
+def _steps(value: Any) -> bool:
+    """Whether it is an optimizer, or looks like one, as those of Apex and Megatron do."""
+    kind = type(value)
+    looks = hasattr(kind, "step") and hasattr(kind, "zero_grad") and not isinstance(value, torch.nn.Module)
+    return looks or isinstance(value, torch.optim.Optimizer)
 
 
 class OptimizerState:
     """One optimizer as the adapters see it. Not thread-safe.
 
     Args:
-        replicated: whether data-parallel replicas update the same parameters with the same gradients.
-        names: those of parameters in the model. Replicas may give their optimizers different ones, as
-            `ZeroRedundancyOptimizer` does; what these keep is then not alike, even where it is all zero for now.
+        replicated: whether data-parallel replicas update the same parameters with the same gradients. They may divide
+            the parameters among their optimizers, as `ZeroRedundancyOptimizer` does.
+        names: those of parameters in the model; asked whenever the state is walked.
         blocks: which part of the whole a parameter is, and state of its shape with it.
     """
 
@@ -44,7 +110,7 @@ class OptimizerState:
         blocks: Callable[[torch.Tensor], Block | None] = block_of,
     ) -> None:
         self.optimizer = optimizer
-        self._names = names or {}
+        self._names = {} if names is None else names
         self._blocks = blocks
         self._prefix = prefix
         self._replicated = replicated and type(optimizer).__module__.startswith(SHAREABLE)
@@ -52,10 +118,21 @@ class OptimizerState:
         self._before: dict[Any, dict[str, Any]] = {}
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter that the optimizer updates."""
-        for g, group in enumerate(self.optimizer.param_groups):
-            for i, parameter in enumerate(group["params"]):
-                yield f"{g}.{i}", parameter
+        """Every parameter that the optimizer updates, once."""
+        parameters = {p: name for group in self._places() for name, p in group}
+        return ((name, parameter) for parameter, name in parameters.items())
+
+    def unnamed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of them that have no name in the model."""
+        return ((name, parameter) for name, parameter in self.parameters() if parameter not in self._names)
+
+    def _places(self) -> list[list[tuple[str, torch.Tensor]]]:
+        """The parameters of each group, by name."""
+        groups = self.optimizer.param_groups
+        return [
+            [(self._names.get(parameter) or f"{g}.{i}", parameter) for i, parameter in enumerate(group["params"])]
+            for g, group in enumerate(groups)
+        ]
 
     def _entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The state of every parameter, and what else there is. Raises `ConfigError` for what cannot be named."""
@@ -74,17 +151,18 @@ class OptimizerState:
         """Adam's moments and the like, as they are now: many appear only with the first step."""
         self._plain = []
         updated = self.updated()
+        unnamed = {name for name, _ in self.unnamed()}
         for name, state in self._entries():
-            of = updated.get(f"{self._prefix}.{name}", Updated("", (), None))
+            of = updated.get(f"{self._prefix}.{name}", Updated((), None))
+            replicated = self._replicated and name not in unnamed  # at one place, replicas may have different ones
             plain = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
             if plain:
                 self._plain.append((name, state, plain))
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    place = f"{self._prefix}.{name}.{key}"
                     part = local(value)
                     block = of.block if tuple(part.shape) == of.shape else None
-                    yield LiveTensor(place, part, Change.STEP, self._replicated, of.owner, block)
+                    yield LiveTensor(f"{self._prefix}.{name}.{key}", part, Change.STEP, replicated, block)
 
     def watched(self) -> Iterator[Container]:
         """Groups, and the state of each parameter; and what holds these, as ``load_state_dict`` replaces them."""
@@ -99,24 +177,22 @@ class OptimizerState:
     def updated(self) -> dict[str, Updated]:
         """See `snapshot.adapter.Adapter.updated`."""
         return {
-            f"{self._prefix}.{name}": Updated(
-                self._names.get(parameter, ""), tuple(local(parameter).shape), self._blocks(parameter)
-            )
+            f"{self._prefix}.{name}": Updated(tuple(local(parameter).shape), self._blocks(parameter))
             for name, parameter in self.parameters()
         }
 
     def fixed(self) -> Tree:
-        """The optimizer's class, the order of the keys of each parameter's state, and what parameters are called."""
+        """The optimizer's class, the parameters of each of its groups, and the order of keys in each one's state."""
         kind = type(self.optimizer)
-        order = {name: list(state) for name, state in self._entries()}
-        owners = {name: self._names[parameter] for name, parameter in self.parameters() if parameter in self._names}
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        return {"class": name, "prefix": self._prefix, "order": order, "owners": owners}
+        return {
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+            "prefix": self._prefix,
+            "order": {name: list(state) for name, state in self._entries()},
+            "groups": self._groups(),
+        }
 
-    def names(self) -> list[list[str]]:
-        """What the parameters of each group are called in the model; empty texts where that is not known."""
-        groups = self.optimizer.param_groups
-        return [[self._names.get(parameter, "") for parameter in group["params"]] for group in groups]
+    def _groups(self) -> list[list[str]]:
+        return [[name for name, _ in group] for group in self._places()]
 
     def plain(self) -> Tree:
         """Group options such as lr, and what of the per-parameter state `tensors` found to be no tensor."""
@@ -126,19 +202,45 @@ class OptimizerState:
         }
 
     def check(self, plain: Tree, fixed: Tree) -> None:
-        """Raises `StateMismatch` unless the optimizer has the class and the groups that these were taken from."""
+        """Raises `StateMismatch` unless the optimizer has the class and the groups that these were taken from.
+
+        Groups, and the parameters in one, may have become others in order where the state of each parameter is its
+        own: with `torch.optim`'s optimizers but LBFGS, and with any that has no state.
+        """
         kind = self.fixed()["class"]
         if kind != fixed["class"]:
             raise StateMismatch(f"{self._prefix} is a {fixed['class']} in the snapshot, a {kind} in this job")
-        have, held = len(self.optimizer.param_groups), len(plain["groups"])
-        if have != held:
-            raise StateMismatch(f"{self._prefix} has {held} parameter groups in the snapshot, {have} in this job")
+        held, have = fixed["groups"], self._groups()
+        before = {name: g for g, group in enumerate(held) for name in group}
+        now = {name: g for g, group in enumerate(have) for name in group}
+        problems = [f"{name} only in the snapshot" for name in before if name not in now]
+        problems += [f"{name} only in this job" for name in now if name not in before]
+        if problems:
+            raise StateMismatch(
+                f"{self._prefix} updates other parameters than in the snapshot: {some(problems)}. Give the optimizers, "
+                "and the modules, that the snapshot was taken of, in the same order"
+            )
+        for name, g in now.items():
+            if set(have[g]) != set(held[before[name]]):
+                raise StateMismatch(
+                    f"{self._prefix}: {name} is in another parameter group than in the snapshot, together with others: "
+                    "make the groups that the snapshot was taken of"
+                )
+        if len(have) != len(held):
+            raise StateMismatch(f"{self._prefix} has {len(held)} parameter groups in the snapshot, {len(have)} here")
+        ordered = not kind.startswith(SHAREABLE) or isinstance(self.optimizer, torch.optim.LBFGS)
+        moved = [b for a, b in zip(before, now, strict=True) if a != b]
+        if moved and ordered and any(fixed["order"].values()):
+            raise StateMismatch(
+                f"{self._prefix}, a {kind}, has its parameters in another order than in the snapshot, from {moved[0]} "
+                "on, and may keep state that depends on it: give them in the order of the snapshot"
+            )
 
     def load(self, plain: Tree, fixed: Tree) -> None:
         """Take over what `plain` and `fixed` gave. Options that are tensors are filled in place."""
         self._before = {}  # else it would keep tensors alive that are replaced
         order = fixed["order"]
-        for group, saved in zip(self.optimizer.param_groups, plain["groups"], strict=True):
+        for group, saved in zip(self.optimizer.param_groups, self._matching(plain, fixed), strict=True):
             for key, value in saved.items():
                 if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                     group[key].copy_(value)
@@ -149,7 +251,17 @@ class OptimizerState:
         for name, key in keys.items():
             state = {**self.optimizer.state.get(key, {}), **plain["state"].get(name, {})}
             if state:
-                self.optimizer.state[key] = {entry: state[entry] for entry in order[name]}
+                self.optimizer.state[key] = {
+                    entry: state[entry] if entry in state else state[str(entry)] for entry in order[name]
+                }
+
+    def _matching(self, plain: Tree, fixed: Tree) -> Iterator[dict[str, Any]]:
+        """The options of each group as they were when it had the same parameters; empty groups in order."""
+        held: dict[frozenset[str], list[dict[str, Any]]] = {}
+        for names, options in zip(fixed["groups"], plain["groups"], strict=True):
+            held.setdefault(frozenset(names), []).append(options)
+        for names in self._groups():
+            yield held[frozenset(names)].pop(0)
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         """Create the state tensors of `leaves` that are not there yet, uninitialised."""
@@ -160,15 +272,14 @@ class OptimizerState:
             if not leaf.name.startswith(f"{self._prefix}."):
                 continue
             place = leaf.name.removeprefix(f"{self._prefix}.")
-            if place.startswith(NAMED):
-                name, _, entry = place.removeprefix(NAMED).rpartition(".")
-                states: dict[Any, Any] = self.optimizer.state  # torch says that keys are tensors
-                states.setdefault(name, {}).setdefault(entry, _empty_for(first, leaf))
-                continue
-            group, index, entry = place.split(".", 2)
-            parameter = parameters.get(f"{group}.{index}")
-            if parameter is not None and entry not in self.optimizer.state[parameter]:
-                self.optimizer.state[parameter][entry] = _empty_for(parameter, leaf)
+            name, _, entry = place.rpartition(".")
+            while name and not name.startswith(NAMED) and name not in parameters:
+                name = name.rpartition(".")[0]  # what an optimizer calls its entries may have dots, too
+            entry = entry if name.startswith(NAMED) else place.removeprefix(f"{name}.")
+            key: Any = name.removeprefix(NAMED) if name.startswith(NAMED) else parameters.get(name)
+            if key is not None and entry not in map(str, self.optimizer.state.get(key, {})):
+                like = parameters.get(name, first)
+                self.optimizer.state.setdefault(key, {})[entry] = _empty_for(like, leaf)
 
     def withdraw(self) -> None:
         """Take away again what `materialise` created."""
@@ -183,6 +294,12 @@ def _empty_for(parameter: torch.Tensor, leaf: Leaf) -> torch.Tensor:
     if part is parameter or part.shape != empty.shape:
         return empty
     return torch.empty_like(parameter, dtype=empty.dtype, requires_grad=False)
+
+
+def some(texts: Sequence[str]) -> str:
+    """The first few of them."""
+    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return "; ".join(texts[:SHOWN]) + more
 
 
 def check_names(what: str, held: Iterable[str], have: Iterable[str]) -> None:

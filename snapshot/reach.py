@@ -38,6 +38,10 @@ INSIDE = (
 """What of these packages is looked into nevertheless."""
 
 
+PASSING = frozenset({"_opt_called"})
+"""Attributes that torch sets in order to warn of the order of calls, and for nothing else."""
+
+
 def reachable(frame: FrameType | None = None) -> dict[str, str]:
     """What the functions on the stack, from `frame` or the caller on outwards, can reach: a text for each value, equal
     only if the values are. Blocks for about one read of all tensors."""
@@ -93,11 +97,15 @@ def plain(value: Any) -> str | None:
     if isinstance(value, np.ndarray) and value.dtype != object:
         return f"{value.dtype}{value.shape} {_digest(value.tobytes())}"
     if isinstance(value, torch.Generator):
-        return _digest(value.get_state().numpy().tobytes())
+        return f"torch.Generator {_digest(value.get_state().numpy().tobytes())}"
     if isinstance(value, np.random.Generator):
-        return _digest(repr(value.bit_generator.state).encode())
+        return f"numpy.random.Generator {_digest(repr(value.bit_generator.state).encode())}"
+    if isinstance(value, np.random.RandomState):
+        state = value.get_state(legacy=False)
+        held = [state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"], state["gauss"]]
+        return f"numpy.random.RandomState {_digest(repr(held).encode())}"
     if isinstance(value, random.Random):
-        return _digest(repr(value.getstate()).encode())
+        return f"random.Random {_digest(repr(value.getstate()).encode())}"
     if isinstance(value, int) and value.bit_length() > SHORT:
         return hex(value) if value.bit_length() <= 4 * SHORT else _digest(hex(value).encode())  # not in decimal: slow
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | torch.dtype):
@@ -119,7 +127,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif type(value).__name__.endswith("iterator") and type(value).__module__ == "builtins":
         yield ".position", repr(value.__reduce__()[2:])
     elif _is_looked_into(value):
-        yield from ((f".{name}", part) for name, part in vars(value).items() if not name.startswith("__"))
+        yield from (
+            (f".{name}", part)
+            for name, part in vars(value).items()
+            if name not in PASSING and not name.startswith("__")
+        )
 
 
 def _is_looked_into(value: Any) -> bool:

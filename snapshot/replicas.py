@@ -100,7 +100,7 @@ def agree_on_shares(agreement: Agreement, replica_set: str, tensors: Iterator[Li
     members = [rank for rank, other in enumerate(sets) if other == replica_set]
     items = [item for item in tensors if item.replicated and item.tensor.numel() and item.tensor.is_contiguous()]
     candidates = {item.name: item.tensor for item in items}
-    mine = {item.name: f"{item.owner} {_digest(item.tensor)}" for item in items} if len(members) > 1 else {}
+    mine = {item.name: _digest(item.tensor) for item in items} if len(members) > 1 else {}
     everyone = [json.loads(text) for text in agreement.gather(json.dumps(mine).encode())]
     ordered = sorted(set(sets))
     alike = [believed([everyone[rank] for rank, other in enumerate(sets) if other == name]) for name in ordered]

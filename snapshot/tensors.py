@@ -38,7 +38,8 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
     """The leaf that stores `tensor`.
 
     Raises:
-        ConfigError: it is sparse, quantised, or on another device than a CPU or a GPU; the message names it.
+        ConfigError: it is sparse, quantised, on another device than a CPU or a GPU, or its elements share memory, so
+            that it could not be filled again; the message names it.
     """
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPES or type(tensor.data) is not torch.Tensor:
         raise ConfigError(
@@ -47,7 +48,23 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
         )
     if tensor.device.type not in DEVICES:
         raise ConfigError(f"{name} lives on {tensor.device}: only state on {' and '.join(DEVICES)} is captured")
+    if not tensor.is_contiguous() and _overlaps(tensor):
+        raise ConfigError(
+            f"{name}, of shape {list(tensor.shape)} and strides {list(tensor.stride())}, is a view in which elements "
+            "share memory, as expand() makes them, and cannot be filled again: keep a copy of it, made by clone()"
+        )
     return Leaf(name, DTYPES[tensor.dtype], tuple(tensor.shape))
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie at one place: each dimension must step over all that smaller steps reach."""
+    reached = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reached:
+                return tensor.numel() > 0
+            reached += (size - 1) * stride
+    return False
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

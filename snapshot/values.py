@@ -7,6 +7,7 @@ replaced by their name, so that they are stored as leaves of the slot.
 from __future__ import annotations
 
 import base64
+import io
 import math
 import re
 from collections import Counter, OrderedDict
@@ -52,6 +53,8 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             return value if math.isfinite(value) else {"$": "float", "data": value.hex()}
         case bytes() | bytearray() if type(value) in (bytes, bytearray):
             return {"$": type(value).__name__, "data": _text(bytes(value))}
+        case io.BytesIO() if type(value) is io.BytesIO:
+            return {"$": "BytesIO", "data": _text(value.getvalue()), "at": value.tell()}
         case list() if type(value) is list:
             return _encode_items(value, path, tensors)
         case tuple() | set() | frozenset() if type(value) in (tuple, set, frozenset):
@@ -119,6 +122,10 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
             return _bytes(value["data"])
         case "bytearray":
             return bytearray(_bytes(value["data"]))
+        case "BytesIO":
+            file = io.BytesIO(_bytes(value["data"]))
+            file.seek(value["at"])
+            return file
         case "tuple" | "set" | "frozenset" as kind:
             make = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
             return make(decode(item, tensor) for item in value["items"])

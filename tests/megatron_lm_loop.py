@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 from holdfast.hook import InMemorySnapshot
 
 BATCH = 4
+
+SAMPLES = 410
 EVERY = 3
 """Iterations between evaluations."""
 
@@ -25,10 +27,10 @@ class Samples:
     """Each sample is its number, and noise from torch's generator."""
 
     def __len__(self) -> int:
-        return 400
+        return SAMPLES
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        return torch.full((3,), number / 400) + torch.rand(3)
+        return torch.full((3,), number / SAMPLES) + torch.rand(3)
 
 
 def arguments(**given: Any) -> Namespace:
@@ -41,6 +43,7 @@ def arguments(**given: Any) -> Namespace:
         "num_floating_point_operations_so_far": 0,
         "iterations_to_skip": [],
         "do_valid": True,
+        "dataloader_type": "single",
     }
     return Namespace(**known | given)
 
@@ -69,8 +72,11 @@ def pretrain(
     if args.iteration > 0 and args.consumed_valid_samples == 0:
         args.consumed_valid_samples = args.iteration // EVERY * BATCH
     data, valid_data = (
-        iter(DataLoader(Samples(), batch_sampler=sampler(at)))  # type: ignore[arg-type]
-        for at in (args.consumed_train_samples, args.consumed_valid_samples)
+        iter(cyclic_iter(loader) if args.dataloader_type == "cyclic" else loader)
+        for loader in (
+            build_pretraining_data_loader(args.consumed_train_samples),
+            build_pretraining_data_loader(args.consumed_valid_samples),
+        )
     )
     operations = train(data, valid_data, model, optimizer, scheduler, args, iterations, snap, tell)
     if snap is not None:
@@ -86,9 +92,30 @@ def pretrain(
     ]
 
 
-def sampler(at: int) -> list[list[int]]:
+class Sampler:
     """Batches of numbers, from where training is."""
-    return [list(range(first, first + BATCH)) for first in range(at, 400 - BATCH, BATCH)]
+
+    def __init__(self, consumed_samples: int) -> None:
+        self.total_samples = SAMPLES
+        self.consumed_samples = consumed_samples
+        self.last_batch_size = SAMPLES % BATCH
+
+    def __iter__(self) -> Iterator[list[int]]:
+        whole = self.total_samples - self.last_batch_size
+        for first in range(self.consumed_samples % whole, whole, BATCH):
+            self.consumed_samples += BATCH
+            yield list(range(first, first + BATCH))
+
+
+def build_pretraining_data_loader(consumed_samples: int) -> DataLoader[torch.Tensor]:
+    """A loader of the rest."""
+    return DataLoader(Samples(), batch_sampler=Sampler(consumed_samples))  # type: ignore[arg-type]
+
+
+def cyclic_iter(loader: DataLoader[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Makes an iterator when the first batch of a pass is read."""
+    while True:
+        yield from loader
 
 
 def train(

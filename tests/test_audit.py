@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from holdfast import ConfigError, HoldfastError
-from holdfast.audit import Difference, Notes, Plan, Report, compare, distinct, run
+from holdfast.audit import Difference, Notes, Plan, Report, compare, distinct, drift, run, show
 from snapshot.reach import reachable
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +70,56 @@ def test_what_was_forgotten_is_named(job: str, piece: str, ranks: int, name: str
     named = [each.name for each in report.differences if each.kind in ("not restored", "absent")]
     assert any(each.endswith(name) for each in named), named
     assert not report.exact
+
+
+DRAWING_LOOP = """
+from itertools import islice
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from holdfast import InMemorySnapshot
+
+def main():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = torch.Generator().manual_seed(1)
+    loader = DataLoader(TensorDataset(torch.randn(80, 4)), batch_size=8)
+    with InMemorySnapshot(model, optim) as snap:
+        for (x,) in islice(loader, snap.step, None):
+            x = x + 0.1 * torch.randn(8, 4, generator=own)
+            model(x).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+
+main()
+"""
+
+
+@pytest.mark.cluster
+def test_generators_that_drifted_are_named_with_the_reason(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(DRAWING_LOOP)
+    report = run(Plan((sys.executable, str(script)), deadline_s=60), lambda name: None)
+    found = {each.name: drift(each) for each in distinct(report.differences) if each.kind == "not restored"}
+    assert found.keys() == {"main.own", "main.x", "random.torch"}
+    console = Console(record=True, width=1000, file=io.StringIO())
+    show(console, report)
+    text = console.export_text()
+    assert (
+        f"torch's CPU generator is not as it was when the step after {report.resumed[0]} began: something drew" in text
+    )
+    assert (
+        "between entering and the first step, such as iter(DataLoader); use snap.data(loader), or call snap.begin()"
+        in text
+    )
+    assert "main.own is a generator of the job's own, and nobody puts it back" in text
+    assert found["main.x"] is None  # follows from the other two
+
+
+@pytest.mark.cluster
+def test_a_loop_over_a_data_loader_with_workers_is_exact() -> None:
+    report = audit("dataloader")
+    assert report.exact, report.differences
 
 
 @pytest.mark.cluster
@@ -166,24 +218,25 @@ class Thing:
 
 def test_all_that_hangs_on_local_variables_is_reached() -> None:
     thing, tensor, array = Thing(), torch.arange(3), np.arange(4)
-    source, drawn = np.random.default_rng(1), random.Random(2)
+    source, drawn, older = np.random.default_rng(1), random.Random(2), np.random.RandomState(3)
     words = {"a": [b"x", {3}], 7: None, "long": 10**5000}
     found = reachable()
     prefix = "test_all_that_hangs_on_local_variables_is_reached"
     names = {name.removeprefix(f"{prefix}.") for name in found if name.startswith(prefix)}
     assert {"thing.number", "thing.module._parameters['weight']", "thing.iterator.position"} <= names
-    assert {"tensor", "array", "source", "drawn", "words['a'][0]", "words['a'][1]{3}", "words[7]"} <= names
+    assert {"tensor", "array", "source", "drawn", "older", "words['a'][0]", "words['a'][1]{3}", "words[7]"} <= names
     before = dict(found)
     tensor += 1
     array[0] = 5
     source.random()
     drawn.random()
+    older.random()
     next(thing.iterator)
     words["a"][0] = b"y"  # type: ignore[index]
     now = {name: text for name, text in reachable().items() if name.startswith(prefix)}
     changed = {name for name, text in now.items() if before.get(name) not in (None, text)}
     assert {name.removeprefix(f"{prefix}.") for name in changed} == {
-        *("tensor", "array", "source", "drawn", "thing.iterator.position", "words['a'][0]")
+        *("tensor", "array", "source", "drawn", "older", "thing.iterator.position", "words['a'][0]")
     }
 
 

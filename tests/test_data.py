@@ -311,6 +311,9 @@ WORKERS: dict[str, Callable[[], Any]] = {
     "workers that live on": lambda: loader(Augmented(), shuffle=True, num_workers=2, persistent_workers=True),
     "iterable": lambda: loader(Stream(), num_workers=2),
     "chunks of the global generator": lambda: loader(sampler=Chunks(1), num_workers=2, prefetch_factor=2),
+    "skipping, but not in its workers": lambda: TellingLoader(
+        Augmented(), batch_size=BATCH, shuffle=True, num_workers=2
+    ),
     "replacement, own": lambda: loader(
         Augmented(),
         sampler=RandomSampler(table(), replacement=True, num_samples=70, generator=torch.Generator().manual_seed(2)),
@@ -513,10 +516,12 @@ class TellingLoader(DataLoader[Any]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
+        return {"given": [(torch.tensor(self.given), torch.empty(0)), None]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skip = state["given"]
+        (given, nothing), _ = state["given"]
+        assert nothing.numel() == 0
+        self.skip = int(given)
 
 
 def test_a_source_that_knows_its_place_is_told_it() -> None:
@@ -547,11 +552,11 @@ def test_a_loader_that_skips_is_told_its_place_and_read_again_if_that_is_not_exa
 ) -> None:
     caplog.set_level(logging.INFO)
     check(over(lambda: TellingLoader(table(), batch_size=BATCH, shuffle=True)))
-    assert "read again" not in caplog.text
+    assert "read again instead" not in caplog.text
     check(over(lambda: TellingLoader(Own(), batch_size=BATCH, shuffle=True)))
     check(over(lambda: TellingLoader(Buffered(random.Random(8).randrange), batch_size=BATCH)))
     assert "leads elsewhere" in caplog.text
-    assert "batches of pass 1 are read again" in caplog.text
+    assert "batches read again of pass 1" in caplog.text
 
 
 # ---------------------------------------------------------------------- what cannot be brought back
@@ -684,6 +689,21 @@ def test_reading_that_draws_otherwise_is_refused() -> None:
         restart(lambda: drawing(2), lambda: drawing(3), 1)
 
 
+def test_an_evaluation_begins_no_step() -> None:
+    data = Hook().data(loader())
+    with torch.no_grad(), pytest.raises(ConfigError, match="'data' is read where gradients are off"):
+        next(iter(data))
+
+
+def test_accelerates_loader_says_where_it_is_only_if_the_one_in_it_does() -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def make() -> Any:
+        return accelerate.Accelerator(cpu=True).prepare(loader(shuffle=True))
+
+    check(over(make, passes=1))
+
+
 def test_two_loops_over_one_source_are_told_apart() -> None:
     hook = Hook()
     data = hook.data(loader())
@@ -751,4 +771,4 @@ def test_what_is_read_again_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     list(steps)
     _, rest = begin_a_process(over(loader), hook.taken[9])
     next(rest)
-    assert "data 'data': 3 batches of pass 1 are read again" in caplog.text
+    assert "data 'data': batches read again of pass 1: 3" in caplog.text

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,60 @@ def test_it_goes_on_as_if_nothing_had_happened(
     assert list(arena.glob("killed*/*.safetensors")), "nothing was kept"
     assert last_line(start(example, "killed", tmp_path)) == alone
     assert "steps; sum of all weights" in alone
+
+
+SEED = "HOLDFAST_SEED"
+
+
+def kill_after(process: subprocess.Popen[bytes], lines: int, seconds: float) -> list[str]:
+    """Kill it so many seconds after it has printed so many lines. What it has printed by then."""
+    assert process.stdout is not None
+    seen = b""
+    while seen.count(b"\n") < lines:
+        assert select.select([process.stdout], [], [], LONG_S)[0], seen
+        piece = os.read(process.stdout.fileno(), 1 << 16)
+        assert piece, seen
+        seen += piece
+    time.sleep(seconds)  # this is what is tested: any instant
+    process.send_signal(signal.SIGKILL)
+    rest, _ = process.communicate(timeout=LONG_S)
+    return (seen + rest).decode().rpartition("\n")[0].splitlines()
+
+
+def noted(lines: list[str]) -> list[tuple[str, str]]:
+    """What was printed of steps and epochs, by name."""
+    return [
+        (name, rest) for name, _, rest in (line.partition(": ") for line in lines) if name[:5] in ("step ", "epoch")
+    ]
+
+
+def test_the_loop_of_the_readme_is_exact_wherever_it_is_killed(
+    arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain shuffled DataLoader with two workers, five SIGKILLs at instants drawn from a seed."""
+    seed = int(os.environ.get(SEED) or random.SystemRandom().randrange(1 << 32))
+    print(f"{SEED}={seed}")
+    drawn = random.Random(seed)
+    monkeypatch.setenv("HOLDFAST_OVERHEAD_BUDGET", "0")
+    output, _ = start("dataloader", "alone", tmp_path).communicate(timeout=LONG_S)
+    alone = output.decode().strip().splitlines()
+    expected = dict(noted(alone))
+    assert len(expected) == 4 * (32 + 1)
+    killed: list[tuple[str, str]] = []
+    for _ in range(5):
+        # Seldom enough lines that five lives do not finish the job; some die before their first step ends.
+        told = noted(
+            kill_after(start("dataloader", "killed", tmp_path), drawn.randrange(1, 22), drawn.uniform(0, 0.02))
+        )
+        assert told
+        killed += told
+        print(f"killed after {told[-1][0]}, having begun with {told[0][0]}")
+    last = start("dataloader", "killed", tmp_path)
+    output, _ = last.communicate(timeout=LONG_S)
+    assert last.returncode == 0, output
+    lines = output.decode().strip().splitlines()
+    killed += noted(lines)
+    assert noted(lines)[0][0] != "step 0", "nothing was restored"
+    assert {name for name, _ in killed} == expected.keys()
+    assert [each for each in killed if expected[each[0]] != each[1]] == []
+    assert lines[-1] == alone[-1]

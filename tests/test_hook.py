@@ -439,6 +439,43 @@ def test_a_signal_that_raises_while_the_smp_is_asked_costs_a_snapshot_or_two(are
         assert all(torch.equal(a, b) for a, b in zip(values(again, other), kept, strict=True))
 
 
+AT_WORK = """
+import sys, torch
+from holdfast import InMemorySnapshot
+
+model = torch.nn.Linear(4, 3)
+optim = torch.optim.Adam(model.parameters())
+with InMemorySnapshot(model, optim) as snap:
+    for line in sys.stdin:
+        model(torch.ones(1, 4)).sum().backward()
+        snap.drain(10)
+        optim.step()
+        print(snap.step, flush=True)
+"""
+
+
+def test_a_second_run_of_the_same_job_is_refused_while_the_first_is_at_work(arena: Path) -> None:
+    command = [sys.executable, "-c", AT_WORK]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdin is not None and first.stdout is not None
+
+        def step() -> str:
+            print(file=first.stdin, flush=True)
+            return first.stdout.readline()  # type: ignore[union-attr]
+
+        assert [step() for _ in range(3)] == ["1\n", "2\n", "3\n"]
+        named = (
+            rf"already: process {first.pid} is its trainer dp0, after step 3. .*HOLDFAST_JOB.* end process {first.pid}"
+        )
+        with pytest.raises(ConfigError, match=named):
+            InMemorySnapshot(*small()).__enter__()
+        assert [step() for _ in range(3)] == ["4\n", "5\n", "6\n"], "the first one is not disturbed"
+        first.kill()
+    model, optim = small()
+    with InMemorySnapshot(model, optim) as snap:
+        assert snap.step == 5, "the last was not drained"
+
+
 def _interrupt_once_asked(snap: InMemorySnapshot) -> None:
     limit = time.monotonic() + 10
     while not snap._client._lock.locked():

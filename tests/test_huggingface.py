@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 SCRIPT = """
-import hashlib, os, random, signal, sys, tempfile, warnings
+import copy, hashlib, os, random, signal, sys, tempfile, warnings
 os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
 warnings.filterwarnings("ignore")
 import numpy, torch
@@ -35,7 +35,25 @@ class Told(TrainerCallback):
         if protected and ends == "late" and state.global_step == stop:
             raise ZeroDivisionError
 
+class Average(TrainerCallback):
+    def __init__(self): self.average = copy.deepcopy(model)
+    def on_step_end(self, args, state, control, **_):
+        with torch.no_grad():
+            for mine, theirs in zip(self.average.parameters(), model.parameters()): mine.lerp_(theirs, 0.2)
+    def swap(self):
+        for mine, theirs in zip(self.average.parameters(), model.parameters()):
+            kept = mine.data.clone(); mine.data.copy_(theirs.data); theirs.data.copy_(kept)
+
+average = Average() if kind == "average" else None
+
 class Watched(Trainer):
+    def evaluate(self, *args, **kwargs):
+        if average is None:
+            return super().evaluate(*args, **kwargs)
+        average.swap()
+        result = super().evaluate(*args, **kwargs)
+        average.swap()
+        return result
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         step = self.state.global_step
@@ -66,7 +84,7 @@ with tempfile.TemporaryDirectory() as folder:
     )
     trainer = Watched(
         model, args, train_dataset=data, eval_dataset=data[:6],
-        callbacks=[EarlyStoppingCallback(early_stopping_patience=30), Told()],
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=30), Told(), *([average] if average else [])],
     )
     kept = protect(trainer) if protected else None
     try:
@@ -75,6 +93,8 @@ with tempfile.TemporaryDirectory() as folder:
         sys.exit(3)
 sha = hashlib.sha256()
 held = [v for parameter in model.parameters() for v in trainer.optimizer.state[parameter].values()]
+if average is not None:
+    held += average.average.parameters()
 for tensor in [*model.state_dict().values(), *held]:
     sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
 state = trainer.state
@@ -96,6 +116,7 @@ train = partial(run, SCRIPT)
         pytest.param("plain", [4, 10, 17], marks=pytest.mark.slow),
         pytest.param("accumulate", [4, 6], marks=pytest.mark.slow),
         pytest.param("unseeded", [13], marks=pytest.mark.slow),
+        pytest.param("average", [10, 17], marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_goes_on_bit_for_bit(arena: Path, kind: str, stops: list[int]) -> None:

@@ -19,7 +19,8 @@ os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
 warnings.filterwarnings("ignore")
 import numpy, torch
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
+from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from holdfast.lightning import InMemoryCallback
 
@@ -111,7 +112,13 @@ def counter(snap, module):
 net = Net()
 stopping = EarlyStopping("val", patience=50)
 callbacks = [InMemoryCallback(track=counter), stopping] if protected else [stopping]
-more = {"accumulate": {"accumulate_grad_batches": 4}, "plateau": {"val_check_interval": 5}}.get(kind, {})
+average = WeightAveraging(avg_fn=get_ema_avg_fn(0.8))
+if kind == "average":
+    callbacks.append(average)
+more = {
+    "accumulate": {"accumulate_grad_batches": 4}, "plateau": {"val_check_interval": 5},
+    "average": {"val_check_interval": 5},
+}.get(kind, {})
 trainer = pl.Trainer(
     max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
     enable_model_summary=False, callbacks=callbacks, gradient_clip_val=1.0 if kind != "manual" else None, **more,
@@ -122,6 +129,8 @@ except ZeroDivisionError:
     sys.exit(3)
 sha = hashlib.sha256()
 held = [v for o in trainer.optimizers for s in o.state.values() for v in s.values()]
+if kind == "average":
+    held += average._average_model.state_dict().values()
 for tensor in [*net.state_dict().values(), *held]:
     sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
 print("end", sha.hexdigest(), torch.rand(1).item().hex(), random.random(), numpy.random.random(), trainer.global_step,
@@ -140,6 +149,7 @@ fit = partial(run, SCRIPT)
         pytest.param("plain", [4, 10, 17], marks=pytest.mark.slow),
         pytest.param("plateau", [5, 17], marks=pytest.mark.slow),
         pytest.param("accumulate", [14, 20], marks=pytest.mark.slow),
+        pytest.param("average", [5, 17], marks=pytest.mark.slow),  # swapped in and out after batches 5 and 10
         pytest.param("stream", [13], marks=pytest.mark.slow),
         pytest.param("place", [13], marks=pytest.mark.slow),
         pytest.param("manual", [13], marks=pytest.mark.slow),

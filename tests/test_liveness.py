@@ -11,6 +11,7 @@ import time
 import timeit
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,82 @@ def test_more_trainers_than_rows_are_not_watched(tmp_path: Path) -> None:
     attendance = Attendance(lambda: board, LIMITS, None)
     rows = [attendance.attend(os.getpid(), f"dp{i}") for i in range(BEAT_ROWS + 1)]
     assert rows == [*range(BEAT_ROWS), None]
+
+
+# ---------------------------------------------------------------------- a second run of the same job
+
+
+@pytest.fixture
+def attendance(tmp_path: Path) -> Iterator[Attendance]:
+    board = Board(tmp_path / "board", create=True)
+    attendance = Attendance(lambda: board, LIMITS, None)
+    attendance.start()
+    yield attendance
+    attendance.close()
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+SHORT_S = 0.3
+"""How long there is waited for what does not happen."""
+
+
+def test_a_process_that_is_at_work_leaves_no_room(attendance: Attendance, other: subprocess.Popen[bytes]) -> None:
+    attendance.attend(other.pid, "dp3")
+    assert attendance.await_room(1, DEADLINE_S) is None, "it has joined no epoch, and may be of the same start"
+    attendance.joined(other.pid, "dp3")
+    found = attendance.await_room(1, SHORT_S)
+    assert found is not None and (found.pid, found.coord) == (other.pid, "dp3")
+    assert attendance.await_room(other.pid, DEADLINE_S) is None, "a process may begin again"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_who_is_stopped_or_killed_makes_room(
+    attendance: Attendance, other: subprocess.Popen[bytes], number: signal.Signals
+) -> None:
+    attendance.attend(other.pid, "dp3")
+    attendance.joined(other.pid, "dp3")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(attendance.await_room, 1, DEADLINE_S)
+        other.send_signal(number)
+        assert waiting.result(DEADLINE_S) is None
+
+
+def test_who_survives_and_begins_again_makes_room(attendance: Attendance, other: subprocess.Popen[bytes]) -> None:
+    """Its old place may stay behind if ranks are numbered anew."""
+    attendance.attend(other.pid, "dp3")
+    attendance.joined(other.pid, "dp3")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(attendance.await_room, 1, DEADLINE_S)
+        attendance.attend(other.pid, "dp2")
+        assert waiting.result(DEADLINE_S) is None
+
+
+def test_who_has_said_goodbye_makes_room(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
+    board = Board(tmp_path / "board", create=True)
+    attendance = Attendance(lambda: board, LIMITS, None)
+    attendance.start()
+    row = attendance.attend(other.pid, "dp3")
+    attendance.joined(other.pid, "dp3")
+    assert row is not None
+    board.beat(row, Phase.GONE, 0)
+    assert attendance.await_room(1, DEADLINE_S) is None
+    attendance.close()
+
+
+def test_who_hangs_makes_room(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
+    board = Board(tmp_path / "board", create=True)
+    attendance = Attendance(lambda: board, Deadlines(start=0.1), None)
+    attendance.start()
+    attendance.attend(other.pid, "dp3")
+    attendance.joined(other.pid, "dp3")
+    assert attendance.await_room(1, DEADLINE_S) is None
+    attendance.close()
 
 
 def await_that(condition: Callable[[], Any]) -> None:

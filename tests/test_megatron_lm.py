@@ -74,6 +74,20 @@ def test_a_killed_run_goes_on_bit_for_bit(arena: Path, kill: tuple[Any, ...], ag
     assert not (arena / "test").exists()
 
 
+@pytest.mark.parametrize("samples", [410, 26])  # passes end after 102 iterations, or after 6
+@pytest.mark.parametrize("kill", [("step", 4), ("step", 6), ("step", 8)])
+def test_an_iterator_that_is_made_with_its_first_batch_draws_no_more_than_it_did(
+    arena: Path, monkeypatch: pytest.MonkeyPatch, samples: int, kill: tuple[Any, ...]
+) -> None:
+    monkeypatch.setattr(loop, "SAMPLES", samples)
+    everything, end = undisturbed(dataloader_type="cyclic")
+    run(kill, dataloader_type="cyclic")
+    after, ended = run(dataloader_type="cyclic")
+    assert after == everything[-len(after) :]
+    assert after[0][:2] == kill
+    assert ended == end
+
+
 def test_iterations_without_a_step_belong_to_the_one_after_them(arena: Path) -> None:
     skipped: dict[str, Any] = {"iterations_to_skip": [5, 6, 9]}
     everything, end = undisturbed(**skipped)

@@ -83,10 +83,12 @@ def markdown(total: Total, summary: dict[str, Any]) -> Iterable[str]:
     yield ""
     yield f"{line(summary)}."
     yield ""
-    yield "`make loops` runs it. A loop is *identical* if every loss and all state at its end are, to the last bit, those"
-    yield "of the same loop without holdfast; *refused* if holdfast refused or warned, naming what is to blame; anything"
-    yield "else is *silent*. *unprotected*: it never went back to a snapshot. Each seed draws a model, an optimizer, data,"
-    yield "and at most three things besides; a loop is counted with each of its features."
+    yield (
+        "`make loops` runs it. A loop is *identical* if every loss, and all state at its end, is to the last bit that "
+        "of the same loop without holdfast; *refused* if holdfast refused or warned, naming what is to blame; all else "
+        "is *silent*. *unprotected*: it never went back to a snapshot. Each seed draws a model, an optimizer, data, "
+        "and at most three things besides; a loop is counted with each of its features."
+    )
     yield ""
     yield f"| feature | {' | '.join(outcome.value for outcome in Outcome)} |"
     yield f"|---|{'---:|' * len(Outcome)}"

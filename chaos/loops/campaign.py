@@ -106,8 +106,8 @@ def run(seeds: Iterable[int], jobs: int) -> Iterator[Result]:
     try:
         with selectors.DefaultSelector() as selector:
             for worker in workers:
-                if (seed := next(waiting, None)) is not None:
-                    worker.ask(seed)
+                if (first := next(waiting, None)) is not None:
+                    worker.ask(first)
                     selector.register(worker.channel, selectors.EVENT_READ, worker)
             while selector.get_map():
                 if not (ready := selector.select(SEED_DEADLINE_S)):
@@ -115,10 +115,10 @@ def run(seeds: Iterable[int], jobs: int) -> Iterator[Result]:
                 for key, _ in ready:
                     worker = key.data
                     yield worker.answer()
-                    if (seed := next(waiting, None)) is None:
+                    if (following := next(waiting, None)) is None:
                         selector.unregister(worker.channel)
                     else:
-                        worker.ask(seed)
+                        worker.ask(following)
     finally:
         for worker in workers:
             worker.close()

@@ -35,6 +35,9 @@ OTHER_OPTIMIZERS = (*(o for o in OPTIMIZERS if o not in PLAIN_OPTIMIZERS), "two"
 PLAIN_MODELS = ("mlp", "dropout", "batchnorm")
 OTHER_MODELS = tuple(m for m in MODELS if m not in PLAIN_MODELS)
 
+WITH_MOMENTUM = ("momentum", "adam", "adamw", "amsgrad", "rmsprop", "groups", "closure")
+"""Optimizers whose momentum, or first beta, a cycle may change."""
+
 SCHEDULES = ("end", "top", "lambda", "one cycle", "sequential", "plateau", "in extra", "several")
 AVERAGES = (
     "tracked",
@@ -210,10 +213,7 @@ def _consistent(loop: Loop) -> Loop:
             or (kind == "group" and (loop.optimizer not in PLAIN_OPTIMIZERS or loop.optimizer == "groups"))
             or (kind == "group" and any(n.startswith(("schedule", "freeze")) for n in names))
             or (kind == "schedule" and loop.optimizer in ("sam", "container"))
-            or (
-                twist.name == "schedule: one cycle" and loop.optimizer in ("adagrad", "lbfgs", "schedule-free", "noted")
-            )
-            or (twist.name == "schedule: one cycle" and loop.optimizer in ("sgd", "sam, its base"))
+            or (twist.name == "schedule: one cycle" and loop.optimizer not in WITH_MOMENTUM)
             or (kind == "average" and "module" in twist.name and loop.model in ("old spectral norm", "old weight norm"))
             or (kind == "target" and loop.model in ("old spectral norm", "old weight norm"))
             or (twist.name == "schedule: plateau" and "accumulate" in names)
@@ -229,9 +229,8 @@ def _consistent(loop: Loop) -> Loop:
         if not unfit:
             kept.append(twist)
             seen.add(kind)
-    form = (
-        "range" if (looped or loop.data.startswith("loader") or "skip" in seen) and loop.form == "while" else loop.form
-    )
+    by_number = loop.data.startswith("loader") or "skip" in seen
+    form = "range" if by_number and loop.form == "while" else loop.form
     if looped or (loop.optimizer == "sam" and form == "while"):
         form = "range"
     zero = loop.zero
@@ -240,13 +239,15 @@ def _consistent(loop: Loop) -> Loop:
     if "accumulate" in seen and zero == "middle":
         zero = "top"
     data = loop.data
-    if loop.optimizer == "sam" and data.startswith("loader, s"):
-        data = "fresh"
+    steps = loop.steps
+    if loop.optimizer == "sam":  # it never steps itself, which is said after a hundred gradients
+        data = "fresh" if data.startswith("loader") else data
+        steps = 60
     if loop.optimizer in ("lbfgs", "closure") and data == "prefetched":
         data = "fresh"
     if loop.model == "embedding" and loop.optimizer == "two":
         data = data if data in ("indexed", "python") else "fresh"
-    return replace(loop, twists=tuple(kept), form=form, zero=zero, data=data)
+    return replace(loop, twists=tuple(kept), form=form, zero=zero, data=data, steps=steps)
 
 
 def _ends(loop: Loop, dice: random.Random) -> tuple[End, ...]:

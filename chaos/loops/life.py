@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib
 import json
 import logging
 import os
 import random
+import runpy
 import select
 import signal
 import socket
@@ -21,7 +23,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy
@@ -31,12 +32,14 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler, swa_utils
 
-import holdfast
 from chaos.loops import kit
 from chaos.loops.script import End, Loop
 from smp_daemon import points
 from smp_daemon.errors import HoldfastError
 from smp_daemon.logs import OURS
+
+FRONT_DOOR = "holdfast.hook"
+"""What a program gets `InMemorySnapshot` from; above this room."""
 
 WAIT_S = 10.0
 """How long a protection, or a copy, is waited for."""
@@ -93,7 +96,12 @@ class Undisturbed:
             last.register_step_post_hook(self._stepped)
         else:  # one that skips a step has made it all the same
             step = scaler.step
-            scaler.step = lambda stepped: (step(stepped), self._stepped())[0]
+
+            def stepping(optimizer: Any) -> None:
+                step(optimizer)
+                self._stepped()
+
+            scaler.step = stepping
 
     def _stepped(self, *args: Any) -> None:
         self.step += 1
@@ -115,9 +123,7 @@ class Undisturbed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         pass
 
 
@@ -128,12 +134,14 @@ class Order:
     Attributes:
         undisturbed: without holdfast.
         end: how it ends; None: when the loop has ended.
+        program: the file that it runs.
         events: the file that it writes.
         gate: unix socket path on which copies are held.
     """
 
     undisturbed: bool
     end: End | None
+    program: Path
     events: Path
     gate: Path
 
@@ -165,7 +173,7 @@ class Life:
             "finished": self._finished,
         }
         try:
-            exec(compile(self._loop.script.text, f"<seed {self._loop.seed}>", "exec"), names)
+            runpy.run_path(str(self._order.program), names)
         except HoldfastError as error:
             self._say(kind="error", own=True, type=type(error).__name__, text=str(error))
         except Interrupted:
@@ -182,7 +190,7 @@ class Life:
     def _snapshot(self, *args: Any, **options: Any) -> Any:
         if self._order.undisturbed:
             return Undisturbed(*args, **options)
-        self._snap = holdfast.InMemorySnapshot(*args, **options)
+        self._snap = importlib.import_module(FRONT_DOOR).InMemorySnapshot(*args, **options)
         return _Entering(self._snap, self._say, self._leave)
 
     def _leave(self) -> None:

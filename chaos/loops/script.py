@@ -465,7 +465,7 @@ class Script:
         self._blame.append("scaler")
 
     def _add_skip(self, what: str, twist: Twist) -> None:
-        self._blame.append(r"skip|without a step|without (an )?optimizer|stepped nothing")
+        self._blame.append(r"skip|no gradients were computed")
 
     def _add_unzeroed(self, what: str, twist: Twist) -> None:
         self._blame.append(r"grad")
@@ -524,6 +524,8 @@ class Script:
     def _step(self) -> list[str]:
         loop = self.loop
         zero = [] if loop.optimizer in ("in backward", "lbfgs", "closure") else ["optim.zero_grad()"]
+        if self._has("group: later"):
+            zero = ["net.zero_grad()"]  # those that are to come get gradients, too
         if self._has("unzeroed"):
             zero = ["if step % 2:", "    optim.zero_grad()"]
         lines = ['here("top", step)', *self._top]

@@ -6,6 +6,7 @@ This process runs no operation of torch itself, so that what it forks may run an
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import shutil
@@ -19,17 +20,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from select import select
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch._dynamo  # a compiled step would import it, which takes a second
 
-import holdfast.hook  # noqa: F401  # what a life imports
 from chaos.loops.campaign import Result
 from chaos.loops.draw import draw
 from chaos.loops.judge import Event, Outcome, Verdict, judge
-from chaos.loops.life import Life, Order
+from chaos.loops.life import FRONT_DOOR, Life, Order
 from chaos.loops.script import End, Loop
 from chaos.smp_zygote import Forked, Zygote
 from smp_daemon import points
@@ -59,14 +58,13 @@ class Trials:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
+        importlib.import_module(FRONT_DOOR)
         self._zygote = Zygote()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self.close()
 
     def close(self) -> None:
@@ -107,14 +105,16 @@ class Trials:
         """
         with self._ground(log) as ground:
             began = time.monotonic()
-            undisturbed = self._live(loop, Order(True, None, ground / "undisturbed", ground / "gate"), ground)
+            program, gate = ground / "program.py", ground / "gate"
+            program.write_text(loop.script.text)
+            undisturbed = self._live(loop, Order(True, None, program, ground / "undisturbed", gate), ground)
             lives: list[list[Event]] = []
             at_first = time.monotonic()
             with self._smp(ground):
                 ready = time.monotonic()
                 ends: list[End | None] = [*loop.ends, None]
                 for number, end in enumerate(ends):
-                    order = Order(False, end, ground / f"life{number}", ground / "gate")
+                    order = Order(False, end, program, ground / f"life{number}", gate)
                     lives.append(self._live(loop, order, ground))
                     if not any(event["kind"] == "ends" for event in lives[-1]):
                         break

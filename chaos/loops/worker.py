@@ -1,4 +1,4 @@
-"""``python -m chaos.loops.worker FD``: runs the seeds that come over a socket, a line each, and answers with results."""
+"""``python -m chaos.loops.worker FD``: runs the seeds that come over a socket, a line each; answers with results."""
 
 from __future__ import annotations
 

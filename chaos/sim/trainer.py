@@ -25,6 +25,7 @@ from snapshot.copier import CopyJob
 from snapshot.errors import Misfit
 from snapshot.loading import load_checked
 from snapshot.movers import CpuMover, Piece
+from snapshot.steppers import Steppers
 
 RECORD_CAPACITY = 64
 COLLECTIVE_DEADLINE_S = 120.0
@@ -143,6 +144,9 @@ class SimAdapter:
 
     def scalers(self) -> Sequence[Any]:
         return ()
+
+    def steppers(self) -> Steppers:
+        return Steppers((), (), ())
 
 
 def _expand(seed: bytes, length: int) -> bytes:

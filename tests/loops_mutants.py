@@ -1,0 +1,103 @@
+"""``python -m tests.loops_mutants``: loops in builds that are broken on purpose, each of which spoils one.
+
+Prints a JSON object: by mutant, what came of that loop in a build that is whole and in the broken one, and why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import traceback
+from typing import Any
+
+from chaos.loops.script import End, Loop, Twist
+from chaos.loops.trial import Trials
+from snapshot import rng
+from snapshot.boundary import Boundary
+from snapshot.capture import Capture
+from snapshot.optimizers import OptimizerState
+from snapshot.resumed import Resumed
+from snapshot.witness import Witness
+
+
+def _ignore(*arguments: Any, **options: Any) -> None:
+    """Do nothing."""
+
+
+def _blind(self: Boundary, module: Any) -> None:
+    """Every forward begins a step, an evaluation's too."""
+    self._forwards += 1
+    self._listener.on_forward(self._forwards)
+    self._running.append(self._forwards)
+
+
+WITHIN = (End(4, "backward", "kill"),)
+
+MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
+    "generators are not restored": (
+        [(rng, "restore", _ignore), (Resumed, "check", _ignore)],
+        Loop(1, model="dropout", form="begin", ends=WITHIN),
+    ),
+    "what changes during a copy is not noticed": (
+        [(Witness, "check", _ignore)],
+        Loop(2, optimizer="noted", form="begin", held="backward", waits="last", ends=WITHIN),
+    ),
+    "the first step is not compared with what was restored": (
+        [(Resumed, "check", _ignore)],
+        Loop(3, twists=(Twist("schedule: top"),), ends=WITHIN),
+    ),
+    "an evaluation begins a step": (
+        [(Boundary, "_forward", _blind), (Capture, "changed", lambda *_: (False, False))],
+        Loop(
+            4,
+            data="indexed",
+            twists=(Twist("average: tracked"), Twist("evaluation: grad, eval mode", 1)),
+            tail=("evaluation", "average"),
+            ends=WITHIN,
+        ),
+    ),
+    "options of optimizers are not restored": (
+        [(OptimizerState, "load", _ignore)],
+        Loop(5, form="steps", twists=(Twist("schedule: end"),), ends=WITHIN),
+    ),
+    "buffers are not restored": (
+        [("integrations.torch_native", "buffers", lambda module, prefix: iter(()))],
+        Loop(6, model="batchnorm", form="begin", ends=WITHIN),
+    ),
+}
+"""By name: what is replaced by what, and a loop that this spoils."""
+
+
+def main() -> None:
+    """Run, print."""
+    with Trials() as trials:
+        found = {
+            name: [_verdict(trials, loop, []), _verdict(trials, loop, new)] for name, (new, loop) in MUTANTS.items()
+        }
+    print(json.dumps(found))
+
+
+def _verdict(trials: Trials, loop: Loop, changes: list[tuple[Any, str, Any]]) -> list[str]:
+    """What came of a loop, in a process of its own, for what is changed stays changed."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for owner, attribute, new in changes:
+                setattr(importlib.import_module(owner) if isinstance(owner, str) else owner, attribute, new)
+            verdict = trials.run(loop)
+            os.write(write_end, json.dumps([verdict.outcome.value, verdict.why]).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as answer:
+        text = answer.read()
+    os.waitpid(pid, 0)
+    return list(json.loads(text or '["none", "it said nothing"]'))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Training loops drawn from seeds: the generator, the judge, fifty seeds, and builds that are broken on purpose."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.loops.draw import draw
+from chaos.loops.judge import Outcome, judge, names
+from chaos.loops.script import Loop
+from tests.loops_mutants import MUTANTS
+
+FIFTY = 50
+FIRST = 7000
+DEADLINE_S = 400.0
+
+# ---------------------------------------------------------------------- the generator
+
+
+def test_a_seed_is_one_program_always_and_others_are_others() -> None:
+    texts = [draw(seed).history() for seed in range(300)]
+    assert texts == [draw(seed).history() for seed in range(300)]
+    assert len({text.partition("\n")[2] for text in texts}) == 300
+
+
+def test_every_program_is_python_and_can_be_stopped_where_it_shall_be() -> None:
+    for seed in range(1000):
+        loop = draw(seed)
+        ast.parse(loop.script.text)
+        assert loop.ends
+        assert {end.place for end in loop.ends} <= set(loop.script.places), seed
+        assert set(loop.script.before_steps) <= set(loop.script.places), seed
+        assert all(end.step < loop.steps - 1 for end in loop.ends)
+
+
+def test_two_thousand_seeds_have_every_feature() -> None:
+    found: dict[str, int] = {}
+    for seed in range(2000):
+        for feature in draw(seed).features():
+            found[feature] = found.get(feature, 0) + 1
+    assert len(found) >= 80
+    kinds = {feature.partition(": ")[0] for feature in found}
+    assert kinds >= {
+        "model",
+        "optimizer",
+        "data",
+        "form",
+        "schedule",
+        "average",
+        "evaluation",
+        "swap",
+        "clip",
+        "freeze",
+    }
+    assert kinds >= {"counter", "group", "target", "scaler", "skip", "accumulate", "unzeroed", "compile"}
+
+
+# ---------------------------------------------------------------------- the judge
+
+PLAIN: list[Any] = [
+    {"kind": "note", "step": 0, "loss": "0x1p0"},
+    {"kind": "note", "step": 1, "loss": "0x1p1"},
+    {"kind": "finished", "state": {"net.weight": "a"}},
+]
+ENDED: list[Any] = [{"kind": "entered", "step": None}, PLAIN[0], {"kind": "ends", "how": "kill"}]
+
+
+def resumed(*, restored: int | None = 1, loss: str = "0x1p1", weight: str = "a", text: str = "") -> list[Any]:
+    """What a last life said."""
+    warning = [{"kind": "warning", "text": text, "at": "snapshot.hook"}] if text else []
+    note = {"kind": "note", "step": 1, "loss": loss}
+    finished = {"kind": "finished", "state": {"net.weight": weight}}
+    return [{"kind": "entered", "step": restored}, *warning, note, finished]
+
+
+def raised(text: str, *, own: bool = True) -> list[Any]:
+    """What a last life said that ended with an error."""
+    return [{"kind": "entered", "step": 1}, {"kind": "error", "own": own, "type": "E", "text": text}]
+
+
+@pytest.mark.parametrize(
+    ("last", "outcome"),
+    [
+        (resumed(), Outcome.IDENTICAL),
+        (resumed(loss="0x1.0000000000001p1"), Outcome.SILENT),
+        (resumed(weight="b"), Outcome.SILENT),
+        (resumed(weight="b", text="something is wrong"), Outcome.SILENT),
+        (resumed(weight="b", text="no snapshot: model0.weight changed"), Outcome.REFUSED),
+        (resumed(restored=None), Outcome.UNPROTECTED),
+        ([*resumed()[:-1]], Outcome.ERROR),
+        (raised("model0.weight is another"), Outcome.REFUSED),
+        (raised("no"), Outcome.ERROR),
+        (raised("model0.weight", own=False), Outcome.ERROR),
+    ],
+)
+def test_a_verdict_follows_from_what_lives_said(last: list[Any], outcome: Outcome) -> None:
+    assert judge(PLAIN, [ENDED, last], r"model\d+\.\w").outcome is outcome
+
+
+def test_a_loop_that_was_never_killed_is_unprotected() -> None:
+    alone: list[Any] = [{"kind": "entered", "step": None}, *PLAIN]
+    assert judge(PLAIN, [alone], r"(?!)").outcome is Outcome.UNPROTECTED
+
+
+def test_advice_names_nobody() -> None:
+    text = "the counter: no longer what was restored, as something changed it (iter(DataLoader) draws from a generator)"
+    assert names(text, "counter")
+    assert not names(text, "generator")
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """A module's command, in a process of its own: its status, and what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_fifty_seeds_are_identical_or_refused_by_name(tmp_path: Path) -> None:
+    file, report = tmp_path / "loops.json", tmp_path / "loops.md"
+    arguments = ["--seeds", str(FIFTY), "--first", str(FIRST), "--jobs", "2"]
+    status, text = run("chaos.loops", *arguments, "--json", str(file), "--markdown", str(report))
+    assert file.exists(), text
+    data = json.loads(file.read_text())
+    counts = {outcome.value: data[outcome.value] for outcome in Outcome}
+    assert sum(counts.values()) == FIFTY == len(data["seeds"])
+    assert {seed["seed"] for seed in data["seeds"]} == set(range(FIRST, FIRST + FIFTY))
+    assert all(seed["history"].startswith(f"# seed {seed['seed']}:") for seed in data["seeds"])
+    assert (counts["silent"], counts["unprotected"], counts["errors"], status) == (0, 0, 0, 0), text
+    assert counts["identical"] > FIFTY / 2
+    assert "| model: mlp |" in report.read_text()
+
+
+def test_a_single_seed_shows_itself() -> None:
+    seed = next(seed for seed in range(10_000) if plain(draw(seed)))
+    status, text = run("chaos.loops", "--seeds", "1", "--first", str(seed), "--show")
+    assert status == 0, text
+    assert draw(seed).history() in text
+    assert "# identical: restored" in text
+
+
+def plain(loop: Loop) -> bool:
+    """Neither its data nor anything else is special."""
+    return loop.data in ("fresh", "indexed") and not loop.twists and loop.optimizer == "adam"
+
+
+@pytest.fixture(scope="module")
+def mutants() -> dict[str, list[list[str]]]:
+    """What came of the loop that each mutant spoils, in a build that is whole and in the broken one; and why."""
+    status, text = run("tests.loops_mutants")
+    assert status == 0, text
+    found: dict[str, list[list[str]]] = json.loads(text.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_build_is_noticed(name: str, mutants: dict[str, list[list[str]]]) -> None:
+    whole, broken = mutants[name]
+    assert whole[0] in ("identical", "refused"), whole
+    assert broken[0] == "silent", broken
