@@ -77,6 +77,7 @@ class OwnSmp:
     def finish(self, epoch: int) -> None:
         """The job is done: it ends, and its memory is free. Raises `HoldfastError`."""
         try:
+            self.client.join(epoch)  # ranks that lost each other may be in different ones
             self.client.finish(epoch)
         except SmpUnavailable as error:  # it was killed meanwhile: its successor cleans up
             log.info("the job is finished by another SMP: %s", error)
