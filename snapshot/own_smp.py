@@ -52,8 +52,10 @@ class OwnSmp:
         return SmpClient(self._arena, self._job)
 
     def attach(self, epoch: int, idle: Callable[[], None]) -> None:
-        """See that it is there, and in this epoch. The training thread calls this: it waits for one that does not answer
-        but `ATTACH_DEADLINE_S`, and does not ask it again for a while, which grows.
+        """See that it is there, and in this epoch.
+
+        The training thread calls this: it waits for one that does not answer but `ATTACH_DEADLINE_S`, and does not ask
+        it again for a while, which grows.
 
         Args:
             idle: blocks until no other thread uses the connections. Called if it went away.
