@@ -302,6 +302,15 @@ class Member:
     def patiently(self, work: Callable[[], T]) -> T:
         return work()
 
+    def leave(self) -> None:
+        """Nobody waits for long."""
+
+    def meet(self, step: int) -> bool:
+        return False
+
+    def meet_at_end(self, deadline_s: float) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing to give back."""
 
