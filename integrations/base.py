@@ -15,6 +15,7 @@ from smp_daemon.logs import get_log
 from smp_daemon.slotfile import Leaf
 from snapshot import rng, tracked
 from snapshot.adapter import Change, Container, LiveTensor, Stateful, Tree, Updated
+from snapshot.flags import Flags
 from snapshot.optimizers import OptimizerState, check_names
 from snapshot.steppers import Steppers
 from snapshot.tensors import block_of, local
@@ -46,6 +47,7 @@ class BaseAdapter:
             if part is not None
         }
         self._with_extra_state = _with_extra_state(self._modules)
+        self._flags = Flags(self._modules)
         self._tracked: dict[str, Tracked] = {}
         self.carried: dict[str, Tree] = {}
         self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
@@ -105,6 +107,7 @@ class BaseAdapter:
             "scheduler": [each.state_dict() for each in self._schedulers],
             "extra": self._extras(late=True),
             "get_extra_state": {name: _hooked(module).get_extra_state() for name, module in self._with_extra_state},
+            "flags": self._flags.state(),
             "tracked": tracked.values(self._tracked, late=True),
         }
 
@@ -132,6 +135,8 @@ class BaseAdapter:
         if held != have:
             raise StateMismatch(f"scheduler is {held or 'none'} in the snapshot, {have or 'none'} in this job")
         self._with_extra_state = _with_extra_state(self._modules)
+        self._flags = Flags(self._modules)
+        self._flags.check(late["flags"])
         names = [name for name, _ in self._with_extra_state]
         check_names("what has get_extra_state", late["get_extra_state"], names)
         tracked.check(self._tracked, {**early["tracked"], **late["tracked"]})
@@ -149,6 +154,7 @@ class BaseAdapter:
         held = {**early["extra"], **late["extra"]}
         for name, part in self._extra.items():
             part.load_state_dict(held[name])
+        self._flags.load(late["flags"])
         for name, module in self._with_extra_state:
             _hooked(module).set_extra_state(late["get_extra_state"][name])
         tracked.load(self._tracked, {**early["tracked"], **late["tracked"]})
@@ -165,6 +171,7 @@ class BaseAdapter:
     def _of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The modules, by name; called where a walk over all tensors begins."""
         self._with_extra_state = _with_extra_state(self._modules)
+        self._flags = Flags(self._modules)
         yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
 
     def _tracked_tensors(self) -> Iterator[LiveTensor]:

@@ -96,12 +96,12 @@ class SmpClient:
         self._epoch: int | None = None
         self.reconnect()
 
-    def reconnect(self) -> None:
-        """Connect anew, after `SmpUnavailable`; raises what making the client raises."""
+    def reconnect(self, deadline_s: float = CALL_DEADLINE_S) -> None:
+        """Connect anew, after `SmpUnavailable`; raises what making the client raises, and `DeadlineExceeded`."""
         self._hang_up()
         if not socket_path(self.arena).exists():
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m smp_daemon`")
-        self._stream = connect(socket_path(self.arena))
+        self._stream = connect(socket_path(self.arena), deadline_s)
         hello = self._call(
             {
                 "op": "hello",
@@ -109,7 +109,8 @@ class SmpClient:
                 "version": PROTOCOL_VERSION,
                 "coord": self._coord,
                 "epoch": self._epoch,  # who has joined one comes back; who has not begins
-            }
+            },
+            deadline_s,
         )
         self.node = str(hello["node"])
         self.pid = int(hello["pid"])
@@ -126,9 +127,18 @@ class SmpClient:
         reply = self._call({"op": "census", "addresses": list(addresses)}, MOVE_DEADLINE_S)
         return [Inventory.from_json(each) for each in reply["inventories"]]
 
-    def join(self, epoch: int, start: Start | None = None) -> None:
-        """Enter an epoch; fences every older one. `start`: if the job starts with it."""
-        self._call({"op": "join", "epoch": epoch, "start": start.to_json() if start else None})
+    def join(self, epoch: int, start: Start | None = None, *, deadline_s: float | None = None) -> None:
+        """Enter an epoch; fences every older one.
+
+        Args:
+            start: if the job starts with it.
+            deadline_s: for another thread's call to be over, and for the answer; default that of any call.
+        """
+        message = {"op": "join", "epoch": epoch, "start": start.to_json() if start else None}
+        if deadline_s is None:
+            self._call(message)
+        else:
+            self._call(message, deadline_s, turn_s=deadline_s)
         self._epoch = epoch
         self._board = Board(self.arena / "board")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -13,11 +15,18 @@ import torch
 import torch.distributed as dist
 
 from smp_daemon.errors import HoldfastError
+from smp_daemon.logs import get_log
+from snapshot.meeting import MEETING_DEADLINE_S, Meeting
 from snapshot.routes import groups, hops
 
 COLLECTIVE_DEADLINE_S = 120.0
+"""How long ranks wait for each other at least; if the job's own process group waits longer, so do we. A rank that is
+gone is noticed at once."""
+
 PATIENCE_S = COLLECTIVE_DEADLINE_S / 4
 """So often ranks hear of each other while one of them works for long."""
+
+log = get_log(__name__)
 
 Result = Callable[[], list[int]]
 T = TypeVar("T")
@@ -68,6 +77,24 @@ class Agreement(Protocol):
         """
         ...
 
+    def leave(self) -> None:
+        """Have nobody wait for this rank: it does not take part in the next collective call, or was interrupted in the
+        last. The others lose it at once when they make theirs, and every call here raises `AgreementLost`, until all
+        have met. No collective call; harmless if it was called before.
+        """
+        ...
+
+    def meet(self, step: int) -> bool:
+        """To be called by who has left, after every step with its number: whether all ranks are together again.
+
+        Blocks for seconds at most, and only once all have left and have come to the step that they then agree on.
+        """
+        ...
+
+    def meet_at_end(self, deadline_s: float) -> bool:
+        """As `meet`, but once, by who has ended well, and waits for the others until the deadline."""
+        ...
+
     def close(self) -> None:
         """Give the process group back. No collective call; nothing may be called after it."""
         ...
@@ -92,6 +119,15 @@ class Alone:
     ) -> None:
         """There is nobody to spread to."""
 
+    def leave(self) -> None:
+        """Nobody waits."""
+
+    def meet(self, step: int) -> bool:
+        return True
+
+    def meet_at_end(self, deadline_s: float) -> bool:
+        return True
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -101,27 +137,37 @@ class Group:
 
     def __init__(self) -> None:
         """A collective call."""
-        timeout = timedelta(seconds=COLLECTIVE_DEADLINE_S)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._deadline = timedelta(seconds=max(COLLECTIVE_DEADLINE_S, job_deadline_s()))
+        self._group: Any = dist.new_group(backend="gloo", timeout=self._deadline)
+        self._ranks: Any = self._group._get_backend(torch.device("cpu"))
         self._size = dist.get_world_size()
+        self._least = _c10d().AllreduceOptions()
+        self._least.reduceOp = dist.ReduceOp.MIN
         self._starter = ThreadPoolExecutor(1, "holdfast-agree")  # starting a collective takes longer than all the rest
         self.rank = dist.get_rank()
+        name = self.gather(uuid.uuid4().hex.encode())[0].decode()
+        self._store: Any = _c10d().PrefixStore(f"holdfast {name}", _c10d()._get_default_store())
+        self._meeting: Meeting | None = None
 
     def gather(self, data: bytes) -> list[bytes]:
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        self._run(lambda: dist.all_gather(counts, torch.tensor([len(data)]), group=self._group))
+        self._gather(counts, torch.tensor([len(data)]))
         lengths = [int(count) for count in counts]
         longest = max(lengths)
         mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._size)]
-        self._run(lambda: dist.all_gather(everyone, mine, group=self._group))
+        self._gather(everyone, mine)
         return [bytes(part[:length].numpy()) for part, length in zip(everyone, lengths, strict=True)]
+
+    def _gather(self, everyone: list[torch.Tensor], mine: torch.Tensor) -> None:
+        self._run(lambda: self._together().allgather([everyone], [mine]).wait())
 
     def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
         def start() -> tuple[Any, torch.Tensor]:
             tensor = torch.tensor(values() if callable(values) else values, dtype=torch.int64)
-            return dist.all_reduce(tensor, dist.ReduceOp.MIN, self._group, async_op=True), tensor
+            return self._together().allreduce([tensor], self._least), tensor
 
         started = self._starter.submit(start)  # one thread, so that all ranks start collectives in the same order
 
@@ -163,15 +209,87 @@ class Group:
         """A collective call of all ranks, also of those that are not in it."""
         return dist.new_group(list(ranks), timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S), backend="gloo")
 
+    def leave(self) -> None:
+        registered, ranks = self._group, self._ranks
+        self._group = self._ranks = None
+        if ranks is None:
+            return
+        if registered in _c10d()._world.pg_map:
+            dist.destroy_process_group(registered)
+        # its end may wait for a call that is under way, and that for another rank
+        threading.Thread(target=_let_go, args=([registered, ranks],), name="holdfast-leave", daemon=True).start()
+
+    def meet(self, step: int) -> bool:
+        try:
+            return self._join(self._meetings().come(step))
+        except RuntimeError as error:
+            log.info("the ranks did not meet after step %d: %s", step, error)
+            return False
+
+    def meet_at_end(self, deadline_s: float) -> bool:
+        try:
+            return self._join(self._meetings().come_last(deadline_s))
+        except RuntimeError as error:
+            log.warning("the ranks did not meet at the end: %s", error)
+            return False
+
+    def _join(self, name: str | None) -> bool:
+        """Be one group with all ranks, who are all here. Raises `RuntimeError` if that fails."""
+        if name is None:
+            return False
+        soon = timedelta(seconds=MEETING_DEADLINE_S)
+        ranks = _c10d().ProcessGroupGloo(_c10d().PrefixStore(name, self._store), self.rank, self._size, soon)
+        ranks.allreduce([torch.ones(1)], self._least).wait()
+        ranks._set_default_timeout(self._deadline)
+        self._ranks = ranks
+        self._meetings().went_well()
+        return True
+
+    def _meetings(self) -> Meeting:
+        """Over a connection of its own: the job may wait in a call of its store for long. Raises `RuntimeError`."""
+        if self._meeting is None:
+            self._store = self._store.clone()
+            self._store.set_timeout(timedelta(seconds=MEETING_DEADLINE_S))
+            self._meeting = Meeting(self._store, self.rank, self._size)
+        return self._meeting
+
+    def _together(self) -> Any:
+        """The group. Raises `AgreementLost` if this rank has left it."""
+        if self._ranks is None:
+            raise AgreementLost("this rank has left the others")
+        return self._ranks
+
     def close(self) -> None:
         self._starter.shutdown()
-        dist.destroy_process_group(self._group)
+        self.leave()
 
     def _run(self, collective: Callable[[], T]) -> T:
         try:
             return collective()
         except RuntimeError as error:
             raise AgreementLost(f"another rank is gone or too slow: {error}") from error
+
+
+def _c10d() -> Any:
+    """What torch has below its collectives, where it has any."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d
+
+
+def _let_go(references: list[Any]) -> None:
+    """Give up the last references to something, whose end may take a while."""
+    references.clear()
+
+
+def job_deadline_s() -> float:
+    """How long the job's own process group waits for a rank; 0 if it does not say."""
+    group = _c10d()._get_default_group()
+    found = 0.0
+    for device in group._device_types:
+        with suppress(RuntimeError, AttributeError):  # no backend is there for this device, or one of another kind
+            found = max(found, group._get_backend(device).options._timeout.total_seconds())
+    return found
 
 
 def default_agreement() -> Agreement:

@@ -6,7 +6,7 @@ Everything here runs in the training thread, except `Capture.over`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,7 +65,8 @@ class Capture:
         self._roams = False
         self._staging = Staging()
         self._taken: _Taken | None = None
-        self._quiet: dict[str, str] = {}
+        self._entered: dict[str, str] = {}
+        self._quiet: Collection[str] = ()
         self.loop: Callable[[], Tree] = dict
         self.notes: Callable[[], dict[str, Any] | None] = lambda: None
 
@@ -163,14 +164,18 @@ class Capture:
 
     def entered(self) -> None:
         """Note the random generators as the loop is entered, for `first_began`."""
-        self._quiet = {name: streams.digest(state) for name, state in rng.capture().items()}
+        self._entered = {name: streams.digest(state) for name, state in rng.capture().items()}
+
+    def drawn(self) -> list[str]:
+        """The random generators that were drawn from since the loop was entered."""
+        now = rng.capture()
+        return [name for name, was in self._entered.items() if name not in now or streams.digest(now[name]) != was]
 
     def first_began(self) -> None:
         """The first step begins, and the loop has not said so. Only what comes before a step in a turn of the loop has
         run: generators that it has drawn nothing from will be drawn from by code after ``optim.step()`` alone, so they
         are captured as the next step begins, and not with the others."""
-        now = rng.capture()
-        self._quiet = {name: was for name, was in self._quiet.items() if streams.digest(now.get(name)) == was}
+        self._quiet = self._entered.keys() - set(self.drawn())
 
     def changed(self, copy: CopyJob) -> tuple[bool, bool]:
         """Whether, since `begin` gave `copy`, what forward leaves alone has changed; and whether buffers or generators

@@ -38,7 +38,7 @@ from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
 from smp_daemon.logs import Episodes, about, get_log, log_here
 from smp_daemon.paths import arena_path
 from snapshot.adapter import Adapter
-from snapshot.agreement import Agreement, Result, default_agreement
+from snapshot.agreement import Agreement, AgreementLost, Result, default_agreement
 from snapshot.arrange import coordinate_key, parse_domains, parse_protect
 from snapshot.audit import Auditor, orders_from_environment
 from snapshot.beginning import Beginning, Doubtful
@@ -175,6 +175,7 @@ class SnapshotHook:
         self._attempted = False
         self._episodes = Episodes(log)
         self._enabled = True
+        self._parted = False
         self._pace = Pace()
         self._open: _Due | None = None
         self._beginning = Beginning()
@@ -183,6 +184,7 @@ class SnapshotHook:
         self._stepped = False
         self._rewind: Callable[[], None] | None = None
         self._resumed: Resumed | None = None
+        self._marked = False
         self._turn: int | None = None
         self._next_turn = 0
         self._data: dict[str, Data] = {}
@@ -216,6 +218,7 @@ class SnapshotHook:
         Raises:
             StateMismatch: the first step does not begin with what was restored.
         """
+        self._declare()
         self._turn = self._next_turn
         self._next_turn += 1
         self._mark()
@@ -229,6 +232,7 @@ class SnapshotHook:
             for step in snap.steps(1000):
                 loss = train_step(...)
         """
+        self._declare()
         while self._next_turn < count:
             self.begin()
             yield self._next_turn - 1
@@ -463,8 +467,8 @@ class SnapshotHook:
         try:
             self._copier.close(self._deadline_s)
             self._cadence.close(self._deadline_s)
-            if kind is None and self._enabled:
-                self._finish()
+            if kind is None:
+                self._finish_together()
         except HoldfastError as failure:
             if self._strict and kind is None:
                 raise
@@ -484,7 +488,7 @@ class SnapshotHook:
         self._pace.fenced(began)
         if self._copy is not None:
             self._fence(self._copy)
-        if self._enabled and self._ledger.pending and self._outcomes is None:
+        if self._enabled and not self._parted and self._ledger.pending and self._outcomes is None:
             self._outcomes = self._agreement.minimum(self._report())
         self.statistics.stall_s += time.monotonic() - began
 
@@ -511,12 +515,17 @@ class SnapshotHook:
     # ------------------------------------------------------------------ inside
 
     def _declare(self) -> None:
-        """The loop says where its steps begin."""
-        self._declared = self._boundary.declared = True
+        """The loop says where its steps begin, if it did not before."""
+        if not self._declared:
+            self._declared = self._boundary.declared = True
+            self._next_turn = max(self._next_turn, self._step)
 
     def _mark(self) -> None:
         """Data is about to be read for the next step. If one has ended, this is what belongs to its boundary."""
         self._declare()
+        if not self._marked:
+            self._marked = True
+            self._warn_of_what_was_read()
         if self._rewind is not None:
             self._rewind()
             self._rewind = None
@@ -524,6 +533,17 @@ class SnapshotHook:
             self._end_step()
         if self._open is not None and not self._beginning.seen:
             self._capture.mark()
+
+    def _warn_of_what_was_read(self) -> None:
+        """The first step is about to begin. A batch that was read ahead of it would be another after a restart."""
+        drawn = [] if self._data or not self.checks_resumption else self._capture.drawn()
+        if drawn:
+            log.warning(
+                "something drew from the random generators of %s between entering and the first step; if it read a "
+                "batch ahead, or made an order of data, that is not captured, and a restart makes another: go through "
+                "data by `snap.data`, or `track` what was read",
+                ", ".join(drawn),
+            )
 
     def _end_step(self) -> None:
         """Settle what became of earlier snapshots, and see whether another is due."""
@@ -538,15 +558,27 @@ class SnapshotHook:
         self._client.beat(self._phase, self._step)
         self._cadence.observe(began, self.statistics.stall_s, busy=bool(self._ledger.pending))
         try:
-            if self._enabled:
+            if self._enabled and self._parted and self._agreement.meet(self._step):
+                self._go_on()
+            if self._enabled and not self._parted:
                 self._settle()
                 if self._cadence.rhythm.takes(self._step):
                     self._prepare()
+        except AgreementLost as error:
+            self._part()
+            if self._strict:
+                raise
+            text = "no snapshots are taken after step %d, until all ranks have met again: %s"
+            self._episodes.begin("ranks", text, self._step, error, level=logging.ERROR)
         except HoldfastError as error:
+            self._part()
             if self._strict or self._layout is None:
                 raise
             self._enabled = False
             log.error("no more snapshots are taken: %s", error)
+        except BaseException:  # the handler of a signal may raise while ranks agree: the others must not wait for this
+            self._part()
+            raise
         self.statistics.stall_s += time.monotonic() - began
         if self._auditor is not None:
             self._auditor.after_step(self._step, lambda: self._agreement.minimum([1])())
@@ -801,6 +833,49 @@ class SnapshotHook:
         if hasattr(self, "_copier"):
             self._copier.let_go()
 
+    def _part(self) -> None:
+        """This rank does not agree with the others any more, and they shall not wait for it."""
+        self._parted = True
+        self._outcomes = None
+        self._agreement.leave()
+
+    def _go_on(self) -> None:
+        """All ranks have met again: they agree on where they stand, in a new epoch. A collective call."""
+        mine = {
+            "step": self._step,
+            "epoch": self._epoch,
+            "interval": self._cadence.rhythm.interval,
+            "ledger": self._ledger.to_json(),
+        }
+        said = [json.loads(text) for text in self._agreement.gather(json.dumps(mine).encode())]
+        steps = [each["step"] for each in said]
+        if len(set(steps)) > 1:
+            raise ConfigError(f"ranks are at different steps, {steps}: each must call optim.step() equally often")
+        self._epoch = max(each["epoch"] for each in said)
+        self._attempted, self._planned, self._misfit, self._persist_due = True, False, False, 0
+        self.statistics.failed += len(self._ledger.pending)
+        self._ledger = Ledger.together([Ledger.from_json(each["ledger"]) for each in said])
+        self._copies = {}
+        self._cadence.agree(max(each["interval"] for each in said))
+        self._parted = False
+        self._episodes.end("ranks", "all ranks have met again, and snapshots are taken after step %d", self._step)
+
+    def _finish_together(self) -> None:
+        """`_finish`, once all ranks have ended well, though they may have lost each other."""
+        lost: AgreementLost | None = None
+        if self._enabled and not self._parted:
+            try:
+                self._finish()
+                return
+            except AgreementLost as error:
+                lost = error
+        if self._keep:
+            return
+        self._part()
+        if not self._agreement.meet_at_end(self._deadline_s):
+            raise lost or AgreementLost("not all ranks have ended well")
+        self._finish()
+
     def _finish(self) -> None:
         if self._copy is not None:
             self._copy.done.wait(self._deadline_s)
@@ -808,7 +883,8 @@ class SnapshotHook:
             if self._ledger.pending:
                 self._client.await_outcome(self._ledger.pending[-1], self._deadline_s)
             return
-        ranks = [json.loads(t) for t in self._agreement.gather(json.dumps([self._coord, self._client.node]).encode())]
-        on_this_node = [coord for coord, node in ranks if node == self._client.node]
+        mine = json.dumps([self._coord, self._client.node, self._epoch])
+        ranks = [json.loads(text) for text in self._agreement.gather(mine.encode())]
+        on_this_node = [coord for coord, node, _ in ranks if node == self._client.node]
         if min(on_this_node, key=coordinate_key) == self._coord:
-            self._smp.finish(self._epoch)
+            self._smp.finish(max(epoch for _, _, epoch in ranks))

@@ -8,7 +8,8 @@ snapshot that failed on one node looks like one that is slow, and would hold its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from smp_daemon.board import Outcome
 from smp_daemon.layout import SnapshotId
@@ -93,6 +94,27 @@ class Ledger:
             earlier=tuple(others[max(0, len(others) - count) :]) if count > 0 else (),
             abandoned=apart,
         )
+
+    @classmethod
+    def together(cls, ledgers: Sequence[Ledger]) -> Ledger:
+        """What ranks go on with that had lost each other: the same on all, from what each has.
+
+        Some may have heard of the last outcomes and others not. What one knows to be protected is so on every node,
+        since each has said it. What was open is given up: it may not even have begun everywhere.
+        """
+        newest = max(ledgers, key=lambda ledger: (ledger.sure is not None, ledger.sure or (0, 0)))
+        return replace(newest, pending=())
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Ledger:
+        """Of another rank of this job."""
+        one = {name: SnapshotId(*data[name]) if data[name] else None for name in ("protected", "older")}
+        many = {name: tuple(SnapshotId(*each) for each in data[name]) for name in ("pending", "earlier", "abandoned")}
+        return cls(**{**data, **one, **many})
 
     def begin(self, snapshot: SnapshotId) -> Ledger:
         """A snapshot takes a slot. Raises `ValueError` if there is none, or if it is not the newest."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from smp_daemon.client import SmpClient
-from smp_daemon.errors import HoldfastError, SmpUnavailable
+from smp_daemon.errors import DeadlineExceeded, HoldfastError, SmpUnavailable
 from smp_daemon.layout import Layout
+from smp_daemon.limits import CALL_DEADLINE_S
 from smp_daemon.logs import get_log
 from smp_daemon.starts import WELL, End, failure_text
 from snapshot.connect import connect, start_here
+
+ATTACH_DEADLINE_S = 5.0
+LEAST_PAUSE_S = 10.0
+MOST_PAUSE_S = 600.0
+"""After how long an SMP that did not answer is asked again by the training thread: each time twice as long."""
 
 log = get_log(__name__)
 
@@ -29,9 +36,14 @@ class OwnSmp:
         SmpUnavailable, ConfigError: see `connect`.
     """
 
-    def __init__(self, arena: Path, job: str, coord: str, *, start: bool) -> None:
+    def __init__(
+        self, arena: Path, job: str, coord: str, *, start: bool, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._arena, self._job, self._coord = arena, job, coord
         self._start = start
+        self._now = now
+        self._pause_s = LEAST_PAUSE_S
+        self._not_before_s = 0.0
         self.client = connect(arena, job, start=start, coord=coord)
         self.sealing = SmpClient(arena, job)
 
@@ -42,41 +54,59 @@ class OwnSmp:
     def attach(self, epoch: int, idle: Callable[[], None]) -> None:
         """See that it is there, and in this epoch.
 
+        The training thread calls this: it waits for one that does not answer but `ATTACH_DEADLINE_S`, and does not ask
+        it again for a while, which grows.
+
         Args:
             idle: blocks until no other thread uses the connections. Called if it went away.
 
         Raises:
             SmpUnavailable: it is not, and no other could be started.
         """
+        if self._now() < self._not_before_s:
+            raise SmpUnavailable("the SMP of this node did not answer, and is asked again later")
         try:
-            self.client.join(epoch)
+            self.client.join(epoch, deadline_s=ATTACH_DEADLINE_S)
         except SmpUnavailable:
             idle()
-            self.attach_again(epoch, None)
+            try:
+                self.attach_again(epoch, None, ATTACH_DEADLINE_S)
+            except DeadlineExceeded as error:
+                raise self._put_off(error) from error
+        except DeadlineExceeded as error:
+            raise self._put_off(error) from error
+        self._pause_s = LEAST_PAUSE_S
 
-    def attach_again(self, epoch: int, layout: Layout | None) -> None:
+    def _put_off(self, error: DeadlineExceeded) -> SmpUnavailable:
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MOST_PAUSE_S)
+        self._not_before_s = self._now() + pause_s
+        return SmpUnavailable(f"the SMP of this node does not answer, and is asked again in {pause_s:.0f} s: {error}")
+
+    def attach_again(self, epoch: int, layout: Layout | None, deadline_s: float = CALL_DEADLINE_S) -> None:
         """It went away, and with it what it had not sealed. Go on with its successor, or start one.
 
-        No other thread uses the connections. Raises `SmpUnavailable`.
+        No other thread uses the connections. Raises `SmpUnavailable`; and `DeadlineExceeded` if one is there and does
+        not answer in `deadline_s`.
         """
-        self._find()
-        self.sealing.reconnect()
-        self.client.join(epoch)
+        self._find(deadline_s)
+        self.sealing.reconnect(deadline_s)
+        self.client.join(epoch, deadline_s=deadline_s)
         if layout is not None:
             self.client.configure(layout)
 
-    def _find(self) -> None:
+    def _find(self, deadline_s: float = CALL_DEADLINE_S) -> None:
         try:
-            self.client.reconnect()
+            self.client.reconnect(deadline_s)
         except SmpUnavailable:
             if not self._start:
                 raise
             start_here(self._arena, self._job)
-            self.client.reconnect()
+            self.client.reconnect(deadline_s)
 
     def finish(self, epoch: int) -> None:
         """The job is done: it ends, and its memory is free. Raises `HoldfastError`."""
         try:
+            self.client.join(epoch)  # ranks that lost each other may be in different ones
             self.client.finish(epoch)
         except SmpUnavailable as error:  # it was killed meanwhile: its successor cleans up
             log.info("the job is finished by another SMP: %s", error)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from smp_daemon.client import SmpClient
-from smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
+from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
 from smp_daemon.layout import Layout
 from smp_daemon.logs import get_log
 from snapshot.agreement import Agreement
@@ -25,8 +25,8 @@ def _together(agreement: Agreement, work: Callable[[], None]) -> None:
     verdict = _DONE
     try:
         work()
-    except SmpUnavailable as error:
-        problem, verdict = error, _AWAY
+    except (SmpUnavailable, DeadlineExceeded) as error:
+        problem, verdict = SmpUnavailable(str(error)), _AWAY
     except HoldfastError as error:
         problem, verdict = error, _REFUSED
     [worst] = agreement.minimum([verdict])()

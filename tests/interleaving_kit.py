@@ -178,8 +178,9 @@ class Life:
         if self._state is not _State.DEAD:
             self._state = state
         for job in self._jobs:
-            if not job.finalised.is_set():
+            if not job.sure.is_set():
                 job.abort(StaleEpoch("the trainer is gone"))
+            job.reading.set()
             job.copied.set()
             job.done.set()
         if state is _State.DEAD:
@@ -294,12 +295,21 @@ class Member:
     def gather(self, data: bytes) -> list[bytes]:
         return self._circle.collect(self._post(data))
 
-    def minimum(self, values: Sequence[int]) -> Result:
-        turn = self._post(list(values))
+    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
+        turn = self._post(list(values() if callable(values) else values))
         return lambda: [min(each) for each in zip(*self._circle.collect(turn), strict=True)]
 
     def patiently(self, work: Callable[[], T]) -> T:
         return work()
+
+    def leave(self) -> None:
+        """Nobody waits for long."""
+
+    def meet(self, step: int) -> bool:
+        return False
+
+    def meet_at_end(self, deadline_s: float) -> bool:
+        return False
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
+from smp_daemon.spawn import find_leftovers, remove
 from snapshot import agreement
 from snapshot.agreement import AgreementLost, Alone, Result, work_in_rounds
 from tests.test_replicas import Rank, together
@@ -79,3 +86,110 @@ def test_a_rank_that_is_gone_is_noticed_while_others_work() -> None:
 
 def test_alone_nobody_is_waited_for() -> None:
     assert Alone().patiently(lambda: 7) == 7
+
+
+# ---------------------------------------------------------------------- real ranks that lose each other
+
+PARTING = """
+import os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist
+from holdfast import InMemorySnapshot
+
+how, folder, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+model = torch.nn.Linear(8, 8)
+optim = torch.optim.Adam(model.parameters())
+
+def notice(*arguments):
+    raise InterruptedError("told to stop")
+
+signal.signal(signal.SIGUSR1, notice)
+with InMemorySnapshot(model, optim) as snap:
+    def step():
+        optim.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        dist.barrier()
+        snap.drain(20)
+        if snap.step == 4 and how == "late":
+            snap._agreement._ranks._set_default_timeout(timedelta(seconds=1))
+            if rank == 0:  # until the other one has given up waiting
+                limit = time.monotonic() + 60
+                while not (folder / "gone on").exists():
+                    assert time.monotonic() < limit
+                    time.sleep(0.01)
+        if snap.step == 4 and how == "signal" and rank == 0:
+            snap._agreement.minimum = lambda values: lambda: os.kill(os.getpid(), signal.SIGUSR1)
+        try:
+            optim.step()
+        except InterruptedError:
+            print("interrupted", flush=True)
+            del snap._agreement.minimum
+        if snap.step == 5 and rank == 1:
+            (folder / "gone on").touch()
+    while snap.step < steps:
+        step()
+    statistics = snap.statistics
+    print(snap.step, snap.protected_step, snap._epoch, statistics.taken, flush=True)
+"""
+
+
+@pytest.fixture
+def arena() -> Iterator[Path]:
+    base = Path(f"/dev/shm/holdfast-agreement-{os.getpid()}")
+    base.mkdir(mode=0o700)
+    yield base
+    for leftover in find_leftovers(base):
+        remove(leftover)
+    shutil.rmtree(base, ignore_errors=True)
+
+
+def run(arena: Path, folder: Path, how: str, steps: int) -> list[list[str]]:
+    """Two ranks of one node; what each says."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    more |= {"HOLDFAST_ARENA": str(arena), "HOLDFAST_JOB": "parting", "HOLDFAST_OVERHEAD_BUDGET": "0"}
+    command = [sys.executable, "-c", PARTING, how, str(folder), str(steps)]
+    pipe = subprocess.PIPE
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **more, "RANK": str(rank)}, stdout=pipe, stderr=pipe, text=True)
+        for rank in range(2)
+    ]
+    said = []
+    try:
+        for rank in ranks:
+            out, err = rank.communicate(timeout=120)
+            assert rank.returncode == 0, err
+            said.append(out.splitlines())
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return said
+
+
+def is_empty(arena: Path) -> bool:
+    return not list(arena.rglob("*.safetensors")) and not list(find_leftovers(arena))
+
+
+def test_after_one_rank_came_too_late_all_meet_again_and_are_protected(arena: Path, tmp_path: Path) -> None:
+    for rank in run(arena, tmp_path, "late", 16):
+        step, protected, epoch, taken = rank[-1].split()
+        assert (step, protected, epoch) == ("16", "15", "2") and 11 <= int(taken) <= 13
+    assert is_empty(arena)
+
+
+def test_after_a_signal_has_raised_while_ranks_agreed_all_meet_again(arena: Path, tmp_path: Path) -> None:
+    first, second = run(arena, tmp_path, "signal", 16)
+    assert first[0] == "interrupted"
+    assert first[1].split()[:3] == second[0].split()[:3] == ["16", "15", "2"]
+    assert is_empty(arena)
+
+
+def test_ranks_that_have_lost_each_other_clean_up_together_at_the_end(arena: Path, tmp_path: Path) -> None:
+    for rank in run(arena, tmp_path, "late", 6):
+        assert rank[-1].split()[::2] == ["6", "1"], "they have not met again"
+    assert is_empty(arena)

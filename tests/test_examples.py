@@ -116,9 +116,8 @@ def test_the_loop_of_the_readme_is_exact_wherever_it_is_killed(
         told = noted(
             kill_after(start("dataloader", "killed", tmp_path), drawn.randrange(1, 22), drawn.uniform(0, 0.02))
         )
-        assert told
         killed += told
-        print(f"killed after {told[-1][0]}, having begun with {told[0][0]}")
+        print(f"killed after {told[-1][0]}, having begun with {told[0][0]}" if told else "killed before its first step")
     last = start("dataloader", "killed", tmp_path)
     output, _ = last.communicate(timeout=LONG_S)
     assert last.returncode == 0, output

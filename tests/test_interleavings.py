@@ -1,8 +1,8 @@
 """Correctness under speed: thousands of interleavings of a trainer's threads, its SMP's threads and kills.
 
-Every step writes one number, its *ticket*, into every tensor and plain value of the state, each where its class of
-change says so. Whatever was in the way, what a restart finds must be of one ticket, not older than what was reported
-protected, and must go on.
+Every step writes one number, its *ticket*, into every tensor and plain value of the state: some in forward, some in
+``optim.step()``, some in between two steps, and one where nobody expects it. Whatever was in the way, what a restart
+finds must be of one ticket, not older than what was reported protected, and must go on.
 
 A failure names its seed. `HOLDFAST_SEED` and `HOLDFAST_INTERLEAVINGS` have each test run so many interleavings from
 that seed on. It decides who is held where and who dies; how the machine schedules the rest it cannot.
@@ -10,7 +10,6 @@ that seed on. It decides who is held where and who dies; how the machine schedul
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -33,7 +32,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from snapshot.frozen import FrozenChanged
 
 from holdfast import HoldfastError, InMemorySnapshot
 from smp_daemon.holdings import ParityKey
@@ -46,11 +44,12 @@ from smp_daemon.service import Settings, Smp
 from smp_daemon.spawn import find_leftovers, remove
 from smp_daemon.store import Store
 from smp_daemon.transport import connect
-from snapshot.adapter import Adapter
+from snapshot.adapter import Adapter, Tree
 from snapshot.hook import SnapshotHook
 from snapshot.movers import CpuMover
-from snapshot.state import Values
+from snapshot.state import LOOP, Values
 from snapshot.values import encode
+from snapshot.witness import StateChanged
 from tests.interleaving_kit import (
     DEADLINE_S,
     SMP,
@@ -145,6 +144,10 @@ class Cursor:
         self.tensor.copy_(state_dict["tensor"])
 
 
+Moves = Literal["never", "between steps", "in backward"]
+"""When a tensor that needs no gradient is written to."""
+
+
 class Job:
     """What one rank trains."""
 
@@ -159,11 +162,28 @@ class Job:
         with torch.no_grad():
             self.model.frozen.fill_(FROZEN)
 
-    def step(self, ticket: int, moves_teacher: bool, before: Callable[[], object], gate: Callable[[], None]) -> None:
+    def begin(self, ticket: int, declare: Callable[[], object] | None) -> None:
+        """The step of that ticket begins; its data is read, before or after, as `declare` is given or not."""
+        if declare is not None:
+            declare()
+            self.data.set(-ticket)
+        self.model(ticket)
+
+    def step(
+        self,
+        ticket: int,
+        moves: Moves,
+        before: Callable[[], object],
+        gate: Callable[[], None],
+        declare: Callable[[], object] | None = None,
+    ) -> None:
         """One step. `before` is called just before ``optim.step()``, `gate` here and there."""
         gate()
-        self.model(ticket)
+        self.begin(ticket, declare)
         gate()
+        if moves == "in backward":
+            self.model.teacher.data.fill_(ticket)
+            gate()
         before()
         self.data.set(ticket)
         self.optim.ticket = ticket
@@ -171,11 +191,12 @@ class Job:
         gate()
         self.schedule.set(ticket)
         self.optim.param_groups[0]["lr"] = float(ticket)
-        if moves_teacher:
+        if moves == "between steps":
             with torch.no_grad():
                 self.model.teacher.fill_(ticket)
         gate()
-        self.data.set(-ticket)  # the next batch is read
+        if declare is None:
+            self.data.set(-ticket)  # the next batch is read
 
     def stamps(self) -> dict[str, list[float]]:
         """Every distinct value in each part of the state."""
@@ -201,7 +222,8 @@ class Plan:
 
     Attributes:
         drains: before which steps it waits until all is protected.
-        teacher_from: the first step in which the frozen teacher moves.
+        declared: the loop says where its steps begin.
+        moves, teacher_from: when in a step the teacher moves, and in which it first does.
         fate: whose n-th gate is the end; None: after the last step.
         zombie: its copies go on when the next life is at its `thaw`-th gate.
         smp: at which gate of the loop the SMP dies, and at which it is back.
@@ -212,6 +234,8 @@ class Plan:
     seed: str
     steps: int = 3
     drains: frozenset[int] = frozenset()
+    declared: bool = False
+    moves: Moves = "between steps"
     teacher_from: int = 1 << 30
     fate: tuple[str, int] | None = None
     zombie: bool = False
@@ -239,8 +263,10 @@ def draw(seed: str, *, smp_dies: bool = False, nodes: int = 1) -> Plan:
         steps=steps,
         drains=frozenset() if zombie else drains,
         waits_for="nothing" if zombie else "protected",
-        # a snapshot that one rank gives up holds up what the others wait for, so there it moves from the start
-        teacher_from=source.choice([0, 1, 2, 1 << 30, 1 << 30, 1 << 30] if nodes == 1 else [0, 1 << 30]),
+        teacher_from=source.choice([0, 1, 2, 1 << 30, 1 << 30, 1 << 30]),
+        declared=source.random() < 0.5,
+        # a snapshot that one rank gives up holds up what the others wait for
+        moves=source.choice(["between steps", "in backward"] if nodes == 1 else ["between steps"]),
         fate=fate,
         zombie=zombie,
         thaw=source.randint(1, 3 * steps + 3),
@@ -390,10 +416,10 @@ class World:
         assert smp is not None
         holdings = smp.store.holdings
         with smp.store.changed:
-            wanted = snap.step
-            snap._capture.finalise(snap._copies[max(snap._copies)])
+            wanted = max(snap._copies)
+            snap._copies[wanted].sure.set()
             assert smp.store.changed.wait_for(
-                lambda: any(key.snapshot.step == wanted for key in holdings.held()), DEADLINE_S
+                lambda: any(key.snapshot == wanted for key in holdings.held()), DEADLINE_S
             )
 
     def promise(self, rank: Rank, step: int | None) -> None:
@@ -417,6 +443,7 @@ class Rank:
         self.killed = False
         self.entered = False
         self.start = self.protected = NEVER
+        self.declare: Callable[[], object] | None = None
         self.job = Job()
         self.snap = InMemorySnapshot(
             self.job.model,
@@ -429,6 +456,8 @@ class Rank:
             overhead_budget=0,
             deadline_s=DEADLINE_S,
         )
+        if plan.declared:
+            self.declare = self.snap.begin
         self.gates = 0
         self.least = world.least
         self.thread = threading.Thread(target=self.run, name=f"dp{rank}", daemon=True)
@@ -440,7 +469,8 @@ class Rank:
                 join_circle(self.circle)
             self.snap.__enter__()
             self.entered = True
-            self.start = self.snap.step
+            snapshot = self.snap.restored.snapshot
+            self.start = snapshot.step if snapshot is not None else 0
             self.train(self.check())
         except Killed:
             self.killed = True
@@ -456,8 +486,8 @@ class Rank:
     def check(self) -> float:
         """All of the state is of one ticket, and that of the right step; returns what the teacher holds."""
         stamps = self.job.stamps()
-        step, snapshot = self.snap.step, self.snap.restored.snapshot
-        if snapshot is None:
+        step = self.start
+        if self.snap.restored.snapshot is None:
             assert self.least is None, f"nothing came back; step {self.least} was protected"
             self.world.seen["cold starts"] += 1
             self.job.initialise()
@@ -471,11 +501,15 @@ class Rank:
         wrong = {name: found for name, found in stamps.items() if found != expected[name]}
         assert not wrong, f"step {step} has ticket {ticket}, and came back with {wrong}"
         self.world.seen["restored " + ("newer" if step > (self.least or 0) else "protected")] += 1
+        if self.declare is None:
+            self.job.data.set(-ticket)  # the next batch is read again
         return entry.teacher
 
     def train(self, teacher: float) -> None:
         for i in range(self.plan.steps):
-            teacher = self.step(i, teacher, drain=i in self.plan.drains)
+            teacher = self.step(i, teacher, self.drain if i in self.plan.drains else lambda: None)
+        if self.plan.smp is None:
+            self.job.begin(self.first + self.plan.steps, self.declare)  # the snapshot of the last one is taken here
         if self.plan.waits_for == "sealed":
             self.world.await_sealed(self.rank, self.snap)
             self.circle.post(0, self.rank, "sealed")
@@ -489,20 +523,26 @@ class Rank:
 
     def go_on(self, teacher: float) -> None:
         """Train until a snapshot is protected by the next SMP."""
-        for i in range(self.plan.steps, self.plan.steps + GO_ON_STEPS):
+        went_on: list[bool] = []
+
+        def before() -> None:
             if self.world.smps[0] is not None and self.snap._copies and self.drain():
+                went_on.append(True)
+
+        for i in range(self.plan.steps, self.plan.steps + GO_ON_STEPS):
+            teacher = self.step(i, teacher, before)
+            if went_on:
                 self.world.seen["went on with the next SMP"] += 1
                 return
-            teacher = self.step(i, teacher, drain=False)
         raise AssertionError("nothing was protected any more after the SMP came back")
 
-    def step(self, i: int, teacher: float, *, drain: bool) -> float:
-        """Train the i-th step of this life; returns what the teacher holds now."""
+    def step(self, i: int, teacher: float, before: Callable[[], object]) -> float:
+        """Train the i-th step of this life, see `Job.step`; returns what the teacher holds now."""
         ticket = self.first + i
-        moves = i >= self.plan.teacher_from
-        teacher = float(ticket) if moves else teacher
-        self.world.journal[ticket] = Entry(self.snap.step + 1, teacher)
-        self.job.step(ticket, moves, self.drain if drain else lambda: None, self.gate)
+        moves = self.plan.moves if i >= self.plan.teacher_from else "never"
+        teacher = float(ticket) if moves != "never" else teacher
+        self.world.journal[ticket] = Entry(self.start + i + 1, teacher)
+        self.job.step(ticket, moves, before, self.gate, self.declare)
         self.world.promise(self, self.snap.protected_step)
         return teacher
 
@@ -515,7 +555,9 @@ class Rank:
             self.world.promise(self, max((snapshot.step for snapshot in self.snap._copies), default=None))
         elif self.plan.smp is None:
             errors = [copy.error for copy in self.snap._copies.values()]
-            assert any(isinstance(error, FrozenChanged) for error in errors), f"not everything was protected: {errors}"
+            moved = self.plan.moves == "in backward" and any(isinstance(error, StateChanged) for error in errors)
+            assert moved, f"not everything was protected: {errors}"
+            self.world.seen["given up as the teacher moved"] += 1
         return done
 
     def gate(self) -> None:
@@ -524,9 +566,9 @@ class Rank:
         self.life.gate()
         if self.rank == 0 and self.gates == self.plan.thaw:
             self.world.thaw_zombie()
-        if self.plan.smp is not None and self.snap.step > 0 and self.rank == 0:
+        if self.plan.smp is not None and self.snap.statistics.taken and self.rank == 0:
             dies, back = self.plan.smp
-            if self.gates == dies and self.snap.statistics.taken:
+            if self.gates == dies:
                 self.world.kill_smp()
             if self.gates >= back and self.world.smps[0] is None:
                 self.world.revive_smp()
@@ -669,13 +711,12 @@ def test_a_trainer_that_hangs_before_it_opens_its_slot_writes_into_nothing() -> 
     assert made.seen["zombies"] == 1
 
 
-def test_a_frozen_tensor_may_begin_to_move_after_the_fence() -> None:
+def test_what_moves_after_the_fence_is_of_the_next_snapshot() -> None:
+    """Though the copy is not yet complete."""
     moved = threading.Event()
-    finishes = itertools.count(1)
 
     def finish(mover: CpuMover) -> None:
-        if next(finishes) == 2:  # of step 1; the first is before its frozen tensors are compared
-            assert moved.wait(DEADLINE_S)
+        assert moved.wait(DEADLINE_S)
 
     with world() as made, patch.object(CpuMover, "finish", finish):
         life = Life("a teacher moves", None)
@@ -683,11 +724,13 @@ def test_a_frozen_tensor_may_begin_to_move_after_the_fence() -> None:
         begin_life(life)
         with rank.snap as snap:
             try:
-                for ticket, moves in ((1, False), (2, True)):
-                    rank.job.step(ticket, moves, lambda: None, life.gate)
+                for ticket in (1, 2):
+                    rank.job.step(ticket, "between steps", lambda: None, life.gate)
                 moved.set()
+                rank.job.begin(3, None)
                 assert snap.drain(DEADLINE_S)
             finally:
+                moved.set()
                 snap._enabled = False  # the SMP is of this process, and must not end
         life.bury()
 
@@ -722,18 +765,21 @@ def test_a_connection_that_is_accepted_while_the_smp_closes_ends_without_a_bug()
 # ---------------------------------------------------------------------- that all this can fail
 
 
-def take_and_finalise(take: Callable[[SnapshotHook], None]) -> Callable[[SnapshotHook], None]:
+def take_at_once(after_step: Callable[[SnapshotHook], None]) -> Callable[[SnapshotHook], None]:
     def mutant(hook: SnapshotHook) -> None:
-        take(hook)
-        if hook._copy is not None:
-            hook._capture.finalise(hook._copy)
+        after_step(hook)
+        if hook._open is not None and not hook._beginning.seen:
+            hook._take(hook._open)
+            hook._beginning.seen = True
+            if hook._copy is not None:
+                hook._copy.sure.set()
 
     return mutant
 
 
-def capture_live(adapter: Adapter) -> Values:
+def capture_live(adapter: Adapter, loop: Tree) -> Values:
     tensors: dict[str, torch.Tensor] = {}
-    return Values(encode(adapter.early(), "early", tensors), tensors)
+    return Values(encode(adapter.early() | {LOOP: loop}, "early", tensors), tensors)
 
 
 def begin_and_keep_nothing(begin: Callable[..., Any]) -> Callable[..., Any]:
@@ -741,14 +787,17 @@ def begin_and_keep_nothing(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MUTANTS: dict[str, dict[str, Any]] = {
-    "no fence": {"snapshot.hook.SnapshotHook.before_step": lambda hook: None},
-    "late values are read at the boundary": {"snapshot.hook.SnapshotHook._take": take_and_finalise(SnapshotHook._take)},
+    "no fence": {"snapshot.copier.CopyJob.fence": lambda job, patience_s, deadline_s: True},
+    "no fence, and nothing is watched": {
+        "snapshot.copier.CopyJob.fence": lambda job, patience_s, deadline_s: True,
+        "snapshot.witness.Witness.check": lambda witness, slot: None,
+    },
+    "the state is taken when the step ends": {
+        "snapshot.hook.SnapshotHook.after_step": take_at_once(SnapshotHook.after_step)
+    },
     "buffers are copied while forward runs": {"snapshot.capture.Staging.take": lambda staging, pieces: tuple(pieces)},
     "early tensors are not copied at the boundary": {"snapshot.capture.capture_early": capture_live},
-    "frozen tensors are not watched": {
-        "snapshot.capture.versions": lambda pieces: [0 for _ in pieces],
-        "snapshot.copier.check_sample": lambda pieces, slot, turn: None,
-    },
+    "live tensors are not watched": {"snapshot.witness.Witness.check": lambda witness, slot: None},
     "what is protected is not kept": {"smp_daemon.store.Store.begin": begin_and_keep_nothing(Store.begin)},
     "older writers are not fenced": {
         "smp_daemon.arena.Arena.fence": lambda arena: None,
@@ -799,6 +848,7 @@ with InMemorySnapshot(model, optim, scheduler=schedule, job="steady", overhead_b
         seen.append([(sum(memory(p)), p.num_fds(), p.num_threads()) for p in (psutil.Process(), smp)])
         optim.step()
         schedule.step()
+    model(torch.ones(1, 512))  # the last snapshot is taken as one more step begins
     assert snap.drain(30)
     counts = {name: getattr(snap.statistics, name) for name in ("taken", "failed", "skipped", "protected")}
 print(json.dumps({"seen": seen, "counts": counts}))

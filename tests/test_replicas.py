@@ -71,6 +71,15 @@ class Rank:
             tensor.copy_(everyone[owner][i][1].clone())
         self._table.put(self.rank, None)
 
+    def leave(self) -> None:
+        pass
+
+    def meet(self, step: int) -> bool:
+        return False
+
+    def meet_at_end(self, deadline_s: float) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 

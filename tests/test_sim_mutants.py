@@ -18,7 +18,7 @@ from smp_daemon.parity import ParityGathering
 from smp_daemon.plan import candidates
 from smp_daemon.slots import SlotPool, SlotState
 from smp_daemon.store import Store
-from snapshot.hook import SnapshotHook
+from snapshot.copier import CopyJob
 from snapshot.ledger import Ledger
 
 _fold = ParityGathering.fold
@@ -52,13 +52,6 @@ def _fold_badly(self: ParityGathering, stripe: int, position: int, unit: memoryv
         self._unit(stripe)[:1] = bytes([self._unit(stripe)[0] ^ 1])
 
 
-def _step_without_waiting(self: SnapshotHook) -> None:
-    if self._copy is not None:
-        self._capture.finalise(self._copy)
-    if self._enabled and self._ledger.pending:
-        self._outcomes = self._agreement.minimum(self._report())
-
-
 MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     "the plan ignores what is protected": (70, [("smp_daemon.plan", "candidates", _oldest_first)]),
     "the slot of the protected snapshot is freed": (40, [(SlotPool, "outdated", _ignore_keep)]),
@@ -73,7 +66,7 @@ MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     ),
     "a bit of parity is wrong": (0, [(ParityGathering, "fold", _fold_badly)]),
     "parity is never committed": (0, [(Codings, "_commit_parity", lambda self, coding, gathering: None)]),
-    "the next step does not wait for the copy": (100, [(SnapshotHook, "before_step", _step_without_waiting)]),
+    "the next step does not wait for the copy": (100, [(CopyJob, "fence", lambda job, patience_s, deadline_s: True)]),
     "lost parity is not healed": (76, [("smp_daemon.local", "heal", lambda *arguments: 0)]),
     "digests are not compared": (
         2336,

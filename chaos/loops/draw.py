@@ -23,12 +23,16 @@ OTHER_DATA = (
     "loader, enumerated, shuffled",
     "loader, epochs",
     "loader, epochs, shuffled",
+    "loader, iterator inside, shuffled, own generator",
 )
 DECLARED_DATA = (
     "loader, snap.data",
     "loader, snap.data, workers",
     "loader, snap.data, shuffled",
     "loader, snap.data, shuffled, workers",
+    "loader, snap.data, shuffled, own generator",
+    "loader, snap.data, iterable",
+    "loader, snap.data, list",
 )
 PLAIN_OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "amsgrad", "rmsprop", "adagrad", "groups")
 OTHER_OPTIMIZERS = (*(o for o in OPTIMIZERS if o not in PLAIN_OPTIMIZERS), "two", "in backward")
@@ -38,7 +42,7 @@ OTHER_MODELS = tuple(m for m in MODELS if m not in PLAIN_MODELS)
 WITH_MOMENTUM = ("momentum", "adam", "adamw", "amsgrad", "rmsprop", "groups", "closure")
 """Optimizers whose momentum, or first beta, a cycle may change."""
 
-SCHEDULES = ("end", "top", "lambda", "one cycle", "sequential", "plateau", "in extra", "several")
+SCHEDULES = ("end", "top", "lambda", "one cycle", "sequential", "plateau", "in extra", "several", "list")
 AVERAGES = (
     "tracked",
     "tracked, after step",
@@ -57,6 +61,7 @@ EVALUATIONS = (
     "grad, eval mode",
     "grad, train mode",
     "eval mode, at the top",
+    "eval mode, loader",
 )
 CLIPS = ("norm", "value", "weights", "weights, data", "weights, pointer")
 
@@ -106,7 +111,7 @@ def _optimizer(loop: Loop, dice: random.Random) -> Loop:
 
 def _data(loop: Loop, dice: random.Random) -> Loop:
     data = dice.choice(OTHER_DATA)
-    if "shuffled" in data and dice.random() < 0.2:
+    if data.endswith("shuffled") and dice.random() < 0.2:
         data += ", workers"
     return replace(loop, data=data, form="range")
 
@@ -164,6 +169,14 @@ def _accumulate(loop: Loop, dice: random.Random) -> Loop:
     return _twisted(loop, "accumulate")
 
 
+def _in_place(loop: Loop, dice: random.Random) -> Loop:
+    return _twisted(loop, "zeroed in place")
+
+
+def _written(loop: Loop, dice: random.Random) -> Loop:
+    return _twisted(loop, f"written: {dice.choice(('data', 'in place'))}")
+
+
 def _unzeroed(loop: Loop, dice: random.Random) -> Loop:
     return replace(_twisted(loop, "unzeroed"), zero="top")
 
@@ -189,6 +202,8 @@ _KINDS = {
     "skip": _skip,
     "accumulate": _accumulate,
     "unzeroed": _unzeroed,
+    "written": _written,
+    "zeroed in place": _in_place,
     "compile": _compile,
 }
 
@@ -208,7 +223,9 @@ def _consistent(loop: Loop) -> Loop:
     for twist in loop.twists:
         kind = twist.name.partition(": ")[0]
         unfit = (
-            (kind in ("scaler", "skip", "accumulate", "compile", "unzeroed") and steps_itself)
+            (kind in ("scaler", "skip", "accumulate", "compile", "unzeroed", "written") and steps_itself)
+            or (kind == "written" and ("accumulate" in names or loop.model == "parts"))
+            or (kind == "zeroed in place" and "unzeroed" in names)
             or (kind in ("schedule", "group", "freeze") and several)
             or (kind == "group" and (loop.optimizer not in PLAIN_OPTIMIZERS or loop.optimizer == "groups"))
             or (kind == "group" and any(n.startswith(("schedule", "freeze")) for n in names))
@@ -218,6 +235,7 @@ def _consistent(loop: Loop) -> Loop:
             or (kind == "target" and loop.model in ("old spectral norm", "old weight norm"))
             or (twist.name == "schedule: plateau" and "accumulate" in names)
             or (kind in ("accumulate", "scaler") and (looped or "skip" in seen))
+            or (kind == "scaler" and "accumulate" in seen)
             or (kind == "accumulate" and ("scaler" in seen or loop.data.startswith("loader")))
             or (kind == "skip" and ("accumulate" in seen or "scaler" in seen or looped))
             or (kind == "freeze" and loop.optimizer == "noted")
@@ -256,6 +274,6 @@ def _ends(loop: Loop, dice: random.Random) -> tuple[End, ...]:
     ends = []
     for _ in range(2 if dice.random() < 0.2 else 1):
         kind = "exception" if dice.random() < 0.2 else "kill"
-        place = dice.choice(tail if kind == "exception" else places)
+        place = dice.choice(tail if kind == "exception" and dice.random() < 0.7 else places)
         ends.append(End(dice.randint(2, loop.steps - 3), place, kind))
     return tuple(sorted(ends, key=lambda end: end.step))

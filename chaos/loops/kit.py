@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 
 class Tied(nn.Module):
@@ -188,6 +188,16 @@ class Rows(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return self.rows[index]
+
+
+class Stream(IterableDataset[Tensor]):
+    """Rows of a tensor, of which nobody says how many there are."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.rows)
 
 
 def stepping(optim: torch.optim.Optimizer) -> Callable[[Tensor], None]:

@@ -67,7 +67,7 @@ LIBRARY: dict[str, Any] = {
         )
     },
     **{name: getattr(kit, name) for name in ("Average", "Bank", "Container", "Rows", "SAM", "Scaled", "ScheduleFree")},
-    **{name: getattr(kit, name) for name in ("Tied", "noting", "stepping")},
+    **{name: getattr(kit, name) for name in ("Stream", "Tied", "noting", "stepping")},
     "AveragedModel": swa_utils.AveragedModel,
     "DataLoader": torch.utils.data.DataLoader,
     "copy": copy,

@@ -270,8 +270,12 @@ class Script:
     def _loader(self, name: str, rows: str) -> None:
         options = ", shuffle=True" if "shuffled" in name else ""
         options += ", num_workers=2" if "workers" in name else ""
+        if "own generator" in name:
+            options += ", generator=torch.Generator().manual_seed(6)"
         length = "[:12]" if "epochs" in name or "snap.data" in name else ""
-        self._setup += [rows, f"loader = DataLoader(Rows(rows{length}), batch_size=4{options})"]
+        kind = "Stream" if "iterable" in name else "Rows"
+        loader = f"DataLoader({kind}(rows{length}), batch_size=4{options})"
+        self._setup += [rows, f"loader = {f'list(rows{length}.split(4))' if 'list' in name else loader}"]
         self._blame.append(DATA)
         if "iterator before" in name:
             self._setup.append("batches = iter(loader)")
@@ -303,6 +307,7 @@ class Script:
             "plateau": "ReduceLROnPlateau(optim, patience=0)",
             "in extra": "ExponentialLR(optim, 0.8)",
             "several": "StepLR(optim, 2, 0.5)",
+            "list": "StepLR(optim, 2, 0.5)",
         }
         self._setup.append(f"schedule = {kinds[what]}")
         self._kept["schedule"] = "schedule"
@@ -315,9 +320,12 @@ class Script:
             self._top.append(step)
         else:
             self._tail["schedule"] = [step]
-        if what == "several":
+        if what in ("several", "list"):
             self._setup.append("decay = ExponentialLR(optim, 0.9)")
-            self._extra["decay"] = "decay"
+            if what == "list":
+                self._schedulers.append("decay")
+            else:
+                self._extra["decay"] = "decay"
             self._kept["decay"] = "decay"
             self._tail["schedule"].append("decay.step()")
         self._blame.append(r"schedul|\blr\b")
@@ -379,6 +387,13 @@ class Script:
         held = "held[torch.randperm(40)[:4]]" if "random" in what else "held[:4]"
         call = self._forward.format(net="net").replace("(x)", f"({held})")
         inner = ['here("evaluation")', f"score = {call}.square().mean()"]
+        if "loader" in what:
+            call = self._forward.format(net="net")
+            inner = [
+                'here("evaluation")',
+                "for x in DataLoader(Rows(held), 20):",
+                f"    score = {call}.square().mean()",
+            ]
         if "grad" in what:
             lines += inner
         else:
@@ -399,7 +414,7 @@ class Script:
             self._top += lines
         else:
             self._tail["evaluation"] = lines
-        if "random" in what:
+        if "random" in what or "loader" in what:
             self._blame.append(RANDOM)
         if "grad" in what or "eval mode" not in what:
             self._blame.append(TENSOR + "|forward|" + RANDOM)  # which looks like the beginning of a step
@@ -467,6 +482,10 @@ class Script:
     def _add_skip(self, what: str, twist: Twist) -> None:
         self._blame.append(r"skip|no gradients were computed")
 
+    def _add_written(self, what: str, twist: Twist) -> None:
+        """While the step runs; in place only once backward needs it no more."""
+        self._blame.append(TENSOR)
+
     def _add_unzeroed(self, what: str, twist: Twist) -> None:
         self._blame.append(r"grad")
 
@@ -524,6 +543,8 @@ class Script:
     def _step(self) -> list[str]:
         loop = self.loop
         zero = [] if loop.optimizer in ("in backward", "lbfgs", "closure") else ["optim.zero_grad()"]
+        if self._has("zeroed in place") and zero:
+            zero = ["optim.zero_grad(set_to_none=False)"]
         if self._has("group: later"):
             zero = ["net.zero_grad()"]  # those that are to come get gradients, too
         if self._has("unzeroed"):
@@ -591,11 +612,15 @@ class Script:
         lines.append('here("loss")')
         if self._has("skip"):
             lines += [f"if step == {self._twists['skip'].at}:", "    continue"]
+        if self._has("written: data"):
+            lines.append(f"{self._own}.data.mul_(0.99)")
         if self._has("scaler"):
             at = self._twists["scaler"].at
             lines += [f"if step == {at}:", "    loss = loss * float('inf')", "scaler.scale(loss).backward()"]
         else:
             lines.append("loss.backward()")
+        if self._has("written: in place"):
+            lines += ["with torch.no_grad():", f"    {self._own}.mul_(0.99)"]
         if loop.optimizer.startswith("sam"):
             lines += ["optim.first_step()", f"{objective}.backward()"]
         return lines

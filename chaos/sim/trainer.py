@@ -85,6 +85,15 @@ class Member:
     def spread(self, sets: object, pieces: object, nodes: object) -> None:
         """Nothing is replicated."""
 
+    def leave(self) -> None:
+        """Whoever leaves ends soon: training has lost the others, too."""
+
+    def meet(self, step: int) -> bool:
+        return False
+
+    def meet_at_end(self, deadline_s: float) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -181,6 +190,9 @@ class SimCapture:
 
     def entered(self) -> None:
         """There are no generators."""
+
+    def drawn(self) -> list[str]:
+        return []
 
     def mark(self, *, buffers: bool = False) -> None:
         """There are no generators."""

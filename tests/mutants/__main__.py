@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import runpy
 
-from tests.mutants import applied, apply
+from tests.mutants import MUTANTS, applied, apply
 
-if name := applied():
+if (name := applied()) and MUTANTS[name].in_smp:
     apply(name)
 runpy.run_module("smp_daemon", run_name="__main__", alter_sys=True)

@@ -1,0 +1,109 @@
+"""Ranks that have lost each other meet again: over the job's store, after a step that all know beforehand.
+
+Whoever has lost the others says so, with a step that lies ahead of it. Once all have, the latest of these steps is
+where they meet: each has time to hear of it, as ranks that wait for each other in every step are never more than one
+apart. Nobody waits before that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+LEAD_STEPS = 3
+"""So far ahead lies the first meeting. Each that fails doubles it."""
+
+MOST_DOUBLINGS = 8
+MEETING_DEADLINE_S = 15.0
+"""How long training waits for the others at a meeting."""
+
+LOOK_EVERY_S = 0.02
+
+
+class Store(Protocol):
+    """What is used of `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Say something for good."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """What was said."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of these were said. Does not wait for them."""
+        ...
+
+
+class Meeting:
+    """One rank's part in all meetings of a group. Raises what the store does. Not thread-safe."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._now = now
+        self._sleep = sleep
+        self._round = 0
+        self._failed = 0
+        self._said = False
+        self._at: int | None = None
+
+    def come(self, step: int) -> str | None:
+        """To be called after every step while the others are lost. Blocks at a meeting, for `MEETING_DEADLINE_S` at
+        most.
+
+        Returns:
+            The name of the round, if all ranks are here now. None: the meeting lies ahead, or not all have come to it;
+            then there will be another.
+        """
+        kind = f"round {self._round}"
+        if not self._said:
+            self._store.set(f"{kind} of {self._rank}", str(step + (LEAD_STEPS << min(self._failed, MOST_DOUBLINGS))))
+            self._said = True
+        if self._at is None:
+            keys = self._keys(kind)
+            if not self._store.check(keys):
+                return None
+            self._at = max(int(self._store.get(key)) for key in keys)
+        if step < self._at:
+            return None
+        self._round, self._said, self._at = self._round + 1, False, None
+        self._failed += 1  # until it is known to have gone well
+        return kind if self._all_here(f"{kind} here", MEETING_DEADLINE_S) else None
+
+    def went_well(self) -> None:
+        """The ranks that met go on together."""
+        self._failed = 0
+
+    def come_last(self, deadline_s: float) -> str | None:
+        """The job ends well on this rank: wait until it has on all, at most `deadline_s`. To be called once; returns as
+        `come`."""
+        return "end" if self._all_here("end", deadline_s) else None
+
+    def _keys(self, kind: str) -> list[str]:
+        return [f"{kind} of {rank}" for rank in range(self._size)]
+
+    def _all_here(self, kind: str, deadline_s: float) -> bool:
+        limit = self._now() + deadline_s
+        over = f"{kind} over"
+        if self._store.check([over]):
+            return False
+        self._store.set(f"{kind} of {self._rank}", "")
+        keys: Sequence[str] = self._keys(kind)
+        while not self._store.check(list(keys)):
+            if self._now() > limit or self._store.check([over]):
+                self._store.set(over, "")  # who comes later must not wait for those that have gone
+                return False
+            self._sleep(LOOK_EVERY_S)
+        return True

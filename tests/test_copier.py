@@ -1,0 +1,371 @@
+"""What the training loop waits for before its state may change, and what it does not wait for."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch
+
+from smp_daemon.client import SmpClient
+from smp_daemon.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
+from smp_daemon.layout import SnapshotId
+from smp_daemon.slotfile import Leaf, plan_slot
+from snapshot.copier import Copier, CopyJob, Retaken
+from snapshot.errors import Misfit
+from snapshot.movers import CpuMover, Piece
+from snapshot.pace import Pace
+from snapshot.state import place_tensors
+from snapshot.witness import StateChanged, Subjects, Witness
+
+DEADLINE_S = 10.0
+SOON_S = 0.05
+"""How long somebody waits that is not to come."""
+
+FORM = plan_slot("run", "dp0", [Leaf("w", "F32", (4096,))], 64)
+
+
+def job(tensor: torch.Tensor | None = None, step: int = 1, mover: CpuMover | None = None) -> CopyJob:
+    moving = place_tensors(FORM, [("w", torch.zeros(4096) if tensor is None else tensor)])
+    witness = Witness(mover or CpuMover(), Subjects(moving), step)
+    return CopyJob(SnapshotId(1, step), "dp0", (), None, FORM, moving, 4 * 4096, (), lambda: b"{}", witness=witness)
+
+
+class Together:
+    """Work in other threads; what they raise is raised here."""
+
+    def __init__(self, *work: Callable[[], Any]) -> None:
+        self._start = threading.Barrier(len(work), timeout=DEADLINE_S)
+        self.results: list[Any] = [None] * len(work)
+        self._threads = [threading.Thread(target=self._run, args=(i, each), daemon=True) for i, each in enumerate(work)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, i: int, work: Callable[[], Any]) -> None:
+        try:
+            self._start.wait()
+            self.results[i] = work()
+        except BaseException as error:
+            self.results[i] = error
+
+    @property
+    def running(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def join(self) -> list[Any]:
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive(), "it hangs"
+        return self.results
+
+
+# ------------------------------------------------------------------ the fence
+
+
+def test_a_copy_that_has_no_slot_is_given_up_and_not_waited_for() -> None:
+    made = job()
+    assert made.fence(0.0, DEADLINE_S) is False
+    assert isinstance(made.error, NoFreeSlot)
+    with pytest.raises(NoFreeSlot, match="the SMP gave no slot for step 1"):
+        made.read()
+    assert not made.reading.is_set()
+
+
+def test_a_copy_that_has_no_slot_yet_is_waited_for_as_long_as_patience_lasts() -> None:
+    made = job()
+    began = time.monotonic()
+    assert made.fence(SOON_S, DEADLINE_S) is False
+    assert time.monotonic() - began >= SOON_S
+
+
+def test_a_copy_that_begins_within_patience_is_waited_for() -> None:
+    made = job()
+    training = Together(lambda: made.fence(DEADLINE_S, DEADLINE_S))
+    made.read()
+    made.copied.set()
+    assert training.join() == [True]
+    assert made.error is None
+
+
+def test_a_copy_that_has_begun_is_waited_for_without_patience() -> None:
+    made = job()
+    made.read()
+    training = Together(lambda: made.fence(0.0, DEADLINE_S))
+    assert not made.copied.wait(SOON_S)
+    assert training.running
+    made.copied.set()
+    assert training.join() == [True]
+
+
+def test_a_copy_that_takes_too_long_is_given_up() -> None:
+    made = job()
+    made.read()
+    assert made.fence(0.0, SOON_S) is True
+    with pytest.raises(DeadlineExceeded, match=r"the copy of step 1 .* took over"):
+        made.check()
+    assert made.sure.is_set()  # whoever waits to seal it need not
+
+
+def test_a_copy_that_failed_before_it_began_is_not_waited_for() -> None:
+    made = job()
+    made.abort(SmpUnavailable("gone"))
+    made.copied.set()
+    assert made.fence(DEADLINE_S, DEADLINE_S) is True
+    assert isinstance(made.error, SmpUnavailable)
+
+
+def test_what_a_snapshot_was_given_up_for_first_is_what_is_told() -> None:
+    made = job()
+    made.abort(Retaken("an evaluation"))
+    assert made.fence(0.0, DEADLINE_S) is False
+    made.abort(HoldfastError("another"))
+    assert isinstance(made.error, Retaken)
+
+
+def test_the_fence_may_be_passed_again() -> None:
+    """By each of several optimizers."""
+    tensor = torch.zeros(4096)
+    made = job(tensor)
+    made.read()
+    made.copied.set()
+    assert made.fence(0.0, DEADLINE_S) is True
+    tensor.add_(1)
+    assert made.fence(0.0, DEADLINE_S) is True
+    assert made.error is None
+
+
+def test_what_the_state_was_is_looked_at_before_it_may_change() -> None:
+    """Where bytes may still be under way, the copy thread has not looked by then."""
+    tensor = torch.zeros(4096)
+    made = job(tensor)
+    witness = made.witness
+    assert witness is not None
+    made.read()
+    made.copied.set()
+    slot = memoryview(bytearray(FORM.total_bytes))
+    assert made.fence(0.0, DEADLINE_S)
+    tensor.add_(1)
+    witness.check(slot)
+    with pytest.raises(StateChanged):
+        again = job(tensor).witness
+        assert again is not None
+        again.check(slot)  # which has zeros
+
+
+def test_nothing_of_the_live_state_is_held_behind_the_fence() -> None:
+    for begins in (True, False):
+        made = job()
+        if begins:
+            made.read()
+            made.copied.set()
+        made.fence(0.0, DEADLINE_S)
+        assert (made.moving, made.witness) == ((), None)
+
+
+def begins(made: CopyJob) -> bool:
+    """A copy thread that has its slot; whether it came in time."""
+    try:
+        made.read()
+    except NoFreeSlot:
+        return False
+    made.copied.set()
+    return True
+
+
+def test_a_copy_either_begins_or_is_given_up_however_both_threads_meet() -> None:
+    outcomes = set()
+    for turn in range(300):
+        made = job()
+
+        patience = 0.0 if turn % 2 else 1e-5
+        copied, waited = Together(partial(begins, made), partial(made.fence, patience, DEADLINE_S)).join()
+        assert isinstance(copied, bool)
+        assert copied == waited == made.reading.is_set()
+        assert isinstance(made.error, NoFreeSlot) != copied
+        outcomes.add(copied)
+    assert True in outcomes
+
+
+# ------------------------------------------------------------------ with its threads
+
+
+class Slots:
+    """Stands in for an SMP: gives slots out when it is told to."""
+
+    def __init__(self) -> None:
+        self.slot = memoryview(mmap.mmap(-1, FORM.total_bytes))
+        self.asked = threading.Event()
+        self.gives = threading.Event()
+        self.gives.set()
+        self.sealed: list[SnapshotId] = []
+        self.abandoned: list[SnapshotId] = []
+        self.unused: list[SnapshotId] = []
+
+    def begin(self, snapshot: SnapshotId, *_: Any) -> memoryview:
+        self.asked.set()
+        assert self.gives.wait(DEADLINE_S)
+        return self.slot
+
+    def seal(self, snapshot: SnapshotId, *_: Any) -> None:
+        self.sealed.append(snapshot)
+
+    def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
+        (self.unused if unused else self.abandoned).append(snapshot)
+
+
+class Gated(CpuMover):
+    """Copies live tensors when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copying = threading.Event()
+        self.go = threading.Event()
+        self.go.set()
+        self.read: list[int] = []
+
+    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+        if pieces:
+            self.copying.set()
+            assert self.go.wait(DEADLINE_S)
+            self.read.append(len(pieces))
+        super().copy(pieces, slot, pause)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.slots = Slots()
+        self.mover = Gated()
+        client = cast(SmpClient, self.slots)
+        self.copier = Copier(client, client, self.mover, Pace(), lambda: None)
+
+    def submit(self, made: CopyJob) -> CopyJob:
+        made.sure.set()
+        self.copier.submit(made)
+        return made
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.slots.gives.set()
+    made.mover.go.set()
+    made.copier.close(DEADLINE_S)
+
+
+def test_a_loop_does_not_wait_for_an_smp_that_gives_no_slot(rig: Rig) -> None:
+    rig.slots.gives.clear()
+    tensor = torch.zeros(4096)
+    made = rig.submit(job(tensor))
+    assert rig.slots.asked.wait(DEADLINE_S)
+    assert made.fence(0.0, DEADLINE_S) is False
+    tensor.fill_(1)  # optim.step()
+    rig.slots.gives.set()
+    assert made.done.wait(DEADLINE_S)
+    assert isinstance(made.error, NoFreeSlot)
+    assert rig.mover.read == []
+    assert (rig.slots.sealed, rig.slots.abandoned) == ([], [made.snapshot])
+
+
+def test_when_slots_are_given_again_copies_are_made_again(rig: Rig) -> None:
+    rig.slots.gives.clear()
+    for step in (1, 2, 3):
+        assert rig.submit(job(step=step)).fence(0.0, DEADLINE_S) is False
+    rig.slots.gives.set()
+    made = rig.submit(job(step=4))
+    assert made.fence(DEADLINE_S, DEADLINE_S) is True
+    assert made.done.wait(DEADLINE_S)
+    assert made.error is None
+    assert rig.slots.sealed == [made.snapshot]
+
+
+def test_a_loop_waits_for_a_copy_that_reads_its_state(rig: Rig) -> None:
+    rig.mover.go.clear()
+    tensor = torch.full((4096,), 3.0)
+    made = rig.submit(job(tensor))
+    assert rig.mover.copying.wait(DEADLINE_S)
+
+    def training() -> bool:
+        begun = made.fence(0.0, DEADLINE_S)
+        tensor.fill_(4)
+        return begun
+
+    loop = Together(training)
+    assert not made.copied.wait(SOON_S)
+    assert loop.running
+    rig.mover.go.set()
+    assert loop.join() == [True]
+    assert made.done.wait(DEADLINE_S)
+    made.check()
+    offset, _ = FORM.offsets["w"]
+    assert set(torch.frombuffer(rig.slots.slot, dtype=torch.float32, count=4096, offset=offset).tolist()) == {3.0}
+
+
+def test_a_copy_that_outlasts_its_deadline_is_not_sealed(rig: Rig) -> None:
+    rig.mover.go.clear()
+    tensor = torch.zeros(4096)
+    made = rig.submit(job(tensor))
+    assert rig.mover.copying.wait(DEADLINE_S)
+    assert made.fence(0.0, SOON_S) is True
+    tensor.fill_(4)
+    rig.mover.go.set()
+    assert made.done.wait(DEADLINE_S)
+    assert isinstance(made.error, DeadlineExceeded)
+    assert rig.slots.sealed == []
+
+
+def test_a_tensor_of_another_shape_is_named_before_its_copy_is_trusted(rig: Rig) -> None:
+    made = job()
+    made.reshaped = lambda: ["w"]
+    rig.submit(made)
+    assert made.done.wait(DEADLINE_S)
+    assert isinstance(made.error, Misfit)
+    assert str(made.error) == "w: of another shape than when the layout was made"
+    assert rig.slots.abandoned == [made.snapshot]
+
+
+def test_what_was_an_evaluation_gives_its_slot_back_to_the_step_itself(rig: Rig) -> None:
+    first = job()
+    rig.copier.submit(first)
+    assert first.copied.wait(DEADLINE_S)
+    second = job(torch.ones(4096))
+    second.instead = first
+    first.abort(Retaken("an evaluation, which did not begin the step"))
+    rig.submit(second)
+    assert second.done.wait(DEADLINE_S)
+    second.check()
+    assert (rig.slots.sealed, rig.slots.abandoned, rig.slots.unused) == ([second.snapshot], [], [first.snapshot])
+
+
+def test_replicas_that_differ_are_not_sealed(rig: Rig) -> None:
+    made = job()
+
+    def differ() -> None:
+        raise Misfit("replicas differ")
+
+    made.alike = differ
+    rig.submit(made)
+    assert made.done.wait(DEADLINE_S)
+    assert str(made.error) == "replicas differ"
+    assert (rig.slots.sealed, rig.slots.abandoned) == ([], [made.snapshot])
+
+
+def test_a_bug_in_a_copy_ends_neither_the_loop_nor_the_thread(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    made = job()
+
+    def broken() -> list[str]:
+        raise ZeroDivisionError
+
+    made.reshaped = broken
+    rig.submit(made)
+    assert made.fence(DEADLINE_S, DEADLINE_S) is True
+    assert made.done.wait(DEADLINE_S)
+    assert str(made.error) == "ZeroDivisionError: "
+    after = rig.submit(job(step=2))
+    assert after.done.wait(DEADLINE_S)
+    assert rig.slots.sealed == [after.snapshot]

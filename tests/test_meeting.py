@@ -1,0 +1,186 @@
+"""Ranks that have lost each other meet at one step; nobody waits before it, and who comes too late tries again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smp_daemon.board import Outcome
+from smp_daemon.layout import SnapshotId
+from snapshot import meeting
+from snapshot.ledger import Ledger
+from snapshot.meeting import LEAD_STEPS, MOST_DOUBLINGS, Meeting
+
+DEADLINE_S = 20.0
+thorough = settings(deadline=None, derandomize=True, max_examples=200)
+
+
+class Board:
+    """`snapshot.meeting.Store` in one process."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, bytes] = {}
+        self.looked = 0
+
+    def set(self, key: str, value: str, /) -> None:
+        self.said[key] = value.encode()
+
+    def get(self, key: str, /) -> bytes:
+        return self.said[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        self.looked += 1
+        return all(key in self.said for key in keys)
+
+
+class Clock:
+    """Time that passes only where somebody waits. What happens meanwhile is called."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def circle(size: int, board: Board | None = None, clock: Clock | None = None) -> list[Meeting]:
+    board, clock = board or Board(), clock or Clock()
+    return [Meeting(board, rank, size, now=clock.now, sleep=clock.sleep) for rank in range(size)]
+
+
+def all_come(ranks: list[Meeting], step: int) -> list[str | None]:
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(lambda rank: rank.come(step), ranks, timeout=DEADLINE_S))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Meeting]]:
+    """Three ranks in real time."""
+    monkeypatch.setattr(meeting, "MEETING_DEADLINE_S", DEADLINE_S)
+    board = Board()
+    yield [Meeting(board, rank, 3) for rank in range(3)]
+
+
+@thorough
+@given(st.lists(st.integers(0, 1), min_size=2, max_size=5), st.randoms(use_true_random=False))
+def test_ranks_that_learn_of_it_a_step_apart_meet_at_one_step_and_wait_at_no_other(
+    late: list[int], order: object
+) -> None:
+    """Rank by rank in any order: whoever would wait before all are there would wait for ever."""
+    clock = Clock()
+    ranks = circle(len(late), clock=clock)
+    for step in range(10, 10 + 1 + LEAD_STEPS):
+        turns = list(enumerate(ranks))
+        order.shuffle(turns)  # type: ignore[attr-defined]
+        for rank, each in turns:
+            if step >= 10 + late[rank]:
+                assert each.come(step) is None
+        assert clock.now_s == 0.0, "nobody has waited"
+        if step == 10 + max(late) + LEAD_STEPS - 1:
+            break
+    for each in ranks:  # and if ranks end their steps one before the other, each has heard of it by then
+        assert each._at == 10 + max(late) + LEAD_STEPS
+
+
+def test_all_come_together(patient: list[Meeting]) -> None:
+    for step in (5, 6, 7):
+        assert [rank.come(step) for rank in patient] == [None] * 3
+    assert all_come(patient, 8) == ["round 0"] * 3
+    for rank in patient:
+        rank.went_well()
+    assert [rank.come(20) for rank in patient] == [None] * 3
+    assert all_come(patient, 20 + LEAD_STEPS) == ["round 1"] * 3
+
+
+def test_while_one_is_away_the_others_go_on() -> None:
+    clock = Clock()
+    ranks = circle(3, clock=clock)
+    for step in range(1000):
+        assert [rank.come(step) for rank in ranks[:2]] == [None] * 2
+    assert clock.now_s == 0.0
+    assert ranks[2].come(1000) is None
+
+
+def test_who_does_not_come_is_waited_for_once_and_who_comes_after_that_waits_for_nobody() -> None:
+    clock = Clock()
+    ranks = circle(2, clock=clock)
+    assert [rank.come(1) for rank in ranks] == [None] * 2
+    assert ranks[0].come(1 + LEAD_STEPS) is None
+    waited = clock.now_s
+    assert waited == pytest.approx(meeting.MEETING_DEADLINE_S, abs=0.1)
+    assert ranks[1].come(1 + LEAD_STEPS) is None and clock.now_s == waited
+
+
+def test_each_meeting_that_fails_puts_the_next_one_further_off() -> None:
+    clock = Clock()
+    board = Board()
+    ranks = circle(2, board, clock)
+    step, leads = 0, []
+    for _ in range(MOST_DOUBLINGS + 3):
+        assert [rank.come(step) for rank in ranks] == [None] * 2
+        at = ranks[1]._at
+        assert at is not None
+        leads.append(at - step)
+        step = at
+        assert [rank.come(step) for rank in ranks] == [None] * 2  # one after the other, each for itself
+    assert leads == [LEAD_STEPS << min(i, MOST_DOUBLINGS) for i in range(MOST_DOUBLINGS + 3)]
+
+
+def test_at_the_end_all_are_waited_for_until_the_deadline() -> None:
+    board = Board()
+    ranks = [Meeting(board, rank, 3) for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        ends = [threads.submit(rank.come_last, DEADLINE_S) for rank in ranks]
+        assert [end.result(DEADLINE_S) for end in ends] == ["end"] * 3
+    clock = Clock()
+    assert circle(2, clock=clock)[0].come_last(7.0) is None
+    assert clock.now_s == pytest.approx(7.0, abs=0.1)
+
+
+def test_a_rank_that_comes_later_is_waited_for(patient: list[Meeting]) -> None:
+    for rank in patient:
+        rank.come(5)
+    with ThreadPoolExecutor(2) as threads:
+        early = [threads.submit(rank.come, 5 + LEAD_STEPS) for rank in patient[:2]]
+        waiting = threading.Event()
+        patient[2]._sleep = lambda seconds: waiting.set()
+        assert patient[2].come(5 + LEAD_STEPS) == "round 0"
+        assert [each.result(DEADLINE_S) for each in early] == ["round 0"] * 2
+
+
+# ---------------------------------------------------------------------- what they go on with
+
+
+def at(step: int) -> SnapshotId:
+    return SnapshotId(1, step)
+
+
+@thorough
+@given(st.lists(st.lists(st.sampled_from(Outcome), min_size=4, max_size=4), min_size=1, max_size=12), st.data())
+def test_a_rank_that_has_not_heard_of_the_last_outcomes_goes_on_with_those_that_have(
+    run: list[list[Outcome]], data: st.DataObject
+) -> None:
+    known = data.draw(st.booleans())
+    ledger = Ledger.restored(3, at(1), at(0), known=known)
+    for step, results in enumerate(run, 2):
+        before = ledger
+        if ledger.may_begin:
+            ledger = ledger.begin(at(step))
+        begun = ledger
+        ledger = ledger.settle(results[: len(ledger.pending)])
+    for other in (before, begun):
+        for ranks in ([ledger, other], [other, ledger], [other, other, ledger]):
+            together = Ledger.together(ranks)
+            assert together.sure == ledger.sure and together.protected == ledger.protected
+            assert together.pending == () and together.may_begin
+            assert set(together.keep) <= set(ledger.keep) & set(begun.keep)
+    assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger

@@ -1,0 +1,45 @@
+"""A trainer's own SMP that does not answer: the training thread does not wait for it in every step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from smp_daemon.errors import SmpUnavailable
+from snapshot.own_smp import ATTACH_DEADLINE_S, LEAST_PAUSE_S, OwnSmp
+from tests.smp_kit import Ground, playground
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    with playground() as ground:
+        yield ground
+
+
+def test_an_smp_that_stands_still_is_asked_more_and_more_seldom(ground: Ground) -> None:
+    smp = ground.smp()
+    now_s = 0.0
+    own = OwnSmp(smp.arena, smp.job, "dp0", start=False, now=lambda: now_s)
+    own.attach(1, lambda: None)
+    process = psutil.Process(own.client.pid)
+    process.suspend()
+    try:
+        for pause_s in (LEAST_PAUSE_S, 2 * LEAST_PAUSE_S):
+            began = time.monotonic()
+            with pytest.raises(SmpUnavailable, match=f"asked again in {pause_s:.0f} s"):
+                own.attach(2, lambda: None)
+            assert time.monotonic() - began < 3 * ATTACH_DEADLINE_S
+            began = time.monotonic()
+            for _ in range(100):
+                with pytest.raises(SmpUnavailable, match="asked again later"):
+                    own.attach(2, lambda: None)
+            assert time.monotonic() - began < ATTACH_DEADLINE_S
+            now_s += pause_s
+    finally:
+        process.resume()
+    own.attach(2, lambda: None)
+    assert own.client.inventory().epoch == 2
+    own.close()
