@@ -1,0 +1,416 @@
+"""State of optimizers goes back to the parameter that it is of; optimizers in optimizers are followed."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast import ConfigError, InMemorySnapshot, StateMismatch
+from snapshot.optimizers import OptimizerState, nested, unwrapped
+from tests.test_hook import arena as arena
+
+Make = Callable[[nn.Module], Any]
+
+
+def net() -> nn.Module:
+    """Two layers of the same shape: one's state fits the other."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def adam(*groups: Any, cls: type[torch.optim.Optimizer] = torch.optim.Adam) -> torch.optim.Optimizer:
+    return cls([group if isinstance(group, dict) else {"params": list(group)} for group in groups], lr=0.1)  # type: ignore[call-arg]
+
+
+def train(snap: InMemorySnapshot, model: nn.Module, optim: Any, until: int) -> None:
+    for step in range(snap.step, until):
+        snap.begin()
+        snap.drain(10)
+        optim.zero_grad()
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        torch.autograd.backward(model(inputs).square().mean())
+        optim.step()
+
+
+def moments(model: nn.Module, optim: torch.optim.Optimizer, entry: str = "exp_avg") -> dict[str, list[Any]]:
+    return {n: optim.state[p][entry].tolist() for n, p in model.named_parameters() if entry in optim.state.get(p, {})}
+
+
+def weights(model: nn.Module) -> list[Any]:
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+def start_anew(before: Make, after: Make) -> tuple[nn.Module, Any, nn.Module, Any]:
+    """Three steps of a job, and the job made again otherwise, as it is when it is restored."""
+    model = net()
+    optim = before(model)
+    with InMemorySnapshot(model, optim, keep=True, strict=True, overhead_budget=0) as snap:
+        train(snap, model, optim, 3)
+    again = net()
+    other = after(again)
+    with InMemorySnapshot(again, other, keep=True) as snap:
+        assert snap.step == 3
+    return model, optim, again, other
+
+
+def refusal(before: Make, after: Make) -> str:
+    with pytest.raises(StateMismatch) as caught:
+        start_anew(before, after)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------ by owner
+
+
+def in_order(model: nn.Module) -> Any:
+    return adam(model.parameters())
+
+
+def reversed_order(model: nn.Module) -> Any:
+    return adam(reversed(list(model.parameters())))
+
+
+def test_the_same_parameters_in_another_order_keep_their_own_state(arena: Path) -> None:
+    model, optim, again, other = start_anew(in_order, reversed_order)
+    assert moments(again, other) == moments(model, optim)
+    assert weights(again) == weights(model)
+
+
+def decayed_first(model: nn.Module) -> Any:
+    first, second = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+    return adam({"params": first, "lr": 0.5}, {"params": second, "lr": 0.25, "mine": [1]})
+
+
+def decayed_last(model: nn.Module) -> Any:
+    second, first = decayed_first(model).param_groups
+    return adam({"params": first["params"], "lr": 7.0}, {"params": second["params"][::-1], "lr": 8.0})
+
+
+def test_groups_in_another_order_keep_their_own_options(arena: Path) -> None:
+    model, optim, again, other = start_anew(decayed_first, decayed_last)
+    assert moments(again, other) == moments(model, optim)
+    assert [(group["lr"], group.get("mine")) for group in other.param_groups] == [(0.25, [1]), (0.5, None)]
+
+
+def test_names_that_a_group_gives_its_parameters_stay_with_them(arena: Path) -> None:
+    """torch keeps them in the group, beside the parameters, in their order."""
+
+    def named(model: nn.Module) -> Any:
+        return torch.optim.Adam(list(model.named_parameters()), lr=0.1)
+
+    def reversed_names(model: nn.Module) -> Any:
+        return torch.optim.Adam(list(model.named_parameters())[::-1], lr=0.1)
+
+    model, optim, again, other = start_anew(named, reversed_names)
+    assert moments(again, other) == moments(model, optim)
+    assert other.param_groups[0]["param_names"] == ["1.bias", "1.weight", "0.bias", "0.weight"]
+
+
+def test_what_has_become_another_group_is_refused_by_name(arena: Path) -> None:
+    def moved(model: nn.Module) -> Any:
+        first, second = decayed_first(model).param_groups
+        return adam(first["params"] + second["params"][:1], second["params"][1:])
+
+    assert "optim: model0.0.weight is in another parameter group" in refusal(decayed_first, moved)
+
+
+def without_the_last(model: nn.Module) -> Any:
+    return adam(list(model.parameters())[:-1], cls=torch.optim.SGD)
+
+
+def all_of_them(model: nn.Module) -> Any:
+    return adam(model.parameters(), cls=torch.optim.SGD)
+
+
+def test_parameters_that_are_missing_or_new_are_refused_even_without_state(arena: Path) -> None:
+    assert "model0.1.bias only in this job" in refusal(without_the_last, all_of_them)
+
+
+def test_a_parameter_that_is_no_longer_updated_is_refused(arena: Path) -> None:
+    assert "model0.1.bias only in the snapshot" in refusal(all_of_them, without_the_last)
+
+
+def test_another_number_of_empty_groups_is_refused(arena: Path) -> None:
+    text = refusal(lambda model: adam([], model.parameters()), lambda model: adam([], model.parameters(), []))
+    assert "optim has 2 parameter groups in the snapshot, 3 here" in text
+
+
+def test_another_class_is_refused(arena: Path) -> None:
+    text = refusal(in_order, lambda model: torch.optim.AdamW(model.parameters()))
+    assert "optim is a torch.optim.adam.Adam in the snapshot, a torch.optim.adamw.AdamW in this job" in text
+
+
+def test_state_that_may_hang_on_the_order_is_refused_in_another(arena: Path) -> None:
+    class Own(torch.optim.Adam):
+        pass
+
+    text = refusal(lambda m: Own(m.parameters(), lr=0.1), lambda m: Own(reversed(list(m.parameters())), lr=0.1))
+    assert "has its parameters in another order than in the snapshot, from model0.1.bias on" in text
+
+
+def test_what_has_no_state_may_be_in_any_order(arena: Path) -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    model, _, again, _ = start_anew(
+        lambda m: Own(m.parameters(), lr=0.1), lambda m: Own(reversed(list(m.parameters())), lr=0.1)
+    )
+    assert weights(again) == weights(model)
+
+
+def test_several_optimizers_in_another_order_are_refused(arena: Path) -> None:
+    def both(model: nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(layer.parameters()) for layer in model.children()]
+
+    model = net()
+    optims = both(model)
+    with InMemorySnapshot(model, optims, keep=True) as snap:
+        for _ in snap.steps(2):
+            torch.autograd.backward(model(torch.ones(1, 4)).sum())
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+    again = net()
+    with pytest.raises(StateMismatch, match=r"optim updates other parameters.*model0\.0\.weight only in the snapshot"):
+        InMemorySnapshot(again, both(again)[::-1]).__enter__()
+
+
+def test_a_parameter_with_two_names_has_one_state(arena: Path) -> None:
+    def tied() -> nn.Module:
+        model = net()
+        model[1].weight = model[0].weight  # type: ignore[index]
+        return model
+
+    model = tied()
+    optim = in_order(model)
+    with InMemorySnapshot(model, optim, keep=True) as snap:
+        train(snap, model, optim, 2)
+    again = tied()
+    other = reversed_order(again)
+    with InMemorySnapshot(again, other) as snap:
+        assert snap.step == 2
+        assert moments(again, other) == moments(model, optim)
+
+
+def test_a_parameter_that_is_made_after_the_hook_has_its_name(arena: Path) -> None:
+    model = net()
+    optim = in_order(model)
+    snap = InMemorySnapshot(model, optim)
+    model[0].weight = nn.Parameter(torch.ones(4, 4))  # type: ignore[index]
+    optim.param_groups[0]["params"][0] = model[0].weight  # type: ignore[index]
+    with snap:
+        train(snap, model, optim, 1)
+        names = [item.name for item in snap._adapter.tensors()]
+    assert "optim.model0.0.weight.exp_avg" in names
+    assert not [name for name in names if name.startswith("loose")]
+
+
+# ------------------------------------------------------------------ in no module
+
+
+def test_parameters_of_no_module_come_back_by_their_place(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a temperature that is learned."""
+
+    def job() -> tuple[nn.Module, nn.Parameter, torch.optim.Optimizer]:
+        model, alpha = net(), nn.Parameter(torch.zeros(()))
+        return model, alpha, adam(model.parameters(), [alpha])
+
+    model, alpha, optim = job()
+    with InMemorySnapshot(model, optim, keep=True) as snap:
+        for _ in snap.steps(3):
+            torch.autograd.backward(model(torch.ones(1, 4)).sum() * alpha.exp())
+            optim.step()
+            optim.zero_grad()
+    again, its_alpha, other = job()
+    with InMemorySnapshot(again, other) as snap:
+        assert snap.step == 3
+        assert its_alpha.item() == alpha.item() != 0
+        assert other.state[its_alpha]["exp_avg"].item() == optim.state[alpha]["exp_avg"].item()
+    assert "in none of the modules" not in caplog.text
+
+
+def test_those_that_only_their_place_tells_apart_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model, others = net(), net()
+    with caplog.at_level(logging.WARNING):
+        InMemorySnapshot(model, adam(model.parameters(), others.parameters()))
+    assert "4 parameters that Adam updates are in none of the modules given, and alike in shape" in caplog.text
+
+
+# ------------------------------------------------------------------ what the state may look like
+
+
+class Odd(torch.optim.Optimizer):
+    """Entries whose keys are numbers, and have dots in them."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state[0] = state.get(0, 0) + parameter.grad
+                state["a.b"] = state.get("a.b", 0) + parameter.grad
+                state["count"] = state.get("count", 0) + 1
+                parameter -= group["lr"] * (state[0] + state["a.b"])
+
+
+def test_entries_may_have_any_key(arena: Path) -> None:
+    model, optim, again, other = start_anew(lambda m: Odd(m.parameters()), lambda m: Odd(m.parameters()))
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        assert list(other.state[two]) == list(optim.state[one]) == [0, "a.b", "count"]
+        assert torch.equal(other.state[two][0], optim.state[one][0])
+        assert torch.equal(other.state[two]["a.b"], optim.state[one]["a.b"])
+        assert other.state[two]["count"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_given_twice_has_one_state() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optim = torch.optim.SGD([weight, weight], lr=0.1, momentum=0.9)
+    state = OptimizerState(optim, "optim", replicated=False, names={weight: "model0.weight"})
+    weight.grad = torch.ones(2)
+    optim.step()
+    assert [name for name, _ in state.parameters()] == ["model0.weight"]
+    assert [item.name for item in state.tensors()] == ["optim.model0.weight.momentum_buffer"]
+
+
+# ------------------------------------------------------------------ optimizers in optimizers
+
+
+class Container(torch.optim.Optimizer):
+    """Several behind one, as torchtitan has it: it has groups, and no state."""
+
+    def __init__(self, *parts: Iterable[torch.Tensor]) -> None:
+        self.optimizers = [torch.optim.AdamW(part, lr=0.1) for part in parts]
+        super().__init__([p for part in self.optimizers for g in part.param_groups for p in g["params"]], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optim in self.optimizers:
+            optim.step()
+
+
+class Sharpness(torch.optim.Optimizer):
+    """A base optimizer, its groups, and state of its own, as SAM has it."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["old"] = parameter.clone()
+        self.base.step()
+
+
+class Ahead(torch.optim.Optimizer):
+    """Wraps another without calling its own base class, as timm's Lookahead does."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._base_optimizer = base
+        self.param_groups = base.param_groups
+        self.defaults = base.defaults
+        self.state = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._base_optimizer.step()
+        for group in self.param_groups:
+            group["ahead"] = group.get("ahead", 0) + 1
+            for parameter in group["params"]:
+                slow = self.state[parameter].setdefault("slow", parameter.clone())
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._base_optimizer.zero_grad(set_to_none)
+
+
+class Passing(torch.optim.Optimizer):
+    """A wrapper by type only, as Accelerate's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+WRAPPERS: dict[str, Make] = {
+    "container": lambda model: Container(*(layer.parameters() for layer in model.children())),
+    "sharpness": lambda model: Sharpness(model.parameters()),
+    "ahead": lambda model: Ahead(torch.optim.Adam(model.parameters(), lr=0.1)),
+    "passing": lambda model: Passing(torch.optim.Adam(model.parameters(), lr=0.1)),
+    "in one another": lambda model: Passing(Ahead(torch.optim.Adam(model.parameters(), lr=0.1))),
+}
+
+
+@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS.keys())
+def test_a_job_whose_optimizer_wraps_others_goes_on_bit_for_bit(arena: Path, make: Make) -> None:
+    def run(job: str, until: int, **options: Any) -> tuple[int, list[Any]]:
+        model = net()
+        optim = make(model)
+        with InMemorySnapshot(model, optim, job=job, strict=True, overhead_budget=0, **options) as snap:
+            start = snap.step
+            train(snap, model, optim, until)
+        return start, weights(model)
+
+    assert run("two", 4, keep=True)[0] == 0
+    assert run("two", 8) == (4, run("one", 8)[1])
+
+
+def test_inner_optimizers_come_first_and_each_once() -> None:
+    model = net()
+    inner = torch.optim.Adam(model.parameters())
+    ahead = Ahead(inner)
+    passing = Passing(ahead)
+    assert unwrapped(passing) == unwrapped(inner, passing) == unwrapped(ahead, inner) == [inner, ahead]
+    assert [path for path, _ in nested("optim0", passing)] == [
+        "optim0.optimizer._base_optimizer",
+        "optim0.optimizer",
+        "optim0",
+    ]
+    vars(ahead)["more"] = {"a": [inner, passing], 1: (ahead,)}
+    assert unwrapped(passing) == [inner, ahead]
+
+
+def test_what_a_wrapper_without_base_class_has_in_it_is_found_even_behind_what_only_looks_like_one() -> None:
+    class Looks:
+        """Such as Apex's."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.hidden = [optimizer]
+
+        def step(self) -> None: ...
+
+        def zero_grad(self) -> None: ...
+
+    inner = torch.optim.SGD(net().parameters(), lr=0.1)
+    outer = Passing(inner)
+    vars(outer)["optimizer"] = Looks(inner)
+    assert [each for _, each in nested("optim", outer)] == [inner, vars(outer)["optimizer"], outer]
+
+
+def test_an_optimizer_without_groups_and_without_others_is_refused() -> None:
+    class Empty(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match=r"optim is a .*Empty without state and param_groups: call torch\.optim"):
+        unwrapped(Empty())
