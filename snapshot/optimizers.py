@@ -257,6 +257,9 @@ class OptimizerState:
                 self.optimizer.state[key] = {
                     entry: state[entry] if entry in state else state[str(entry)] for entry in order[name]
                 }
+        held = dict(self.optimizer.state)  # in the order in which steps make it, whatever was there first
+        self.optimizer.state.clear()
+        self.optimizer.state.update({key: held.pop(key) for key in keys.values() if key in held} | held)
 
     def _matching(self, plain: Tree, fixed: Tree) -> Iterator[dict[str, Any]]:
         """The options of each group as they were when it had the same parameters; empty groups in order."""

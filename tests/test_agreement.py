@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,7 @@ class Counting(Alone):
         self.enough = threading.Event()
         self._member = member
 
-    def minimum(self, values: Sequence[int]) -> Result:
+    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
         self.met += 1
         if self.met == ROUNDS:
             self.enough.set()
@@ -76,7 +76,7 @@ def test_a_rank_that_is_gone_is_noticed_while_others_work() -> None:
     never = threading.Event()
 
     class Lonely(Alone):
-        def minimum(self, values: Sequence[int]) -> Result:
+        def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
             raise AgreementLost("another rank is gone")
 
     with pytest.raises(AgreementLost):

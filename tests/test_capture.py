@@ -19,6 +19,7 @@ from smp_daemon.client import SmpClient
 from smp_daemon.errors import HoldfastError, StateMismatch
 from smp_daemon.layout import SnapshotId
 from smp_daemon.slotfile import RECORD, read_format, read_stamp
+from snapshot import rng
 from snapshot.adapter import Change, LiveTensor
 from snapshot.agreement import Alone
 from snapshot.capture import Capture, Staging
@@ -281,9 +282,22 @@ def test_the_record_says_where_the_loop_is_as_the_step_begins(rig: Rig) -> None:
     assert rig.end(rig.begin_marked()).plain[0]["loop"] == {"data": {"taken": 4}}
 
 
-def test_how_generators_are_is_noted_where_the_loop_does_not_say_that_a_step_begins(rig: Rig) -> None:
+@pytest.fixture
+def drawing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Whose early values are the random generators, as they are."""
+    monkeypatch.setattr(rig.adapter, "early", lambda: {"rng": rng.capture()})
+    rig.capture.plan(SnapshotId(1, 1))
+    return rig
+
+
+def test_how_generators_are_is_noted_where_the_loop_does_not_say_that_a_step_begins(drawing: Rig) -> None:
+    rig = drawing
+
     def began(*, declared: bool) -> Any:
-        return rig.end(rig.begin(declared=declared)).plain[1]["began"]
+        rig.begin(declared=declared)
+        taken = rig.capture._taken
+        assert taken is not None
+        return taken.began
 
     assert began(declared=True) is None
     first = began(declared=False)
@@ -291,7 +305,7 @@ def test_how_generators_are_is_noted_where_the_loop_does_not_say_that_a_step_beg
     assert began(declared=False) == first
     torch.rand(1)
     second = began(declared=False)
-    assert {name for name in first if first[name] != second[name]} == {"torch"}
+    assert {name for name in first if first[name] != second[name]} == {"rng torch"}
 
 
 def test_notes_stand_beside_the_state(rig: Rig) -> None:
@@ -660,8 +674,9 @@ STATE, TRACES, NEITHER = (True, True), (False, True), (False, False)
     ],
 )
 def test_what_changes_since_the_step_seemed_to_begin_is_told_from_what_a_forward_changes(
-    rig: Rig, change: Callable[[Rig], None], found: tuple[bool, bool]
+    drawing: Rig, change: Callable[[Rig], None], found: tuple[bool, bool]
 ) -> None:
+    rig = drawing
     job = rig.begin(declared=False)
     change(rig)
     assert rig.capture.changed(job) == found

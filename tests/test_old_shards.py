@@ -10,7 +10,7 @@ import torch
 from smp_daemon.errors import ProtocolError, StateMismatch
 from snapshot.adapter import Block, Change, LiveTensor
 from snapshot.elastic import _check_private, elastic_from_environment
-from snapshot.old_shards import OldManifest, decode_plain, key_of, region_of
+from snapshot.old_shards import OldManifest, decode_plain, region_of
 from snapshot.reshard import Index, Read, Region, plan_reads, range_runs
 from snapshot.values import encode
 
@@ -18,14 +18,6 @@ from snapshot.values import encode
 def manifest(coord: str = "dp0", **said: Any) -> OldManifest:
     empty: dict[str, Any] = {"leaves": [], "shared": {}, "blocks": {}, "optimizers": [], "digests": {}}
     return OldManifest(coord, **{**empty, "streams": {}, "carried": [], "values": {}, **said})
-
-
-def test_state_is_named_by_its_parameter_where_that_has_a_name() -> None:
-    owners = {"optim0.1.7": "model0.layer.weight"}
-    assert key_of("optim0.1.7.exp_avg", owners) == "optim0:model0.layer.weight.exp_avg"
-    assert key_of("optim0.1.7.some.thing", owners) == "optim0:model0.layer.weight.some.thing"
-    assert key_of("optim0.1.8.exp_avg", owners) == "optim0.1.8.exp_avg"
-    assert key_of("model0.layer.weight", owners) == "model0.layer.weight"
 
 
 def test_parts_that_replicas_kept_are_ranges_of_the_whole() -> None:

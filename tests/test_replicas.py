@@ -55,8 +55,9 @@ class Rank:
     def gather(self, data: bytes) -> list[bytes]:
         return self._table.put(self.rank, data)
 
-    def minimum(self, values: Sequence[int]) -> Result:
-        columns = zip(*self._table.put(self.rank, list(values)), strict=True)
+    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
+        found = list(values() if callable(values) else values)
+        columns = zip(*self._table.put(self.rank, found), strict=True)
         result = [min(column) for column in columns]
         return lambda: result
 

@@ -34,6 +34,7 @@ from snapshot.state import (
     plan_format,
     shared_leaves,
 )
+from snapshot.steppers import Steppers
 from snapshot.tensors import read_leaf
 from snapshot.tracked import Tracked
 
@@ -103,6 +104,12 @@ class Toy:
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         pass
+
+    def extras(self) -> Collection[str]:
+        return ()
+
+    def steppers(self) -> Steppers:
+        return Steppers((), (), ())
 
     def rewinding(self, early: Tree) -> Callable[[], None]:
         return lambda: None
