@@ -13,6 +13,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from smp_daemon.errors import ConfigError
+from snapshot.optimizers import has_step_hooks
 
 BEGIN = "call `snap.begin()` at the top of the loop, or use `snap.steps(n)` or `snap.data(loader)`"
 """What mends it where a loop cannot be followed by itself."""
@@ -77,7 +78,7 @@ class Boundary:
         for parameter in _first_trained(modules):
             self._undo.append(parameter.register_hook(lambda _: backward(0)).remove)  # type: ignore[no-untyped-call]
         for optimizer in optimizers:
-            if isinstance(optimizer, torch.optim.Optimizer):
+            if has_step_hooks(optimizer):
                 first = optimizer.register_step_pre_hook(lambda stepped, *_: before(stepped))
                 then = optimizer.register_step_post_hook(lambda stepped, *_: after(stepped))
                 self._undo += [first.remove, then.remove]
@@ -146,7 +147,7 @@ class Boundary:
         self._stepped.append(optimizer)
 
     def _wrap_optimizer(self, optimizer: Any) -> Callable[[], None]:
-        """For those without step hooks, such as Megatron's."""
+        """For those without step hooks, such as Megatron's and Accelerate's."""
         step = optimizer.step
 
         def stepping(*args: Any, **kwargs: Any) -> Any:

@@ -752,6 +752,7 @@ class SnapshotHook:
     def _end_last_step(self) -> None:
         """The loop has ended well, and its last snapshot is kept."""
         if self._stepped:
+            self._turn = None if self._turn is None else self._next_turn  # what is kept goes on with the next one
             self._mark()
         if self._open is not None and not self._beginning.seen:
             self._take(self._open)

@@ -60,6 +60,12 @@ def unwrapped(*optimizers: Any) -> list[torch.optim.Optimizer]:
     return list(found.values())
 
 
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether torch calls hooks for its steps: it is made by the constructor of `torch.optim.Optimizer`, which some
+    wrappers that are one by type do not call."""
+    return isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)
+
+
 def nested(name: str, optimizer: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
     """What steps inside an optimizer, and at last itself, each once and with its path, which begins with `name`."""
     seen = set() if seen is None else seen
@@ -252,8 +258,8 @@ class OptimizerState:
         keys: dict[str, Any] = dict(self.parameters())
         keys |= {name: name.removeprefix(NAMED) for name in order if name.startswith(NAMED)}
         for name, key in keys.items():
-            state = {**self.optimizer.state.pop(key, {}), **plain["state"].get(name, {})}
-            if state:  # put in anew, so that parameters stand in the order in which a first step adds them
+            state = {**self.optimizer.state.get(key, {}), **plain["state"].get(name, {})}
+            if state:
                 self.optimizer.state[key] = {
                     entry: state[entry] if entry in state else state[str(entry)] for entry in order[name]
                 }

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from smp_daemon.errors import ConfigError
-from snapshot.optimizers import nested
+from snapshot.optimizers import has_step_hooks, nested
 from snapshot.tensors import local
 
 
@@ -37,7 +37,7 @@ class Steppers:
         self._met: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
         self._alone: dict[int, int] = {}
         self._problem = ""
-        self._began = not all("_optimizer_step_pre_hooks" in getattr(each, "__dict__", {}) for each in given)
+        self._began = not all(map(has_step_hooks, given))
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
     def check(self) -> None:

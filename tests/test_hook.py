@@ -648,3 +648,24 @@ def test_several_optimizers_and_a_scaler_that_skips_come_back(arena: Path) -> No
         for i in range(5, 8):
             step(job, i, snap)
     assert state(job) == state(undisturbed)
+
+
+@pytest.mark.parametrize("begin", [True, False], ids=["begin", "steps"])
+def test_a_loop_that_ended_well_goes_on_with_the_turn_after_its_last(arena: Path, begin: bool) -> None:
+    def turns(snap: InMemorySnapshot, until: int) -> Iterator[int]:
+        if not begin:
+            yield from snap.steps(until)
+            return
+        for turn in range(snap.step, until):
+            snap.begin()
+            yield turn
+
+    done: list[int] = []
+    for until in (3, 5):
+        model, optim = small()
+        with InMemorySnapshot(model, optim, keep=True, strict=True, overhead_budget=0) as snap:
+            for turn in turns(snap, until):
+                train(snap, model, optim, 1)
+                done.append(turn)
+        assert snap.step == until
+    assert done == [0, 1, 2, 3, 4]

@@ -236,7 +236,7 @@ def test_parameters_of_no_module_come_back_by_their_place(arena: Path, caplog: p
     assert "in none of the modules" not in caplog.text
 
 
-def test_those_that_only_their_place_tells_apart_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_those_that_only_their_place_tells_apart_are_warned_of(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, others = net(), net()
     with caplog.at_level(logging.WARNING):
         InMemorySnapshot(model, adam(model.parameters(), others.parameters()))
