@@ -25,6 +25,18 @@ Piece = tuple[str, int, int, torch.Tensor]
 """Name of a flattened whole, its length, and where in it the tensor belongs."""
 
 
+class Count:
+    """An extra: how many steps it has seen."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+
+
 def train() -> None:
     """Trains up to step `steps`, each snapshot protected before the next step ends; `kind` says what."""
     trainer = Trainer.from_environment()
@@ -41,11 +53,22 @@ def train() -> None:
     else:
         job = Elastic(7, args["kind"], **args.get("options", {}))
     arena = Path(args["arena"]) / os.environ["HOLDFAST_NODE"]
-    snap = job.protect(arena=arena, overhead_budget=0, keep=True, elastic=args["elastic"])
+    options: dict[str, Any] = {}
+    counted = Count()
+    if args["kind"] == "zero":  # not all ranks give the same
+        options["extra"] = {"log" if dist.get_rank() == 0 else "count": counted}
+    snap = job.protect(arena=arena, overhead_budget=0, keep=True, elastic=args["elastic"], **options)
     ema = {"ema": torch.zeros(3)}
     snap.track("ema", tensors=ema, changes="after step")
     with snap:
-        trainer.report("started", step=snap.step, how=snap.restored.how, tier=snap.restored.tier, **said(job, ema))
+        trainer.report(
+            "started",
+            step=snap.step,
+            how=snap.restored.how,
+            tier=snap.restored.tier,
+            count=counted.steps,
+            **said(job, ema),
+        )
         for step in range(snap.step, args["steps"]):
 
             def middle(number: int = step + 1) -> None:
@@ -55,6 +78,7 @@ def train() -> None:
 
             loss = job.step(step, middle)
             ema["ema"] += step
+            counted.steps += 1
             trainer.report("step", step=step + 1, loss=loss)
         trainer.report("end", **said(job, ema))
 

@@ -154,7 +154,8 @@ def test_what_cannot_be_is_said(fleet: Callable[..., Fleet]) -> None:
 
 @SLOW
 def test_optimizer_state_that_is_dealt_out_goes_where_its_parameter_goes(fleet: Callable[..., Fleet]) -> None:
-    """ZeRO-1: each rank has the moments of other parameters, under numbers of its own; three deal them out anew."""
+    """ZeRO-1: each rank has the moments of other parameters; three deal them out anew. And some ranks have extras that
+    others have not: a new one takes each of one that had it."""
     job = fleet("zero")
     before = one(job.run(4, 4).of("end"), 4)
     job.lose(2)
@@ -162,8 +163,10 @@ def test_optimizer_state_that_is_dealt_out_goes_where_its_parameter_goes(fleet: 
     started = one(three.of("started"), 3)
     assert (started["whole"], started["alike"]) == (before["whole"], before["alike"])
     after = one(three.of("end"), 3)
-    again = one(job.run(4, 7).of("started"), 4)
+    four = job.run(4, 7)
+    again = one(four.of("started"), 4)
     assert (again["whole"], again["alike"]) == (after["whole"], after["alike"])
+    assert [[event["count"] for event in run.of("started")] for run in (three, four)] == [[4] * 3, [6] * 4]
 
 
 @pytest.mark.parametrize(

@@ -342,8 +342,8 @@ class Passing(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
-    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
-    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.optimizer.step()

@@ -82,5 +82,39 @@ def test_what_has_no_plain_bytes_is_refused_by_name(make: Callable[[], torch.Ten
         leaf_of("model.weight", make())
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(6).expand(4, 6),
+        torch.zeros(4, 1, 2).expand(4, 3, 2),
+        torch.zeros(10).as_strided((4, 4), (2, 1)),
+        torch.zeros(10).unfold(0, 3, 2),
+        torch.nn.Parameter(torch.zeros(1).expand(2)),
+    ],
+    ids=["rows", "middle", "overlap", "unfolded", "parameter"],
+)
+def test_what_shares_memory_with_itself_is_refused_by_name(tensor: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.mask, of shape \[.*share memory.*made by clone\(\)$"):
+        leaf_of("model.mask", tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(6).expand(1, 1, 6),
+        torch.zeros(1).expand(1),
+        torch.zeros(6, 4).t(),
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(10, 10)[::2, 1::3],
+        torch.zeros(3, 1, 4).permute(2, 1, 0)[::2],
+        torch.zeros(2, 0).expand(3, 2, 0),
+        torch.zeros(()),
+    ],
+    ids=["one row", "one", "transposed", "channels last", "steps", "permuted", "empty", "scalar"],
+)
+def test_what_only_looks_as_if_it_did_is_not(tensor: torch.Tensor) -> None:
+    assert leaf_of("w", tensor) == Leaf("w", "F32", tuple(tensor.shape))
+
+
 def test_a_parameter_is_a_plain_tensor() -> None:
     assert leaf_of("w", torch.nn.Parameter(torch.zeros(2, 3))) == Leaf("w", "F32", (2, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections import Counter, OrderedDict, defaultdict
@@ -52,6 +53,14 @@ def same(a: Any, b: Any) -> bool:
         case torch.Tensor():
             return a.dtype == b.dtype and torch.equal(a, b)
     return bool(a == b)
+
+
+@pytest.mark.parametrize("at", [0, 2, 3, 9])
+def test_a_file_in_memory_keeps_its_place(at: int) -> None:
+    file = io.BytesIO(b"\0\xff!")
+    file.seek(at)
+    (back,) = there_and_back([file])
+    assert (type(back), back.getvalue(), back.tell()) == (io.BytesIO, b"\0\xff!", at)
 
 
 huge_ints = st.integers() | st.integers(-(2**5000), 2**5000) | st.sampled_from([10**4299, -(3**8000), 2**4096, 2**63])
