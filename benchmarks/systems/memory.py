@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from systems.common import DEADLINE_S, Memory, files_below, until
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from holdfast import InMemorySnapshot, __version__
 from smp_daemon.board import Outcome
@@ -54,7 +53,6 @@ class Alone:
         }
         self._newest: SnapshotId | None = None
         self._accepted = False
-        self._forward: RemovableHandle | None = None
         files = partial(files_below, self._base)
         self._memory = Memory(
             files if self._counts else tuple,
@@ -68,11 +66,12 @@ class Alone:
         self._accepted = False
 
     def poll(self) -> None:
-        """The boundary, which the hook otherwise finds by itself, and a snapshot if one is due."""
+        """A step is over, and the next begins, which the hook else finds by itself; a snapshot if one is due."""
         taken = self._snap.statistics.taken
         self._snap.after_step()
+        self._snap.begin()
         if self._snap.statistics.taken > taken:
-            self._newest = SnapshotId(self._snap._epoch, self._snap.step)
+            self._newest = SnapshotId(self._snap._epoch, self._snap._step)
             self._accepted = True
         self._governor.due = False
 
@@ -84,8 +83,6 @@ class Alone:
         self._snap.before_step()
 
     def survives_kill(self) -> bool:
-        """Schedules count as they are when the next forward begins: a loop that only watches begins none."""
-        self._snap.begin()
         copy = self._snap._copy
         return copy is not None and copy.done.is_set() and copy.error is None
 
@@ -125,9 +122,6 @@ class Alone:
         self._snap._cadence.rhythm = self._governor
         self._snap.__enter__()
         self._snap._boundary.remove()
-        if self._forward is not None:
-            self._forward.remove()
-        self._forward = self._model.register_forward_pre_hook(lambda *_: self._snap.begin())
 
 
 class Protected(Alone):
