@@ -723,12 +723,13 @@ class SnapshotHook:
             )
             self._episodes.begin("starved", text, oldest.snapshot, time.monotonic() - oldest.begun_s)
 
-    def _take(self, due: _Due, *, marked: bool = False, instead: CopyJob | None = None) -> None:
-        """Capture the state as it is now."""
+    def _take(self, due: _Due, *, marked: bool = False, instead: CopyJob | None = None, ended: bool = False) -> None:
+        """Capture the state as it is now. `ended`: nothing was read for a next step, so what reading draws is unknown."""
         snapshot = due.snapshot
         alike = self._capture.compare_replicas(snapshot) if instead is None else instead.alike
         try:
-            copy = self._capture.begin(snapshot, due.keep, due.protected, declared=self._declared, marked=marked)
+            declared = self._declared or ended
+            copy = self._capture.begin(snapshot, due.keep, due.protected, declared=declared, marked=marked)
         except Misfit as error:
             self._episodes.begin("layout", "no snapshot of step %d, a new layout is made: %s", self._step, error)
             self._misfit = True
@@ -755,7 +756,7 @@ class SnapshotHook:
             self._turn = None if self._turn is None else self._next_turn  # what is kept goes on with the next one
             self._mark()
         if self._open is not None and not self._beginning.seen:
-            self._take(self._open)
+            self._take(self._open, ended=True)
 
     def _loop(self) -> dict[str, Any]:
         """Where the loop is, for `steps` and `data`."""

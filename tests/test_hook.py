@@ -669,3 +669,22 @@ def test_a_loop_that_ended_well_goes_on_with_the_turn_after_its_last(arena: Path
                 done.append(turn)
         assert snap.step == until
     assert done == [0, 1, 2, 3, 4]
+
+
+def test_a_loop_that_ended_well_and_does_not_say_where_steps_begin_may_draw_its_data(arena: Path) -> None:
+    """When it ended nothing had been read for the next step, so what reading draws is not known."""
+
+    def run(until: int, **options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, optim = small()
+        with InMemorySnapshot(model, optim, strict=True, overhead_budget=0, **options) as snap:
+            for _ in range(snap.step, until):
+                optim.zero_grad()
+                model(torch.randn(2, 4)).sum().backward()
+                snap.drain(10)
+                optim.step()
+        return values(model, optim)
+
+    whole = run(6, job="whole")
+    run(3, keep=True)
+    assert all(map(torch.equal, run(6), whole))
