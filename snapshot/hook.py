@@ -724,7 +724,7 @@ class SnapshotHook:
             self._episodes.begin("starved", text, oldest.snapshot, time.monotonic() - oldest.begun_s)
 
     def _take(self, due: _Due, *, marked: bool = False, instead: CopyJob | None = None, ended: bool = False) -> None:
-        """Capture the state as it is now. `ended`: nothing was read for a next step, so what reading draws is unknown."""
+        """Capture the state as it is now. `ended`: nothing was read for a next step; what reading draws is unknown."""
         snapshot = due.snapshot
         alike = self._capture.compare_replicas(snapshot) if instead is None else instead.alike
         try:
