@@ -144,6 +144,13 @@ class Cursor:
         self.tensor.copy_(state_dict["tensor"])
 
 
+class Place(Cursor):
+    """The place of a data loader: what can be iterated over is captured before data is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.ticket
+
+
 Moves = Literal["never", "between steps", "in backward"]
 """When a tensor that needs no gradient is written to."""
 
@@ -155,7 +162,7 @@ class Job:
         self.model = Stamped()
         self.optim = Stamp(self.model.moving.parameters())
         self.schedule = Cursor()
-        self.data = Cursor()
+        self.data = Place()
 
     def initialise(self) -> None:
         """A cold start."""
