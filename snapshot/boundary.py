@@ -98,8 +98,9 @@ class Boundary:
         if module.training and torch.is_grad_enabled():
             self._forwards += 1
             number = self._forwards
+        self._running.append(number)  # first, as `_forwarded` is called also if what follows raises
+        if number:
             self._listener.on_forward(number)
-        self._running.append(number)
 
     def _forwarded(self, output: Any) -> None:
         if torch.compiler.is_compiling():
