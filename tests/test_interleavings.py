@@ -97,10 +97,12 @@ class Stamped(torch.nn.Module):
         self.register_buffer("tokens", torch.full((500,), NOTHING))
         self.register_buffer("seen", torch.tensor(int(NOTHING)))
 
-    def forward(self, ticket: int) -> None:
+    def forward(self, ticket: int) -> torch.Tensor:
         self.tokens.fill_(ticket)
         current_life().gate()
         self.seen.fill_(ticket)
+        loss: torch.Tensor = self.moving[0].sum()
+        return loss
 
 
 class Stamp(torch.optim.Optimizer):
@@ -126,7 +128,7 @@ class Stamp(torch.optim.Optimizer):
 
 
 class Cursor:
-    """A plain value and a tensor: a schedule, or the place of a data loader."""
+    """A plain value and a tensor: a schedule."""
 
     def __init__(self) -> None:
         self.ticket = int(NOTHING)
@@ -144,6 +146,13 @@ class Cursor:
         self.tensor.copy_(state_dict["tensor"])
 
 
+class Loader(Cursor):
+    """The place in the data: it moves when that is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.ticket))
+
+
 Moves = Literal["never", "between steps", "in backward"]
 """When a tensor that needs no gradient is written to."""
 
@@ -155,7 +164,7 @@ class Job:
         self.model = Stamped()
         self.optim = Stamp(self.model.moving.parameters())
         self.schedule = Cursor()
-        self.data = Cursor()
+        self.data = Loader()
 
     def initialise(self) -> None:
         """A cold start."""
@@ -163,11 +172,14 @@ class Job:
             self.model.frozen.fill_(FROZEN)
 
     def begin(self, ticket: int, declare: Callable[[], object] | None) -> None:
-        """The step of that ticket begins; its data is read, before or after, as `declare` is given or not."""
+        """The step of that ticket begins: forward and backward. Its data is read before or after, as `declare` is given
+        or not."""
         if declare is not None:
             declare()
             self.data.set(-ticket)
-        self.model(ticket)
+        loss = self.model(ticket)
+        current_life().gate()
+        loss.backward()
 
     def step(
         self,
