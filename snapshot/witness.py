@@ -15,12 +15,13 @@ import torch
 
 from smp_daemon.errors import HoldfastError
 from snapshot import runs
+from snapshot.errors import GivenUp
 from snapshot.movers import SAMPLE_BYTES, Mover, Piece, Sample
 
 SHOWN = 4
 
 
-class StateChanged(HoldfastError):
+class StateChanged(GivenUp):
     """The state changed while it was copied.
 
     Attributes:
