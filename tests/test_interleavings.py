@@ -734,7 +734,8 @@ def test_what_moves_after_the_fence_is_of_the_next_snapshot() -> None:
         life = Life("a teacher moves", None)
         rank = Rank(made, life, Plan(""), Circle(life, 1), 1, 0)
         begin_life(life)
-        with rank.snap as snap:
+        # the SMP is of this process, and must not end
+        with patch("snapshot.own_smp.OwnSmp.finish"), rank.snap as snap:
             try:
                 for ticket in (1, 2):
                     rank.job.step(ticket, "between steps", lambda: None, life.gate)
@@ -743,7 +744,6 @@ def test_what_moves_after_the_fence_is_of_the_next_snapshot() -> None:
                 assert snap.drain(DEADLINE_S)
             finally:
                 moved.set()
-                snap._enabled = False  # the SMP is of this process, and must not end
         life.bury()
 
 
