@@ -70,7 +70,7 @@ class Boundary:
         # torch.compile must call these, not look into them: they talk to other threads and processes.
         before, after, backward = map(torch.compiler.disable, (self._before, self._after, self._backward))
         for module in _running(modules):
-            self._undo.append(module.register_forward_pre_hook(lambda module, _: self._forward(module)).remove)
+            self._undo.append(module.register_forward_pre_hook(lambda m, _: self._forward(m), prepend=True).remove)
             self._undo.append(
                 module.register_forward_hook(lambda _m, _i, out: self._forwarded(out), always_call=True).remove
             )

@@ -146,11 +146,11 @@ class Cursor:
         self.tensor.copy_(state_dict["tensor"])
 
 
-class Loader(Cursor):
-    """The place in the data: it moves when that is read."""
+class Place(Cursor):
+    """The place of a data loader: what can be iterated over is captured before data is read."""
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self.ticket))
+        yield self.ticket
 
 
 Moves = Literal["never", "between steps", "in backward"]
@@ -164,7 +164,7 @@ class Job:
         self.model = Stamped()
         self.optim = Stamp(self.model.moving.parameters())
         self.schedule = Cursor()
-        self.data = Loader()
+        self.data = Place()
 
     def initialise(self) -> None:
         """A cold start."""

@@ -98,6 +98,13 @@ def test_iterations_without_a_step_belong_to_the_one_after_them(arena: Path) -> 
     assert ended == end
 
 
+def test_iterators_that_draw_as_they_are_made_are_no_reason_to_warn(
+    arena: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(("step", 4))
+    assert "drew from" not in caplog.text
+
+
 def test_a_count_that_megatron_guesses_is_put_back(arena: Path) -> None:
     _, end = undisturbed(do_valid=False)
     run(("step", 8), do_valid=False)

@@ -66,7 +66,7 @@ class Alone:
         self._accepted = False
 
     def poll(self) -> None:
-        """A step is over and the next one begins, which the hook otherwise finds by itself; a snapshot if one is due."""
+        """A step is over, and the next begins, which the hook else finds by itself; a snapshot if one is due."""
         taken = self._snap.statistics.taken
         self._snap.after_step()
         self._snap.begin()
