@@ -8,7 +8,7 @@ initialised anew. Whoever trains on then trains something else.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,13 +63,20 @@ class Resumed:
         if self._began is not None and not declared:
             found = read_state(self._adapter)
             drifted = [_called(name) for name in sorted(found) if found[name] != self._began.get(name)]
-        tensors = sorted({*self._witness.rewritten(), *self._replaced()} - (self._buffers if forward_ran else set()))
-        changed = drifted + tensors + changed
+        exempt = self._buffers if forward_ran else set()
+        tensors = {*self._witness.rewritten(), *self._replaced()} - exempt
+        changed = drifted + sorted(tensors) + changed
+        if written := sorted(set(self._witness.written()) - tensors - exempt):
+            log.warning(
+                "%s: written to between entering and the first step. As far as a sample of their bytes tells, they are "
+                "what was restored of step %d; if they are not, results will be others: write to them before entering",
+                _some(written),
+                self._step,
+            )
         if not changed:
             return
-        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         text = (
-            f"{', '.join(changed[:SHOWN])}{more}: no longer what was restored of step {self._step}, as something "
+            f"{_some(changed)}: no longer what was restored of step {self._step}, as something "
             "changed it before the first step began (iter(DataLoader) draws from a generator; a schedule or counter "
             f"at the top of the loop moves on): {BEGIN}"
         )
@@ -99,6 +106,11 @@ def check_environment() -> None:
     """Raises `ConfigError` unless ``HOLDFAST_DRIFT`` is empty or ``accept``."""
     if os.environ.get(ENV, "") not in ("", "accept"):
         raise ConfigError(f"{ENV}={os.environ[ENV]!r}: say accept to go on with what is no longer what was restored")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _called(name: str) -> str:
