@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-from smp_daemon.errors import HoldfastError
 from snapshot.boundary import BEGIN
 from snapshot.capture import Capture
 from snapshot.copier import CopyJob
+from snapshot.errors import GivenUp
 
 
-class Doubtful(HoldfastError):
+class Doubtful(GivenUp):
     """It cannot be told where a step began."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
             f"after step {step} the model ran forward in training mode, no gradients were computed of that, and random "
-            "generators or buffers changed before it ran again: it cannot be told whether that was an evaluation or "
+            "generators, buffers or weights changed afterwards: it cannot be told whether that was an evaluation or "
             f"the beginning of a step: {BEGIN}; or evaluate under model.eval() and torch.no_grad()"
         )
 
@@ -28,7 +28,8 @@ class Beginning:
         blind: whether forward runs without anybody seeing it, as seen in an earlier step.
         has_backward: whether gradients were computed since the last step ended.
         doubtful: whether forward ran again, after other code had drawn random numbers or changed buffers, or forward
-            itself had, and so far no gradients of the first one were computed. Then it may have been an evaluation.
+            itself had, and so far no gradients of the first one were computed. Then it may have been an evaluation. So
+            it may if anything else has changed since.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,11 @@ class Beginning:
     def over(self) -> None:
         """The step has ended."""
         self.seen = self.has_backward = self.doubtful = self._own = False
+
+    def certain(self) -> None:
+        """The step begins, whatever is computed from now on."""
+        self.seen = self._own = True
+        self.doubtful = False
 
     def backward(self, *, own: bool) -> bool:
         """Gradients are computed; `own`: of the forward that the step is taken to begin with.
@@ -63,3 +69,10 @@ class Beginning:
         else:
             self.doubtful = self.doubtful or traces
         return state
+
+    def is_doubtful(self, capture: Capture, copy: CopyJob) -> bool:
+        """Whether `copy` may be of an evaluation: no gradients of its forward were computed, and other code has run
+        meanwhile."""
+        if not self._own and not self.doubtful:
+            self.doubtful, _ = capture.changed(copy)
+        return self.doubtful

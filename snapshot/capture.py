@@ -187,7 +187,8 @@ class Capture:
         state = late.encoded != taken.late.encoded or any(
             not torch.equal(late.tensors[name], tensor) for name, tensor in taken.late.tensors.items()
         )
-        if state or copy.witness.changed():
+        manifest = self._placed.manifest
+        if state or copy.witness.changed() or manifest.has_moved() or not manifest.holds_the_same():
             return True, True
         versions = Subjects(self._placed.at_once).versions()
         return False, versions != taken.versions or read_state(self._adapter) != taken.began

@@ -21,7 +21,7 @@ from smp_daemon.limits import CALL_DEADLINE_S
 from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.points import reach
 from smp_daemon.slotfile import SlotFormat, write_stamp
-from snapshot.errors import Misfit
+from snapshot.errors import GivenUp, Misfit
 from snapshot.movers import Mover, Piece
 from snapshot.pace import Pace
 from snapshot.witness import Witness
@@ -215,6 +215,8 @@ class Copier:
                 log.debug("%s: %s", job.snapshot, error, extra=about(job.snapshot))
             elif isinstance(error, Misfit):
                 log.info("%s needs a new layout: %s", job.snapshot, error, extra=about(job.snapshot))
+            elif isinstance(error, GivenUp):
+                log.info("%s is given up: %s", job.snapshot, error, extra=about(job.snapshot))
             else:
                 text, extra = "no snapshot of %s: %s", about(job.snapshot, error=type(error).__name__)
                 self._episodes.begin("snapshots", text, job.snapshot, error, level=logging.ERROR, extra=extra)

@@ -5,5 +5,9 @@ from __future__ import annotations
 from smp_daemon.errors import HoldfastError
 
 
+class GivenUp(HoldfastError):
+    """A snapshot is given up, as it would not be exact. The hook tells the loop why."""
+
+
 class Misfit(HoldfastError):
     """The state has other leaves, or longer plain values, than the slots have room for: a new layout is needed."""

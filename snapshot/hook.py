@@ -344,12 +344,15 @@ class SnapshotHook:
 
         Not needed in a training loop; for planned stops, after `begin`. True if all are protected as far as this node
         can tell; the other ranks learn of it with the next step. False if some failed, are not done yet, or the SMP is
-        gone; and if a step has ended whose snapshot is only taken as the next one begins. Never raises for that.
+        gone; if a step has ended whose snapshot is only taken as the next one begins; and if it cannot be told whether
+        that has begun. Never raises for that.
         """
         limit = time.monotonic() + deadline_s
         self._pace.fence()
         outcomes = []
         for snapshot, copy in list(self._copies.items()):
+            if self._is_doubtful(copy):
+                return False
             copy.sure.set()
             if not copy.done.wait(limit - time.monotonic()) or copy.error is not None:
                 return False
@@ -460,9 +463,9 @@ class SnapshotHook:
         if kind is None and self._keep:
             self._end_last_step()
         if self._copy is not None:
-            if kind is None or self._copy.sure.is_set():
+            if kind is None and not self._is_doubtful(self._copy):
                 self._copy.sure.set()
-            else:
+            elif not self._copy.sure.is_set():
                 self._copy.abort(Retaken("the loop was left before it was certain that the step had begun"))
         try:
             self._copier.close(self._deadline_s)
@@ -627,14 +630,14 @@ class SnapshotHook:
             )
         if self._resumed is not None:
             resumed, self._resumed = self._resumed, None
-            resumed.check(declared=True)
+            resumed.check(declared=True, forward_ran=unseen)
         if self._open is not None:
             self._take(self._open, marked=unseen)
-        self._beginning.seen = True
+        self._beginning.certain()
 
     def _fence(self, copy: CopyJob) -> None:
         """Wait until what is being copied may change; not for an SMP."""
-        if self._beginning.doubtful:
+        if self._is_doubtful(copy):
             copy.abort(Doubtful(self._step))
             text = "no snapshot of step %d: %s"
             self._episodes.begin("doubtful", text, self._step, copy.error, extra=about(copy.snapshot))
@@ -644,6 +647,12 @@ class SnapshotHook:
             self._mover.fence()
         self._smp_is_slow = not in_time
         self._capture.let_go()
+
+    def _is_doubtful(self, copy: CopyJob) -> bool:
+        """Whether the step may not have begun where the copy was made."""
+        if self._declared or copy is not self._copy or copy.sure.is_set():
+            return False
+        return self._beginning.is_doubtful(self._capture, copy)
 
     def _attach_again(self) -> None:
         self._smp.attach_again(self._epoch, self._layout)

@@ -8,17 +8,20 @@ initialised anew. Whoever trains on then trains something else.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
 
 from smp_daemon.errors import ConfigError, StateMismatch
 from smp_daemon.logs import get_log
 from snapshot import streams
-from snapshot.adapter import Adapter, Tree
+from snapshot.adapter import Adapter, Change, Tree
 from snapshot.boundary import BEGIN
 from snapshot.capture import read_state
 from snapshot.movers import Mover, Piece
 from snapshot.state import capture_late
+from snapshot.tensors import flat
 from snapshot.witness import Subjects, Witness
 
 ENV = "HOLDFAST_DRIFT"
@@ -39,12 +42,17 @@ class Resumed:
         self._adapter = adapter
         self._began = began
         self._step = step
-        pieces = tuple(Piece(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in adapter.tensors())
-        self._witness = Witness(mover, Subjects(pieces), step)
+        items = list(adapter.tensors())
+        self._buffers = {item.name for item in items if item.change is Change.ANY}
+        self._pieces = tuple(Piece(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in items)
+        self._witness = Witness(mover, Subjects(self._pieces), step)
         self._late = _flat(adapter)  # after the walk, which finds what of an optimizer's state is no tensor
 
-    def check(self, *, declared: bool) -> None:
+    def check(self, *, declared: bool, forward_ran: bool = False) -> None:
         """The first step begins.
+
+        Args:
+            forward_ran: without anybody seeing it; it may have changed buffers.
 
         Raises:
             StateMismatch: something is not what was restored; the message names it.
@@ -55,12 +63,20 @@ class Resumed:
         if self._began is not None and not declared:
             found = read_state(self._adapter)
             drifted = [_called(name) for name in sorted(found) if found[name] != self._began.get(name)]
-        changed = drifted + self._witness.rewritten() + changed
+        exempt = self._buffers if forward_ran else set()
+        tensors = {*self._witness.rewritten(), *self._replaced()} - exempt
+        changed = drifted + sorted(tensors) + changed
+        if written := sorted(set(self._witness.written()) - tensors - exempt):
+            log.warning(
+                "%s: written to between entering and the first step. As far as a sample of their bytes tells, they are "
+                "what was restored of step %d; if they are not, results will be others: write to them before entering",
+                _some(written),
+                self._step,
+            )
         if not changed:
             return
-        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         text = (
-            f"{', '.join(changed[:SHOWN])}{more}: no longer what was restored of step {self._step}, as something "
+            f"{_some(changed)}: no longer what was restored of step {self._step}, as something "
             "changed it before the first step began (iter(DataLoader) draws from a generator; a schedule or counter "
             f"at the top of the loop moves on): {BEGIN}"
         )
@@ -69,11 +85,32 @@ class Resumed:
             return
         raise StateMismatch(f"{text}. The snapshot is kept. {ENV}=accept goes on all the same, with other results")
 
+    def _replaced(self) -> list[str]:
+        """The names of tensors that have come or gone, or have other memory with other bytes in it. What they had is
+        still as it was, as it is held here."""
+        now = {item.name: item.tensor.detach() for item in self._adapter.tensors()}
+        gone = [piece.name for piece in self._pieces if not _is_same(piece.tensor, now.pop(piece.name, None))]
+        return [*gone, *now]
+
+
+def _is_same(before: torch.Tensor, now: torch.Tensor | None) -> bool:
+    if now is None or (now.shape, now.dtype) != (before.shape, before.dtype):
+        return False
+    if now.data_ptr() == before.data_ptr() and now.stride() == before.stride():
+        return True  # a sample of its bytes is compared
+    mine, other = (flat(t.resolve_conj().resolve_neg().contiguous()).view(torch.uint8) for t in (before, now))
+    return torch.equal(mine, other)
+
 
 def check_environment() -> None:
     """Raises `ConfigError` unless ``HOLDFAST_DRIFT`` is empty or ``accept``."""
     if os.environ.get(ENV, "") not in ("", "accept"):
         raise ConfigError(f"{ENV}={os.environ[ENV]!r}: say accept to go on with what is no longer what was restored")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _called(name: str) -> str:

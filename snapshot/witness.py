@@ -15,12 +15,13 @@ import torch
 
 from smp_daemon.errors import HoldfastError
 from snapshot import runs
+from snapshot.errors import GivenUp
 from snapshot.movers import SAMPLE_BYTES, Mover, Piece, Sample
 
 SHOWN = 4
 
 
-class StateChanged(HoldfastError):
+class StateChanged(GivenUp):
     """The state changed while it was copied.
 
     Attributes:
@@ -87,6 +88,11 @@ class Witness:
     def rewritten(self) -> list[str]:
         """The names of pieces that have other bytes now, whoever has written the same ones meanwhile. Blocks."""
         return self._differing(self._versions, self._mover.sample(self._subjects.pieces, self._turn))
+
+    def written(self) -> list[str]:
+        """The names of pieces that were written to in place, as far as their version counters tell, whatever bytes they
+        have."""
+        return self._differing(self._subjects.versions(), self._before)
 
     def check(self, slot: memoryview) -> None:
         """Compare what was, what `look` saw, and the copies in the slot, which are complete. Blocks for a device.

@@ -97,10 +97,12 @@ class Stamped(torch.nn.Module):
         self.register_buffer("tokens", torch.full((500,), NOTHING))
         self.register_buffer("seen", torch.tensor(int(NOTHING)))
 
-    def forward(self, ticket: int) -> None:
+    def forward(self, ticket: int) -> torch.Tensor:
         self.tokens.fill_(ticket)
         current_life().gate()
         self.seen.fill_(ticket)
+        loss: torch.Tensor = self.moving[0].sum()
+        return loss
 
 
 class Stamp(torch.optim.Optimizer):
@@ -126,7 +128,7 @@ class Stamp(torch.optim.Optimizer):
 
 
 class Cursor:
-    """A plain value and a tensor: a schedule, or the place of a data loader."""
+    """A plain value and a tensor: a schedule."""
 
     def __init__(self) -> None:
         self.ticket = int(NOTHING)
@@ -170,11 +172,14 @@ class Job:
             self.model.frozen.fill_(FROZEN)
 
     def begin(self, ticket: int, declare: Callable[[], object] | None) -> None:
-        """The step of that ticket begins; its data is read, before or after, as `declare` is given or not."""
+        """The step of that ticket begins: forward and backward. Its data is read before or after, as `declare` is given
+        or not."""
         if declare is not None:
             declare()
             self.data.set(-ticket)
-        self.model(ticket)
+        loss = self.model(ticket)
+        current_life().gate()
+        loss.backward()
 
     def step(
         self,
@@ -729,7 +734,8 @@ def test_what_moves_after_the_fence_is_of_the_next_snapshot() -> None:
         life = Life("a teacher moves", None)
         rank = Rank(made, life, Plan(""), Circle(life, 1), 1, 0)
         begin_life(life)
-        with rank.snap as snap:
+        # the SMP is of this process, and must not end
+        with patch("snapshot.own_smp.OwnSmp.finish"), rank.snap as snap:
             try:
                 for ticket in (1, 2):
                     rank.job.step(ticket, "between steps", lambda: None, life.gate)
@@ -738,7 +744,6 @@ def test_what_moves_after_the_fence_is_of_the_next_snapshot() -> None:
                 assert snap.drain(DEADLINE_S)
             finally:
                 moved.set()
-                snap._enabled = False  # the SMP is of this process, and must not end
         life.bury()
 
 

@@ -76,7 +76,7 @@ def test_a_change_in_place_is_named_though_it_puts_back_what_was_there() -> None
     copying = Copying(*(torch.ones(3) for _ in range(3)))
     copying.copy()
     copying.pieces[1].tensor.add_(1).sub_(1)
-    assert copying.witness.changed() == copying.changed() == ["w1"]
+    assert copying.witness.changed() == copying.witness.written() == copying.changed() == ["w1"]
     assert copying.witness.rewritten() == []
 
 
@@ -107,6 +107,7 @@ def test_what_is_written_through_data_is_named() -> None:
     copying.pieces[1].tensor.data.fill_(1)
     assert Subjects(copying.pieces).versions() == versions
     assert copying.witness.changed() == copying.witness.rewritten() == copying.changed() == ["w1"]
+    assert copying.witness.written() == []
 
 
 @pytest.mark.parametrize("when", ["before the copy", "after the copy"])

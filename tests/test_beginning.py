@@ -1,0 +1,618 @@
+"""Where a step begins, however the loop is written: what is restored goes on as if nothing had been, or it is said."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast import ConfigError, InMemorySnapshot
+from tests.test_hook import arena as arena
+
+STEPS = 7
+STOP = 4
+DEADLINE_S = 10.0
+
+
+class Job:
+    """A model with buffers, an average of its weights, and a schedule."""
+
+    def __init__(self, *layers: torch.nn.Module) -> None:
+        middle = layers or (torch.nn.BatchNorm1d(8),)
+        self.model: Any = torch.nn.Sequential(torch.nn.Linear(4, 8), *middle, torch.nn.Linear(8, 2))
+        self.held_out = torch.randn(6, 4)
+        self.average = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.optim: Any = torch.optim.Adam(self.model.parameters(), lr=0.05)
+        self.schedule: Any = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.9)
+
+    def hook(self) -> InMemorySnapshot:
+        snap = InMemorySnapshot(self.model, self.optim, scheduler=self.schedule)
+        snap.track("average", tensors={str(i): tensor for i, tensor in enumerate(self.average)}, changes="step")
+        return snap
+
+    def take_over(self, other: Job) -> None:
+        """Begin as the other does."""
+        self.model.load_state_dict(other.model.state_dict())
+        self.held_out = other.held_out
+        for mean, known in zip(self.average, other.average, strict=False):
+            mean.copy_(known)
+
+    def backward(self) -> None:
+        """A batch, forward and backward."""
+        self.model(torch.randn(6, 4)).square().sum().backward()
+
+    def step(self) -> None:
+        """All that comes after backward."""
+        self.optim.step()
+        self.optim.zero_grad()
+        self.schedule.step()
+        for mean, weight in zip(self.average, self.model.parameters(), strict=True):
+            mean.lerp_(weight.detach(), 0.5)
+
+    def swap(self) -> None:
+        """Weights and their average change places, as they do for an evaluation."""
+        for mean, weight in zip(self.average, self.model.parameters(), strict=True):
+            mean.data, weight.data = weight.data.clone(), mean.data.clone()
+
+    def digest(self) -> str:
+        """Of all that goes on."""
+        sha = hashlib.sha256()
+        owned = [parameter for group in self.optim.param_groups for parameter in group["params"]]
+        states = [value for parameter in owned for _, value in sorted(self.optim.state[parameter].items())]
+        for tensor in [*self.model.state_dict().values(), *self.average, *states, torch.get_rng_state()]:
+            if isinstance(tensor, torch.Tensor):
+                sha.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        sha.update(pickle.dumps((random.getstate(), np.random.get_state()[1].tolist(), self.rates())))  # type: ignore[index]
+        return sha.hexdigest()
+
+    def rates(self) -> list[float]:
+        return [group["lr"] for group in self.optim.param_groups]
+
+
+Loop = Callable[[InMemorySnapshot, Job], Iterator[None]]
+"""Yields in each step just before its optimizer steps: all that was taken so far is protected there."""
+
+
+class Stop(Exception):
+    """Ends a process where it is."""
+
+
+def life(loop: Loop, job: Job, stop: int | None, seed: int = 1) -> tuple[int, list[str], InMemorySnapshot]:
+    """One process: the step with which it went on, and what the state was in each of its steps."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    digests: list[str] = []
+    snap = job.hook()
+    try:
+        with snap:
+            start = snap.step
+            for _ in loop(snap, job):
+                snap.drain(DEADLINE_S)
+                digests.append(job.digest())
+                if len(digests) == stop:
+                    raise Stop
+    except Stop:
+        pass
+    return start, digests, snap
+
+
+def trial(loop: Loop, make: Callable[[], Job] = Job, stop: int = STOP, behind: int = 1) -> InMemorySnapshot:
+    """A process that is stopped, and the next, do what one that is not does; returns the hook of the first.
+
+    Args:
+        behind: how many steps are done again.
+    """
+    torch.manual_seed(0)
+    models = [make() for _ in range(3)]
+    for other in models[1:]:
+        other.take_over(models[0])
+    _, whole, _ = life(loop, models[0], None)
+    _, before, first = life(loop, models[1], stop)
+    start, after, _ = life(loop, models[2], None, seed=99)
+    assert start == stop - behind
+    assert before == whole[:stop]
+    assert after == whole[start:]
+    return first
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+BEGIN = "call `snap.begin()` at the top of the loop"
+
+
+# ------------------------------------------------------------------ loops that say nothing
+
+
+class Dropping(Job):
+    """Forward draws random numbers, too."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3))
+
+
+class Simple(Job):
+    """Nothing that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Tanh())
+
+
+def plain(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        job.backward()
+        yield
+        job.step()
+
+
+def evaluated(evaluate: Callable[[Job], None]) -> Loop:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for _ in range(snap.step, STEPS):
+            job.backward()
+            yield
+            job.step()
+            evaluate(job)
+
+    return loop
+
+
+def in_eval_mode(job: Job) -> None:
+    job.model.eval()
+    job.model(job.held_out).sum()
+    job.model.train()
+
+
+def without_gradients(job: Job) -> None:
+    """In training mode: it leaves other averages in the buffers behind."""
+    with torch.no_grad():
+        job.model(job.held_out)
+
+
+def with_the_average(job: Job) -> None:
+    job.swap()
+    in_eval_mode(job)
+    without_gradients(job)
+    job.swap()
+
+
+def with_the_average_in_training_mode(job: Job) -> None:
+    """Gradients could be computed of it, and are not."""
+    job.swap()
+    job.model(job.held_out).sum()
+    job.swap()
+
+
+def with_the_average_many_times(job: Job) -> None:
+    for _ in range(3):
+        with_the_average_in_training_mode(job)
+
+
+def with_the_average_copied_in(job: Job) -> None:
+    """In the memory that the weights have."""
+    kept = [weight.detach().clone() for weight in job.model.parameters()]
+    with torch.no_grad():
+        for mean, weight in zip(job.average, job.model.parameters(), strict=True):
+            weight.copy_(mean)
+    job.model(job.held_out).sum()
+    with torch.no_grad():
+        for weight, value in zip(job.model.parameters(), kept, strict=True):
+            weight.copy_(value)
+
+
+def with_the_average_copied_in_through_data(job: Job) -> None:
+    kept = [weight.data.clone() for weight in job.model.parameters()]
+    for mean, weight in zip(job.average, job.model.parameters(), strict=True):
+        weight.data.copy_(mean)
+    job.model(job.held_out).sum()
+    for weight, value in zip(job.model.parameters(), kept, strict=True):
+        weight.data.copy_(value)
+
+
+def clamped(job: Job) -> None:
+    with torch.no_grad():
+        for parameter in job.model.parameters():
+            parameter.clamp_(-0.3, 0.3)
+
+
+def clamped_through_data(job: Job) -> None:
+    for parameter in job.model.parameters():
+        parameter.data = parameter.data.clamp(-0.3, 0.3)
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("make", [Job, Simple])
+@pytest.mark.parametrize(
+    "between",
+    [
+        in_eval_mode,
+        without_gradients,
+        with_the_average,
+        with_the_average_in_training_mode,
+        with_the_average_many_times,
+        with_the_average_copied_in,
+        with_the_average_copied_in_through_data,
+        clamped,
+        clamped_through_data,
+    ],
+)
+def test_what_code_between_two_steps_leaves_behind_comes_back_and_what_it_borrows_does_not(
+    between: Callable[[Job], None], make: Callable[[], Job]
+) -> None:
+    snap = trial(evaluated(between), make)
+    assert snap.statistics.failed == 0
+
+
+@pytest.mark.usefixtures("arena")
+def test_an_evaluation_that_looks_like_training_and_leaves_nothing_behind_changes_nothing() -> None:
+    """As long as nothing else changes until the step itself begins."""
+
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for step in range(snap.step, STEPS):
+            if step:
+                job.model(job.held_out)
+            job.model(torch.full((6, 4), step + 1.0)).square().sum().backward()
+            yield
+            job.step()
+
+    snap = trial(loop, Simple)
+    assert snap.statistics.failed == 0
+
+
+@pytest.mark.usefixtures("arena")
+def test_an_evaluation_that_cannot_be_told_from_the_beginning_of_a_step_costs_the_snapshot_and_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It changes buffers in training mode: a restart would do without that."""
+
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for step in range(snap.step, STEPS):
+            job.backward()
+            yield
+            job.step()
+            if step in (2, 3):
+                job.model(job.held_out)
+
+    torch.manual_seed(0)
+    _, _, snap = life(loop, Job(), 6)
+    assert snap.statistics.failed == 2
+    said = [text for text in warnings_of(caplog) if "it cannot be told whether that was an evaluation" in text]
+    assert len(said) == 1
+    assert "no snapshot of step 3" in said[0]
+    assert BEGIN in said[0]
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_is_doubtful_is_never_sealed() -> None:
+    """The process ends in the step whose beginning could not be told: the one before it comes back."""
+
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for step in range(snap.step, STEPS):
+            job.backward()
+            if step != 3:
+                yield
+            job.step()
+            if step == 2:
+                job.model(job.held_out)
+            if step == 3:
+                raise Stop
+
+    torch.manual_seed(0)
+    life(loop, Job(), None)
+    snap = Job().hook()
+    with snap:
+        assert snap.step == 2
+
+
+def siamese(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        left, right = job.model(torch.randn(6, 4)), job.model(torch.randn(6, 4))
+        (left - right).square().sum().backward()
+        yield
+        job.step()
+
+
+def accumulating(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        for _ in range(3):
+            job.backward()
+        yield
+        job.step()
+
+
+def reading_ahead(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        batch = torch.randn(6, 4) * random.random() + np.random.random()
+        job.model(batch).square().sum().backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("loop", [plain, siamese, accumulating, reading_ahead])
+@pytest.mark.parametrize("make", [Dropping, Simple])
+def test_loops_that_say_nothing_are_followed(
+    loop: Loop, make: Callable[[], Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    snap = trial(loop, make)
+    assert snap.statistics.failed == 0
+    assert not [text for text in warnings_of(caplog) if BEGIN in text]
+
+
+class Parts(Job):
+    """Of the hooked module only the parts are ever called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.ModuleDict(
+            {"a": torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8)), "b": torch.nn.Linear(8, 2)}
+        )
+        self.average = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.optim = torch.optim.Adam(self.model.parameters(), lr=0.05)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.9)
+
+    def backward(self) -> None:
+        self.model["b"](self.model["a"](torch.randn(6, 4))).square().sum().backward()
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_dict_of_modules_whose_parts_alone_are_called_is_followed(caplog: pytest.LogCaptureFixture) -> None:
+    snap = trial(plain, Parts)
+    assert snap.statistics.failed == 0
+    assert not [text for text in warnings_of(caplog) if "no forward of the model was seen" in text]
+
+
+class Quasi(Simple):
+    """Its optimizer runs the model many times in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optim = torch.optim.LBFGS(self.model.parameters(), lr=0.1, max_iter=3, history_size=2)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.9)
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_closure_that_runs_the_model_is_of_the_step() -> None:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for _ in range(snap.step, 9):
+            batch = torch.randn(6, 4)
+
+            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+                job.optim.zero_grad()
+                loss: torch.Tensor = (job.model(batch) - 1).square().sum()
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            yield
+            job.optim.step(closure)
+            job.schedule.step()
+
+    torch.manual_seed(0)
+    jobs = [Quasi() for _ in range(3)]
+    for other in jobs[1:]:
+        other.take_over(jobs[0])
+    _, whole, _ = life(loop, jobs[0], None)
+    _, before, _ = life(loop, jobs[1], 7)
+    start, after, _ = life(loop, jobs[2], None, seed=99)
+    assert start == 5  # of step 6 there is none yet where it stopped: forward runs within `step` alone
+    assert before == whole[:7]
+    assert after == whole[start:]
+
+
+# ------------------------------------------------------------------ forwards that nobody sees
+
+
+class Compiled(Job):
+    """The raw module is given to the hook, and what is compiled of it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: Any = torch.compile(self.model, backend="eager")
+
+    def backward(self) -> None:
+        self.called(torch.randn(6, 4)).square().sum().backward()
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    """Leaves nothing compiled behind."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("arena", "compiling")
+def test_a_forward_that_nobody_sees_is_warned_of_once_and_its_snapshots_are_exact(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    snap = trial(plain, Compiled, behind=2)  # the snapshot of a step is taken as the next one ends
+    assert snap.statistics.failed <= 1  # the first, whose buffers nobody had noted
+    said = [text for text in warnings_of(caplog) if "no forward of the model was seen" in text]
+    assert len(said) == 3  # once in each of three processes
+    assert all(BEGIN in text for text in said)
+
+
+@pytest.mark.usefixtures("arena", "compiling")
+def test_a_compiled_step_goes_on_where_it_was() -> None:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        @torch.compile(backend="eager")
+        def forward_and_backward(batch: torch.Tensor) -> None:
+            loss: torch.Tensor = job.model(batch).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        for _ in range(snap.step, STEPS):
+            forward_and_backward(torch.randn(6, 4))
+            yield
+            job.step()
+
+    assert trial(loop, behind=2).statistics.failed <= 1
+
+
+# ------------------------------------------------------------------ loops that say where their steps begin
+
+
+class Adversaries(Job):
+    """Two networks, each with an optimizer, that step in another order than they are listed."""
+
+    def __init__(self) -> None:
+        self.held_out = torch.randn(6, 4)
+        self.parts = [torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))]
+        self.model = torch.nn.ModuleList(self.parts)
+        self.average = []
+        self.optims = [torch.optim.Adam(part.parameters(), lr=0.05) for part in self.parts]
+        self.optim = self.optims[0]
+
+    def hook(self) -> InMemorySnapshot:
+        return InMemorySnapshot(list(self.parts), self.optims)
+
+    def turn(self, which: int) -> None:
+        made = self.parts[0](torch.randn(6, 4))
+        loss = self.parts[1](made if which == 0 else made.detach()).square().sum()
+        self.model.zero_grad()
+        loss.backward()
+
+    def digest(self) -> str:
+        self.optim = self.optims[0]
+        first = super().digest()
+        self.optim = self.optims[1]
+        return first + super().digest()
+
+
+def discriminator_first(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        job.turn(1)
+        yield
+        job.optims[1].step()
+        job.turn(0)
+        job.optims[0].step()
+
+
+def discriminator_first_and_declared(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
+    for _ in snap.steps(STEPS):
+        job.turn(1)
+        yield
+        job.optims[1].step()
+        job.turn(0)
+        job.optims[0].step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_optimizers_that_step_in_another_order_than_they_are_listed_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer 1 of 2, a Adam, steps after the last one that `optim` lists"):
+        life(discriminator_first, Adversaries(), None)
+
+
+@pytest.mark.usefixtures("arena")
+def test_where_the_loop_says_so_optimizers_step_in_any_order() -> None:
+    assert trial(discriminator_first_and_declared, Adversaries).statistics.failed == 0
+
+
+def begun(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.step, STEPS):
+        snap.begin()
+        job.backward()
+        yield
+        job.step()
+
+
+def counted(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+
+
+def scheduled_at_the_top(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for step in snap.steps(STEPS):
+        if step:
+            job.schedule.step()
+        job.backward()
+        yield
+        job.optim.step()
+        job.optim.zero_grad()
+
+
+def evaluated_in_training_mode(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+        job.model(torch.randn(6, 4))
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("loop", [begun, counted, scheduled_at_the_top, evaluated_in_training_mode])
+def test_a_loop_that_says_where_its_steps_begin_goes_on_where_it_was(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert trial(loop, Dropping).statistics.failed == 0
+    assert not [text for text in warnings_of(caplog) if BEGIN in text]
+
+
+@pytest.mark.usefixtures("arena", "compiling")
+def test_a_compiled_model_in_a_loop_that_says_where_its_steps_begin_is_not_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert trial(counted, Compiled).statistics.failed == 0
+    assert not [text for text in warnings_of(caplog) if BEGIN in text]
+
+
+# ------------------------------------------------------------------ exceptions
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("declared", [False, True])
+def test_an_exception_between_the_optimizer_and_the_schedule_leaves_the_step_before(
+    arena: Path, declared: bool
+) -> None:
+    """The state of the step that has just ended is not complete, and nothing of it is ever sealed."""
+
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for step in snap.steps(STEPS) if declared else range(snap.step, STEPS):
+            job.backward()
+            yield
+            if step == 3 and failing:
+                job.optim.step()
+                raise Stop
+            job.step()
+
+    torch.manual_seed(0)
+    failing, jobs = False, [Job() for _ in range(3)]
+    for other in jobs[1:]:
+        other.take_over(jobs[0])
+    _, whole, _ = life(loop, jobs[0], None)
+    failing = True
+    life(loop, jobs[1], None)
+    failing = False
+    start, after, _ = life(loop, jobs[2], None, seed=99)
+    assert start == 3
+    assert after == whole[3:]
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_forward_that_fails_before_it_is_certain_that_a_step_began_leaves_the_step_before() -> None:
+    """It may have been an evaluation, with weights that it had borrowed."""
+
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for step in range(snap.step, STEPS):
+            if step == 4:
+                job.swap()
+                job.model(job.held_out)
+                raise Stop
+            job.backward()
+            yield
+            job.step()
+
+    torch.manual_seed(0)
+    life(loop, Job(), None)
+    with Job().hook() as snap:
+        assert snap.step == 3

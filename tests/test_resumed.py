@@ -1,0 +1,406 @@
+"""After a restart the first step begins with what was restored, or the job is refused, and what changed is named."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast import ConfigError, InMemorySnapshot, StateMismatch
+from snapshot.adapter import Change, LiveTensor
+from snapshot.capture import read_state
+from snapshot.movers import CpuMover
+from snapshot.resumed import ENV, SHOWN, Resumed
+from tests.test_beginning import BEGIN, STEPS, STOP, Dropping, Job, Loop, life, plain, trial
+from tests.test_hook import arena as arena
+from tests.test_state import Toy, toy
+
+# ------------------------------------------------------------------ what is noticed
+
+
+def resumed(adapter: Toy, *, declared: bool = False) -> Resumed:
+    """A job that has just been restored."""
+    return Resumed(adapter, CpuMover(), None if declared else read_state(adapter), 7)
+
+
+def named(made: Resumed, *, declared: bool = False, forward_ran: bool = False) -> str:
+    """What the refusal names."""
+    with pytest.raises(StateMismatch) as raised:
+        made.check(declared=declared, forward_ran=forward_ran)
+    names, _, rest = str(raised.value).partition(": no longer what was restored of step 7, as something changed it")
+    assert rest
+    return names
+
+
+def live(adapter: Toy, name: str) -> torch.Tensor:
+    (tensor,) = (item.tensor for item in adapter.live if item.name == name)
+    return tensor
+
+
+def write_in_place(tensor: torch.Tensor) -> None:
+    tensor.fill_(9)
+
+
+def write_through_data(tensor: torch.Tensor) -> None:
+    tensor.data.fill_(9)
+
+
+def give_other_memory(tensor: torch.Tensor) -> None:
+    tensor.data = torch.full_like(tensor, 9)
+
+
+def transpose(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.t() if tensor.dim() > 1 else tensor.data.flip(0) + 1
+
+
+def cast(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.double()
+
+
+@pytest.mark.parametrize("change", [write_in_place, write_through_data, give_other_memory, transpose, cast])
+@pytest.mark.parametrize("name", ["model.weight", "model.mean", "model.base"])
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_tensor_that_is_not_what_was_restored_is_named(
+    change: Callable[[torch.Tensor], None], name: str, declared: bool
+) -> None:
+    adapter = toy()
+    made = resumed(adapter, declared=declared)
+    change(live(adapter, name))
+    assert named(made, declared=declared) == name
+
+
+def replace(adapter: Toy) -> None:
+    adapter.live[0] = LiveTensor("model.weight", torch.full((2, 3), 9.0), Change.STEP)
+
+
+def remove(adapter: Toy) -> None:
+    del adapter.live[0]
+
+
+def rename(adapter: Toy) -> None:
+    adapter.live[0] = LiveTensor("model.other", adapter.live[0].tensor, Change.STEP)
+
+
+def add(adapter: Toy) -> None:
+    adapter.live.append(LiveTensor("model.more", torch.zeros(1), Change.STEP))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (replace, "model.weight"),
+        (remove, "model.weight"),
+        (rename, "model.other, model.weight"),
+        (add, "model.more"),
+    ],
+)
+def test_tensors_that_come_and_go_are_named(change: Callable[[Toy], None], names: str) -> None:
+    """As those of a state that was loaded by assignment, of which the first are still what they were."""
+    adapter = toy()
+    made = resumed(adapter)
+    change(adapter)
+    assert named(made) == names
+
+
+def keep_it_all(adapter: Toy) -> None:
+    pass
+
+
+def move(adapter: Toy) -> None:
+    for item in adapter.live:
+        item.tensor.data = item.tensor.data.clone()
+
+
+def turn_in_memory(adapter: Toy) -> None:
+    weight = live(adapter, "model.weight")
+    weight.data = weight.data.t().contiguous().t()
+
+
+def put_back(adapter: Toy) -> None:
+    """As an evaluation does."""
+    for item in adapter.live:
+        kept = item.tensor.clone()
+        item.tensor.fill_(9)
+        item.tensor.copy_(kept)
+
+
+@pytest.mark.parametrize("change", [keep_it_all, move, turn_in_memory, put_back])
+def test_what_has_the_same_bits_is_what_was_restored(change: Callable[[Toy], None]) -> None:
+    for declared in (False, True):
+        adapter = toy()
+        made = resumed(adapter, declared=declared)
+        change(adapter)
+        made.check(declared=declared)
+
+
+def test_what_is_not_a_number_is_what_it_was() -> None:
+    adapter = Toy([LiveTensor("w", torch.tensor([float("nan"), -0.0]), Change.STEP)])
+    made = resumed(adapter)
+    move(adapter)
+    made.check(declared=False)
+    live(adapter, "w").data = torch.tensor([float("nan"), 0.0])
+    assert named(made) == "w"
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_plain_values_are_named_by_their_paths(declared: bool) -> None:
+    adapter = toy()
+    adapter.late_tree["optim"] = [{"groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}]
+    made = resumed(adapter, declared=declared)
+    adapter.late_tree["optim"][0]["groups"][0]["lr"] = 0.2
+    adapter.late_tree["warm"].fill_(3)
+    adapter.late_tree["seen"] = 1
+    changed = named(made, declared=declared)
+    assert changed == "late.warm, optim.0.groups.0.lr, seen"
+
+
+def test_a_plain_value_of_another_kind_is_another() -> None:
+    adapter = toy()
+    adapter.late_tree["count"] = 1
+    made = resumed(adapter)
+    adapter.late_tree["count"] = True
+    assert named(made) == "count"
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda: torch.rand(1), "the random generator of torch"),
+        (lambda: random.random(), "the random generator of python"),
+        (lambda: np.random.random(), "the random generator of numpy"),
+    ],
+    ids=["torch", "python", "numpy"],
+)
+def test_a_generator_that_drifted_is_named_unless_it_is_put_back(draw: Callable[[], object], name: str) -> None:
+    from integrations.torch_native import TorchAdapter
+
+    model = torch.nn.Linear(1, 1)
+    adapter: Any = TorchAdapter(model, torch.optim.SGD(model.parameters()))
+    made = resumed(adapter)
+    draw()
+    made.check(declared=True)
+    assert named(made) == name
+
+
+def test_data_that_was_read_on_is_named() -> None:
+    adapter = toy()
+    adapter.early_tree = {"extra": {"loader": {"taken": 3}}}
+    made = resumed(adapter)
+    adapter.early_tree["extra"]["loader"]["taken"] = 4
+    assert named(made) == "extra 'loader'"
+    made.check(declared=True)
+
+
+def test_buffers_may_have_changed_where_nobody_saw_forward_run() -> None:
+    adapter = toy()
+    made = resumed(adapter, declared=True)
+    live(adapter, "model.mean").fill_(9)
+    made.check(declared=True, forward_ran=True)
+    live(adapter, "model.weight").fill_(9)
+    assert named(made, declared=True, forward_ran=True) == "model.weight"
+    assert named(made, declared=True) == "model.mean, model.weight"
+
+
+def test_what_was_written_to_and_seems_to_be_the_same_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """As a row of a long table that is zeroed: a sample of its bytes does not tell."""
+    adapter = Toy([LiveTensor(name, torch.ones(1000, 100), Change.STEP) for name in ("table", "other")])
+    made = resumed(adapter)
+    with torch.no_grad():
+        live(adapter, "table")[3].zero_()
+    made.check(declared=False)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("table: written to between entering and the first step.")
+
+
+def test_what_is_only_read_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    adapter = toy()
+    made = resumed(adapter)
+    assert live(adapter, "model.weight").sum() > 0
+    made.check(declared=False)
+    assert caplog.records == []
+
+
+def test_many_names_are_cut_and_counted() -> None:
+    adapter = Toy([LiveTensor(f"w{i}", torch.zeros(1), Change.STEP) for i in range(SHOWN + 2)])
+    made = resumed(adapter)
+    for item in adapter.live:
+        item.tensor.fill_(1)
+    assert named(made) == ", ".join(f"w{i}" for i in range(SHOWN)) + " and 2 more"
+
+
+# ------------------------------------------------------------------ whole jobs
+
+
+def refused(loop: Loop, make: Callable[[], Job] = Job) -> str:
+    """A process that is stopped; the next is refused. Why."""
+    torch.manual_seed(0)
+    life(loop, make(), STOP)
+    with pytest.raises(StateMismatch) as raised:
+        life(loop, make(), None, seed=99)
+    assert BEGIN in str(raised.value)
+    assert f"The snapshot is kept. {ENV}=accept goes on all the same" in str(raised.value)
+    with make().hook() as snap:  # it is still there
+        assert snap.step == STOP - 1
+    return str(raised.value)
+
+
+def scheduled_at_the_top(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for step in range(snap.step, STEPS):
+        if step:
+            job.schedule.step()
+        job.backward()
+        yield
+        job.optim.step()
+        job.optim.zero_grad()
+
+
+def loading(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    data = torch.utils.data.TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
+    batches = iter(torch.utils.data.DataLoader(data, batch_size=6, shuffle=True))
+    for _ in range(snap.step, STEPS):
+        (batch,) = next(batches)
+        job.model(batch).square().sum().backward()
+        yield
+        job.step()
+
+
+def initialising(initialise: Callable[[Job], None]) -> Loop:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        initialise(job)
+        yield from plain(snap, job)
+
+    return loop
+
+
+def fill_weights(job: Job) -> None:
+    torch.nn.init.constant_(job.model[0].weight, 0.125)
+
+
+def load_by_assignment(job: Job) -> None:
+    other = {name: value + 1 for name, value in job.model.state_dict().items()}
+    job.model.load_state_dict(other, assign=True)
+    job.optim.param_groups[0]["params"] = list(job.model.parameters())
+
+
+def give_weights_other_memory(job: Job) -> None:
+    job.model[0].weight.data = torch.full_like(job.model[0].weight, 0.125)
+
+
+def average_buffers(job: Job) -> None:
+    with torch.no_grad():
+        job.model(job.held_out)
+
+
+def set_the_rate(job: Job) -> None:
+    job.optim.param_groups[0]["lr"] = 0.5
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_schedule_at_the_top_of_a_loop_that_says_nothing_is_refused() -> None:
+    text = refused(scheduled_at_the_top)
+    assert "scheduler.0.last_epoch" in text
+    assert "lr" in text.partition(": no longer")[0]
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_generator_that_an_iterator_draws_from_is_refused() -> None:
+    text = refused(loading)
+    assert text.startswith("the random generator of torch: no longer what was restored of step 3")
+    assert "iter(DataLoader) draws from a generator" in text
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize(
+    ("initialise", "name"),
+    [
+        (fill_weights, "model0.0.weight"),
+        (give_weights_other_memory, "model0.0.weight"),
+        (load_by_assignment, "model0.0.weight"),
+        (average_buffers, "model0.1.running_mean"),
+        (set_the_rate, "lr"),
+    ],
+)
+def test_what_is_initialised_anew_is_refused(initialise: Callable[[Job], None], name: str) -> None:
+    assert name in refused(initialising(initialise)).partition(": no longer")[0]
+
+
+def declared_and_initialising(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    fill_weights(job)
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_is_initialised_anew_is_refused_also_where_the_loop_says_where_its_steps_begin() -> None:
+    assert refused(declared_and_initialising).startswith("model0.0.weight: no longer")
+
+
+def declared_after_drawing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    torch.randn(random.randrange(5, 50))
+    np.random.random(3)
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_whatever_start_up_draws_a_loop_that_says_where_its_steps_begin_is_exact() -> None:
+    trial(declared_after_drawing, Dropping)
+
+
+def evaluated_first(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    job.model.eval()
+    job.model(job.held_out)
+    job.model.train()
+    yield from plain(snap, job)
+
+
+@pytest.mark.usefixtures("arena")
+def test_an_evaluation_before_the_first_step_is_no_change() -> None:
+    trial(evaluated_first)
+
+
+@pytest.mark.usefixtures("arena")
+def test_who_accepts_the_drift_goes_on_and_is_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    life(scheduled_at_the_top, Job(), STOP)
+    monkeypatch.setenv(ENV, "accept")
+    job = Job()
+    start, digests, _ = life(scheduled_at_the_top, job, None, seed=99)
+    assert (start, len(digests)) == (STOP - 1, STEPS - STOP + 1)
+    said = [record for record in caplog.records if "no longer what was restored of step 3" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.WARNING]
+    assert "scheduler.0.last_epoch" in said[0].getMessage()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("value", ["yes", "1", "Accept"])
+def test_any_other_word_for_it_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(ENV, value)
+    with pytest.raises(ConfigError, match=f"{ENV}='{value}': say accept"):
+        Job().hook()
+
+
+@pytest.mark.usefixtures("arena")
+def test_only_the_first_step_is_compared() -> None:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for step in range(snap.step, STEPS):
+            if step == 5:
+                fill_weights(job)
+                torch.rand(1)
+            job.backward()
+            yield
+            job.step()
+
+    trial(loop)
