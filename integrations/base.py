@@ -88,7 +88,9 @@ class BaseAdapter:
             yield from piece.watched()
 
     def fixed(self) -> Tree:
+        self._flags = Flags(self._modules)
         return {
+            "flags": self._flags.names(),
             "optim": [state.fixed() for state in self._states],
             "schedulers": [type(each).__qualname__ for each in self._schedulers],
         }
@@ -136,7 +138,6 @@ class BaseAdapter:
             raise StateMismatch(f"scheduler is {held or 'none'} in the snapshot, {have or 'none'} in this job")
         self._with_extra_state = _with_extra_state(self._modules)
         self._flags = Flags(self._modules)
-        self._flags.check(late["flags"])
         names = [name for name, _ in self._with_extra_state]
         check_names("what has get_extra_state", late["get_extra_state"], names)
         tracked.check(self._tracked, {**early["tracked"], **late["tracked"]})
@@ -154,7 +155,7 @@ class BaseAdapter:
         held = {**early["extra"], **late["extra"]}
         for name, part in self._extra.items():
             part.load_state_dict(held[name])
-        self._flags.load(late["flags"])
+        self._flags.load(fixed["flags"], late["flags"])
         for name, module in self._with_extra_state:
             _hooked(module).set_extra_state(late["get_extra_state"][name])
         tracked.load(self._tracked, {**early["tracked"], **late["tracked"]})
@@ -171,7 +172,6 @@ class BaseAdapter:
     def _of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The modules, by name; called where a walk over all tensors begins."""
         self._with_extra_state = _with_extra_state(self._modules)
-        self._flags = Flags(self._modules)
         yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
 
     def _tracked_tensors(self) -> Iterator[LiveTensor]:

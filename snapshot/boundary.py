@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from smp_daemon.errors import ConfigError
+from snapshot.inputs import tensors_in
 from snapshot.optimizers import has_step_hooks
 
 BEGIN = "call `snap.begin()` at the top of the loop, or use `snap.steps(n)` or `snap.data(loader)`"
@@ -30,8 +30,9 @@ class Listener(Protocol):
         """``optim.step()`` has returned, or was skipped."""
         ...
 
-    def on_forward(self, number: int) -> None:
-        """A module is about to run forward, in training and with gradients, for the `number`-th time."""
+    def on_forward(self, number: int, given: Any) -> None:
+        """A module is about to run forward on what is `given`, in training and with gradients, for the `number`-th
+        time."""
         ...
 
     def on_backward(self, number: int) -> None:
@@ -71,7 +72,10 @@ class Boundary:
         # torch.compile must call these, not look into them: they talk to other threads and processes.
         before, after, backward = map(torch.compiler.disable, (self._before, self._after, self._backward))
         for module in _running(modules):
-            self._undo.append(module.register_forward_pre_hook(lambda m, _: self._forward(m), prepend=True).remove)
+            entering = module.register_forward_pre_hook(
+                lambda m, *given: self._forward(m, given), prepend=True, with_kwargs=True
+            )
+            self._undo.append(entering.remove)
             self._undo.append(
                 module.register_forward_hook(lambda _m, _i, out: self._forwarded(out), always_call=True).remove
             )
@@ -92,7 +96,7 @@ class Boundary:
         while self._undo:
             self._undo.pop()()
 
-    def _forward(self, module: torch.nn.Module) -> None:
+    def _forward(self, module: torch.nn.Module, given: Any) -> None:
         if torch.compiler.is_compiling():
             return  # it would break the graph
         number = 0
@@ -101,14 +105,14 @@ class Boundary:
             number = self._forwards
         self._running.append(number)  # first, as `_forwarded` is called also if what follows raises
         if number:
-            self._listener.on_forward(number)
+            self._listener.on_forward(number, given)
 
     def _forwarded(self, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         number = self._running.pop()
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self._backward(number))  # type: ignore[no-untyped-call]
 
@@ -188,19 +192,6 @@ def _first_trained(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Para
     """A parameter of each module that gets gradients: they tell of a backward whose forward nobody saw."""
     for module in modules:
         yield from [parameter for parameter in module.parameters() if parameter.requires_grad][:1]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif is_dataclass(value):
-        yield from _tensors([getattr(value, field.name) for field in fields(value)])
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _is_within_its_step(optimizer: Any) -> bool:

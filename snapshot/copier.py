@@ -22,12 +22,16 @@ from smp_daemon.logs import Episodes, about, get_log
 from smp_daemon.points import reach
 from smp_daemon.slotfile import SlotFormat, write_stamp
 from snapshot.errors import GivenUp, Misfit
+from snapshot.inputs import Inputs
 from snapshot.movers import Mover, Piece
 from snapshot.pace import Pace
 from snapshot.witness import Witness
 
 FINAL_DEADLINE_S = 3600.0
 """How long it may take from where a step seems to begin until that is certain."""
+
+FORWARD_S = 5.0
+"""How long a snapshot of a step that has begun waits for what its first forward is given. Then it is sealed without."""
 
 log = get_log(__name__)
 
@@ -39,7 +43,7 @@ class CopyJob:
     Attributes:
         moving, moving_bytes: live tensors, copied while the step runs, and their length; nothing of them after `fence`.
         ready: copies that were made when the step began.
-        record: gives the record leaf.
+        record: gives the record leaf, with what the first forward was given, if that is known.
         witness: of `moving`; None: nothing is checked.
         reshaped: names live tensors that have another shape than the pieces say.
         alike: blocks until replicas have compared what they share; raises unless they hold the same.
@@ -48,7 +52,11 @@ class CopyJob:
         instead: an earlier job for the same snapshot, which was given up.
         reading: set once the live state is read.
         copied: set once nothing of the live state is read any more, whatever became of the copy.
-        sure: set once it is certain that a step began where the snapshot was taken. It is not sealed before that.
+        inputs: what the first forward of the step is given; None: unknown, or nothing that can be looked at.
+        declared: whether the loop has said that the step begins.
+        sure: set once it is certain that a step began where the snapshot was taken, and `inputs` is there. It is not
+            sealed before that; but `FORWARD_S` later, if the loop has said so and no forward comes.
+        slot: where it is, until its record is written.
         done: set once it is sealed, or has failed with `error`.
         begun_s, filled_s, sealed_s: `time.monotonic` when it was made, was all in the slot, and was sealed.
     """
@@ -61,14 +69,17 @@ class CopyJob:
     moving: tuple[Piece, ...]
     moving_bytes: int
     ready: tuple[Piece, ...]
-    record: Callable[[], bytes]
+    record: Callable[[str | None], bytes]
     witness: Witness | None = None
     reshaped: Callable[[], list[str]] = list
     alike: Callable[[], None] = lambda: None
     release: list[Callable[[], None]] = field(default_factory=list)
     persist: SnapshotId | None = None
     instead: CopyJob | None = None
+    inputs: Inputs | None = None
+    declared: bool = False
     error: HoldfastError | None = None
+    slot: memoryview = field(default_factory=lambda: memoryview(b""))
     copied: threading.Event = field(default_factory=threading.Event)
     sure: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -246,19 +257,29 @@ class Copier:
         except Exception as error:
             self._client.abandon(job.snapshot, job.coord, unused=isinstance(error, Retaken))
             raise
-        job.filled_s = time.monotonic()
+        job.slot, job.filled_s = slot, time.monotonic()
 
     def _seal(self, job: CopyJob) -> None:
         try:
-            if not job.sure.wait(FINAL_DEADLINE_S):
+            if not job.sure.wait(FORWARD_S if job.declared else FINAL_DEADLINE_S) and not job.declared:
                 raise DeadlineExceeded(f"no step followed {job.snapshot} within {FINAL_DEADLINE_S:.0f} s")
             job.check()
+            self._write_record(job)
             job.alike()
         except HoldfastError as error:
             self._sealing.abandon(job.snapshot, job.coord, unused=isinstance(error, Retaken))
             raise
+        finally:
+            job.slot = memoryview(b"")
         self._sealing.seal(job.snapshot, job.coord, job.protected)
         job.sealed_s = time.monotonic()
+
+    def _write_record(self, job: CopyJob) -> None:
+        offset, capacity = job.form.record
+        record = job.record(None if job.inputs is None else job.inputs.digest())
+        if len(record) > capacity:
+            raise Misfit(f"the plain values of {job.snapshot} take {len(record)} bytes, and {capacity} are kept")
+        job.slot[offset : offset + capacity] = record.ljust(capacity)
 
     def _begin_ahead(self, job: CopyJob) -> None:
         """Have a slot for the snapshot that will probably follow, before the SMP is busy sealing this one."""
@@ -312,11 +333,6 @@ class Copier:
         self._mover.copy(job.ready, slot, lambda count: None)
         reach("copy.done", step)
         job.check()
-        offset, capacity = job.form.record
-        record = job.record()
-        if len(record) > capacity:
-            raise Misfit(f"the plain values of {job.snapshot} take {len(record)} bytes, and {capacity} are kept")
-        slot[offset : offset + capacity] = record.ljust(capacity)
         self._mover.finish()
         if witness is not None:
             witness.check(slot)

@@ -126,7 +126,7 @@ class Data:
         self._mark = mark
         self._begin = begin
         self._ahead = ahead
-        self._exact = exact
+        self.exact = exact
         self._held = held
         self._place = _Place(start=_generators()) if held is None else _read(held, name)
         self._turn: object | None = None
@@ -385,7 +385,7 @@ class Data:
             "on something that is not restored: give the source state_dict and load_state_dict, or keep its random "
             "generators in its attributes; if it need not be the same, say exact=False"
         )
-        if self._exact:
+        if self.exact:
             raise StateMismatch(text)
         log.warning("%s", text)
 

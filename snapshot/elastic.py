@@ -73,7 +73,7 @@ class Resharding:
     Attributes:
         how: ``resharded``.
         notes: what the snapshot's record says beside the state: nothing that holds for another world.
-        loop: where the loop was, as far as that holds for another world. began, rewind: see `Restored`.
+        loop: where the loop was, as far as that holds for another world. began, inputs, rewind: see `Restored`.
     """
 
     how = "resharded"
@@ -82,6 +82,7 @@ class Resharding:
         self.notes: dict[str, Any] = {}
         self.loop: dict[str, Any] = {}
         self.began: Tree | None = None
+        self.inputs: str | None = None
         self.rewind: Callable[[], None] = lambda: None
         self._client = client
         self._sources = plan.sources

@@ -52,6 +52,7 @@ from snapshot.elastic import ELSEWHERE, elastic_from_environment
 from snapshot.errors import Misfit
 from snapshot.gradients import Gradients
 from snapshot.hidden import registered, untracked
+from snapshot.inputs import Inputs, sample_inputs
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
 from snapshot.own_smp import OwnSmp
@@ -60,7 +61,7 @@ from snapshot.profile import leave, recording_from_environment
 from snapshot.replicas import ReplicasDiffer
 from snapshot.reserve import reserve
 from snapshot.restore import Restored, restore
-from snapshot.resumed import Resumed, check_environment
+from snapshot.resumed import Resumed, check_environment, check_inputs
 from snapshot.tracked import make
 from snapshot.wishes import wishes_from_environment
 from snapshot.witness import StateChanged
@@ -184,6 +185,10 @@ class SnapshotHook:
         self._stepped = False
         self._rewind: Callable[[], None] | None = None
         self._resumed: Resumed | None = None
+        self._expected: str | None = None
+        self._given: Inputs | None = None
+        self._heard = False
+        self._unheard: CopyJob | None = None
         self._marked = False
         self._turn: int | None = None
         self._next_turn = 0
@@ -430,6 +435,7 @@ class SnapshotHook:
             self._held_data = dict(self._restored.loop.get("data", {}))
             if self.checks_resumption:
                 self._resumed = Resumed(self._adapter, self._mover, self._restored.began, self._step)
+                self._expected = self._restored.inputs
         return self
 
     def _identify(self) -> None:
@@ -463,7 +469,7 @@ class SnapshotHook:
         if kind is None and self._keep:
             self._end_last_step()
         if self._copy is not None:
-            if kind is None and not self._is_doubtful(self._copy):
+            if self._copy.declared or (kind is None and not self._is_doubtful(self._copy)):
                 self._copy.sure.set()
             elif not self._copy.sure.is_set():
                 self._copy.abort(Retaken("the loop was left before it was certain that the step had begun"))
@@ -488,6 +494,8 @@ class SnapshotHook:
         began = time.monotonic()
         if not self._beginning.seen:
             self._begin_unseen()
+        if self._expected is not None:
+            self._check_inputs(self._expected)
         self._pace.fenced(began)
         if self._copy is not None:
             self._fence(self._copy)
@@ -502,20 +510,46 @@ class SnapshotHook:
             self._end_step()
             self._capture.mark(buffers=self._beginning.blind)
 
-    def on_forward(self, number: int) -> None:
+    def on_forward(self, number: int, given: Any) -> None:
         """A module runs forward, in training mode and with gradients: the step begins, if the loop does not say so."""
         if not self._declared:
             if not self._forward:
                 self._capture.first_began()
             self._forward = number
             self._begin()
+            if self._began_with == number:
+                self._hear(given)
+        elif not self._heard:
+            self._hear(given)
 
     def on_backward(self, number: int) -> None:
         """Gradients are computed of a forward that `on_forward` told of, or (0) of one that nobody saw."""
         if self._beginning.backward(own=number == self._began_with) and self._copy is not None:
-            self._copy.sure.set()
+            self._be_sure(self._copy)
 
     # ------------------------------------------------------------------ inside
+
+    def _hear(self, given: Any) -> None:
+        """The first forward of a step runs."""
+        self._heard = True
+        if self._unheard is None and self._expected is None:
+            return
+        self._given = sample_inputs(given)
+        if self._unheard is not None and self._unheard.declared:
+            self._be_sure(self._unheard)
+
+    def _be_sure(self, copy: CopyJob) -> None:
+        """The step began where `copy` was made, and what its first forward is given is known, if it ever will be."""
+        if copy is self._unheard:
+            copy.inputs, self._unheard = self._given, None
+        copy.sure.set()
+
+    def _check_inputs(self, expected: str) -> None:
+        """The first step after a restore: was it given what it was before?"""
+        self._expected = None
+        given, self._given = self._given, None
+        if self._heard and all(data.exact for data in self._data.values()):
+            check_inputs(expected, given, self._step)
 
     def _declare(self) -> None:
         """The loop says where its steps begin, if it did not before."""
@@ -601,6 +635,7 @@ class SnapshotHook:
             self._begin_again()
         else:
             self._began_with = self._forward
+            self._heard, self._given = False, None
             if self._open is not None:
                 self._take(self._open)
         self._beginning.seen = True
@@ -619,6 +654,7 @@ class SnapshotHook:
 
     def _begin_unseen(self) -> None:
         """``optim.step()`` is about to be called, and no step was seen to begin since the last one."""
+        self._heard, self._given = False, None
         unseen = self._beginning.has_backward and not self._declared
         if unseen and not self._beginning.blind:
             self._beginning.blind = True
@@ -641,7 +677,7 @@ class SnapshotHook:
             copy.abort(Doubtful(self._step))
             text = "no snapshot of step %d: %s"
             self._episodes.begin("doubtful", text, self._step, copy.error, extra=about(copy.snapshot))
-        copy.sure.set()
+        self._be_sure(copy)
         in_time = copy.fence(0.0 if self._smp_is_slow else PATIENCE_S, self._deadline_s)
         if in_time:
             self._mover.fence()
@@ -749,12 +785,13 @@ class SnapshotHook:
             self._episodes.begin("capture", text, self._step, error, level=logging.ERROR, extra=extra)
         else:
             copy.alike, copy.instead = alike, instead
-            if self._declared:
+            copy.declared = self._declared
+            if ended:
                 copy.sure.set()
             if self._persist_due and due.protected is not None and due.protected.epoch == self._epoch:
                 copy.persist = due.protected
             self._episodes.end("capture", "state is captured again: step %d", self._step, extra=about(snapshot))
-            self._copy = self._copies[snapshot] = copy
+            self._copy = self._unheard = self._copies[snapshot] = copy
             self._pace.boundary(time.monotonic())
             self._client.copying(self._step)
             self._copier.submit(copy)
@@ -839,7 +876,7 @@ class SnapshotHook:
 
     def _let_go(self) -> None:
         """Whoever still refers to this hook shall not keep slots mapped: a process may enter many."""
-        self._copy = None
+        self._copy = self._unheard = None
         self._copies.clear()
         if hasattr(self, "_copier"):
             self._copier.let_go()

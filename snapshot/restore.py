@@ -38,6 +38,7 @@ from snapshot.replicas import is_part_of, part_of, plan_gathering
 from snapshot.shares import Part, parse_part
 from snapshot.state import (
     BEGAN,
+    INPUTS,
     LOOP,
     NOTES,
     check_fit,
@@ -68,6 +69,7 @@ class Restored:
         bytes_fetched: what came over the network for this rank's state.
         notes: what the snapshot's record says beside the state; empty if nothing.
         loop: where the loop was; see `SnapshotHook`.
+        inputs: what the first forward of that step was given; None: unknown, or of another number of ranks.
         began: digests of the random generators as the step began that is to be done again, if the loop did not say
             where it begins; see `snapshot.resumed`.
         rewind: puts the random generators back as they were restored.
@@ -86,6 +88,7 @@ class Restored:
     bytes_fetched: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
     loop: dict[str, Any] = field(default_factory=dict)
+    inputs: str | None = None
     began: Tree | None = None
     rewind: Callable[[], None] = lambda: None
     clock: dict[str, float] = field(default_factory=dict)
@@ -175,6 +178,7 @@ def restore(
                 notes=attempt.notes,
                 loop=attempt.loop,
                 began=attempt.began,
+                inputs=attempt.inputs,
                 rewind=attempt.rewind,
                 clock=clock,
                 tier=tier,
@@ -299,6 +303,7 @@ class _Attempt:
         self.notes: dict[str, Any] = {}
         self.loop: dict[str, Any] = {}
         self.began: Tree | None = None
+        self.inputs: str | None = None
         self.rewind: Callable[[], None] = lambda: None
         self.node = client.node
         self._client = client
@@ -358,7 +363,7 @@ class _Attempt:
             [(offset, leaf.bytes) for name, (offset, leaf) in form.offsets.items() if is_of_record(name)]
         )
         record = decode_record(self.shard.view, form, self.snapshot)
-        self.notes = record.get(NOTES) or {}
+        self.notes, self.inputs = record.get(NOTES) or {}, record.get(INPUTS)
         return form, record
 
     def midway(self) -> None:

@@ -19,6 +19,7 @@ from snapshot import streams
 from snapshot.adapter import Adapter, Change, Tree
 from snapshot.boundary import BEGIN
 from snapshot.capture import read_state
+from snapshot.inputs import Inputs
 from snapshot.movers import Mover, Piece
 from snapshot.state import capture_late
 from snapshot.tensors import flat
@@ -80,10 +81,7 @@ class Resumed:
             "changed it before the first step began (iter(DataLoader) draws from a generator; a schedule or counter "
             f"at the top of the loop moves on): {BEGIN}"
         )
-        if os.environ.get(ENV) == "accept":
-            log.warning("%s", text)
-            return
-        raise StateMismatch(f"{text}. The snapshot is kept. {ENV}=accept goes on all the same, with other results")
+        _refuse(text)
 
     def _replaced(self) -> list[str]:
         """The names of tensors that have come or gone, or have other memory with other bytes in it. What they had is
@@ -100,6 +98,26 @@ def _is_same(before: torch.Tensor, now: torch.Tensor | None) -> bool:
         return True  # a sample of its bytes is compared
     mine, other = (flat(t.resolve_conj().resolve_neg().contiguous()).view(torch.uint8) for t in (before, now))
     return torch.equal(mine, other)
+
+
+def check_inputs(expected: str, given: Inputs | None, step: int) -> None:
+    """The first optimizer is about to step, after a forward on what was `given`.
+
+    Raises:
+        StateMismatch: when the snapshot was taken that was restored, it was given something else.
+    """
+    if given is None or given.digest() != expected:
+        _refuse(
+            f"the first step after the restore of step {step} was given another batch than when the snapshot was "
+            "taken: it was read ahead, before the hook was entered, or from another place in the data. Go through data "
+            "by `snap.data`, and make what reads ahead a part of its source; or read the first batch after entering"
+        )
+
+
+def _refuse(text: str) -> None:
+    if os.environ.get(ENV) != "accept":
+        raise StateMismatch(f"{text}. The snapshot is kept. {ENV}=accept goes on all the same, with other results")
+    log.warning("%s", text)
 
 
 def check_environment() -> None:

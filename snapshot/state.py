@@ -23,6 +23,7 @@ from snapshot.witness import Subjects
 EARLY = "early"
 LATE = "late"
 NOTES = "notes"
+INPUTS = "inputs"
 LOOP = "loop"
 BEGAN = "began"
 RECORD_PAGE_BYTES = 4096
@@ -108,15 +109,23 @@ def place_tensors(form: SlotFormat, tensors: Iterable[tuple[str, torch.Tensor]])
 
 
 def encode_record(
-    snapshot: SnapshotId, coord: str, early: Values, late: Values, fixed: str, notes: dict[str, Any] | None = None
+    snapshot: SnapshotId,
+    coord: str,
+    early: Values,
+    late: Values,
+    fixed: str,
+    notes: dict[str, Any] | None = None,
+    inputs: str | None = None,
 ) -> bytes:
-    """The record leaf's JSON, not yet padded. `fixed` is JSON already; `notes` are no state, and need not be there."""
+    """The record leaf's JSON, not yet padded. `fixed` is JSON already. `notes`, and what the first forward was given,
+    are no state, and need not be there."""
     record = {
         "epoch": snapshot.epoch,
         "step": snapshot.step,
         "coord": coord,
         EARLY: early.encoded,
         LATE: late.encoded,
+        INPUTS: inputs,
     }
     if notes is not None:
         record[NOTES] = notes

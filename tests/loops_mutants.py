@@ -25,10 +25,10 @@ def _ignore(*arguments: Any, **options: Any) -> None:
     """Do nothing."""
 
 
-def _blind(self: Boundary, module: Any) -> None:
+def _blind(self: Boundary, module: Any, given: Any) -> None:
     """Every forward begins a step, an evaluation's too."""
     self._forwards += 1
-    self._listener.on_forward(self._forwards)
+    self._listener.on_forward(self._forwards, given)
     self._running.append(self._forwards)
 
 
@@ -36,7 +36,7 @@ WITHIN = (End(4, "backward", "kill"),)
 
 MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
     "generators are not restored": (
-        [(rng, "restore", _ignore), (Resumed, "check", _ignore)],
+        [(rng, "restore", _ignore), (Resumed, "check", _ignore), ("snapshot.hook", "check_inputs", _ignore)],
         Loop(1, model="dropout", form="begin", ends=WITHIN),
     ),
     "what changes during a copy is not noticed": (

@@ -35,7 +35,7 @@ class Recorder:
     def after_step(self) -> None:
         self._note("after")
 
-    def on_forward(self, number: int) -> None:
+    def on_forward(self, number: int, given: Any) -> None:
         self.forwards.append(number)
         self._note("forward")
 
@@ -523,10 +523,10 @@ class Locking(Recorder):
         super().__init__()
         self._lock = threading.Lock()
 
-    def on_forward(self, number: int) -> None:
+    def on_forward(self, number: int, given: Any) -> None:
         time.perf_counter()
         with self._lock:
-            super().on_forward(number)
+            super().on_forward(number, given)
 
     def on_backward(self, number: int) -> None:
         time.perf_counter()

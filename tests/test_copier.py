@@ -30,10 +30,14 @@ SOON_S = 0.05
 FORM = plan_slot("run", "dp0", [Leaf("w", "F32", (4096,))], 64)
 
 
+def record(inputs: str | None) -> bytes:
+    return b"{}"
+
+
 def job(tensor: torch.Tensor | None = None, step: int = 1, mover: CpuMover | None = None) -> CopyJob:
     moving = place_tensors(FORM, [("w", torch.zeros(4096) if tensor is None else tensor)])
     witness = Witness(mover or CpuMover(), Subjects(moving), step)
-    return CopyJob(SnapshotId(1, step), "dp0", (), None, FORM, moving, 4 * 4096, (), lambda: b"{}", witness=witness)
+    return CopyJob(SnapshotId(1, step), "dp0", (), None, FORM, moving, 4 * 4096, (), record, witness=witness)
 
 
 class Together:

@@ -243,7 +243,6 @@ def refused(loop: Loop, make: Callable[[], Job] = Job) -> str:
     life(loop, make(), STOP)
     with pytest.raises(StateMismatch) as raised:
         life(loop, make(), None, seed=99)
-    assert BEGIN in str(raised.value)
     assert f"The snapshot is kept. {ENV}=accept goes on all the same" in str(raised.value)
     with make().hook() as snap:  # it is still there
         assert snap.step == STOP - 1
@@ -304,6 +303,7 @@ def set_the_rate(job: Job) -> None:
 @pytest.mark.usefixtures("arena")
 def test_a_schedule_at_the_top_of_a_loop_that_says_nothing_is_refused() -> None:
     text = refused(scheduled_at_the_top)
+    assert BEGIN in text
     assert "scheduler.0.last_epoch" in text
     assert "lr" in text.partition(": no longer")[0]
 
@@ -404,3 +404,98 @@ def test_only_the_first_step_is_compared() -> None:
             job.step()
 
     trial(loop)
+
+
+# ------------------------------------------------------------------ a batch that was read before entering
+
+
+class Ahead(Job):
+    """Its first batch is read as it is made: before its hook is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch: torch.Tensor | None = None
+
+    def hook(self) -> InMemorySnapshot:
+        self.batch = torch.randn(6, 4)
+        return super().hook()
+
+    def forward(self) -> None:
+        assert self.batch is not None
+        loss = self.model(self.batch).square().sum()
+        self.batch = torch.randn(6, 4)
+        loss.backward()
+
+
+def reading_ahead(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    assert isinstance(job, Ahead)
+    for _ in range(snap.step, STEPS):
+        job.forward()
+        yield
+        job.step()
+
+
+def reading_ahead_declared(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    assert isinstance(job, Ahead)
+    for _ in snap.steps(STEPS):
+        job.forward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("loop", [reading_ahead, reading_ahead_declared])
+def test_a_batch_that_was_read_before_entering_is_refused(loop: Loop) -> None:
+    assert "was given another batch than when the snapshot was taken" in refused(loop, Ahead)
+
+
+@pytest.mark.usefixtures("arena")
+def test_who_accepts_another_batch_is_warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    life(reading_ahead_declared, Ahead(), STOP)
+    monkeypatch.setenv(ENV, "accept")
+    start, digests, _ = life(reading_ahead_declared, Ahead(), None, seed=99)
+    assert (start, len(digests)) == (STOP - 1, STEPS - STOP + 1)
+    assert sum("was given another batch" in record.getMessage() for record in caplog.records) == 1
+
+
+def reading_in_the_step(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    """Two micro-batches, of which each has an evaluation before it."""
+    for _ in snap.steps(STEPS):
+        for _ in range(2):
+            with torch.no_grad():
+                job.model(torch.randn(3, 4))
+            job.model(torch.randn(6, 4)).square().sum().backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_the_batches_of_a_step_are_what_they_were() -> None:
+    trial(reading_in_the_step)
+
+
+class Live:
+    """Never the same twice."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.randn(6, 4, generator=torch.Generator().manual_seed(random.SystemRandom().getrandbits(32)))
+
+
+def streaming(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for batch in snap.data(Live, exact=False):
+        job.model(batch).square().sum().backward()
+        yield
+        job.step()
+        if snap.step + 1 == STEPS:
+            break
+
+
+@pytest.mark.usefixtures("arena")
+def test_data_that_need_not_be_the_same_may_be_other_data() -> None:
+    torch.manual_seed(0)
+    life(streaming, Job(), STOP)
+    start, digests, _ = life(streaming, Job(), None, seed=99)
+    assert start == STOP - 1
+    assert digests

@@ -223,7 +223,7 @@ class SimCapture:
             (piece,),
             len(live),
             (),
-            lambda: json.dumps({"step": snapshot.step}).encode(),
+            lambda inputs: json.dumps({"step": snapshot.step}).encode(),
             copied=Event(),  # type: ignore[arg-type]
             sure=Event(),  # type: ignore[arg-type]
             done=Event(),  # type: ignore[arg-type]

@@ -1,0 +1,81 @@
+"""What the first forward of a step is given is told apart by a sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from snapshot.inputs import SAMPLED, sample_inputs
+
+
+def digest(*given: Any) -> str:
+    inputs = sample_inputs(given)
+    assert inputs is not None
+    return inputs.digest()
+
+
+def tokens() -> torch.Tensor:
+    return torch.arange(4 * 1024).reshape(4, 1024)
+
+
+@dataclass
+class Batch:
+    tokens: torch.Tensor
+    size: int = 4
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (tokens(), tokens() + 1),
+        (tokens(), tokens().reshape(1024, 4)),
+        (tokens(), tokens().int()),
+        (tokens().float(), -tokens().float()),
+        (tokens(), tokens().flip(1)),
+        (torch.tensor(1.0), torch.tensor(2.0)),
+        (torch.zeros(0, 3), torch.zeros(0, 4)),
+        (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)),
+        (torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64) * 1j),
+    ],
+)
+def test_other_tensors_have_another_digest(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert digest(one) == digest(one.clone())
+    assert digest(one) != digest(other)
+    assert digest(tokens(), one) != digest(tokens(), other)
+
+
+def test_views_are_what_they_show() -> None:
+    wide = torch.randn(6, 8)
+    for view in (wide.t(), wide[::2, 1:], wide[0].expand(5, 8), torch.randn(3, dtype=torch.complex64).conj()):
+        assert digest(view) == digest(view.clone().contiguous())
+
+
+def test_tensors_are_found_in_containers() -> None:
+    batch = tokens()
+    assert digest([{"x": (batch, 3)}], {"mask": None}) == digest(Batch(batch)) == digest(batch)
+    assert sample_inputs((None, [3, "text"], {})) is None
+
+
+def test_what_was_computed_is_no_batch() -> None:
+    activations = torch.nn.Linear(2, 2)(torch.ones(1, 2))
+    assert sample_inputs([activations]) is None
+    assert digest(activations, tokens()) == digest(tokens())
+
+
+def test_a_sample_of_much_is_little() -> None:
+    for shape in ((10**6,), (1000, 1000), (100, 100, 100), (2, 3, 4, 5, 6, 7), (1, 10**6)):
+        inputs = sample_inputs(torch.zeros(shape))
+        assert inputs is not None
+        assert 8 <= inputs.found[0].numel() <= 4 * SAMPLED
+
+
+def test_the_sample_stays_what_it_was() -> None:
+    batch = tokens()
+    inputs = sample_inputs(batch)
+    before = digest(batch)
+    batch.zero_()
+    assert inputs is not None
+    assert inputs.digest() == before != digest(batch)
