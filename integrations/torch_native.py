@@ -5,6 +5,7 @@ Of distributed tensors, as FSDP2's ``fully_shard`` makes them, each rank's own p
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from integrations.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
-from smp_daemon.errors import ConfigError
+from smp_daemon.errors import ConfigError, StateMismatch
 from snapshot.adapter import Change, LiveTensor, Stateful, Tree
 from snapshot.optimizers import OptimizerState, unwrapped
 from snapshot.tensors import block_of, local, piece_of
@@ -38,6 +39,7 @@ class TorchAdapter(BaseAdapter):
             for i, optimizer in enumerate(unwrapped(*self._optimizers))
         ]
         super().__init__(model, states, scheduler, extra)
+        self._once: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         warn_of_unnamed(states)
 
     def coordinate(self) -> str:
@@ -67,6 +69,7 @@ class TorchAdapter(BaseAdapter):
     def tensors(self) -> Iterator[LiveTensor]:
         self._names.clear()
         self._names.update(parameter_names(self._modules))  # parameters may have become others
+        self._check_names()
         for prefix, module in self._of_modules():
             for name, parameter in module.named_parameters():
                 block = block_of(parameter)
@@ -80,6 +83,21 @@ class TorchAdapter(BaseAdapter):
         for state in self._states:
             yield from state.tensors()
         yield from self._tracked_tensors()
+
+    def _check_names(self) -> None:
+        """Raises `StateMismatch` if an optimizer's parameter was the model's and is not any more."""
+        for state in self._states:
+            for place, parameter in state.unnamed():
+                known, called = self._once.get(id(parameter), (None, ""))
+                if known is not None and known() is parameter:
+                    raise StateMismatch(
+                        f"parameter {place} of an optimizer was {called}, and just now the model has another tensor "
+                        "there, as between FSDP2's unshard() and reshard(): say `snap.begin()` before parameters are "
+                        "gathered"
+                    )
+            for _, parameter in state.parameters():
+                if name := self._names.get(parameter):
+                    self._once[id(parameter)] = weakref.ref(parameter), name
 
 
 def _check_optimizers(optim: Any) -> list[torch.optim.Optimizer]:

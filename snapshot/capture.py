@@ -40,6 +40,10 @@ from snapshot.state import (
 from snapshot.witness import Subjects, Witness
 
 
+FORWARDS = frozenset({"tracked", "get_extra_state"})
+"""Parts of an adapter's late values that a forward may change, as it may change buffers."""
+
+
 class Capture:
     """Takes one rank's state as steps begin.
 
@@ -178,20 +182,18 @@ class Capture:
         self._quiet = self._entered.keys() - set(self.drawn())
 
     def changed(self, copy: CopyJob) -> tuple[bool, bool]:
-        """Whether, since `begin` gave `copy`, what forward leaves alone has changed; and whether buffers or generators
-        have."""
+        """Whether, since `begin` gave `copy`, what forward leaves alone has changed; and whether what it may change has:
+        buffers, generators, what modules and tracked values keep beside tensors."""
         taken = self._taken
         if taken is None or copy.witness is None or self._placed is None:
             return False, False
         late = capture_late(self._adapter, taken.began)
-        state = late.encoded != taken.late.encoded or any(
-            not torch.equal(late.tensors[name], tensor) for name, tensor in taken.late.tensors.items()
-        )
+        differing = _differing(taken.late, late)
         manifest = self._placed.manifest
-        if state or copy.witness.changed() or manifest.has_moved() or not manifest.holds_the_same():
+        if differing - FORWARDS or copy.witness.changed() or manifest.has_moved() or not manifest.holds_the_same():
             return True, True
         versions = Subjects(self._placed.at_once).versions()
-        return False, versions != taken.versions or read_state(self._adapter) != taken.began
+        return False, bool(differing) or versions != taken.versions or read_state(self._adapter) != taken.began
 
     def compare_replicas(self, snapshot: SnapshotId) -> Callable[[], None]:
         """Begin to compare a sample of what replicas share, as it is now. A collective call, that returns at once.
@@ -259,6 +261,16 @@ class Capture:
     def _check_leaves(self, values: Values) -> None:
         if new := [leaf.name for leaf in values.leaves if leaf not in self._leaves]:
             raise Misfit(f"there is no room for {', '.join(new)}")
+
+
+def _differing(before: Values, now: Values) -> set[str]:
+    """Parts of late values that have changed, by the first component of their paths."""
+    kinds = before.encoded.keys() | now.encoded.keys()
+    found = {kind for kind in kinds if before.encoded.get(kind) != now.encoded.get(kind)}
+    for name, tensor in before.tensors.items():
+        if name not in now.tensors or not torch.equal(now.tensors[name], tensor):
+            found.add(name.split(".")[1])
+    return found
 
 
 def read_state(adapter: Adapter) -> Tree:
