@@ -32,6 +32,9 @@ from smp_daemon.sources import Address, Sources
 from smp_daemon.starts import End, Start
 from smp_daemon.transport import Message, SocketStream, call, connect
 
+ANSWER_S = 5.0
+"""How much longer than it was told to wait the SMP may take to say that it has."""
+
 END_DEADLINE_S = 5.0
 PLACE_DEADLINE_S = 60.0
 """How long the storage of persisted snapshots may take to say what is there."""
@@ -93,12 +96,14 @@ class SmpClient:
         self._lock = threading.Lock()
         self._maps: dict[str, tuple[int, memoryview]] = {}
         self._stream: SocketStream | None = None
+        self._connections = 0
         self._epoch: int | None = None
         self.reconnect()
 
     def reconnect(self, deadline_s: float = CALL_DEADLINE_S) -> None:
         """Connect anew, after `SmpUnavailable`; raises what making the client raises, and `DeadlineExceeded`."""
         self._hang_up()
+        self._connections += 1
         if not socket_path(self.arena).exists():
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m smp_daemon`")
         self._stream = connect(socket_path(self.arena), deadline_s)
@@ -117,6 +122,12 @@ class SmpClient:
         self._board = Board(self.arena / "board")
         row = hello.get("row")
         self._row = row if isinstance(row, int) and 0 <= row < BEAT_ROWS else None
+
+    @property
+    def connection(self) -> int | None:
+        """A number of its own for each connection; None while there is none. A slot is had for one connection."""
+        stream = self._stream
+        return None if stream is None or stream.closed else self._connections
 
     def inventory(self) -> Inventory:
         """What the SMP holds."""
@@ -191,9 +202,10 @@ class SmpClient:
             self._board.copying(self._row, step)
 
     def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> Outcome:
-        """Block until `snapshot` is protected or has failed, at most `deadline_s`."""
+        """Block until `snapshot` is protected or has failed, at most `deadline_s`; `ANSWER_S` more if the SMP stands
+        still."""
         message = {"op": "await", "snapshot": snapshot, "deadline_s": deadline_s}
-        return Outcome(self._call(message, deadline_s + CALL_DEADLINE_S)["outcome"])
+        return Outcome(self._call(message, deadline_s + ANSWER_S)["outcome"])
 
     def recover(self, sources: Sources, coord: str, *, check: bool = True) -> RecoveredShard:
         """Have the SMP hold `coord` again, from wherever it can be had; its bytes, mapped.

@@ -39,7 +39,6 @@ from snapshot.state import (
 )
 from snapshot.witness import Subjects, Witness
 
-
 FORWARDS = frozenset({"tracked", "get_extra_state"})
 """Parts of an adapter's late values that a forward may change, as it may change buffers."""
 
@@ -182,7 +181,7 @@ class Capture:
         self._quiet = self._entered.keys() - set(self.drawn())
 
     def changed(self, copy: CopyJob) -> tuple[bool, bool]:
-        """Whether, since `begin` gave `copy`, what forward leaves alone has changed; and whether what it may change has:
+        """Whether what forward leaves alone has changed since `begin` gave `copy`; and whether what it may change has:
         buffers, generators, what modules and tracked values keep beside tensors."""
         taken = self._taken
         if taken is None or copy.witness is None or self._placed is None:

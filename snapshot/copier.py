@@ -156,7 +156,7 @@ class Copier:
         self._on_done = on_done
         self._attached = True
         self._episodes = Episodes(log)
-        self._ahead: tuple[SnapshotId, memoryview] | None = None
+        self._ahead: tuple[SnapshotId, memoryview, int | None] | None = None
         self._newest: SnapshotId | None = None
         self._coord = ""
         self._saying: str | None = None
@@ -286,6 +286,7 @@ class Copier:
         if self._stride < 1:
             return
         guess = SnapshotId(job.snapshot.epoch, job.snapshot.step + self._stride)
+        connection = self._client.connection
         try:
             slot = self._client.begin(guess, job.coord, (*job.keep, job.snapshot), job.protected)
         except NoFreeSlot:
@@ -295,7 +296,7 @@ class Copier:
             self._episodes.begin("ahead", text, error, level=logging.INFO, extra=about(guess))
             return
         self._episodes.end("ahead", "slots are had ahead of time again", extra=about(guess))
-        self._ahead = guess, slot
+        self._ahead = guess, slot, connection
         self._coord = job.coord
 
     def _take_slot(self, job: CopyJob) -> memoryview:
@@ -304,10 +305,11 @@ class Copier:
         self._newest = job.snapshot
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            guess, slot = ahead
-            if guess == job.snapshot:
-                return slot
-            self._client.abandon(guess, job.coord, unused=True)
+            guess, slot, connection = ahead
+            if connection is not None and connection == self._client.connection:
+                if guess == job.snapshot:
+                    return slot
+                self._client.abandon(guess, job.coord, unused=True)  # the SMP takes it back with a connection that ends
         return self._client.begin(job.snapshot, job.coord, job.keep, job.protected)
 
     def _fill(self, job: CopyJob, slot: memoryview) -> None:

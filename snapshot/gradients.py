@@ -53,6 +53,11 @@ class Gradients:
         self._steps += 1
         self._seen.clear()
 
+    def check(self) -> None:
+        """The loop has ended: were gradients computed, and no step has followed?"""
+        if self._steps == 0 and self._count:
+            self._once(NO_STEP, self._count)
+
     def remove(self) -> None:
         """Watch no more."""
         while self._undo:

@@ -345,7 +345,8 @@ class SnapshotHook:
             self._pace.comm(False)
 
     def drain(self, deadline_s: float) -> bool:
-        """Block until this node has protected every snapshot taken so far, at most `deadline_s`.
+        """Block until this node has protected every snapshot taken so far, at most `deadline_s`; some seconds more if
+        its SMP stands still.
 
         Not needed in a training loop; for planned stops, after `begin`. True if all are protected as far as this node
         can tell; the other ranks learn of it with the next step. False if some failed, are not done yet, or the SMP is
@@ -461,6 +462,8 @@ class SnapshotHook:
 
         After an exception everything stays, for the restart.
         """
+        if kind is None and not self._stepped:
+            self._gradients.check()
         self._boundary.remove()
         self._gradients.remove()
         self._steppers.remove()
@@ -832,8 +835,9 @@ class SnapshotHook:
         return False
 
     def _wait_for_copies(self) -> None:
+        limit = time.monotonic() + self._deadline_s
         for copy in self._copies.values():
-            copy.done.wait(self._deadline_s)
+            copy.done.wait(max(0.0, limit - time.monotonic()))
 
     def _reserve(self, slot_bytes: int) -> None:
         self._layout = reserve(

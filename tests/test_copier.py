@@ -203,7 +203,9 @@ class Slots:
 
     def __init__(self) -> None:
         self.slot = memoryview(mmap.mmap(-1, FORM.total_bytes))
+        self.connection = 1
         self.asked = threading.Event()
+        self.begun: list[SnapshotId] = []
         self.gives = threading.Event()
         self.gives.set()
         self.sealed: list[SnapshotId] = []
@@ -213,6 +215,7 @@ class Slots:
     def begin(self, snapshot: SnapshotId, *_: Any) -> memoryview:
         self.asked.set()
         assert self.gives.wait(DEADLINE_S)
+        self.begun.append(snapshot)
         return self.slot
 
     def seal(self, snapshot: SnapshotId, *_: Any) -> None:
@@ -286,6 +289,21 @@ def test_when_slots_are_given_again_copies_are_made_again(rig: Rig) -> None:
     assert made.done.wait(DEADLINE_S)
     assert made.error is None
     assert rig.slots.sealed == [made.snapshot]
+
+
+@pytest.mark.parametrize("connections", [(1, 1), (1, 2)])
+def test_a_slot_that_was_had_ahead_of_time_is_had_for_its_connection(rig: Rig, connections: tuple[int, int]) -> None:
+    for step in (1, 2):
+        rig.slots.connection = connections[0]
+        made = rig.submit(job(step=step))
+        assert made.fence(DEADLINE_S, DEADLINE_S)
+        assert made.done.wait(DEADLINE_S)
+    rig.slots.connection = connections[1]
+    made = rig.submit(job(step=3))
+    assert made.fence(DEADLINE_S, DEADLINE_S)
+    assert made.done.wait(DEADLINE_S)
+    assert made.error is None
+    assert [each.step for each in rig.slots.begun].count(3) == len(set(connections))
 
 
 def test_a_loop_waits_for_a_copy_that_reads_its_state(rig: Rig) -> None:

@@ -1,0 +1,88 @@
+"""What gradients tell of a loop is said, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from snapshot.gradients import KEPT, LEFT_OUT, MOST_WITHOUT_A_STEP, NO_STEP, Gradients
+
+
+class Watched:
+    """A model whose gradients are watched, and what was said."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 1)
+        self.said: list[tuple[object, ...]] = []
+        self.gradients = Gradients([self.model], lambda *line: self.said.append(line))
+
+    def backward(self) -> None:
+        self.model(torch.ones(1, 2)).sum().backward()
+
+    def zero(self, to_none: bool = True) -> None:
+        self.model.zero_grad(set_to_none=to_none)
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    made = Watched()
+    yield made
+    made.gradients.remove()
+    before = list(made.said)
+    made.backward()
+    assert made.said == before
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_loop_that_zeroes_its_gradients_hears_nothing(watched: Watched, to_none: bool) -> None:
+    for _ in range(3):
+        for _ in range(2):  # micro-batches
+            watched.backward()
+        watched.gradients.stepped()
+        watched.zero(to_none)
+    watched.gradients.check()
+    assert watched.said == []
+
+
+def test_gradients_that_are_kept_from_step_to_step_are_named_once(watched: Watched) -> None:
+    for _ in range(4):
+        watched.backward()
+        watched.gradients.stepped()
+    assert watched.said == [(KEPT, "model0.weight")]
+
+
+def test_a_step_that_is_left_out_is_noticed(watched: Watched) -> None:
+    for step in range(6):
+        watched.backward()
+        if step not in (2, 4):
+            watched.gradients.stepped()
+        watched.zero()
+    assert watched.said == [(LEFT_OUT, "model0.weight")]
+
+
+def test_gradients_without_any_step_are_told_of_after_a_while(watched: Watched) -> None:
+    for _ in range(MOST_WITHOUT_A_STEP + 3):
+        watched.backward()
+        watched.zero()
+    watched.gradients.check()
+    assert watched.said == [(NO_STEP, MOST_WITHOUT_A_STEP)]
+
+
+def test_gradients_without_any_step_are_told_of_as_the_loop_ends(watched: Watched) -> None:
+    watched.gradients.check()
+    assert watched.said == []
+    for _ in range(3):
+        watched.backward()
+        watched.zero()
+    watched.gradients.check()
+    assert watched.said == [(NO_STEP, 3)]
+
+
+def test_where_gradients_are_added_up_elsewhere_nothing_is_said_of_them(watched: Watched) -> None:
+    setattr(watched.model.weight, "main_grad", torch.zeros(1, 2))  # noqa: B010
+    for _ in range(4):
+        watched.backward()
+        watched.gradients.stepped()
+    assert watched.said == []
