@@ -61,6 +61,10 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         [(OptimizerState, "load", _ignore)],
         Loop(5, form="steps", twists=(Twist("schedule: end"),), ends=WITHIN),
     ),
+    "a batch that was read ahead is not noticed": (
+        [("snapshot.hook", "check_inputs", _ignore)],
+        Loop(7, data="prefetched, before entering", form="steps", ends=WITHIN),
+    ),
     "buffers are not restored": (
         [("integrations.torch_native", "buffers", lambda module, prefix: iter(()))],
         Loop(6, model="batchnorm", form="begin", ends=WITHIN),

@@ -15,6 +15,7 @@ PLAIN_DATA = ("fresh", "indexed", "numpy", "python")
 OTHER_DATA = (
     "own generator",
     "prefetched",
+    "prefetched, before entering",
     "loader, iterator before",
     "loader, iterator inside",
     "loader, iterator inside, shuffled",

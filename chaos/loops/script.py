@@ -16,7 +16,7 @@ TENSOR = r"(model|optim)\d*\.\w|tracked\.\w"
 """How holdfast calls tensors of the state."""
 
 RANDOM = r"generator|random"
-DATA = rf"{RANDOM}|loader|iterator|place in the data"
+DATA = rf"{RANDOM}|loader|iterator|place in the data|another batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +259,8 @@ class Script:
             self._next = [f"x = {self._next[0]}"]
             self._kept["source"] = "source"
             self._blame.append(r"source|" + RANDOM)
-        elif name == "prefetched":
-            self._inside.append(f"following = {fresh}")
+        elif name.startswith("prefetched"):
+            (self._setup if "before" in name else self._inside).append(f"following = {fresh}")
             self._next = ["x = following"]
             self._ready = [f"following = {fresh}"]
             self._blame.append(DATA)
