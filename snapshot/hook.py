@@ -269,7 +269,7 @@ class SnapshotHook:
                     f"data({name!r}) was read by another number of ranks, so its place cannot be found again: cut "
                     "batches with `holdfast.batches.GlobalBatches` where the number of ranks may change"
                 )
-            known = Data(source, name, held, self._mark, self._begin, ahead=ahead, exact=exact)
+            known = Data(source, name, held, self._mark, self._begin, ahead=ahead, exact=exact, beat=self._beat)
             self._data[name] = known
         elif known.source is not source:
             known.source = source
@@ -399,7 +399,7 @@ class SnapshotHook:
         self._epoch = self._restored.epoch
         self._step = self._restored.snapshot.step if self._restored.snapshot else 0
         self._phase = Phase.START
-        self._client.beat(self._phase, self._step)
+        self._beat()
         self._ledger = Ledger.restored(
             self._slots,
             self._restored.snapshot,
@@ -595,7 +595,7 @@ class SnapshotHook:
         self._steppers.check()
         self._step += 1
         self._phase = Phase.STEP
-        self._client.beat(self._phase, self._step)
+        self._beat()
         self._cadence.observe(began, self.statistics.stall_s, busy=bool(self._ledger.pending))
         try:
             if self._enabled and self._parted and self._agreement.meet(self._step):
@@ -628,7 +628,7 @@ class SnapshotHook:
     def _begin(self) -> None:
         """The next step begins here, as far as can be told."""
         began = time.monotonic()
-        self._client.beat(self._phase, self._step)
+        self._beat()
         if self._resumed is not None:
             resumed, self._resumed = self._resumed, None
             resumed.check(declared=self._declared)
@@ -806,6 +806,10 @@ class SnapshotHook:
             self._mark()
         if self._open is not None and not self._beginning.seen:
             self._take(self._open, ended=True)
+
+    def _beat(self) -> None:
+        """This process is alive, and where."""
+        self._client.beat(self._phase, self._step)
 
     def _loop(self) -> dict[str, Any]:
         """Where the loop is, for `steps` and `data`."""

@@ -471,6 +471,19 @@ def test_at_the_end_of_a_pass_nothing_is_left_of_it() -> None:
     assert len(list(again)) == 6
 
 
+def test_reading_batches_again_tells_the_smp_that_the_process_lives() -> None:
+    hook = Hook()
+    data = hook.data(loader(shuffle=True))
+    batches = iter(data)
+    for batch in itertools.islice(batches, 4):
+        train(hook, batch)
+    held = decode(json.loads(json.dumps(encode(data.state(), "", {}))), no_tensor)
+    beats: list[None] = []
+    again = Data(loader(shuffle=True), "data", held, *[lambda: None] * 2, beat=lambda: beats.append(None))
+    assert len(list(again)) == 2
+    assert len(beats) == 4
+
+
 # ---------------------------------------------------------------------- sources that know where they are
 
 
