@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,9 +46,9 @@ class BaseAdapter:
             for name, part in ({} if extra is None else extra).items()
             if part is not None
         }
-        self._with_extra_state = _with_extra_state(self._modules)
         self._flags = Flags(self._modules)
         self._tracked: dict[str, Tracked] = {}
+        self._with_extra_state = _with_extra_state(self._roots())
         self.carried: dict[str, Tree] = {}
         self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
@@ -136,7 +136,7 @@ class BaseAdapter:
         held, have = fixed["schedulers"], [type(each).__qualname__ for each in self._schedulers]
         if held != have:
             raise StateMismatch(f"scheduler is {held or 'none'} in the snapshot, {have or 'none'} in this job")
-        self._with_extra_state = _with_extra_state(self._modules)
+        self._with_extra_state = _with_extra_state(self._roots())
         self._flags = Flags(self._modules)
         names = [name for name, _ in self._with_extra_state]
         check_names("what has get_extra_state", late["get_extra_state"], names)
@@ -171,8 +171,15 @@ class BaseAdapter:
 
     def _of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The modules, by name; called where a walk over all tensors begins."""
-        self._with_extra_state = _with_extra_state(self._modules)
+        self._with_extra_state = _with_extra_state(self._roots())
         yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
+
+    def _roots(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """All modules that were given, and what they are called."""
+        yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
+        for name, piece in self._tracked.items():
+            if isinstance(piece.tensors, torch.nn.Module):
+                yield f"tracked.{name}", piece.tensors
 
     def _tracked_tensors(self) -> Iterator[LiveTensor]:
         for piece in self._tracked.values():
@@ -221,19 +228,19 @@ def settles_late(part: Stateful) -> bool:
     return not any(hasattr(type(part), name) for name in ("__iter__", "__next__", "__getitem__"))
 
 
-def _with_extra_state(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
-    """The modules in `modules`, by name, whose classes have a ``get_extra_state``, as TransformerEngine's have.
+def _with_extra_state(roots: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
+    """The modules in `roots`, by name, whose classes have a ``get_extra_state``, as TransformerEngine's have.
 
     Raises:
         ConfigError: one could not take back what it gives.
     """
     found = []
-    for i, root in enumerate(modules):
+    for path, root in roots:
         for inner, module in root.named_modules():
             kind = type(module)
             if kind.get_extra_state is torch.nn.Module.get_extra_state:
                 continue
-            name = f"model{i}.{inner}" if inner else f"model{i}"
+            name = f"{path}.{inner}" if inner else path
             if kind.set_extra_state is torch.nn.Module.set_extra_state:
                 raise ConfigError(f"{name}: {kind.__qualname__} has get_extra_state without set_extra_state: add it")
             found.append((name, module))

@@ -200,6 +200,18 @@ def test_what_forward_changes_of_it_is_as_it_was_when_the_step_began(arena: Path
         assert again[0].amax == [*seen, seen[3] / 2 + 1.0][snap.step]
 
 
+def test_that_of_a_tracked_module_comes_back(arena: Path) -> None:
+    for amax in (5.0, 1.0):
+        model, optim = scaled()
+        teacher = Scaled()
+        teacher.amax = amax
+        snap = InMemorySnapshot(model, optim, keep=True, strict=True)
+        snap.track("teacher", tensors=teacher)
+        with snap:
+            go_on(snap, model, optim, 2)
+    assert teacher.amax == 5.0
+
+
 @pytest.mark.parametrize(
     "state", [b"\0\xff", {"scale": torch.ones(2, 3), "history": [1, (2.5, None)]}, torch.arange(5), None], ids=str
 )
