@@ -85,11 +85,11 @@ class TorchAdapter(BaseAdapter):
         yield from self._tracked_tensors()
 
     def _check_names(self) -> None:
-        """Raises `StateMismatch` if an optimizer's parameter was the model's and is not any more."""
+        """Raises `StateMismatch` if an optimizer's sharded parameter was the model's and is not any more."""
         for state in self._states:
             for place, parameter in state.unnamed():
                 known, called = self._once.get(id(parameter), (None, ""))
-                if known is not None and known() is parameter:
+                if known is not None and known() is parameter and local(parameter) is not parameter:
                     raise StateMismatch(
                         f"parameter {place} of an optimizer was {called}, and just now the model has another tensor "
                         "there, as between FSDP2's unshard() and reshard(): say `snap.begin()` before parameters are "

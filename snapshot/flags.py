@@ -18,8 +18,12 @@ class Flags:
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._parameters = {f"{i}.{n}": p for i, module in enumerate(modules) for n, p in module.named_parameters()}
-        self._modules = {f"{i}.{n}": m for i, module in enumerate(modules) for n, m in module.named_modules()}
+        self._parameters = {
+            f"model{i}.{n}": p for i, module in enumerate(modules) for n, p in module.named_parameters()
+        }
+        self._modules = {
+            f"model{i}.{name}": part for i, module in enumerate(modules) for name, part in module.named_modules()
+        }
 
     def names(self) -> Tree:
         """What `state` is of, in its order."""

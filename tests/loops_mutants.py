@@ -48,7 +48,11 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         Loop(3, twists=(Twist("schedule: top"),), ends=WITHIN),
     ),
     "an evaluation begins a step": (
-        [(Boundary, "_forward", _blind), (Capture, "changed", lambda *_: (False, False))],
+        [
+            (Boundary, "_forward", _blind),
+            (Capture, "changed", lambda *_: (False, False)),
+            ("snapshot.hook", "check_inputs", _ignore),
+        ],
         Loop(
             4,
             data="indexed",
