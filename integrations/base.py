@@ -15,7 +15,7 @@ from smp_daemon.logs import get_log
 from smp_daemon.slotfile import Leaf
 from snapshot import rng, tracked
 from snapshot.adapter import Change, Container, LiveTensor, Stateful, Tree, Updated
-from snapshot.flags import Flags
+from snapshot.flags import GRADIENTS, Flags
 from snapshot.optimizers import OptimizerState, check_names
 from snapshot.steppers import Steppers
 from snapshot.tensors import block_of, local
@@ -110,6 +110,7 @@ class BaseAdapter:
             "extra": self._extras(late=True),
             "get_extra_state": {name: _hooked(module).get_extra_state() for name, module in self._with_extra_state},
             "flags": self._flags.state(),
+            GRADIENTS: self._flags.gradients(),
             "tracked": tracked.values(self._tracked, late=True),
         }
 
@@ -155,7 +156,7 @@ class BaseAdapter:
         held = {**early["extra"], **late["extra"]}
         for name, part in self._extra.items():
             part.load_state_dict(held[name])
-        self._flags.load(fixed["flags"], late["flags"])
+        self._flags.load(fixed["flags"], late["flags"], late[GRADIENTS])
         for name, module in self._with_extra_state:
             _hooked(module).set_extra_state(late["get_extra_state"][name])
         tracked.load(self._tracked, {**early["tracked"], **late["tracked"]})

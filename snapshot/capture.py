@@ -21,6 +21,7 @@ from snapshot.adapter import Adapter, Tree
 from snapshot.agreement import Agreement
 from snapshot.copier import CopyJob
 from snapshot.errors import Misfit
+from snapshot.flags import GRADIENTS
 from snapshot.manifest import Manifest
 from snapshot.movers import Mover, Piece
 from snapshot.replicas import ALONE, agree_on_shares
@@ -264,7 +265,7 @@ class Capture:
 
 def _differing(before: Values, now: Values) -> set[str]:
     """Parts of late values that have changed, by the first component of their paths."""
-    kinds = before.encoded.keys() | now.encoded.keys()
+    kinds = (before.encoded.keys() | now.encoded.keys()) - {GRADIENTS}
     found = {kind for kind in kinds if before.encoded.get(kind) != now.encoded.get(kind)}
     for name, tensor in before.tensors.items():
         if name not in now.tensors or not torch.equal(now.tensors[name], tensor):

@@ -53,9 +53,9 @@ class CopyJob:
         reading: set once the live state is read.
         copied: set once nothing of the live state is read any more, whatever became of the copy.
         inputs: what the first forward of the step is given; None: unknown, or nothing that can be looked at.
-        declared: whether the loop has said that the step begins.
+        begins: whether the step begins where the snapshot was taken, whatever follows: the loop has said so.
         sure: set once it is certain that a step began where the snapshot was taken, and `inputs` is there. It is not
-            sealed before that; but `FORWARD_S` later, if the loop has said so and no forward comes.
+            sealed before that; but `FORWARD_S` later, if it `begins` and no forward comes.
         slot: where it is, until its record is written.
         done: set once it is sealed, or has failed with `error`.
         begun_s, filled_s, sealed_s: `time.monotonic` when it was made, was all in the slot, and was sealed.
@@ -77,7 +77,7 @@ class CopyJob:
     persist: SnapshotId | None = None
     instead: CopyJob | None = None
     inputs: Inputs | None = None
-    declared: bool = False
+    begins: bool = False
     error: HoldfastError | None = None
     slot: memoryview = field(default_factory=lambda: memoryview(b""))
     copied: threading.Event = field(default_factory=threading.Event)
@@ -261,7 +261,7 @@ class Copier:
 
     def _seal(self, job: CopyJob) -> None:
         try:
-            if not job.sure.wait(FORWARD_S if job.declared else FINAL_DEADLINE_S) and not job.declared:
+            if not job.sure.wait(FORWARD_S if job.begins else FINAL_DEADLINE_S) and not job.begins:
                 raise DeadlineExceeded(f"no step followed {job.snapshot} within {FINAL_DEADLINE_S:.0f} s")
             job.check()
             self._write_record(job)

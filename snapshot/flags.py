@@ -1,4 +1,8 @@
-"""Which parameters take gradients, and which modules are in training mode: switches that loops turn in mid-run."""
+"""Which parameters take gradients, which have one, and which modules are in training mode: what loops turn in mid-run.
+
+Where a gradient is zero an optimizer goes by momentum and decays weights; a parameter without one it leaves alone. So
+where there was a gradient there is one again, of zeros: gradients themselves are not captured.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,9 @@ import numpy as np
 import torch
 
 from snapshot.adapter import Tree
+
+GRADIENTS = "gradients"
+"""What an adapter calls `Flags.gradients` among its late values. Zeroing them is no change of the state."""
 
 
 class Flags:
@@ -27,7 +34,7 @@ class Flags:
 
     def names(self) -> Tree:
         """What `state` is of, in its order."""
-        return {"requires_grad": list(self._parameters), "training": list(self._modules)}
+        return {"parameters": list(self._parameters), "modules": list(self._modules)}
 
     def state(self) -> Tree:
         """How they are now: bits."""
@@ -36,15 +43,28 @@ class Flags:
             "training": np.packbits([m.training for m in self._modules.values()]).tobytes(),
         }
 
-    def load(self, names: Tree, state: Tree) -> None:
+    def gradients(self) -> bytes:
+        """Which parameters have a gradient: bits."""
+        return np.packbits([_has_gradient(p) for p in self._parameters.values()]).tobytes()
+
+    def load(self, names: Tree, state: Tree, gradients: bytes) -> None:
         """Turn them as they were. What is not named stays as it is: it was not there."""
-        for name, flag in _unpacked(names["requires_grad"], state["requires_grad"]).items():
+        for name, flag in _unpacked(names["parameters"], state["requires_grad"]).items():
             parameter = self._parameters.get(name)
             if parameter is not None and parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)
-        for name, flag in _unpacked(names["training"], state["training"]).items():
+        for name, flag in _unpacked(names["parameters"], gradients).items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                parameter.grad = torch.zeros_like(parameter) if flag else None
+        for name, flag in _unpacked(names["modules"], state["training"]).items():
             if name in self._modules:
                 self._modules[name].training = flag
+
+
+def _has_gradient(parameter: torch.Tensor) -> bool:
+    gradient = parameter.grad
+    return gradient is not None and not gradient.is_sparse
 
 
 def _unpacked(names: Sequence[str], bits: bytes) -> dict[str, bool]:

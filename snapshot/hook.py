@@ -52,7 +52,7 @@ from snapshot.elastic import ELSEWHERE, elastic_from_environment
 from snapshot.errors import Misfit
 from snapshot.gradients import Gradients
 from snapshot.hidden import registered, untracked
-from snapshot.inputs import Inputs, sample_inputs
+from snapshot.inputs import Batch
 from snapshot.ledger import Ledger
 from snapshot.movers import choose_mover
 from snapshot.own_smp import OwnSmp
@@ -186,8 +186,8 @@ class SnapshotHook:
         self._rewind: Callable[[], None] | None = None
         self._resumed: Resumed | None = None
         self._expected: str | None = None
-        self._given: Inputs | None = None
-        self._heard = False
+        self._batch = Batch()
+        self._stepping = False
         self._unheard: CopyJob | None = None
         self._marked = False
         self._turn: int | None = None
@@ -472,7 +472,7 @@ class SnapshotHook:
         if kind is None and self._keep:
             self._end_last_step()
         if self._copy is not None:
-            if self._copy.declared or (kind is None and not self._is_doubtful(self._copy)):
+            if self._copy.begins or (kind is None and not self._is_doubtful(self._copy)):
                 self._copy.sure.set()
             elif not self._copy.sure.is_set():
                 self._copy.abort(Retaken("the loop was left before it was certain that the step had begun"))
@@ -497,8 +497,8 @@ class SnapshotHook:
         began = time.monotonic()
         if not self._beginning.seen:
             self._begin_unseen()
-        if self._expected is not None:
-            self._check_inputs(self._expected)
+        self._stepping = True
+        self._check_inputs()
         self._pace.fenced(began)
         if self._copy is not None:
             self._fence(self._copy)
@@ -509,6 +509,9 @@ class SnapshotHook:
     def after_step(self) -> None:
         """An optimizer has stepped. Unless the loop says where its steps begin, the step is over."""
         self._stepped = True
+        self._stepping, self._expected = False, None
+        if self._unheard is not None:
+            self._be_sure(self._unheard)
         if not self._declared:
             self._end_step()
             self._capture.mark(buffers=self._beginning.blind)
@@ -520,39 +523,40 @@ class SnapshotHook:
                 self._capture.first_began()
             self._forward = number
             self._begin()
-            if self._began_with == number:
-                self._hear(given)
-        elif not self._heard:
-            self._hear(given)
+        if self._unheard is not None or self._expected is not None:
+            self._batch.forward(number, given)
+            if self._declared or self._stepping:
+                self._batch.settle(number)
+                self._hear()
 
     def on_backward(self, number: int) -> None:
         """Gradients are computed of a forward that `on_forward` told of, or (0) of one that nobody saw."""
+        self._batch.settle(number)
         if self._beginning.backward(own=number == self._began_with) and self._copy is not None:
             self._be_sure(self._copy)
 
     # ------------------------------------------------------------------ inside
 
-    def _hear(self, given: Any) -> None:
-        """The first forward of a step runs."""
-        self._heard = True
-        if self._unheard is None and self._expected is None:
-            return
-        self._given = sample_inputs(given)
-        if self._unheard is not None and self._unheard.declared:
+    def _hear(self) -> None:
+        """It is certain what the step is given."""
+        if self._unheard is not None and self._unheard.begins:
             self._be_sure(self._unheard)
+        if self._stepping:
+            self._check_inputs()
 
     def _be_sure(self, copy: CopyJob) -> None:
         """The step began where `copy` was made, and what its first forward is given is known, if it ever will be."""
         if copy is self._unheard:
-            copy.inputs, self._unheard = self._given, None
+            copy.inputs, self._unheard = self._batch.inputs, None
         copy.sure.set()
 
-    def _check_inputs(self, expected: str) -> None:
-        """The first step after a restore: was it given what it was before?"""
-        self._expected = None
-        given, self._given = self._given, None
-        if self._heard and all(data.exact for data in self._data.values()):
-            check_inputs(expected, given, self._step)
+    def _check_inputs(self) -> None:
+        """No optimizer has changed anything yet. Is the first step after a restore given what it was before?"""
+        if self._expected is None or not self._batch.known:
+            return
+        expected, self._expected = self._expected, None
+        if all(data.exact for data in self._data.values()):
+            check_inputs(expected, self._batch.inputs, self._step)
 
     def _declare(self) -> None:
         """The loop says where its steps begin, if it did not before."""
@@ -591,6 +595,7 @@ class SnapshotHook:
         self._stepped = False
         self._open = None
         self._beginning.over()
+        self._batch.over()
         self._gradients.stepped()
         self._steppers.check()
         self._step += 1
@@ -638,7 +643,6 @@ class SnapshotHook:
             self._begin_again()
         else:
             self._began_with = self._forward
-            self._heard, self._given = False, None
             if self._open is not None:
                 self._take(self._open)
         self._beginning.seen = True
@@ -657,7 +661,6 @@ class SnapshotHook:
 
     def _begin_unseen(self) -> None:
         """``optim.step()`` is about to be called, and no step was seen to begin since the last one."""
-        self._heard, self._given = False, None
         unseen = self._beginning.has_backward and not self._declared
         if unseen and not self._beginning.blind:
             self._beginning.blind = True
@@ -671,7 +674,7 @@ class SnapshotHook:
             resumed, self._resumed = self._resumed, None
             resumed.check(declared=True, forward_ran=unseen)
         if self._open is not None:
-            self._take(self._open, marked=unseen)
+            self._take(self._open, marked=unseen, begins=True)
         self._beginning.certain()
 
     def _fence(self, copy: CopyJob) -> None:
@@ -680,7 +683,8 @@ class SnapshotHook:
             copy.abort(Doubtful(self._step))
             text = "no snapshot of step %d: %s"
             self._episodes.begin("doubtful", text, self._step, copy.error, extra=about(copy.snapshot))
-        self._be_sure(copy)
+        if self._batch.known or self._beginning.has_backward:
+            self._be_sure(copy)
         in_time = copy.fence(0.0 if self._smp_is_slow else PATIENCE_S, self._deadline_s)
         if in_time:
             self._mover.fence()
@@ -771,8 +775,22 @@ class SnapshotHook:
             )
             self._episodes.begin("starved", text, oldest.snapshot, time.monotonic() - oldest.begun_s)
 
-    def _take(self, due: _Due, *, marked: bool = False, instead: CopyJob | None = None, ended: bool = False) -> None:
-        """Capture the state as it is now. `ended`: nothing was read for a next step; what reading draws is unknown."""
+    def _take(
+        self,
+        due: _Due,
+        *,
+        marked: bool = False,
+        instead: CopyJob | None = None,
+        ended: bool = False,
+        begins: bool = False,
+    ) -> None:
+        """Capture the state as it is now.
+
+        Args:
+            marked, instead: see `Capture.begin` and `CopyJob`.
+            ended: nothing was read for a next step; what reading draws is unknown.
+            begins: it is certain that the step begins.
+        """
         snapshot = due.snapshot
         alike = self._capture.compare_replicas(snapshot) if instead is None else instead.alike
         try:
@@ -788,7 +806,7 @@ class SnapshotHook:
             self._episodes.begin("capture", text, self._step, error, level=logging.ERROR, extra=extra)
         else:
             copy.alike, copy.instead = alike, instead
-            copy.declared = self._declared
+            copy.begins = self._declared or begins
             if ended:
                 copy.sure.set()
             if self._persist_due and due.protected is not None and due.protected.epoch == self._epoch:

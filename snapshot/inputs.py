@@ -1,5 +1,5 @@
-"""What the first forward of a step is given. A batch that was read before the hook was entered is not captured; after a
-restart it would be another, and this tells."""
+"""What a step is given. A batch that was read before the hook was entered is not captured; after a restart it would be
+another, and this tells."""
 
 from __future__ import annotations
 
@@ -38,6 +38,34 @@ class Inputs:
         for tensor in self.found:
             state.update(tensor.view(torch.uint8).numpy().tobytes())
         return state.hexdigest()
+
+
+class Batch:
+    """What the step at hand is given: the forward of which gradients are computed first. The training thread's.
+
+    Attributes:
+        known: whether it is known. If not, `inputs` is None.
+        inputs: a sample of it; None if there was nothing to look at.
+    """
+
+    def __init__(self) -> None:
+        self.known = False
+        self.inputs: Inputs | None = None
+        self._of: dict[int, Inputs | None] = {}
+
+    def over(self) -> None:
+        """The step is over."""
+        self.known, self.inputs, self._of = False, None, {}
+
+    def forward(self, number: int, given: Any) -> None:
+        """The forward of that number is given this; it may be an evaluation."""
+        if not self.known:
+            self._of[number] = sample_inputs(given)
+
+    def settle(self, number: int) -> None:
+        """Gradients of that forward are computed, or will be."""
+        if not self.known:
+            self.known, self.inputs, self._of = True, self._of.get(number), {}
 
 
 def sample_inputs(given: Any) -> Inputs | None:

@@ -19,6 +19,7 @@ from snapshot import streams
 from snapshot.adapter import Adapter, Change, Tree
 from snapshot.boundary import BEGIN
 from snapshot.capture import read_state
+from snapshot.flags import GRADIENTS
 from snapshot.inputs import Inputs
 from snapshot.movers import Mover, Piece
 from snapshot.state import capture_late
@@ -139,7 +140,7 @@ def _called(name: str) -> str:
 def _flat(adapter: Adapter) -> dict[str, Any]:
     """The plain values that code between two steps changes, by path; digests of the tensors among them."""
     values = capture_late(adapter, None)
-    found = dict(_leaves("", values.encoded))
+    found = dict(_leaves("", {kind: part for kind, part in values.encoded.items() if kind != GRADIENTS}))
     return found | {name: streams.digest(tensor) for name, tensor in values.tensors.items()}
 
 

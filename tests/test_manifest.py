@@ -403,8 +403,8 @@ def test_what_only_changes_with_the_manifest_is_kept_as_json() -> None:
                 }
             ],
             "flags": {
-                "requires_grad": [*names, "model0.3.weight", "model0.3.bias"],
-                "training": ["model0.", "model0.0", "model0.1", "model0.2", "model0.3"],
+                "parameters": [*names, "model0.3.weight", "model0.3.bias"],
+                "modules": ["model0.", "model0.0", "model0.1", "model0.2", "model0.3"],
             },
             "schedulers": [],
             "export": {"wrapped": False, "pieces": {}},

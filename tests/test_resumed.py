@@ -499,3 +499,51 @@ def test_data_that_need_not_be_the_same_may_be_other_data() -> None:
     start, digests, _ = life(streaming, Job(), None, seed=99)
     assert start == STOP - 1
     assert digests
+
+
+class Stale(Job):
+    """A layer that is frozen after two steps keeps its last gradient, of zeros, with which Adam still steps."""
+
+    def step(self) -> None:
+        self.optim.step()
+        self.optim.zero_grad(set_to_none=False)
+
+
+def freezing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for step in snap.steps(STEPS):
+        job.model[0].weight.requires_grad_(step < 2)
+        job.backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_where_there_was_a_gradient_of_zeros_there_is_one_again() -> None:
+    trial(freezing, Stale)
+
+
+def closing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    """Forward runs inside of the step."""
+    assert isinstance(job, Ahead)
+    yielded: list[None] = []
+    for _ in range(snap.step, STEPS):
+
+        def closure() -> torch.Tensor:
+            job.optim.zero_grad()
+            loss: torch.Tensor = job.model(job.batch).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            yielded.append(None)
+            return loss
+
+        yield
+        job.optim.step(closure)
+        job.batch = torch.randn(6, 4)
+    assert yielded
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_batch_that_was_read_before_entering_is_refused_where_forward_runs_in_a_closure() -> None:
+    torch.manual_seed(0)
+    life(closing, Ahead(), STOP + 1)
+    with pytest.raises(StateMismatch, match="was given another batch"):
+        life(closing, Ahead(), None, seed=99)

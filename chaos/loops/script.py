@@ -129,7 +129,7 @@ OPTIMIZER_WORDS = {
     "container": r"Container|optimizer",
     "noted": TENSOR,
     "in backward": TENSOR + "|optimizer",
-    "two": TENSOR + "|optimizer",
+    "two": TENSOR + "|optimizer|ran forward in training mode",
 }
 
 
@@ -480,7 +480,7 @@ class Script:
         self._blame.append("scaler")
 
     def _add_skip(self, what: str, twist: Twist) -> None:
-        self._blame.append(r"skip|no gradients were computed")
+        self._blame.append(r"skip|no gradients were computed|another batch")
 
     def _add_written(self, what: str, twist: Twist) -> None:
         """While the step runs; in place only once backward needs it no more."""
