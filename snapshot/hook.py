@@ -378,6 +378,7 @@ class SnapshotHook:
         for piece in registered(self._roots()):
             self._adapter.track(piece)
         self._entered = True
+        self._pid = os.getpid()
         self._agreement: Agreement = default_agreement()
         if self._agreement.rank == 0:
             warn_of_stale_store()
@@ -460,8 +461,11 @@ class SnapshotHook:
     ) -> None:
         """If the block ended well, finish the job: SMPs end and their memory is free (unless ``keep``).
 
-        After an exception everything stays, for the restart.
+        After an exception everything stays, for the restart. In a process that was forked inside the block nothing
+        happens: the job is its parent's.
         """
+        if os.getpid() != self._pid:
+            return
         if kind is None and not self._stepped:
             self._gradients.check()
         self._boundary.remove()

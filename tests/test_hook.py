@@ -537,6 +537,28 @@ with InMemorySnapshot(model, optim) as snap:
     assert done.stdout.split() == ["6", "5", "False"], done.stderr
 
 
+def test_a_forked_process_that_leaves_the_block_does_not_end_the_job(arena: Path) -> None:
+    code = """
+import os, torch
+from holdfast import InMemorySnapshot
+model = torch.nn.Linear(4, 3); optim = torch.optim.Adam(model.parameters())
+def steps():
+    for _ in range(3):
+        optim.zero_grad(); model(torch.randn(2, 4)).sum().backward(); snap.drain(10); optim.step()
+with InMemorySnapshot(model, optim, overhead_budget=0) as snap:
+    steps()
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+        steps()
+        print(snap.step, snap.protected_step, snap.statistics.failed)
+if not child:
+    os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["6", "5", "0"], done.stderr
+
+
 def test_the_interval_grows_where_snapshots_cost_more_than_their_budget(arena: Path) -> None:
     model, optim = small()
     with InMemorySnapshot(model, optim, protect="none", overhead_budget=1e-6) as snap:

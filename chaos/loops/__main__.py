@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import re
 import signal
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from chaos.loops.campaign import Result, Total, run
 from chaos.loops.judge import Outcome
@@ -60,8 +65,18 @@ def summarised(total: Total, first: int, wall_s: float) -> dict[str, Any]:
         "first": first,
         **{outcome.value: total.count(outcome) for outcome in Outcome},
         "wall_s": round(wall_s, 1),
+        "machine": machine(),
         "seeds": [result.to_json() for result in total.results],
     }
+
+
+def machine() -> str:
+    """What it ran on, in words."""
+    found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    name = found[1] if found else platform.machine()
+    return (
+        f"{name}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, torch {torch.__version__}"
+    )
 
 
 def line(summary: dict[str, Any]) -> str:
@@ -81,7 +96,7 @@ def markdown(total: Total, summary: dict[str, Any]) -> Iterable[str]:
     """A report."""
     yield "# Training loops drawn from seeds, undisturbed and killed"
     yield ""
-    yield f"{line(summary)}."
+    yield f"{line(summary)}; {summary['machine']}."
     yield ""
     yield (
         "`make loops` runs it. A loop is *identical* if every loss, and all state at its end, is to the last bit that "

@@ -25,6 +25,7 @@ from typing import Any, Self
 import torch
 import torch._dynamo  # a compiled step would import it, which takes a second
 
+import integrations.torch_native  # noqa: F401  # so that lives need not, each for itself
 from chaos.loops.campaign import Result
 from chaos.loops.draw import draw
 from chaos.loops.judge import Event, Outcome, Verdict, judge
