@@ -31,7 +31,7 @@ demo-torchrun: setup
 		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m examples.acp_sgd
 
 demo-ray: setup
-	@$(BIN)/python -m chaos.ray_drill again
+	@$(BIN)/python -m holdfast.chaos.ray_drill again
 
 test: setup
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
@@ -55,7 +55,7 @@ LOOPS ?= --seeds 2000 --jobs 2 --json benchmarks/results/loops-$$(date +%F).json
 	--markdown benchmarks/results/loops-$$(date +%F).md
 
 loops: setup
-	$(BIN)/python -m chaos.loops $(LOOPS)
+	$(BIN)/python -m holdfast.chaos.loops $(LOOPS)
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --inputs 2000000 --json benchmarks/results/fuzz-$$(date +%F).json
@@ -73,7 +73,7 @@ bench-load: setup
 		--markdown benchmarks/results/load-$$(date +%F).md
 
 proto: setup
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. smp_daemon/peer.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. holdfast/smp_daemon/peer.proto
 
 setup: $(READY)
 

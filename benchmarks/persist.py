@@ -29,10 +29,10 @@ import torch
 
 from holdfast import InMemorySnapshot
 from holdfast.bench_ec import describe, machine
-from smp_daemon.paths import arena_base
-from smp_daemon.persist import shardfile
-from smp_daemon.persist.shardfile import Encoder, Header
-from smp_daemon.records import digest
+from holdfast.smp_daemon.paths import arena_base
+from holdfast.smp_daemon.persist import shardfile
+from holdfast.smp_daemon.persist.shardfile import Encoder, Header
+from holdfast.smp_daemon.records import digest
 
 UNIT = 2 << 20
 ROUNDS = 5

@@ -23,17 +23,17 @@ from typing import Any
 
 import numpy as np
 
-from chaos.node import VirtualNode, Wiring
-from smp_daemon.board import Outcome
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import HoldfastError
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import SnapshotId
-from smp_daemon.paths import read_owner
-from smp_daemon.plan import plan_restore
-from smp_daemon.slotfile import Leaf, plan_slot, write_stamp
-from smp_daemon.sources import Sources
-from snapshot.arrange import Layout, RankInfo, arrange, parse_protect
+from holdfast.chaos.node import VirtualNode, Wiring
+from holdfast.smp_daemon.board import Outcome
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import HoldfastError
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.paths import read_owner
+from holdfast.smp_daemon.plan import plan_restore
+from holdfast.smp_daemon.slotfile import Leaf, plan_slot, write_stamp
+from holdfast.smp_daemon.sources import Sources
+from holdfast.snapshot.arrange import Layout, RankInfo, arrange, parse_protect
 
 JOB = "bench-service"
 DEADLINE_S = 60.0

@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from snapshot.tuning.rehearsal import Climate, Wasted, by_daly, draw, play_fixed, play_online
+from holdfast.snapshot.tuning.rehearsal import Climate, Wasted, by_daly, draw, play_fixed, play_online
 
 INTERVALS = (4, 6, 8, 10, 12, 14, 16, 19, 23, 28, 34, 40, 50)
 AUTO, VISIBLE, WHOLE = "auto", "Daly, visible cost", "Daly, whole time"

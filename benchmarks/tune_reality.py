@@ -22,9 +22,9 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from chaos.launcher import Launcher
-from chaos.toll import Load, Toll, account, error_of_sum, kills, quiet_step, run
-from snapshot.tuning.measured import Measured
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.toll import Load, Toll, account, error_of_sum, kills, quiet_step, run
+from holdfast.snapshot.tuning.measured import Measured
 
 INTERVALS = (1, 8, 32, 96)
 QUIET_FROM = 4
@@ -122,7 +122,7 @@ def main() -> None:
     load = Load()
     tolls: dict[int, list[Toll]] = {every: [] for every in INTERVALS}
     steps_s: dict[int, list[float]] = {every: [] for every in INTERVALS}
-    with Launcher(["chaos.toll"]) as launcher, tempfile.TemporaryDirectory() as folder:
+    with Launcher(["holdfast.chaos.toll"]) as launcher, tempfile.TemporaryDirectory() as folder:
         launcher.wait_ready()
         file = Path(folder, "profile.json")
         run(launcher, load, steps=1 << 40, every=1, profile=file)

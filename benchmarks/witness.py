@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from snapshot.movers import CpuMover, Piece
-from snapshot.witness import Subjects, Witness
+from holdfast.snapshot.movers import CpuMover, Piece
+from holdfast.snapshot.witness import Subjects, Witness
 
 ROUNDS = 31
 

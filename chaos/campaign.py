@@ -12,17 +12,17 @@ from typing import Any
 
 import psutil
 
-from chaos.cluster import History, VirtualCluster
-from chaos.drill import TARGET
-from chaos.faults import obstacle
-from chaos.ground import Fault
-from chaos.launcher import Launcher
-from chaos.scenario import WORKLOAD, Scenario
-from chaos.verdict import Verdict, judge
-from smp_daemon.errors import HoldfastError
-from smp_daemon.paths import arena_base
+from holdfast.chaos.cluster import History, VirtualCluster
+from holdfast.chaos.drill import TARGET
+from holdfast.chaos.faults import obstacle
+from holdfast.chaos.ground import Fault
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.scenario import WORKLOAD, Scenario
+from holdfast.chaos.verdict import Verdict, judge
+from holdfast.smp_daemon.errors import HoldfastError
+from holdfast.smp_daemon.paths import arena_base
 
-PRELOAD = ("chaos.drill", "holdfast.workload", "torch.profiler", "torch._dynamo")
+PRELOAD = ("holdfast.chaos.drill", "holdfast.workload", "torch.profiler", "torch._dynamo")
 """What trainers would import one by one while they start."""
 
 DEADLINE_S = 60.0
@@ -32,7 +32,7 @@ class Campaign:
     """Runs scenarios. A context manager; not thread-safe."""
 
     def __init__(
-        self, preload: Sequence[str] = (), smp_module: str = "smp_daemon", deadline_s: float = DEADLINE_S
+        self, preload: Sequence[str] = (), smp_module: str = "holdfast.smp_daemon", deadline_s: float = DEADLINE_S
     ) -> None:
         """
         Args:

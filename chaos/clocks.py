@@ -16,7 +16,7 @@ import subprocess
 from importlib import resources
 from pathlib import Path
 
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 ENV = "HOLDFAST_CLOCK"
 COMPILE_DEADLINE_S = 60.0
@@ -37,7 +37,7 @@ def compile_shim(directory: Path) -> dict[str, str]:
     if reason := unavailable():
         raise ConfigError(f"clocks cannot be set here: {reason}")
     shim = directory / "clock.so"
-    source = resources.files("chaos").joinpath("clock.c").read_text()
+    source = resources.files("holdfast.chaos").joinpath("clock.c").read_text()
     command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(shim), "-xc", "-", "-ldl"]
     done = subprocess.run(
         command, input=source, capture_output=True, text=True, timeout=COMPILE_DEADLINE_S, check=False

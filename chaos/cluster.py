@@ -30,17 +30,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chaos.accounting import beyond_access_times
-from chaos.clocks import set_clock
-from chaos.faults import CATALOGUE, check, inject
-from chaos.ground import Fault
-from chaos.launcher import Launcher
-from chaos.node import VirtualNode, Wiring
-from chaos.trainer import ENV as TRAINER_ENV
-from chaos.wire import Wire
-from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
-from smp_daemon.paths import arena_base
-from smp_daemon.points import SMP_POINTS
+from holdfast.chaos.accounting import beyond_access_times
+from holdfast.chaos.clocks import set_clock
+from holdfast.chaos.faults import CATALOGUE, check, inject
+from holdfast.chaos.ground import Fault
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.node import VirtualNode, Wiring
+from holdfast.chaos.trainer import ENV as TRAINER_ENV
+from holdfast.chaos.wire import Wire
+from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.paths import arena_base
+from holdfast.smp_daemon.points import SMP_POINTS
 
 Event = dict[str, Any]
 
@@ -92,7 +92,7 @@ class VirtualCluster:
         place: Callable[[int, int], int] | None = None,
         on_event: Callable[[Event], None] | None = None,
         memory: Path | None = None,
-        smp_module: str = "smp_daemon",
+        smp_module: str = "holdfast.smp_daemon",
         wired: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from chaos.cluster import Event, History
-from chaos.trainer import Trainer
-from smp_daemon.points import reach
-from snapshot.hook import SnapshotHook
+from holdfast.chaos.cluster import Event, History
+from holdfast.chaos.trainer import Trainer
+from holdfast.smp_daemon.points import reach
+from holdfast.snapshot.hook import SnapshotHook
 
-TARGET = "chaos.drill:train"
+TARGET = "holdfast.chaos.drill:train"
 DRAIN_DEADLINE_S = 2.0
 
 State = Iterable[tuple[str, Any]]

@@ -11,9 +11,9 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from chaos import clocks, harm, namespaces
-from chaos.ground import Fault, Ground
-from smp_daemon.errors import ConfigError
+from holdfast.chaos import clocks, harm, namespaces
+from holdfast.chaos.ground import Fault, Ground
+from holdfast.smp_daemon.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

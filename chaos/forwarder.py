@@ -24,9 +24,9 @@ import sys
 import time
 from typing import Any
 
-from chaos import namespaces
-from chaos.impairments import Impairment, after_all
-from chaos.packets import Units, addresses
+from holdfast.chaos import namespaces
+from holdfast.chaos.impairments import Impairment, after_all
+from holdfast.chaos.packets import Units, addresses
 
 MTU_BYTES = 9000
 BATCH = 64
@@ -134,7 +134,7 @@ class Forwarder:
 
 
 def main() -> None:
-    """``python -m chaos.forwarder FD``"""
+    """``python -m holdfast.chaos.forwarder FD``"""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     Forwarder(socket.socket(fileno=int(sys.argv[1]))).run()
 

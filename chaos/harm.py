@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 
-from chaos.ground import Fault, Ground
-from chaos.namespaces import inside
-from smp_daemon.errors import ConfigError
-from smp_daemon.paths import ARENA_ENV
-from smp_daemon.persist.manifest import SNAPSHOT, shard_name
+from holdfast.chaos.ground import Fault, Ground
+from holdfast.chaos.namespaces import inside
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.paths import ARENA_ENV
+from holdfast.smp_daemon.persist.manifest import SNAPSHOT, shard_name
 
 # ---------------------------------------------------------------------- trainers
 

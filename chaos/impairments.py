@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from chaos.packets import flipped
+from holdfast.chaos.packets import flipped
 
 Due = list[tuple[float, bytes]]
 Link = tuple[bytes, bytes]

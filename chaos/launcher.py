@@ -13,9 +13,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Self
 
-from chaos.clocks import compile_shim
-from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
-from smp_daemon.paths import arena_base
+from holdfast.chaos.clocks import compile_shim
+from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.paths import arena_base
 
 IMPORT_DEADLINE_S = 120.0
 ANSWER_DEADLINE_S = 30.0
@@ -64,7 +64,7 @@ class Launcher:
             | self.shim
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "chaos.zygote", str(theirs.fileno()), *self._modules],
+            [sys.executable, "-m", "holdfast.chaos.zygote", str(theirs.fileno()), *self._modules],
             pass_fds=[theirs.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,

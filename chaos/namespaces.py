@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 DEVICE = "wire0"
 PREFIX = "255.255.0.0"

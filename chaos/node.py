@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from chaos import clocks
-from chaos.accounting import disk_bytes_written, wait_until_dead
-from chaos.namespaces import DEVICE, inside
-from smp_daemon import points
-from smp_daemon.errors import DeadlineExceeded
-from smp_daemon.paths import ARENA_ENV, Owner, arena_path
-from smp_daemon.spawn import parse_report, smp_command
+from holdfast.chaos import clocks
+from holdfast.chaos.accounting import disk_bytes_written, wait_until_dead
+from holdfast.chaos.namespaces import DEVICE, inside
+from holdfast.smp_daemon import points
+from holdfast.smp_daemon.errors import DeadlineExceeded
+from holdfast.smp_daemon.paths import ARENA_ENV, Owner, arena_path
+from holdfast.smp_daemon.spawn import parse_report, smp_command
 
 START_DEADLINE_S = 30.0
 END_DEADLINE_S = 15.0
@@ -48,7 +48,9 @@ class VirtualNode:
         clock: the file that sets its processes' wall clock (`chaos.clocks`); None: it is this machine's.
     """
 
-    def __init__(self, index: int, life: int, host: str, base: Path, job: str, smp_module: str = "smp_daemon") -> None:
+    def __init__(
+        self, index: int, life: int, host: str, base: Path, job: str, smp_module: str = "holdfast.smp_daemon"
+    ) -> None:
         """
         Args:
             life: counts the machines that stood in this place; a replacement starts with nothing.

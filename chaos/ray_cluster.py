@@ -21,13 +21,13 @@ from typing import Any, Self
 
 import psutil
 
-from chaos.cluster import History
-from chaos.harm import using_arenas
-from integrations.ray_crew import Seat
-from smp_daemon.errors import DeadlineExceeded, HoldfastError
-from smp_daemon.paths import ARENA_ENV, arena_path, read_owner
-from smp_daemon.points import ENV as POINTS_ENV
-from smp_daemon.spawn import end
+from holdfast.chaos.cluster import History
+from holdfast.chaos.harm import using_arenas
+from holdfast.integrations.ray_crew import Seat
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.paths import ARENA_ENV, arena_path, read_owner
+from holdfast.smp_daemon.points import ENV as POINTS_ENV
+from holdfast.smp_daemon.spawn import end
 
 JOB = "job"
 NODE_ENV = "HOLDFAST_NODE"
@@ -253,7 +253,7 @@ class VirtualRay:
     def _start_driver(self, plan: Mapping[str, Any], log: Path) -> None:
         environment = {**os.environ, "RAY_ADDRESS": self._cluster.address, "HOLDFAST_JOB": JOB}
         with log.open("ab") as out:
-            command = [sys.executable, "-m", "chaos.ray_job", json.dumps(plan)]
+            command = [sys.executable, "-m", "holdfast.chaos.ray_job", json.dumps(plan)]
             self._driver = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
 
     def _hear(self, faults: Sequence[RayFault]) -> None:

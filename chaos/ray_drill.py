@@ -1,5 +1,5 @@
 """What is done to a job under Ray, on a real cluster of this machine, and whether it came out the same to the last bit:
-``python -m chaos.ray_drill [NAME ...]``.
+``python -m holdfast.chaos.ray_drill [NAME ...]``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from chaos.cluster import Event, History, VirtualCluster
-from chaos.drill import TARGET, compare
-from chaos.launcher import Launcher
-from chaos.ray_cluster import CONTROLLER, RayFault, VirtualRay
-from smp_daemon.errors import ConfigError
+from holdfast.chaos.cluster import Event, History, VirtualCluster
+from holdfast.chaos.drill import TARGET, compare
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.ray_cluster import CONTROLLER, RayFault, VirtualRay
+from holdfast.smp_daemon.errors import ConfigError
 
 JOB = "examples.plain:Replicas"
 SEED, STEPS = 7, 10

@@ -1,5 +1,5 @@
-"""The driver of a job on a virtual Ray cluster, a process of its own, and what its ranks do: ``python -m chaos.ray_job
-JSON``.
+"""The driver of a job on a virtual Ray cluster, a process of its own, and what its ranks do:
+``python -m holdfast.chaos.ray_job JSON``.
 
 JSON: ``nodes``, ``folder``, ``by`` (``crew``, or ``train``: Ray Train), and ``args`` as `chaos.drill.train` takes them.
 Ranks add what they report to files of that folder, so that what a killed process had reported is still there.
@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from smp_daemon.errors import HoldfastError
+from holdfast.smp_daemon.errors import HoldfastError
 
 COLLECTIVE_DEADLINE_S = 60.0
 MAX_FAILURES = 5
@@ -43,8 +43,8 @@ def follow(folder: str, args: dict[str, Any], life: float, generation: int) -> N
     """One rank from the start of its process group to the last step."""
     import torch
 
-    from chaos.drill import go_through
-    from snapshot.connect import node_from_environment
+    from holdfast.chaos.drill import go_through
+    from holdfast.snapshot.connect import node_from_environment
 
     rank, node = int(os.environ["RANK"]), node_from_environment()
     torch.set_num_threads(1)
@@ -59,7 +59,7 @@ def follow(folder: str, args: dict[str, Any], life: float, generation: int) -> N
 
 def with_crew(plan: dict[str, Any]) -> None:
     """Train in a crew, and say where its members were."""
-    from integrations.ray_crew import Crew
+    from holdfast.integrations.ray_crew import Crew
 
     with Crew(plan["nodes"]) as crew:
         crew.run(member, plan["folder"], time.time(), plan["args"])
@@ -72,7 +72,7 @@ def with_train(plan: dict[str, Any]) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from integrations.ray_train import GiveUp
+    from holdfast.integrations.ray_train import GiveUp
 
     storage = Path(plan["folder"]) / "storage"
     TorchTrainer(
@@ -95,7 +95,7 @@ def drive(plan: dict[str, Any]) -> None:
     """Start shepherds on the cluster of ``RAY_ADDRESS``, and wait until all have trained."""
     import ray
 
-    from integrations.ray import start, stop
+    from holdfast.integrations.ray import start, stop
 
     ray.init(log_to_driver=False)
     try:
@@ -107,6 +107,6 @@ def drive(plan: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    from chaos import ray_job  # the module that ranks know, not __main__
+    from holdfast.chaos import ray_job  # the module that ranks know, not __main__
 
     ray_job.drive(json.loads(sys.argv[1]))

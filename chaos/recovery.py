@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chaos.cluster import History, Restart
+from holdfast.chaos.cluster import History, Restart
 
 
 def phases(history: History, generation: int, restart: Restart) -> dict[str, float]:

@@ -19,12 +19,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from chaos.faults import CATALOGUE, check
-from chaos.ground import Fault
-from smp_daemon.errors import ConfigError
-from smp_daemon.points import SMP_POINTS
-from snapshot.arrange import parse_protect
-from snapshot.tuning.profiles import FailureProfile
+from holdfast.chaos.faults import CATALOGUE, check
+from holdfast.chaos.ground import Fault
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.points import SMP_POINTS
+from holdfast.snapshot.arrange import parse_protect
+from holdfast.snapshot.tuning.profiles import FailureProfile
 
 IDENTICAL, UNRECOVERABLE, PERSISTED = "identical", "unrecoverable", "persisted"
 WORKLOAD = "holdfast.workload:Workload"
@@ -116,7 +116,7 @@ def parse(text: str, where: str) -> list[Scenario]:
 def built_in() -> list[Scenario]:
     """Those that come with holdfast."""
     found = []
-    for file in sorted(resources.files("chaos").joinpath("scenarios").iterdir(), key=lambda file: file.name):
+    for file in sorted(resources.files("holdfast.chaos").joinpath("scenarios").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".toml"):
             found += parse(file.read_text(), file.name)
     return found

@@ -1,6 +1,6 @@
 """Forks SMPs from a process that has imported all that one needs, where so many are started that importing counts.
 
-What runs in each is `smp_daemon.__main__.main`, as ``python -m smp_daemon`` runs it.
+What runs in each is `smp_daemon.__main__.main`, as ``python -m holdfast.smp_daemon`` runs it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Zygote:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(DEADLINE_S)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "chaos.smp_zygote", str(theirs.fileno())],
+            [sys.executable, "-m", "holdfast.chaos.smp_zygote", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
@@ -36,7 +36,7 @@ class Zygote:
         theirs.close()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], errors: Path) -> Forked:
-        """Run ``python -m smp_daemon`` with these arguments."""
+        """Run ``python -m holdfast.smp_daemon`` with these arguments."""
         read_end, write_end = os.pipe()
         order = {"arguments": list(command), "environment": dict(environment), "errors": str(errors)}
         socket.send_fds(self._channel, [json.dumps(order).encode()], [write_end])
@@ -125,7 +125,7 @@ def _become(order: dict[str, Any], out: int) -> None:
         os.environ.clear()
         os.environ.update(order["environment"])
         sys.argv = ["smp_daemon", *order["arguments"]]
-        from smp_daemon import __main__, points
+        from holdfast.smp_daemon import __main__, points
 
         points.arm()
         __main__.main()
@@ -139,8 +139,8 @@ def _become(order: dict[str, Any], out: int) -> None:
 
 
 if __name__ == "__main__":
-    import smp_daemon.__main__
-    import smp_daemon.service
-    import smp_daemon.web  # noqa: F401  # what an SMP imports when it starts
+    import holdfast.smp_daemon.__main__
+    import holdfast.smp_daemon.service
+    import holdfast.smp_daemon.web  # noqa: F401  # what an SMP imports when it starts
 
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -19,16 +19,16 @@ from statistics import fmean, stdev
 import torch
 import torch.distributed as dist
 
-from chaos.cluster import Event, History, VirtualCluster
-from chaos.launcher import Launcher
-from chaos.trainer import Trainer
-from integrations import adapter_for
-from smp_daemon.errors import ConfigError
-from smp_daemon.points import reach
-from snapshot.hook import SnapshotHook
-from snapshot.profile import Orders
+from holdfast.chaos.cluster import Event, History, VirtualCluster
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.trainer import Trainer
+from holdfast.integrations import adapter_for
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.points import reach
+from holdfast.snapshot.hook import SnapshotHook
+from holdfast.snapshot.profile import Orders
 
-TARGET = "chaos.toll:train"
+TARGET = "holdfast.chaos.toll:train"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ import signal
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from chaos.cluster import History
-from chaos.drill import compare, steps_done_again
-from chaos.scenario import Scenario
-from smp_daemon.errors import DeadlineExceeded, HoldfastError
+from holdfast.chaos.cluster import History
+from holdfast.chaos.drill import compare, steps_done_again
+from holdfast.chaos.scenario import Scenario
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from chaos.namespaces import inhabitants, unavailable
-from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.chaos.namespaces import inhabitants, unavailable
+from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
 
 ANSWER_DEADLINE_S = 30.0
 
@@ -31,7 +31,7 @@ class Wire:
         self._answers = self._channel.makefile("rb")
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "chaos.forwarder", str(theirs.fileno())],
+                [sys.executable, "-m", "holdfast.chaos.forwarder", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -28,10 +28,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from chaos import clocks
-from chaos.accounting import disk_bytes_written
-from chaos.namespaces import enter, inside
-from chaos.trainer import rehearse
+from holdfast.chaos import clocks
+from holdfast.chaos.accounting import disk_bytes_written
+from holdfast.chaos.namespaces import enter, inside
+from holdfast.chaos.trainer import rehearse
 
 PR_SET_PDEATHSIG = 1
 
@@ -114,7 +114,7 @@ class Zygote:
             os.dup2(log, 2)
             trainer = json.loads(rank["env"]["HOLDFAST_TRAINER"]) | {"store": store}
             os.environ.update(rank["env"] | {"HOLDFAST_TRAINER": json.dumps(trainer)})
-            from smp_daemon import points
+            from holdfast.smp_daemon import points
 
             points.arm()
             module, function = target.split(":")
@@ -196,7 +196,7 @@ def _drain(fd: int) -> None:
 
 
 def main() -> None:
-    """``python -m chaos.zygote FD MODULE...``"""
+    """``python -m holdfast.chaos.zygote FD MODULE...``"""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     channel = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:

@@ -5,10 +5,10 @@ which node goes into which parity unit, then `ec.codec`, what a code does, and `
 arithmetic, `ec.backends` chooses who multiplies: `ec.isal`, `ec.numpy_kernel` or, for reference, `ec.pyeclib_codec`.
 """
 
-from ec.backends import choose_codec, describe_auto
-from ec.codec import Codec, TooManyErasures
-from ec.groups import crowded, plan_groups
-from ec.stripes import Piece, Stripes, choose_unit_bytes
+from holdfast.ec.backends import choose_codec, describe_auto
+from holdfast.ec.codec import Codec, TooManyErasures
+from holdfast.ec.groups import crowded, plan_groups
+from holdfast.ec.stripes import Piece, Stripes, choose_unit_bytes
 
 __all__ = [
     "Codec",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from functools import cache
 
-from ec import isal
-from ec.codec import Codec, Kernel
-from ec.numpy_kernel import NumpyKernel
-from ec.pyeclib_codec import PyECLibCodec
+from holdfast.ec import isal
+from holdfast.ec.codec import Codec, Kernel
+from holdfast.ec.numpy_kernel import NumpyKernel
+from holdfast.ec.pyeclib_codec import PyECLibCodec
 
 BACKENDS = ("auto", "isal", "numpy", "pyeclib")
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ec.matrix import Matrix, decode_matrix, parity_matrix
+from holdfast.ec.matrix import Matrix, decode_matrix, parity_matrix
 
 Buffer = memoryview
 """A C-contiguous view of bytes (``format == "B"``)."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ec.codec import Buffer, as_array
-from ec.matrix import Matrix
+from holdfast.ec.codec import Buffer, as_array
+from holdfast.ec.matrix import Matrix
 
 PIECE_BYTES = 1 << 30
 """Lengths are C ints in ISA-L, so longer buffers are worked on in pieces."""

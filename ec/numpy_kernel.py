@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ec.codec import Buffer, as_array
-from ec.matrix import Matrix, multiplication_table
+from holdfast.ec.codec import Buffer, as_array
+from holdfast.ec.matrix import Matrix, multiplication_table
 
 PIECE_BYTES = 1 << 20
 """Tables are looked up in pieces: NumPy widens every index to 8 bytes on the way."""

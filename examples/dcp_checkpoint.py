@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from integrations.dcp import MemoryReader, MemoryWriter
+from holdfast.integrations.dcp import MemoryReader, MemoryWriter
 
 STEPS = 60
 

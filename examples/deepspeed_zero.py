@@ -11,7 +11,7 @@ import os
 import deepspeed
 import torch
 
-from integrations.deepspeed import MemoryCheckpointEngine
+from holdfast.integrations.deepspeed import MemoryCheckpointEngine
 
 STEPS = 60
 FOLDER = os.environ.get("HOLDFAST_FOLDER", "/dev/shm/deepspeed-files")  # for names only; the bytes are the SMP's

@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from chaos import drill
 from examples.plain import seed_everything
 from holdfast import InMemorySnapshot
 from holdfast.batches import GlobalBatches, portion
+from holdfast.chaos import drill
 
 WIDTH, BATCH, SAMPLES, LARGEST = 24, 24, 100, 4
 

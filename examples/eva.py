@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chaos import drill
 from examples.plain import BATCH, WIDTH, seed_everything
 from holdfast import InMemorySnapshot
+from holdfast.chaos import drill
 
 DAMPING, DECAY = 0.03, 0.95
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chaos import drill
 from examples.plain import seed_everything
 from holdfast import InMemorySnapshot
+from holdfast.chaos import drill
 
 CLASSES, INPUTS, FEATURES, CLIENTS, PICKED, LOCAL_STEPS = 4, 12, 16, 10, 2, 3
 

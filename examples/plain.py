@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from chaos import drill
 from holdfast import InMemorySnapshot
+from holdfast.chaos import drill
 
 WIDTH, BATCH = 48, 6
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-from integrations.torchft import MemoryTransport
+from holdfast.integrations.torchft import MemoryTransport
 
 TIMEOUT = timedelta(seconds=20)
 

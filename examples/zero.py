@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from chaos import drill
 from examples.plain import BATCH, WIDTH, seed_everything
 from holdfast import InMemorySnapshot
+from holdfast.chaos import drill
 
 HIDDEN, RANK, LAYERS = 32, 4, 4
 

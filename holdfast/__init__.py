@@ -16,7 +16,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from smp_daemon.errors import (
+from holdfast.smp_daemon.errors import (
     ArenaTooSmall,
     ConfigError,
     DamagedSnapshot,
@@ -33,8 +33,8 @@ from smp_daemon.errors import (
 
 if TYPE_CHECKING:
     from holdfast.hook import InMemorySnapshot
-    from snapshot.connect import prefetch
-    from snapshot.hidden import register
+    from holdfast.snapshot.connect import prefetch
+    from holdfast.snapshot.hidden import register
 
 __version__ = version("holdfast")
 
@@ -63,11 +63,11 @@ def __getattr__(name: str) -> Any:
 
         return InMemorySnapshot
     if name == "prefetch":
-        from snapshot.connect import prefetch
+        from holdfast.snapshot.connect import prefetch
 
         return prefetch
     if name == "register":
-        from snapshot.hidden import register
+        from holdfast.snapshot.hidden import register
 
         return register
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 
 class GlobalBatches:

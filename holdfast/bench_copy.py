@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from snapshot.movers import CpuMover, Piece
+from holdfast.snapshot.movers import CpuMover, Piece
 
 REPEATS = 7
 

@@ -29,11 +29,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ec import Codec, choose_codec, describe_auto
-from ec.codec import Buffer, as_array
 from holdfast import bench_smp
 from holdfast.doctor import why_unusable
-from smp_daemon.errors import ConfigError
+from holdfast.ec import Codec, choose_codec, describe_auto
+from holdfast.ec.codec import Buffer, as_array
+from holdfast.smp_daemon.errors import ConfigError
 
 OPS = ("encode", "accumulate", "reconstruct")
 KIB, MIB = 1 << 10, 1 << 20

@@ -20,17 +20,17 @@ from pathlib import Path
 
 import numpy as np
 
-from chaos.node import VirtualNode, Wiring
-from ec.codec import as_array
-from smp_daemon.board import Outcome
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import DeadlineExceeded, HoldfastError
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.paths import arena_base
-from smp_daemon.plan import plan_restore
-from smp_daemon.rebuild import METHODS
-from smp_daemon.slotfile import Leaf, SlotFormat, plan_slot, write_stamp
-from snapshot.arrange import RankInfo, arrange, parse_protect
+from holdfast.chaos.node import VirtualNode, Wiring
+from holdfast.ec.codec import as_array
+from holdfast.smp_daemon.board import Outcome
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.paths import arena_base
+from holdfast.smp_daemon.plan import plan_restore
+from holdfast.smp_daemon.rebuild import METHODS
+from holdfast.smp_daemon.slotfile import Leaf, SlotFormat, plan_slot, write_stamp
+from holdfast.snapshot.arrange import RankInfo, arrange, parse_protect
 
 NODES = 4
 LOST = 1

@@ -25,8 +25,8 @@ from rich.table import Table
 from holdfast.bench_copy import CopyRow, measure_copies
 from holdfast.bench_ec import describe, machine
 from holdfast.sessions import end
-from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
-from smp_daemon.spawn import find_leftovers, remove
+from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.spawn import find_leftovers, remove
 
 ROOT = Path(__file__).parent.parent
 LOOP = ROOT / "benchmarks" / "stall_loop.py"

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from holdfast.hook import InMemorySnapshot
-from smp_daemon.logs import get_log
-from snapshot.tensors import local
+from holdfast.smp_daemon.logs import get_log
+from holdfast.snapshot.tensors import local
 
 DEEPEST = 3
 """Containers in containers in attributes are looked into so far."""

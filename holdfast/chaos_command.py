@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 
 def add(commands: Any, add_json: Any) -> None:
@@ -69,8 +69,8 @@ def add(commands: Any, add_json: Any) -> None:
 
 def show_list(parsed: argparse.Namespace) -> int:
     """``holdfast chaos list``."""
-    from chaos.faults import CATALOGUE
-    from chaos.scenario import built_in
+    from holdfast.chaos.faults import CATALOGUE
+    from holdfast.chaos.scenario import built_in
     from holdfast.cli import write_json
 
     console = Console(stderr=parsed.json == "-", highlight=False)
@@ -90,8 +90,8 @@ def show_list(parsed: argparse.Namespace) -> int:
 
 def run_scenarios(parsed: argparse.Namespace) -> int:
     """``holdfast chaos run``."""
-    from chaos.scenario import choose, draw, several
-    from snapshot.tuning.profiles import profile
+    from holdfast.chaos.scenario import choose, draw, several
+    from holdfast.snapshot.tuning.profiles import profile
 
     if parsed.command:
         return _run_own(parsed)
@@ -159,7 +159,7 @@ def _run_own(parsed: argparse.Namespace) -> int:
 
 def run_again(parsed: argparse.Namespace) -> int:
     """``holdfast chaos replay``."""
-    from chaos.scenario import from_json
+    from holdfast.chaos.scenario import from_json
 
     try:
         cases = json.loads(parsed.report.read_text())["cases"]
@@ -182,8 +182,8 @@ def shard(scenarios: Sequence[Any], text: str) -> Sequence[Any]:
 
 
 def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
-    from chaos.campaign import Campaign, summary
-    from chaos.scenario import replay_command, to_json
+    from holdfast.chaos.campaign import Campaign, summary
+    from holdfast.chaos.scenario import replay_command, to_json
     from holdfast.chaos_report import markdown, page
     from holdfast.cli import write_json
 

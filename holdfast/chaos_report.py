@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from chaos.recovery import phases
-from chaos.verdict import Verdict
 from holdfast.bench_ec import describe, machine
+from holdfast.chaos.recovery import phases
+from holdfast.chaos.verdict import Verdict
 
 WIDTH, HEIGHT = 420, 70
 BAR = 260

@@ -288,7 +288,7 @@ def _kill(text: str) -> tuple[str, tuple[int, ...], int]:
 
 
 def _gc(parsed: argparse.Namespace) -> int:
-    from smp_daemon.spawn import find_leftovers, remove
+    from holdfast.smp_daemon.spawn import find_leftovers, remove
 
     found = []
     for leftover in find_leftovers(parsed.arena, job=parsed.job, older_than_s=parsed.older_than):

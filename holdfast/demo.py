@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from chaos.cluster import Event, History, Restart, VirtualCluster
-from chaos.drill import TARGET, compare, steps_done_again
-from chaos.faults import CATALOGUE
-from chaos.launcher import Launcher
-from chaos.recovery import phases
-from smp_daemon.errors import ConfigError
-from snapshot.arrange import parse_protect
+from holdfast.chaos.cluster import Event, History, Restart, VirtualCluster
+from holdfast.chaos.drill import TARGET, compare, steps_done_again
+from holdfast.chaos.faults import CATALOGUE
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.recovery import phases
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.arrange import parse_protect
 
 JOB = "holdfast.gpt:Gpt"
-PRELOAD = ("chaos.drill", "holdfast.gpt", "integrations.megatron", "torch.profiler")
+PRELOAD = ("holdfast.chaos.drill", "holdfast.gpt", "holdfast.integrations.megatron", "torch.profiler")
 """What trainers would import one by one while they start."""
 
 JOB_DEADLINE_S = 240.0

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from chaos.cluster import Event
+from holdfast.chaos.cluster import Event
 from holdfast.demo import Account, Kill, Plan, Recovery, kind_of
 
 PHASES = ("detect", "restart", "plan", "fetch", "load", "first_step")

@@ -23,14 +23,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ec import choose_codec, describe_auto
-from ec.backends import BACKENDS
 from holdfast.checks import Facts, Finding, Mount, Secrets, Verdict
-from smp_daemon.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV
-from smp_daemon.paths import arena_base
-from smp_daemon.pool import MADV_POPULATE_WRITE, SHMEM_HUGE
-from snapshot.cuda import REGISTER_BYTES
-from snapshot.runs import streams
+from holdfast.ec import choose_codec, describe_auto
+from holdfast.ec.backends import BACKENDS
+from holdfast.smp_daemon.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV
+from holdfast.smp_daemon.paths import arena_base
+from holdfast.smp_daemon.pool import MADV_POPULATE_WRITE, SHMEM_HUGE
+from holdfast.snapshot.cuda import REGISTER_BYTES
+from holdfast.snapshot.runs import streams
 
 MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bold red")}
 SYS = Path("/sys")

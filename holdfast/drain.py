@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.drain import Drained, parse_spares
+from holdfast.smp_daemon.errors import ConfigError, SmpUnavailable
+from holdfast.smp_daemon.links import Links
+from holdfast.smp_daemon.overview import Overview, look
+from holdfast.smp_daemon.sources import Address
 from holdfast.status import gather
-from smp_daemon.counters import Counters
-from smp_daemon.drain import Drained, parse_spares
-from smp_daemon.errors import ConfigError, SmpUnavailable
-from smp_daemon.links import Links
-from smp_daemon.overview import Overview, look
-from smp_daemon.sources import Address
 
 MARGIN_S = 10.0
 """How much longer than the drain itself its answer is waited for."""

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 FORMATS = ("safetensors", "dcp")
 
@@ -81,7 +81,7 @@ def export(
     """
     from holdfast.export_source import Source, from_memory, from_place
     from holdfast.export_tensors import fetch
-    from smp_daemon.persist.place import open_place
+    from holdfast.smp_daemon.persist.place import open_place
 
     if folder.exists():
         raise ConfigError(f"{folder} is there already: export into a new directory")
@@ -133,7 +133,7 @@ def _list(parsed: argparse.Namespace, console: Any) -> int:
 
     from holdfast.cli import write_json
     from holdfast.export_source import list_memory, list_place
-    from smp_daemon.persist.place import open_place
+    from holdfast.smp_daemon.persist.place import open_place
 
     if parsed.place is not None:
         found = list_place(open_place(parsed.place), parsed.job)

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.export_tensors import Slot, Tensor, replica_set, whole_tensors
-from smp_daemon.errors import StateMismatch
-from smp_daemon.slotfile import Leaf
-from snapshot.tensors import empty_like_leaf, flat, leaf_tensor
-from snapshot.values import decode
+from holdfast.smp_daemon.errors import StateMismatch
+from holdfast.smp_daemon.slotfile import Leaf
+from holdfast.snapshot.tensors import empty_like_leaf, flat, leaf_tensor
+from holdfast.snapshot.values import decode
 
 RECORDS = "holdfast"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

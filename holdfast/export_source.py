@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from smp_daemon.census import addresses_of, take_census
-from smp_daemon.counters import Counters
-from smp_daemon.errors import ConfigError, Unrecoverable
-from smp_daemon.fetch import Fetcher
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.links import Links
-from smp_daemon.paths import find_owners
-from smp_daemon.persist.manifest import Manifest
-from smp_daemon.persist.place import Place
-from smp_daemon.persist.reading import find, read_shard
-from smp_daemon.plan import candidates, choose_sources, plan_restore, undecodable
-from smp_daemon.sources import Sources
+from holdfast.smp_daemon.census import addresses_of, take_census
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.errors import ConfigError, Unrecoverable
+from holdfast.smp_daemon.fetch import Fetcher
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.links import Links
+from holdfast.smp_daemon.paths import find_owners
+from holdfast.smp_daemon.persist.manifest import Manifest
+from holdfast.smp_daemon.persist.place import Place
+from holdfast.smp_daemon.persist.reading import find, read_shard
+from holdfast.smp_daemon.plan import candidates, choose_sources, plan_restore, undecodable
+from holdfast.smp_daemon.sources import Sources
 
 
 class Source(Protocol):

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.export_source import Source
-from smp_daemon.errors import ProtocolError, StateMismatch
-from smp_daemon.slotfile import DTYPE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_record
-from snapshot.replicas import is_part_of, shared_from_json
-from snapshot.shares import Part, missing, parse_part
+from holdfast.smp_daemon.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.slotfile import DTYPE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_record
+from holdfast.snapshot.replicas import is_part_of, shared_from_json
+from holdfast.snapshot.shares import Part, missing, parse_part
 
 
 @dataclass(frozen=True, slots=True)

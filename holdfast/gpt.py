@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from integrations.megatron_cpu import install
+from holdfast.integrations.megatron_cpu import install
 
 install()
 warnings.filterwarnings("ignore", message=".*Apex.*")
@@ -35,7 +35,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from chaos import drill
+from holdfast.chaos import drill
 from holdfast.hook import InMemorySnapshot
 
 HIDDEN, HEADS, VOCABULARY, SEQUENCE = 64, 4, 128, 32

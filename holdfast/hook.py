@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from integrations import adapter_for
-from snapshot.adapter import Stateful
-from snapshot.hook import SnapshotHook
+from holdfast.integrations import adapter_for
+from holdfast.snapshot.adapter import Stateful
+from holdfast.snapshot.hook import SnapshotHook
 
 
 class InMemorySnapshot(SnapshotHook):

@@ -19,8 +19,8 @@ from transformers.trainer_callback import ExportableState
 
 from holdfast.callbacks import Overlooked, keep_averages
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
-from smp_daemon.errors import ConfigError
-from snapshot import rng
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot import rng
 
 NAME = "huggingface"
 """What the trainer's state is tracked under."""

@@ -19,8 +19,8 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
 from holdfast.callbacks import Overlooked, keep_averages
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
-from smp_daemon.errors import ConfigError
-from snapshot import rng
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot import rng
 
 NAME = "lightning"
 """What the loops' state is tracked under."""

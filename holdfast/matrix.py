@@ -14,10 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from chaos.cluster import History, VirtualCluster
-from chaos.drill import TARGET, compare, steps_done_again
-from chaos.launcher import Launcher
-from smp_daemon.errors import ConfigError, HoldfastError
+from holdfast.chaos.cluster import History, VirtualCluster
+from holdfast.chaos.drill import TARGET, compare, steps_done_again
+from holdfast.chaos.launcher import Launcher
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError
 
 GPT = "holdfast.gpt:Gpt"
 TRAINER_STEP, NODE_STEP = 4, 7
@@ -154,9 +154,9 @@ def run(cells: Iterable[Cell], seed: int, progress: Callable[[Verdict], None]) -
     chosen = list(cells)
     modules = sorted({cell.job.partition(":")[0] for cell in chosen})
     preload = [
-        "chaos.drill",
+        "holdfast.chaos.drill",
         *modules,
-        *(["integrations.megatron"] if "holdfast.gpt" in modules else []),
+        *(["holdfast.integrations.megatron"] if "holdfast.gpt" in modules else []),
         "torch.profiler",
     ]
     verdicts = []

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from holdfast.hook import InMemorySnapshot
-from smp_daemon.logs import get_log
+from holdfast.smp_daemon.logs import get_log
 
 MODULE = "megatron.training.training"
 """Where Megatron-LM has its loop."""

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.audit import Notes, Report, compare_rank, together
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 FIRST_STEP = 3
 """No fault comes before it, so that there is something to restore."""

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import psutil
 
-from chaos.harm import send_signals, using_arenas
 from holdfast import sessions
+from holdfast.chaos.harm import send_signals, using_arenas
 from holdfast.own_command import OwnPlan
-from smp_daemon.errors import DeadlineExceeded, HoldfastError
-from smp_daemon.paths import ARENA_ENV, arena_path, read_owner
-from smp_daemon.spawn import find_leftovers, remove
-from snapshot.audit import Orders
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.paths import ARENA_ENV, arena_path, read_owner
+from holdfast.smp_daemon.spawn import find_leftovers, remove
+from holdfast.snapshot.audit import Orders
 
 JOB = "chaos"
 END_DEADLINE_S = 10.0
@@ -78,7 +78,7 @@ class OwnNode:
         found = []
         for process in using_arenas(self.memory):
             with suppress(psutil.Error):  # it has ended
-                if "smp_daemon" not in process.cmdline():
+                if "holdfast.smp_daemon" not in process.cmdline():
                     found.append(process)
         return found
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import psutil
 
-from chaos.harm import send_signals
 from holdfast.audit import Notes, read, read_last
+from holdfast.chaos.harm import send_signals
 from holdfast.own_command import IN_A_RECOVERY, KINDS, PAUSE_S, STEP, OwnFault, OwnPlan, OwnVerdict, draw, judge
 from holdfast.own_nodes import END_DEADLINE_S, JOB, OwnNode
 from holdfast.sessions import tail
-from smp_daemon.errors import DeadlineExceeded, HoldfastError
-from smp_daemon.overview import look
-from smp_daemon.paths import ARENA_ENV, arena_base, arena_path, read_owner
-from smp_daemon.points import ENV as POINTS_ENV
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.overview import look
+from holdfast.smp_daemon.paths import ARENA_ENV, arena_base, arena_path, read_owner
+from holdfast.smp_daemon.points import ENV as POINTS_ENV
 
 PATIENCE_S = 30.0
 """A command that has neither ended nor trained for so long after a fault is ended, as a scheduler would."""

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from holdfast.shapes import PRESETS, parse_shape
 from holdfast.sizing import BASE_BYTES, RECOMPUTE, STATE_BYTES, Job, Machine, Sizes, size
-from smp_daemon.pacer import parse_rate
-from snapshot.arrange import parse_protect
-from snapshot.tuning.durations import duration, parse_duration
+from holdfast.smp_daemon.pacer import parse_rate
+from holdfast.snapshot.arrange import parse_protect
+from holdfast.snapshot.tuning.durations import duration, parse_duration
 
 Row = tuple[str, Job, Sizes]
 

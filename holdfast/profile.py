@@ -19,12 +19,12 @@ from rich.console import Console
 from holdfast import sessions
 from holdfast.plan import amount
 from holdfast.sessions import tail
-from smp_daemon.errors import ConfigError, HoldfastError
-from smp_daemon.paths import ARENA_ENV
-from smp_daemon.spawn import find_leftovers, remove
-from snapshot.profile import Orders
-from snapshot.tuning.durations import duration
-from snapshot.tuning.measured import Measured
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.paths import ARENA_ENV
+from holdfast.smp_daemon.spawn import find_leftovers, remove
+from holdfast.snapshot.profile import Orders
+from holdfast.snapshot.tuning.durations import duration
+from holdfast.snapshot.tuning.measured import Measured
 
 
 @dataclass(frozen=True, slots=True)

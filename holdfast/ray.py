@@ -12,7 +12,7 @@
 docs/ray.md says what survives what.
 """
 
-from integrations.ray import Herded, Report, start, status, stop
-from integrations.ray_crew import Crew, Seat
+from holdfast.integrations.ray import Herded, Report, start, status, stop
+from holdfast.integrations.ray_crew import Crew, Seat
 
 __all__ = ["Crew", "Herded", "Report", "Seat", "start", "status", "stop"]

@@ -3,6 +3,6 @@
 Nothing else is needed in a training function but `holdfast.InMemorySnapshot`: docs/ray.md has the recipe.
 """
 
-from integrations.ray_train import GiveUp
+from holdfast.integrations.ray_train import GiveUp
 
 __all__ = ["GiveUp"]

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 from holdfast.plan import amount
 from holdfast.shapes import parse_shape
 from holdfast.sizing import STATE_BYTES
-from smp_daemon.errors import ConfigError
-from smp_daemon.pacer import parse_rate
-from snapshot.arrange import parse_protect
-from snapshot.tuning.durations import duration, parse_duration
-from snapshot.tuning.profiles import PROFILES, profile
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.pacer import parse_rate
+from holdfast.snapshot.arrange import parse_protect
+from holdfast.snapshot.tuning.durations import duration, parse_duration
+from holdfast.snapshot.tuning.profiles import PROFILES, profile
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from chaos.fleet.strategies import Strategy
-    from chaos.fleet.sweep import Estimate, Row, Sweep
+    from holdfast.chaos.fleet.strategies import Strategy
+    from holdfast.chaos.fleet.sweep import Estimate, Row, Sweep
 
 NAMES = ("holdfast", "gemini", "gemini-racks", "disk-sync", "disk-async", "nothing")
 
@@ -68,8 +68,8 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the command. Status 1 if a published number is not reproduced."""
     from rich.console import Console
 
-    from chaos.fleet.published import POINTS
-    from chaos.fleet.sweep import run as run_sweep
+    from holdfast.chaos.fleet.published import POINTS
+    from holdfast.chaos.fleet.sweep import run as run_sweep
     from holdfast.cli import write_json
     from holdfast.simulate_plot import draw
 
@@ -93,9 +93,9 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _sweep(parsed: argparse.Namespace) -> Sweep:
-    from chaos.fleet.failures import FailureProcess
-    from chaos.fleet.job import Job, Site
-    from chaos.fleet.sweep import Sweep
+    from holdfast.chaos.fleet.failures import FailureProcess
+    from holdfast.chaos.fleet.job import Job, Site
+    from holdfast.chaos.fleet.sweep import Sweep
 
     state = parse_shape(parsed.model).parameters * STATE_BYTES["adam"]
     site = Site(network_rate=parse_rate(parsed.network_rate), rack=parsed.rack)
@@ -115,7 +115,7 @@ def _sweep(parsed: argparse.Namespace) -> Sweep:
 
 
 def _strategies(parsed: argparse.Namespace) -> tuple[Strategy, ...]:
-    from chaos.fleet.strategies import DiskAsync, DiskSync, InMemoryCode, Nothing, PairReplication
+    from holdfast.chaos.fleet.strategies import DiskAsync, DiskSync, InMemoryCode, Nothing, PairReplication
 
     names = list(NAMES) if parsed.strategies == "all" else parsed.strategies.split(",")
     if unknown := [name for name in names if name not in NAMES]:

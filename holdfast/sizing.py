@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.shapes import Shape
-from smp_daemon.errors import ConfigError
-from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
-from snapshot.arrange import Protection
-from snapshot.wishes import MAX_GENERATIONS
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
+from holdfast.snapshot.arrange import Protection
+from holdfast.snapshot.wishes import MAX_GENERATIONS
 
 STATE_BYTES = {"adam": 12.0, "adam-16bit": 6.0, "adam-8bit": 6.0, "sgd": 8.0}
 """Of each trained parameter: its main copy and moments, fp32; all in 16 bits; fp32 and two moments of a byte each

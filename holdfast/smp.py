@@ -9,13 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from smp_daemon.__main__ import add_options
-from smp_daemon.budget import parse_size
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
-from smp_daemon.paths import ARENA_ENV, arena_path, socket_path
-from smp_daemon.spawn import find_leftovers, launch, remove, running_owner, smp_command, start_deadline_s
-from snapshot.connect import job_from_environment, node_from_environment
+from holdfast.smp_daemon.__main__ import add_options
+from holdfast.smp_daemon.budget import parse_size
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.paths import ARENA_ENV, arena_path, socket_path
+from holdfast.smp_daemon.spawn import find_leftovers, launch, remove, running_owner, smp_command, start_deadline_s
+from holdfast.snapshot.connect import job_from_environment, node_from_environment
 
 NOT_RUNNING = 3
 """Exit status where there is no SMP, as init scripts have it."""
@@ -34,7 +34,7 @@ def add(commands: Any, add_json: Any) -> None:
         help="run one here, in the foreground or, with --detach, by itself",
         description="Runs the SMP of a job on this node; trainers that start later find it by the job's id. In the "
         "foreground this process becomes the SMP. With --detach it is started in a session of its own, and if one runs "
-        "already that is fine. All other options are those of `python -m smp_daemon`.",
+        "already that is fine. All other options are those of `python -m holdfast.smp_daemon`.",
     )
     start.add_argument("--node", help="name of this node, unique in the job (default HOLDFAST_NODE or the host's)")
     start.set_defaults(
@@ -74,7 +74,7 @@ def _options() -> argparse.ArgumentParser:
 
 
 def smp_arguments(parsed: argparse.Namespace) -> list[str]:
-    """The command line of ``python -m smp_daemon`` that says the same. Pure."""
+    """The command line of ``python -m holdfast.smp_daemon`` that says the same. Pure."""
     words = []
     for name in vars(_options().parse_args([])):
         value, option = getattr(parsed, name), "--" + name.replace("_", "-")
@@ -137,8 +137,8 @@ def _stop(parsed: argparse.Namespace) -> int:
 
 def _status(parsed: argparse.Namespace) -> int:
     from holdfast.cli import write_json
-    from smp_daemon.counters import Counters
-    from smp_daemon.status import take_statuses
+    from holdfast.smp_daemon.counters import Counters
+    from holdfast.smp_daemon.status import take_statuses
 
     job = parsed.job or job_from_environment()
     arena = arena_path(job, parsed.arena).absolute()

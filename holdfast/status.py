@@ -13,9 +13,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from smp_daemon.errors import ConfigError
-from smp_daemon.overview import Overview, look
-from smp_daemon.paths import ARENA_ENV, Owner, find_owners
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.overview import Overview, look
+from holdfast.smp_daemon.paths import ARENA_ENV, Owner, find_owners
 
 COLOURS = {-1: "bold red", 0: "yellow"}
 

@@ -12,17 +12,26 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.plan import amount
-from smp_daemon.errors import ConfigError
-from smp_daemon.pacer import parse_rate
-from snapshot.arrange import parse_protect
-from snapshot.tuning.codes import PLACEMENTS, Domains
-from snapshot.tuning.costs import Assumptions, Costs, assume, from_measured
-from snapshot.tuning.durations import duration, parse_duration
-from snapshot.tuning.failures import BEYOND_S, CLASSES, DAY_S, FailureModel, from_profile, learn, parse_log, span
-from snapshot.tuning.measured import Measured
-from snapshot.tuning.profiles import PROFILES, profile
-from snapshot.tuning.reasons import reasons
-from snapshot.tuning.recommend import Recommendation, Wishes, recommend
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.pacer import parse_rate
+from holdfast.snapshot.arrange import parse_protect
+from holdfast.snapshot.tuning.codes import PLACEMENTS, Domains
+from holdfast.snapshot.tuning.costs import Assumptions, Costs, assume, from_measured
+from holdfast.snapshot.tuning.durations import duration, parse_duration
+from holdfast.snapshot.tuning.failures import (
+    BEYOND_S,
+    CLASSES,
+    DAY_S,
+    FailureModel,
+    from_profile,
+    learn,
+    parse_log,
+    span,
+)
+from holdfast.snapshot.tuning.measured import Measured
+from holdfast.snapshot.tuning.profiles import PROFILES, profile
+from holdfast.snapshot.tuning.reasons import reasons
+from holdfast.snapshot.tuning.recommend import Recommendation, Wishes, recommend
 
 
 def add(commands: Any, add_json: Any) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from html import escape
 
 from holdfast.plan import amount
-from snapshot.tuning.costs import Costs
-from snapshot.tuning.curves import Curves, Point, curves, nines
-from snapshot.tuning.durations import duration
-from snapshot.tuning.recommend import Recommendation
+from holdfast.snapshot.tuning.costs import Costs
+from holdfast.snapshot.tuning.curves import Curves, Point, curves, nines
+from holdfast.snapshot.tuning.durations import duration
+from holdfast.snapshot.tuning.recommend import Recommendation
 
 WIDTH, HEIGHT, TOP, BOTTOM = 460, 330, 48, 284
 LEFT, RIGHT = 56, 440

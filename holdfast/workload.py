@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chaos import drill
+from holdfast.chaos import drill
 from holdfast.hook import InMemorySnapshot
 
 WIDTH, BATCH = 64, 8

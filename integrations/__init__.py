@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from snapshot.adapter import Adapter
+    from holdfast.snapshot.adapter import Adapter
 
 
 def adapter_for(model: Any, optim: Any, scheduler: Any = None, extra: dict[str, Any] | None = None) -> Adapter:
@@ -15,9 +15,9 @@ def adapter_for(model: Any, optim: Any, scheduler: Any = None, extra: dict[str, 
         ConfigError: the objects are of no framework that is known here.
     """
     if type(optim).__module__.startswith("megatron."):
-        from integrations.megatron import MegatronAdapter
+        from holdfast.integrations.megatron import MegatronAdapter
 
         return MegatronAdapter(model, optim, scheduler, extra)
-    from integrations.torch_native import TorchAdapter
+    from holdfast.integrations.torch_native import TorchAdapter
 
     return TorchAdapter(model, optim, scheduler, extra)

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from smp_daemon.errors import ConfigError, StateMismatch
-from smp_daemon.logs import get_log
-from smp_daemon.slotfile import Leaf
-from snapshot import rng, tracked
-from snapshot.adapter import Change, Container, LiveTensor, Stateful, Tree, Updated
-from snapshot.flags import GRADIENTS, Flags
-from snapshot.optimizers import OptimizerState, check_names
-from snapshot.steppers import Steppers
-from snapshot.tensors import block_of, local
-from snapshot.tracked import Tracked, containers
+from holdfast.smp_daemon.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.logs import get_log
+from holdfast.smp_daemon.slotfile import Leaf
+from holdfast.snapshot import rng, tracked
+from holdfast.snapshot.adapter import Change, Container, LiveTensor, Stateful, Tree, Updated
+from holdfast.snapshot.flags import GRADIENTS, Flags
+from holdfast.snapshot.optimizers import OptimizerState, check_names
+from holdfast.snapshot.steppers import Steppers
+from holdfast.snapshot.tensors import block_of, local
+from holdfast.snapshot.tracked import Tracked, containers
 
 log = get_log(__name__)
 

@@ -36,17 +36,17 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from integrations.memory import Memory
-from smp_daemon.client import RecoveredShard
-from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
-from smp_daemon.plan import RestorePlan, plan_restore
-from smp_daemon.slotfile import SlotFormat, read_format, read_record
-from snapshot.agreement import AgreementLost
-from snapshot.arrange import coordinate_key, parse_protect
-from snapshot.restore import exchange
-from snapshot.tensors import leaf_tensor, local
-from snapshot.values import decode, encode
-from snapshot.writer import SlotWriter
+from holdfast.integrations.memory import Memory
+from holdfast.smp_daemon.client import RecoveredShard
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
+from holdfast.smp_daemon.plan import RestorePlan, plan_restore
+from holdfast.smp_daemon.slotfile import SlotFormat, read_format, read_record
+from holdfast.snapshot.agreement import AgreementLost
+from holdfast.snapshot.arrange import coordinate_key, parse_protect
+from holdfast.snapshot.restore import exchange
+from holdfast.snapshot.tensors import leaf_tensor, local
+from holdfast.snapshot.values import decode, encode
+from holdfast.snapshot.writer import SlotWriter
 
 ALL_RANKS = (
     "a checkpoint in memory is saved and loaded by all ranks together: call dcp.save, dcp.async_save or dcp.load on "

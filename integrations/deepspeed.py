@@ -22,17 +22,17 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from integrations.memory import Memory
-from smp_daemon.errors import ConfigError
-from smp_daemon.plan import plan_restore
-from smp_daemon.reading import RemoteShard
-from smp_daemon.slotfile import read_format, read_record
-from smp_daemon.sources import Address
-from snapshot.arrange import parse_protect
-from snapshot.restore import exchange, heal
-from snapshot.tensors import read_leaf
-from snapshot.values import decode, encode
-from snapshot.writer import SlotWriter
+from holdfast.integrations.memory import Memory
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.plan import plan_restore
+from holdfast.smp_daemon.reading import RemoteShard
+from holdfast.smp_daemon.slotfile import read_format, read_record
+from holdfast.smp_daemon.sources import Address
+from holdfast.snapshot.arrange import parse_protect
+from holdfast.snapshot.restore import exchange, heal
+from holdfast.snapshot.tensors import read_leaf
+from holdfast.snapshot.values import decode, encode
+from holdfast.snapshot.writer import SlotWriter
 
 KNOWN = {cls.__name__: cls for cls in (torch.Size, fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler)}
 MARK = "holdfast.class"

@@ -18,12 +18,12 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
-from integrations.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
-from smp_daemon.errors import StateMismatch
-from smp_daemon.slotfile import Leaf
-from snapshot.adapter import Block, Change, LiveTensor, Stateful, Tree
-from snapshot.optimizers import OptimizerState
-from snapshot.tensors import set_dtype
+from holdfast.integrations.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
+from holdfast.smp_daemon.errors import StateMismatch
+from holdfast.smp_daemon.slotfile import Leaf
+from holdfast.snapshot.adapter import Block, Change, LiveTensor, Stateful, Tree
+from holdfast.snapshot.optimizers import OptimizerState
+from holdfast.snapshot.tensors import set_dtype
 
 
 class MegatronAdapter(BaseAdapter):

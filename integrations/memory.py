@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smp_daemon.paths import arena_path
-from snapshot.agreement import default_agreement
-from snapshot.connect import connect, job_from_environment
+from holdfast.smp_daemon.paths import arena_path
+from holdfast.snapshot.agreement import default_agreement
+from holdfast.snapshot.connect import connect, job_from_environment
 
 
 class Memory:

@@ -21,14 +21,14 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
-from smp_daemon.limits import is_identifier
-from smp_daemon.logs import Episodes, get_log
-from smp_daemon.overview import look
-from smp_daemon.paths import arena_path, read_owner
-from smp_daemon.spawn import running_owner
-from snapshot.connect import job_from_environment, node_from_environment, start_here
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.limits import is_identifier
+from holdfast.smp_daemon.logs import Episodes, get_log
+from holdfast.smp_daemon.overview import look
+from holdfast.smp_daemon.paths import arena_path, read_owner
+from holdfast.smp_daemon.spawn import running_owner
+from holdfast.snapshot.connect import job_from_environment, node_from_environment, start_here
 
 NAMESPACE = "holdfast"
 """Of Ray's named actors."""

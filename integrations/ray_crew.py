@@ -22,9 +22,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from smp_daemon.errors import ConfigError, DeadlineExceeded, Repeated, StateMismatch, Unrecoverable
-from smp_daemon.logs import get_log
-from snapshot.connect import job_from_environment, node_from_environment
+from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, Repeated, StateMismatch, Unrecoverable
+from holdfast.smp_daemon.logs import get_log
+from holdfast.snapshot.connect import job_from_environment, node_from_environment
 
 GRACE_S = 5.0
 """How long members may take to return after another one has died; then Ray restarts them, too."""
@@ -239,7 +239,7 @@ class Member:
         """Take part in a round, as a worker that torchrun started in an agent's store."""
         import torch.distributed as dist
 
-        from snapshot.audit import Ended, raise_at_the_end
+        from holdfast.snapshot.audit import Ended, raise_at_the_end
 
         raise_at_the_end()
         self._rounds += 1

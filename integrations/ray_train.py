@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.train import UserCallback
 
-from integrations.ray_crew import FINAL
+from holdfast.integrations.ray_crew import FINAL
 
 
 class GiveUp(UserCallback):  # type: ignore[misc]

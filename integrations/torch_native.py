@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from integrations.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
-from smp_daemon.errors import ConfigError, StateMismatch
-from snapshot.adapter import Change, LiveTensor, Stateful, Tree
-from snapshot.optimizers import OptimizerState, unwrapped
-from snapshot.tensors import block_of, local, piece_of
+from holdfast.integrations.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
+from holdfast.smp_daemon.errors import ConfigError, StateMismatch
+from holdfast.snapshot.adapter import Change, LiveTensor, Stateful, Tree
+from holdfast.snapshot.optimizers import OptimizerState, unwrapped
+from holdfast.snapshot.tensors import block_of, local, piece_of
 
 
 class TorchAdapter(BaseAdapter):

@@ -20,18 +20,18 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchft.checkpointing.transport import CheckpointTransport
 
-from smp_daemon.errors import DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable, StateMismatch
-from smp_daemon.inventory import Inventory
-from smp_daemon.paths import arena_path
-from smp_daemon.reading import RemoteShard
-from smp_daemon.slotfile import SlotFormat, read_record
-from smp_daemon.sources import Address
-from snapshot.agreement import Alone
-from snapshot.arrange import parse_protect
-from snapshot.connect import connect, job_from_environment
-from snapshot.tensors import leaf_tensor, local
-from snapshot.values import decode, encode
-from snapshot.writer import SlotWriter
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable, StateMismatch
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.paths import arena_path
+from holdfast.smp_daemon.reading import RemoteShard
+from holdfast.smp_daemon.slotfile import SlotFormat, read_record
+from holdfast.smp_daemon.sources import Address
+from holdfast.snapshot.agreement import Alone
+from holdfast.snapshot.arrange import parse_protect
+from holdfast.snapshot.connect import connect, job_from_environment
+from holdfast.snapshot.tensors import leaf_tensor, local
+from holdfast.snapshot.values import decode, encode
+from holdfast.snapshot.writer import SlotWriter
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""``python -m smp_daemon``: run one SMP, in the foreground or detached.
+"""``python -m holdfast.smp_daemon``: run one SMP, in the foreground or detached.
 
 Says one line of JSON on standard output once it serves, ``{"ready": {...}}``, or ``{"error": ..., "message": ...}``.
 """
@@ -15,15 +15,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from smp_daemon.credentials import access_of, current
-from smp_daemon.errors import HoldfastError
-from smp_daemon.logs import about, chosen_format, get_log, log_to
-from smp_daemon.priority import PRIORITIES, make_idle, make_session_nice
+from holdfast.smp_daemon.credentials import access_of, current
+from holdfast.smp_daemon.errors import HoldfastError
+from holdfast.smp_daemon.logs import about, chosen_format, get_log, log_to
+from holdfast.smp_daemon.priority import PRIORITIES, make_idle, make_session_nice
 
 if TYPE_CHECKING:
-    from smp_daemon.service import Smp
+    from holdfast.smp_daemon.service import Smp
 
-log = get_log("smp_daemon")
+log = get_log("holdfast.smp_daemon")
 
 
 def main() -> None:
@@ -41,14 +41,14 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             make_session_nice()  # else the session is the caller's
         make_idle()  # before the first thread is made: threads inherit it, the process has no say
 
-    from smp_daemon.budget import parse_size
-    from smp_daemon.drain import leave_on_sigterm, parse_spares
-    from smp_daemon.liveness import parse_deadlines
-    from smp_daemon.pacer import parse_rate, parse_turns
-    from smp_daemon.persist.options import parse_options
-    from smp_daemon.service import Settings, Smp, watch  # NumPy makes threads when it is imported
-    from smp_daemon.spawn import sweep
-    from smp_daemon.web import parse_port, show
+    from holdfast.smp_daemon.budget import parse_size
+    from holdfast.smp_daemon.drain import leave_on_sigterm, parse_spares
+    from holdfast.smp_daemon.liveness import parse_deadlines
+    from holdfast.smp_daemon.pacer import parse_rate, parse_turns
+    from holdfast.smp_daemon.persist.options import parse_options
+    from holdfast.smp_daemon.service import Settings, Smp, watch  # NumPy makes threads when it is imported
+    from holdfast.smp_daemon.spawn import sweep
+    from holdfast.smp_daemon.web import parse_port, show
 
     try:
         chosen_format()
@@ -105,7 +105,9 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m smp_daemon", description="Run a snapshot management process.")
+    parser = argparse.ArgumentParser(
+        prog="python -m holdfast.smp_daemon", description="Run a snapshot management process."
+    )
     parser.add_argument("--job", required=True, help="id of the training run")
     parser.add_argument("--node", required=True, help="name of this node, unique in the job")
     parser.add_argument("--arena", required=True, type=_absolute, help="directory on tmpfs that this SMP owns")
@@ -292,7 +294,7 @@ def _say(out: int, message: dict[str, object]) -> None:
 
 
 def _log_backend(backend: str) -> None:
-    from ec import describe_auto
+    from holdfast.ec import describe_auto
 
     name, reason = describe_auto() if backend == "auto" else (backend, "")
     if reason:

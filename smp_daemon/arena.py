@@ -22,15 +22,15 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from smp_daemon.budget import Budget, pages
-from smp_daemon.errors import ConfigError, ProtocolError
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import is_identifier
-from smp_daemon.logs import get_log
-from smp_daemon.points import reach
-from smp_daemon.pool import Pool, room, too_small
-from smp_daemon.records import PART, read_json, write_json
-from smp_daemon.slots import Slot, SlotState
+from holdfast.smp_daemon.budget import Budget, pages
+from holdfast.smp_daemon.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.limits import is_identifier
+from holdfast.smp_daemon.logs import get_log
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.pool import Pool, room, too_small
+from holdfast.smp_daemon.records import PART, read_json, write_json
+from holdfast.smp_daemon.slots import Slot, SlotState
 
 OVERFLOW_UID = 65534
 """Whom the kernel names where a user of the host has no name in a container."""

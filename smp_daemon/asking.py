@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from smp_daemon.asks import Ask, How, Verdict, Wanted, Ways
-from smp_daemon.sources import Address
-from smp_daemon.speeds import Patience, Speeds
+from holdfast.smp_daemon.asks import Ask, How, Verdict, Wanted, Ways
+from holdfast.smp_daemon.sources import Address
+from holdfast.smp_daemon.speeds import Patience, Speeds
 
 LANES = 8
 """Asks open at a time: `ON_TIME` of them in good health, so that all links are busy, and as many more when some are

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from smp_daemon.sources import Address
+from holdfast.smp_daemon.sources import Address
 
 
 class How(Enum):

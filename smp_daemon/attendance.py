@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from smp_daemon.board import BEAT_ROWS, Board, Phase
-from smp_daemon.liveness import Beat, Deadlines, Health, Trainer, judge, median_step
-from smp_daemon.logs import get_log
-from smp_daemon.on_hang import OnHang
-from smp_daemon.pidfds import is_running
+from holdfast.smp_daemon.board import BEAT_ROWS, Board, Phase
+from holdfast.smp_daemon.liveness import Beat, Deadlines, Health, Trainer, judge, median_step
+from holdfast.smp_daemon.logs import get_log
+from holdfast.smp_daemon.on_hang import OnHang
+from holdfast.smp_daemon.pidfds import is_running
 
 STEPS_KEPT = 32
 MOST_INTERVAL_S = 1.0

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from smp_daemon.errors import ProtocolError
-from smp_daemon.records import PART
+from holdfast.smp_daemon.errors import ProtocolError
+from holdfast.smp_daemon.records import PART
 
 WORDS = 16
 """Of the SMP."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smp_daemon.errors import ArenaTooSmall, ConfigError
+from holdfast.smp_daemon.errors import ArenaTooSmall, ConfigError
 
 RESERVE = "reserve"
 """Name of the file that holds the memory of slots that are not made yet."""

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from smp_daemon.counters import Counters
-from smp_daemon.errors import HoldfastError
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import Layout
-from smp_daemon.links import Links
-from smp_daemon.logs import Episodes, about, get_log
-from smp_daemon.sources import Address
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.errors import HoldfastError
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import Layout
+from holdfast.smp_daemon.links import Links
+from holdfast.smp_daemon.logs import Episodes, about, get_log
+from holdfast.smp_daemon.sources import Address
 
 DEADLINE_S = 5.0
 AT_ONCE = 16

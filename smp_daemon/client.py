@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smp_daemon.board import BEAT_ROWS, Board, Outcome, Phase
-from smp_daemon.errors import (
+from holdfast.smp_daemon.board import BEAT_ROWS, Board, Outcome, Phase
+from holdfast.smp_daemon.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
     HoldfastError,
@@ -22,15 +22,15 @@ from smp_daemon.errors import (
     SmpUnavailable,
     StaleEpoch,
 )
-from smp_daemon.inventory import Inventory, Persisted
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import CALL_DEADLINE_S, MAX_SAYING, MOVE_DEADLINE_S, PROTOCOL_VERSION, move_deadline
-from smp_daemon.paths import socket_path
-from smp_daemon.pidfds import await_end
-from smp_daemon.records import digest
-from smp_daemon.sources import Address, Sources
-from smp_daemon.starts import End, Start
-from smp_daemon.transport import Message, SocketStream, call, connect
+from holdfast.smp_daemon.inventory import Inventory, Persisted
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.limits import CALL_DEADLINE_S, MAX_SAYING, MOVE_DEADLINE_S, PROTOCOL_VERSION, move_deadline
+from holdfast.smp_daemon.paths import socket_path
+from holdfast.smp_daemon.pidfds import await_end
+from holdfast.smp_daemon.records import digest
+from holdfast.smp_daemon.sources import Address, Sources
+from holdfast.smp_daemon.starts import End, Start
+from holdfast.smp_daemon.transport import Message, SocketStream, call, connect
 
 ANSWER_S = 5.0
 """How much longer than it was told to wait the SMP may take to say that it has."""
@@ -105,7 +105,7 @@ class SmpClient:
         self._hang_up()
         self._connections += 1
         if not socket_path(self.arena).exists():
-            raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m smp_daemon`")
+            raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m holdfast.smp_daemon`")
         self._stream = connect(socket_path(self.arena), deadline_s)
         hello = self._call(
             {

@@ -11,15 +11,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from smp_daemon.arena import Arena
-from smp_daemon.errors import DamagedSnapshot, DeadlineExceeded, NoFreeSlot, ProtocolError, StaleEpoch
-from smp_daemon.holdings import Holdings, ParityKey
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import CALL_DEADLINE_S, MAX_CODINGS
-from smp_daemon.parity import ParityGathering
-from smp_daemon.points import reach
-from smp_daemon.pool import Pool
-from smp_daemon.slots import Slot
+from holdfast.smp_daemon.arena import Arena
+from holdfast.smp_daemon.errors import DamagedSnapshot, DeadlineExceeded, NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.holdings import Holdings, ParityKey
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.limits import CALL_DEADLINE_S, MAX_CODINGS
+from holdfast.smp_daemon.parity import ParityGathering
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.pool import Pool
+from holdfast.smp_daemon.slots import Slot
 
 
 class Coding(NamedTuple):

@@ -21,12 +21,12 @@ from urllib.parse import unquote
 
 import grpc
 
-from smp_daemon.credentials import Credentials
-from smp_daemon.errors import ProtocolError
-from smp_daemon.gate import Complaints
-from smp_daemon.handshake import derive, mac
-from smp_daemon.logs import get_log
-from smp_daemon.uids import may_come
+from holdfast.smp_daemon.credentials import Credentials
+from holdfast.smp_daemon.errors import ProtocolError
+from holdfast.smp_daemon.gate import Complaints
+from holdfast.smp_daemon.handshake import derive, mac
+from holdfast.smp_daemon.logs import get_log
+from holdfast.smp_daemon.uids import may_come
 
 CALL_KEY, SERVER_KEY, REPLY_KEY = "holdfast-call-bin", "holdfast-server-bin", "holdfast-reply-bin"
 NAME_BYTES, COUNT_BYTES, MAC_BYTES = 16, 8, 32

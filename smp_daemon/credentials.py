@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 TOKEN_FILE_ENV, TOKEN_ENV = "HOLDFAST_TOKEN_FILE", "HOLDFAST_TOKEN"
 TLS_ENVS = ("HOLDFAST_TLS_CERT", "HOLDFAST_TLS_KEY", "HOLDFAST_TLS_CA")

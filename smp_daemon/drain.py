@@ -14,15 +14,15 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from smp_daemon.census import addresses_of, take_census
-from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, ProtocolError
-from smp_daemon.layout import SnapshotId
-from smp_daemon.logs import get_log
-from smp_daemon.reform import moved
-from smp_daemon.sources import Address
+from holdfast.smp_daemon.census import addresses_of, take_census
+from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, ProtocolError
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.logs import get_log
+from holdfast.smp_daemon.reform import moved
+from holdfast.smp_daemon.sources import Address
 
 if TYPE_CHECKING:
-    from smp_daemon.service import Smp
+    from holdfast.smp_daemon.service import Smp
 
 FIRST_S, MOST_S = 0.02, 1.0
 """How long it waits before it looks, or tries, again: twice as long each time, up to a limit."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ec import TooManyErasures, choose_codec
-from smp_daemon import fields
-from smp_daemon.counters import Counters
-from smp_daemon.errors import (
+from holdfast.ec import TooManyErasures, choose_codec
+from holdfast.smp_daemon import fields
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
     HoldfastError,
@@ -23,11 +23,11 @@ from smp_daemon.errors import (
     SmpUnavailable,
     Unrecoverable,
 )
-from smp_daemon.links import Links
-from smp_daemon.logs import Episodes, about, get_log
-from smp_daemon.records import digest
-from smp_daemon.sources import Address, Sources
-from smp_daemon.stored import StoredUnit, padding_of, place_of, stored_units
+from holdfast.smp_daemon.links import Links
+from holdfast.smp_daemon.logs import Episodes, about, get_log
+from holdfast.smp_daemon.records import digest
+from holdfast.smp_daemon.sources import Address, Sources
+from holdfast.smp_daemon.stored import StoredUnit, padding_of, place_of, stored_units
 
 log = get_log(__name__)
 

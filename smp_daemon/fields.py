@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from smp_daemon.errors import ProtocolError
-from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_COUNT, is_identifier
-from smp_daemon.transport import Message
+from holdfast.smp_daemon.errors import ProtocolError
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.limits import MAX_COUNT, is_identifier
+from holdfast.smp_daemon.transport import Message
 
 MAX_KNOWN = 4096
 

@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from smp_daemon.credentials import Credentials
-from smp_daemon.errors import ProtocolError
-from smp_daemon.handshake import HANDSHAKE_DEADLINE_S, NoToken, check_client
-from smp_daemon.logs import get_log
-from smp_daemon.transport import frame
-from smp_daemon.uids import SCARCE, is_of_this_user
+from holdfast.smp_daemon.credentials import Credentials
+from holdfast.smp_daemon.errors import ProtocolError
+from holdfast.smp_daemon.handshake import HANDSHAKE_DEADLINE_S, NoToken, check_client
+from holdfast.smp_daemon.logs import get_log
+from holdfast.smp_daemon.transport import frame
+from holdfast.smp_daemon.uids import SCARCE, is_of_this_user
 
 PLACES = 64
 PLACES_OF_SOURCE = 16

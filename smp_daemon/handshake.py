@@ -19,7 +19,7 @@ import secrets
 import socket
 import time
 
-from smp_daemon.errors import ProtocolError, SmpUnavailable
+from holdfast.smp_daemon.errors import ProtocolError, SmpUnavailable
 
 MAGIC = b"HFA1"
 NONCE_BYTES = PROOF_BYTES = 32

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ec import Stripes, choose_codec
-from smp_daemon.arena import Arena
-from smp_daemon.counters import Counters
-from smp_daemon.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.logs import Episodes, about, get_log
-from smp_daemon.parity import ParityGathering
-from smp_daemon.points import reach
-from smp_daemon.pool import Pool
-from smp_daemon.records import (
+from holdfast.ec import Stripes, choose_codec
+from holdfast.smp_daemon.arena import Arena
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.logs import Episodes, about, get_log
+from holdfast.smp_daemon.parity import ParityGathering
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.pool import Pool
+from holdfast.smp_daemon.records import (
     ParityRecord,
     ShardRecord,
     digest,
@@ -34,7 +34,7 @@ from smp_daemon.records import (
     shard_from_json,
     shard_to_json,
 )
-from smp_daemon.slots import Slot, SlotState
+from holdfast.smp_daemon.slots import Slot, SlotState
 
 log = get_log(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from smp_daemon.errors import ProtocolError
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.starts import Record
+from holdfast.smp_daemon.errors import ProtocolError
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.starts import Record
 
 
 @dataclass(frozen=True, slots=True)

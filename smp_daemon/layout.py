@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ec import Stripes
-from smp_daemon.errors import ProtocolError
-from smp_daemon.limits import (
+from holdfast.ec import Stripes
+from holdfast.smp_daemon.errors import ProtocolError
+from holdfast.smp_daemon.limits import (
     MAX_COUNT,
     MAX_NODES,
     MAX_PORT,

@@ -4,14 +4,14 @@ are not its own, and no shard is brought here whole.
 
 from __future__ import annotations
 
-from smp_daemon.errors import DamagedSnapshot, ProtocolError
-from smp_daemon.fetch import Fetcher
-from smp_daemon.holdings import ShardKey
-from smp_daemon.layout import SnapshotId
-from smp_daemon.links import Links
-from smp_daemon.records import digest
-from smp_daemon.sources import Sources
-from smp_daemon.store import Store
+from holdfast.smp_daemon.errors import DamagedSnapshot, ProtocolError
+from holdfast.smp_daemon.fetch import Fetcher
+from holdfast.smp_daemon.holdings import ShardKey
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.links import Links
+from holdfast.smp_daemon.records import digest
+from holdfast.smp_daemon.sources import Sources
+from holdfast.smp_daemon.store import Store
 
 
 class Lender:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from smp_daemon.counters import Counters
-from smp_daemon.errors import ProtocolError, SmpUnavailable
-from smp_daemon.limits import CALL_DEADLINE_S
-from smp_daemon.sources import Address
-from smp_daemon.transport import Message, SocketStream, connect, receive_reply
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.errors import ProtocolError, SmpUnavailable
+from holdfast.smp_daemon.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.sources import Address
+from holdfast.smp_daemon.transport import Message, SocketStream, connect, receive_reply
 
 
 class Links:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from smp_daemon.errors import ConfigError, HoldfastError
-from smp_daemon.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_BYTES
-from smp_daemon.logs import Episodes, about, get_log
-from smp_daemon.transport import Message, SocketStream, Stream
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_BYTES
+from holdfast.smp_daemon.logs import Episodes, about, get_log
+from holdfast.smp_daemon.transport import Message, SocketStream, Stream
 
 ACCEPT_AGAIN_S = 0.5
 

@@ -11,8 +11,8 @@ from enum import StrEnum
 from statistics import median
 from typing import Any
 
-from smp_daemon.board import Phase
-from smp_daemon.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.board import Phase
+from holdfast.smp_daemon.errors import ConfigError, ProtocolError
 
 LATE_AT = 0.5
 """What has taken more than this fraction of its deadline is late."""

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ec import TooManyErasures, choose_codec
-from smp_daemon import fields
-from smp_daemon.asking import LANES, Asking
-from smp_daemon.asks import Ask, How, Verdict, Ways
-from smp_daemon.counters import Counters
-from smp_daemon.errors import (
+from holdfast.ec import TooManyErasures, choose_codec
+from holdfast.smp_daemon import fields
+from holdfast.smp_daemon.asking import LANES, Asking
+from holdfast.smp_daemon.asks import Ask, How, Verdict, Ways
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
     HoldfastError,
@@ -28,13 +28,13 @@ from smp_daemon.errors import (
     SmpUnavailable,
     Unrecoverable,
 )
-from smp_daemon.fetch import digests_of
-from smp_daemon.links import Links
-from smp_daemon.logs import Episodes, about, get_log
-from smp_daemon.records import digest
-from smp_daemon.sources import Address, Sources
-from smp_daemon.stored import StoredUnit, padding_of, place_of, stored_units
-from smp_daemon.transport import Message
+from holdfast.smp_daemon.fetch import digests_of
+from holdfast.smp_daemon.links import Links
+from holdfast.smp_daemon.logs import Episodes, about, get_log
+from holdfast.smp_daemon.records import digest
+from holdfast.smp_daemon.sources import Address, Sources
+from holdfast.smp_daemon.stored import StoredUnit, padding_of, place_of, stored_units
+from holdfast.smp_daemon.transport import Message
 
 IDLE = 8
 """Connections kept open for the next ask."""

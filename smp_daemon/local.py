@@ -9,22 +9,22 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from smp_daemon.census import take_census
-from smp_daemon.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
-from smp_daemon.fields import address, identifier, number, seconds, snapshot_id, text
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.lending import Lender
-from smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_NODES, MAX_SAYING, PROTOCOL_VERSION
-from smp_daemon.logs import about, get_log
-from smp_daemon.rebuild import heal, recover, verify
-from smp_daemon.scrub import scrub
-from smp_daemon.sources import Sources
-from smp_daemon.starts import KILLED, End, Start, checked_failure
-from smp_daemon.transport import Message, Stream
-from smp_daemon.uids import peer_of
+from holdfast.smp_daemon.census import take_census
+from holdfast.smp_daemon.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.fields import address, identifier, number, seconds, snapshot_id, text
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.lending import Lender
+from holdfast.smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_NODES, MAX_SAYING, PROTOCOL_VERSION
+from holdfast.smp_daemon.logs import about, get_log
+from holdfast.smp_daemon.rebuild import heal, recover, verify
+from holdfast.smp_daemon.scrub import scrub
+from holdfast.smp_daemon.sources import Sources
+from holdfast.smp_daemon.starts import KILLED, End, Start, checked_failure
+from holdfast.smp_daemon.transport import Message, Stream
+from holdfast.smp_daemon.uids import peer_of
 
 if TYPE_CHECKING:
-    from smp_daemon.service import Smp
+    from holdfast.smp_daemon.service import Smp
 
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 """How many digests of units a message has room for, beside its other fields."""

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 if TYPE_CHECKING:
-    from smp_daemon.layout import SnapshotId  # which imports NumPy, and that makes threads
+    from holdfast.smp_daemon.layout import SnapshotId  # which imports NumPy, and that makes threads
 
 ENV = "HOLDFAST_LOG"
 FORMATS = ("logfmt", "json")
@@ -35,8 +35,6 @@ IDENTITY = ("job", "node", "epoch", "step", "rank", "coord")
 MAX_BYTES = 256 << 10
 MAX_EPISODES = 1024
 """That are remembered; the one that began first is forgotten first."""
-
-OURS = ("smp_daemon", "snapshot", "integrations", "holdfast", "ec")
 
 EVENTS_KEPT = 12
 MAX_EVENT_CHARACTERS = 160
@@ -246,11 +244,10 @@ def log_here(**identity: Any) -> None:
     if not os.environ.get(ENV):
         return
     kind = chosen_format()
-    for name in OURS:
-        logger = logging.getLogger(name)
-        if not any(isinstance(handler.formatter, Formatter) for handler in logger.handlers):
-            handler = logging.StreamHandler(sys.stderr)
-            handler.setFormatter(Formatter(kind))
-            logger.addHandler(handler)
-            logger.setLevel(logging.INFO)
-            logger.propagate = False
+    logger = logging.getLogger("holdfast")
+    if not any(isinstance(handler.formatter, Formatter) for handler in logger.handlers):
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(Formatter(kind))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

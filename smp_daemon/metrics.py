@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from smp_daemon.overview import Overview
-from smp_daemon.status import Status
+from holdfast.smp_daemon.overview import Overview
+from holdfast.smp_daemon.status import Status
 
 GAUGES = {
     "holdfast_up_seconds": "how long the SMP has run",

@@ -13,21 +13,21 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from smp_daemon.census import AT_ONCE, addresses_of, take_census
-from smp_daemon.codings import Coding
-from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable, StaleEpoch
-from smp_daemon.holdings import ParityKey
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import move_deadline
-from smp_daemon.links import Links
-from smp_daemon.logs import Episodes, about, get_log
-from smp_daemon.peers import PeerClient
-from smp_daemon.points import reach
-from smp_daemon.protect import send_units
-from smp_daemon.rebuild import recover
-from smp_daemon.reform import Reform, is_cluttered, plan_reform
-from smp_daemon.sources import Address, Sources
-from smp_daemon.store import Store
+from holdfast.smp_daemon.census import AT_ONCE, addresses_of, take_census
+from holdfast.smp_daemon.codings import Coding
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable, StaleEpoch
+from holdfast.smp_daemon.holdings import ParityKey
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.limits import move_deadline
+from holdfast.smp_daemon.links import Links
+from holdfast.smp_daemon.logs import Episodes, about, get_log
+from holdfast.smp_daemon.peers import PeerClient
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.protect import send_units
+from holdfast.smp_daemon.rebuild import recover
+from holdfast.smp_daemon.reform import Reform, is_cluttered, plan_reform
+from holdfast.smp_daemon.sources import Address, Sources
+from holdfast.smp_daemon.store import Store
 
 PING_DEADLINE_S = 2.0
 LOOK_EVERY_S = 5.0

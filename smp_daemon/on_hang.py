@@ -8,8 +8,8 @@ import signal
 import subprocess
 import threading
 
-from smp_daemon.liveness import Trainer
-from smp_daemon.logs import get_log
+from holdfast.smp_daemon.liveness import Trainer
+from holdfast.smp_daemon.logs import get_log
 
 MOST_LOGGED = 4096
 

@@ -6,16 +6,16 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smp_daemon.census import addresses_of
-from smp_daemon.counters import Counters
-from smp_daemon.layout import SnapshotId
-from smp_daemon.logs import Event
-from smp_daemon.plan import newest_protected, whole_snapshots
-from smp_daemon.recoveries import summarise
-from smp_daemon.sources import Address
-from smp_daemon.standing import Standing, safest, standings
-from smp_daemon.starts import standing_streak
-from smp_daemon.status import Status, take_statuses
+from holdfast.smp_daemon.census import addresses_of
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.logs import Event
+from holdfast.smp_daemon.plan import newest_protected, whole_snapshots
+from holdfast.smp_daemon.recoveries import summarise
+from holdfast.smp_daemon.sources import Address
+from holdfast.smp_daemon.standing import Standing, safest, standings
+from holdfast.smp_daemon.starts import standing_streak
+from holdfast.smp_daemon.status import Status, take_statuses
 
 EVENTS_SHOWN = 30
 

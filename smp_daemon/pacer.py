@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 BURST_S = 0.1
 """How far one may run ahead of the rate: work comes in units, and a timer is late by milliseconds."""

@@ -6,10 +6,10 @@ import threading
 
 import numpy as np
 
-from ec import Codec, Stripes
-from smp_daemon.errors import DamagedSnapshot, ProtocolError, StaleEpoch
-from smp_daemon.layout import SnapshotId
-from smp_daemon.records import ParityRecord, digest
+from holdfast.ec import Codec, Stripes
+from holdfast.smp_daemon.errors import DamagedSnapshot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.records import ParityRecord, digest
 
 
 class ParityGathering:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
-from smp_daemon.limits import is_identifier
-from smp_daemon.records import read_json
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
+from holdfast.smp_daemon.limits import is_identifier
+from holdfast.smp_daemon.records import read_json
 
 ARENA_ENV = "HOLDFAST_ARENA"
 

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from smp_daemon import peer_pb2 as smp__daemon_dot_peer__pb2
+from holdfast.smp_daemon import peer_pb2 as holdfast_dot_smp__daemon_dot_peer__pb2
 
 GRPC_GENERATED_VERSION = '1.73.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in smp_daemon/peer_pb2_grpc.py depends on'
+        + f' but the generated code in holdfast/smp_daemon/peer_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,13 +36,13 @@ class PeerStub(object):
         """
         self.ParityDone = channel.unary_unary(
                 '/holdfast.v1.Peer/ParityDone',
-                request_serializer=smp__daemon_dot_peer__pb2.ParityDoneRequest.SerializeToString,
-                response_deserializer=smp__daemon_dot_peer__pb2.Ack.FromString,
+                request_serializer=holdfast_dot_smp__daemon_dot_peer__pb2.ParityDoneRequest.SerializeToString,
+                response_deserializer=holdfast_dot_smp__daemon_dot_peer__pb2.Ack.FromString,
                 _registered_method=True)
         self.Ping = channel.unary_unary(
                 '/holdfast.v1.Peer/Ping',
-                request_serializer=smp__daemon_dot_peer__pb2.PingRequest.SerializeToString,
-                response_deserializer=smp__daemon_dot_peer__pb2.PingReply.FromString,
+                request_serializer=holdfast_dot_smp__daemon_dot_peer__pb2.PingRequest.SerializeToString,
+                response_deserializer=holdfast_dot_smp__daemon_dot_peer__pb2.PingReply.FromString,
                 _registered_method=True)
 
 
@@ -68,13 +68,13 @@ def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'ParityDone': grpc.unary_unary_rpc_method_handler(
                     servicer.ParityDone,
-                    request_deserializer=smp__daemon_dot_peer__pb2.ParityDoneRequest.FromString,
-                    response_serializer=smp__daemon_dot_peer__pb2.Ack.SerializeToString,
+                    request_deserializer=holdfast_dot_smp__daemon_dot_peer__pb2.ParityDoneRequest.FromString,
+                    response_serializer=holdfast_dot_smp__daemon_dot_peer__pb2.Ack.SerializeToString,
             ),
             'Ping': grpc.unary_unary_rpc_method_handler(
                     servicer.Ping,
-                    request_deserializer=smp__daemon_dot_peer__pb2.PingRequest.FromString,
-                    response_serializer=smp__daemon_dot_peer__pb2.PingReply.SerializeToString,
+                    request_deserializer=holdfast_dot_smp__daemon_dot_peer__pb2.PingRequest.FromString,
+                    response_serializer=holdfast_dot_smp__daemon_dot_peer__pb2.PingReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -102,8 +102,8 @@ class Peer(object):
             request,
             target,
             '/holdfast.v1.Peer/ParityDone',
-            smp__daemon_dot_peer__pb2.ParityDoneRequest.SerializeToString,
-            smp__daemon_dot_peer__pb2.Ack.FromString,
+            holdfast_dot_smp__daemon_dot_peer__pb2.ParityDoneRequest.SerializeToString,
+            holdfast_dot_smp__daemon_dot_peer__pb2.Ack.FromString,
             options,
             channel_credentials,
             insecure,
@@ -129,8 +129,8 @@ class Peer(object):
             request,
             target,
             '/holdfast.v1.Peer/Ping',
-            smp__daemon_dot_peer__pb2.PingRequest.SerializeToString,
-            smp__daemon_dot_peer__pb2.PingReply.FromString,
+            holdfast_dot_smp__daemon_dot_peer__pb2.PingRequest.SerializeToString,
+            holdfast_dot_smp__daemon_dot_peer__pb2.PingReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from smp_daemon import peer_pb2, peer_pb2_grpc
-from smp_daemon.codings import Coding
-from smp_daemon.control import CALL_KEY, Guard, Signer
-from smp_daemon.credentials import Credentials
-from smp_daemon.errors import ConfigError, HoldfastError
-from smp_daemon.layout import Layout, Node, SnapshotId
-from smp_daemon.limits import is_identifier
-from smp_daemon.logs import get_log
-from smp_daemon.store import Store
+from holdfast.smp_daemon import peer_pb2, peer_pb2_grpc
+from holdfast.smp_daemon.codings import Coding
+from holdfast.smp_daemon.control import CALL_KEY, Guard, Signer
+from holdfast.smp_daemon.credentials import Credentials
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.layout import Layout, Node, SnapshotId
+from holdfast.smp_daemon.limits import is_identifier
+from holdfast.smp_daemon.logs import get_log
+from holdfast.smp_daemon.store import Store
 
 NOTIFY_DEADLINE_S = 20.0
 MAX_CALLS = 64

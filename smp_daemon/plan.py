@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from smp_daemon.errors import StateMismatch, Unrecoverable
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.sources import Sources, sources_of
-from smp_daemon.starts import Choice
+from holdfast.smp_daemon.errors import StateMismatch, Unrecoverable
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.sources import Sources, sources_of
+from holdfast.smp_daemon.starts import Choice
 
 RESHARD = (
     ", or, if only the number of data-parallel ranks has changed, with elastic=True or HOLDFAST_ELASTIC=1, which cuts "

@@ -8,13 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from smp_daemon.budget import Budget, wipe
-from smp_daemon.errors import ArenaTooSmall, ProtocolError
-from smp_daemon.layout import SnapshotId
-from smp_daemon.logs import get_log
-from smp_daemon.points import reach
-from smp_daemon.records import write_json
-from smp_daemon.slots import Slot, SlotPool, SlotState
+from holdfast.smp_daemon.budget import Budget, wipe
+from holdfast.smp_daemon.errors import ArenaTooSmall, ProtocolError
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.logs import get_log
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.records import write_json
+from holdfast.smp_daemon.slots import Slot, SlotPool, SlotState
 
 MADV_POPULATE_WRITE = 23
 

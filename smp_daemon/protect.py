@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smp_daemon.board import MAX_PAUSE_S
-from smp_daemon.codings import Coding
-from smp_daemon.errors import (
+from holdfast.smp_daemon.board import MAX_PAUSE_S
+from holdfast.smp_daemon.codings import Coding
+from holdfast.smp_daemon.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
     HoldfastError,
@@ -30,16 +30,16 @@ from smp_daemon.errors import (
     SmpUnavailable,
     StaleEpoch,
 )
-from smp_daemon.holdings import ShardKey
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.links import Links
-from smp_daemon.logs import Episodes, about, get_log
-from smp_daemon.pacer import Pacer, Patience, turn_delay_s
-from smp_daemon.peers import PeerClient
-from smp_daemon.points import reach
-from smp_daemon.priority import make_background
-from smp_daemon.sources import Address
-from smp_daemon.store import Store
+from holdfast.smp_daemon.holdings import ShardKey
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.links import Links
+from holdfast.smp_daemon.logs import Episodes, about, get_log
+from holdfast.smp_daemon.pacer import Pacer, Patience, turn_delay_s
+from holdfast.smp_daemon.peers import PeerClient
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.priority import make_background
+from holdfast.smp_daemon.sources import Address
+from holdfast.smp_daemon.store import Store
 
 WINDOW = 4
 """Units on their way at the same time."""

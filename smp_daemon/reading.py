@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import psutil
 
-from smp_daemon.counters import Counters
-from smp_daemon.errors import DamagedSnapshot, ProtocolError, SmpUnavailable
-from smp_daemon.inventory import Inventory
-from smp_daemon.limits import CALL_DEADLINE_S, MAX_HEADER_BYTES
-from smp_daemon.links import Links
-from smp_daemon.records import digest
-from smp_daemon.slotfile import SlotFormat, read_format
-from smp_daemon.sources import Address
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.errors import DamagedSnapshot, ProtocolError, SmpUnavailable
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.limits import CALL_DEADLINE_S, MAX_HEADER_BYTES
+from holdfast.smp_daemon.links import Links
+from holdfast.smp_daemon.records import digest
+from holdfast.smp_daemon.slotfile import SlotFormat, read_format
+from holdfast.smp_daemon.sources import Address
 
 AHEAD = 4
 """Units asked for before they are received, so that the link is busy."""

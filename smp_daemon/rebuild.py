@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from smp_daemon.census import addresses_of, take_census
-from smp_daemon.codings import Coding
-from smp_daemon.errors import ConfigError, DamagedSnapshot, ProtocolError, Unrecoverable
-from smp_daemon.fetch import Fetcher
-from smp_daemon.holdings import Key, ParityKey, ShardKey
-from smp_daemon.layout import Layout
-from smp_daemon.links import Links
-from smp_daemon.load import Load
-from smp_daemon.logs import about, get_log
-from smp_daemon.plan import choose_sources
-from smp_daemon.points import reach
-from smp_daemon.records import digest
-from smp_daemon.sources import Sources
-from smp_daemon.store import Store
-from smp_daemon.stored import Place, place_of
+from holdfast.smp_daemon.census import addresses_of, take_census
+from holdfast.smp_daemon.codings import Coding
+from holdfast.smp_daemon.errors import ConfigError, DamagedSnapshot, ProtocolError, Unrecoverable
+from holdfast.smp_daemon.fetch import Fetcher
+from holdfast.smp_daemon.holdings import Key, ParityKey, ShardKey
+from holdfast.smp_daemon.layout import Layout
+from holdfast.smp_daemon.links import Links
+from holdfast.smp_daemon.load import Load
+from holdfast.smp_daemon.logs import about, get_log
+from holdfast.smp_daemon.plan import choose_sources
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.records import digest
+from holdfast.smp_daemon.sources import Sources
+from holdfast.smp_daemon.store import Store
+from holdfast.smp_daemon.stored import Place, place_of
 
 METHODS = ("chain", "decode")
 

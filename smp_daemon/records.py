@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import xxhash
 
-from smp_daemon.errors import ArenaTooSmall, ProtocolError
-from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_COUNT, MAX_RECORD_BYTES
-from smp_daemon.points import is_armed, reach
+from holdfast.smp_daemon.errors import ArenaTooSmall, ProtocolError
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.limits import MAX_COUNT, MAX_RECORD_BYTES
+from holdfast.smp_daemon.points import is_armed, reach
 
 PART = ".part"
 """At the end of the name of what is being written."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.layout import SnapshotId
 
 KEPT = 4
 

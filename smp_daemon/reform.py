@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ec import plan_groups
-from smp_daemon.errors import Unrecoverable
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from smp_daemon.plan import choose_sources, missing_parities, newest_protected, newest_whole
-from smp_daemon.sources import Sources
-from smp_daemon.standing import stands
+from holdfast.ec import plan_groups
+from holdfast.smp_daemon.errors import Unrecoverable
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.plan import choose_sources, missing_parities, newest_protected, newest_whole
+from holdfast.smp_daemon.sources import Sources
+from holdfast.smp_daemon.standing import stands
 
 PHASES = ("adopt", "encode", "release")
 """What the nodes of a reform are told to do, one after the other, each once all have done what is before it."""

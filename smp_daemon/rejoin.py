@@ -11,16 +11,16 @@ import os
 import threading
 from dataclasses import dataclass
 
-from smp_daemon.census import addresses_of, take_census
-from smp_daemon.errors import HoldfastError, Unrecoverable
-from smp_daemon.holdings import Key, ParityKey, ShardKey
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.logs import Episodes, about, get_log
-from smp_daemon.plan import choose_sources, healer
-from smp_daemon.points import reach
-from smp_daemon.rebuild import heal, mend_units, recover
-from smp_daemon.sources import Sources
-from smp_daemon.store import Store
+from holdfast.smp_daemon.census import addresses_of, take_census
+from holdfast.smp_daemon.errors import HoldfastError, Unrecoverable
+from holdfast.smp_daemon.holdings import Key, ParityKey, ShardKey
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.logs import Episodes, about, get_log
+from holdfast.smp_daemon.plan import choose_sources, healer
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.rebuild import heal, mend_units, recover
+from holdfast.smp_daemon.sources import Sources
+from holdfast.smp_daemon.store import Store
 
 AGAIN_S = 5.0
 """After so long it is tried again, for as long as something is missing and no newer epoch has begun: the other SMPs

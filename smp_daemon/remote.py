@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ec import choose_codec
-from smp_daemon.codings import Coding
-from smp_daemon.drain import Drained
-from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
-from smp_daemon.fields import address, digests, identifier, number, seconds, snapshot_id
-from smp_daemon.holdings import ParityKey, ShardKey
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT
-from smp_daemon.links import Links
-from smp_daemon.load import MICROSECONDS, waits_of
-from smp_daemon.priority import make_background
-from smp_daemon.records import ParityRecord, digest
-from smp_daemon.reform import PHASES
-from smp_daemon.sources import Sources
-from smp_daemon.status import take_status
-from smp_daemon.transport import Message, Stream
+from holdfast.ec import choose_codec
+from holdfast.smp_daemon.codings import Coding
+from holdfast.smp_daemon.drain import Drained
+from holdfast.smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
+from holdfast.smp_daemon.fields import address, digests, identifier, number, seconds, snapshot_id
+from holdfast.smp_daemon.holdings import ParityKey, ShardKey
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT
+from holdfast.smp_daemon.links import Links
+from holdfast.smp_daemon.load import MICROSECONDS, waits_of
+from holdfast.smp_daemon.priority import make_background
+from holdfast.smp_daemon.records import ParityRecord, digest
+from holdfast.smp_daemon.reform import PHASES
+from holdfast.smp_daemon.sources import Sources
+from holdfast.smp_daemon.status import take_status
+from holdfast.smp_daemon.transport import Message, Stream
 
 if TYPE_CHECKING:
-    from smp_daemon.service import Smp
+    from holdfast.smp_daemon.service import Smp
 
 
 OPERATIONS = (

@@ -6,8 +6,8 @@ import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from smp_daemon.errors import DeadlineExceeded
-from smp_daemon.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.errors import DeadlineExceeded
+from holdfast.smp_daemon.limits import CALL_DEADLINE_S
 
 BUFFERS = 3
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
-from smp_daemon.logs import Episodes, get_log
-from smp_daemon.pacer import Pacer
-from smp_daemon.priority import make_background
-from smp_daemon.rebuild import mend_units
-from smp_daemon.store import Store
+from holdfast.smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
+from holdfast.smp_daemon.logs import Episodes, get_log
+from holdfast.smp_daemon.pacer import Pacer
+from holdfast.smp_daemon.priority import make_background
+from holdfast.smp_daemon.rebuild import mend_units
+from holdfast.smp_daemon.store import Store
 
 PASS_EVERY_S = 60.0
 """A pass begins no sooner than this after the one before."""

@@ -15,37 +15,37 @@ from pathlib import Path
 
 import psutil
 
-from ec import choose_codec
-from smp_daemon.arena import Arena
-from smp_daemon.attendance import Attendance
-from smp_daemon.credentials import current
-from smp_daemon.drain import Drain, Drained
-from smp_daemon.errors import ConfigError
-from smp_daemon.gate import Gate
-from smp_daemon.holdings import ParityKey, ShardKey
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import SnapshotId
-from smp_daemon.listener import Listener, bind_tcp, bind_unix
-from smp_daemon.liveness import Deadlines
-from smp_daemon.local import TrainerConversation, checked_peer
-from smp_daemon.monitor import Monitor
-from smp_daemon.on_hang import OnHang
-from smp_daemon.pacer import MAX_TURNS, Pacer
-from smp_daemon.paths import Owner, read_owner, socket_path
-from smp_daemon.peers import PeerClient, PeerServer
-from smp_daemon.persist.options import Options
-from smp_daemon.persist.persister import Persister
-from smp_daemon.points import reach
-from smp_daemon.protect import Protector
-from smp_daemon.rebuild import METHODS
-from smp_daemon.records import write_json
-from smp_daemon.recoveries import Recoveries
-from smp_daemon.rejoin import Rejoiner
-from smp_daemon.remote import PeerConversation
-from smp_daemon.scratch import Scratch
-from smp_daemon.scrub import Scrubber
-from smp_daemon.sources import Address
-from smp_daemon.store import Store
+from holdfast.ec import choose_codec
+from holdfast.smp_daemon.arena import Arena
+from holdfast.smp_daemon.attendance import Attendance
+from holdfast.smp_daemon.credentials import current
+from holdfast.smp_daemon.drain import Drain, Drained
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.gate import Gate
+from holdfast.smp_daemon.holdings import ParityKey, ShardKey
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.listener import Listener, bind_tcp, bind_unix
+from holdfast.smp_daemon.liveness import Deadlines
+from holdfast.smp_daemon.local import TrainerConversation, checked_peer
+from holdfast.smp_daemon.monitor import Monitor
+from holdfast.smp_daemon.on_hang import OnHang
+from holdfast.smp_daemon.pacer import MAX_TURNS, Pacer
+from holdfast.smp_daemon.paths import Owner, read_owner, socket_path
+from holdfast.smp_daemon.peers import PeerClient, PeerServer
+from holdfast.smp_daemon.persist.options import Options
+from holdfast.smp_daemon.persist.persister import Persister
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.protect import Protector
+from holdfast.smp_daemon.rebuild import METHODS
+from holdfast.smp_daemon.records import write_json
+from holdfast.smp_daemon.recoveries import Recoveries
+from holdfast.smp_daemon.rejoin import Rejoiner
+from holdfast.smp_daemon.remote import PeerConversation
+from holdfast.smp_daemon.scratch import Scratch
+from holdfast.smp_daemon.scrub import Scrubber
+from holdfast.smp_daemon.sources import Address
+from holdfast.smp_daemon.store import Store
 
 START_DEADLINE_S = 10.0
 

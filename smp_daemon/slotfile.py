@@ -21,9 +21,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from smp_daemon.errors import ProtocolError
-from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_COUNT, MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_LEAVES, MAX_NAME_BYTES
+from holdfast.smp_daemon.errors import ProtocolError
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.limits import MAX_COUNT, MAX_DIMENSIONS, MAX_HEADER_BYTES, MAX_LEAVES, MAX_NAME_BYTES
 
 RECORD = "holdfast.record"
 PAGE_BYTES = 4096

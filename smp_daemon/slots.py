@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
-from smp_daemon.errors import NoFreeSlot
-from smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.errors import NoFreeSlot
+from holdfast.smp_daemon.layout import SnapshotId
 
 
 class SlotState(StrEnum):

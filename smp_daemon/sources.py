@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from smp_daemon.errors import ProtocolError
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.errors import ProtocolError
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import Layout, SnapshotId
 
 Address = tuple[str, int]
 

@@ -17,11 +17,18 @@ from pathlib import Path
 
 import psutil
 
-from smp_daemon.budget import parse_size, wipe_file
-from smp_daemon.errors import BY_NAME, ConfigError, DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable
-from smp_daemon.logs import get_log
-from smp_daemon.paths import Owner, arena_base, read_owner
-from smp_daemon.pidfds import await_end
+from holdfast.smp_daemon.budget import parse_size, wipe_file
+from holdfast.smp_daemon.errors import (
+    BY_NAME,
+    ConfigError,
+    DeadlineExceeded,
+    HoldfastError,
+    ProtocolError,
+    SmpUnavailable,
+)
+from holdfast.smp_daemon.logs import get_log
+from holdfast.smp_daemon.paths import Owner, arena_base, read_owner
+from holdfast.smp_daemon.pidfds import await_end
 
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 10.0
@@ -86,7 +93,7 @@ def _one_at_a_time(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def smp_command(job: str, node: str, arena: Path, host: str, module: str = "smp_daemon") -> list[str]:
+def smp_command(job: str, node: str, arena: Path, host: str, module: str = "holdfast.smp_daemon") -> list[str]:
     """The command line that runs an SMP, or what stands in for it, in the foreground."""
     return [
         sys.executable,

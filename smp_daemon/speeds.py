@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from smp_daemon.limits import CALL_DEADLINE_S
-from smp_daemon.sources import Address
+from holdfast.smp_daemon.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.sources import Address
 
 SLOWER = 3.0
 """So many times the others' time for a unit is slow: less is noise, or a busy machine."""

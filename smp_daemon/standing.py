@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import SnapshotId
-from smp_daemon.plan import candidates, choose_sources, newest_protected
-from smp_daemon.sources import Sources
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.plan import candidates, choose_sources, newest_protected
+from holdfast.smp_daemon.sources import Sources
 
 MOST_TRIED = 3
 """So many lost nodes of a group are tried out; a group that stands more is said to stand these."""

@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from smp_daemon.errors import ProtocolError
-from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_COUNT, MAX_FAILURE, is_identifier
+from holdfast.smp_daemon.errors import ProtocolError
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.limits import MAX_COUNT, MAX_FAILURE, is_identifier
 
 if TYPE_CHECKING:
-    from smp_daemon.inventory import Inventory
+    from holdfast.smp_daemon.inventory import Inventory
 
 KILLED = "killed"
 """How a trainer ended that could not say it."""

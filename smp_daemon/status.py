@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from smp_daemon.census import ask_all
-from smp_daemon.counters import Counters
-from smp_daemon.errors import ProtocolError
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.liveness import Health, Trainer, judge_lease
-from smp_daemon.logs import Event, last_events
-from smp_daemon.persist.standing import Standing
-from smp_daemon.recoveries import Recovery
-from smp_daemon.slots import SlotState
-from smp_daemon.sources import Address
+from holdfast.smp_daemon.census import ask_all
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.errors import ProtocolError
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.liveness import Health, Trainer, judge_lease
+from holdfast.smp_daemon.logs import Event, last_events
+from holdfast.smp_daemon.persist.standing import Standing
+from holdfast.smp_daemon.recoveries import Recovery
+from holdfast.smp_daemon.slots import SlotState
+from holdfast.smp_daemon.sources import Address
 
 if TYPE_CHECKING:
-    from smp_daemon.service import Smp
+    from holdfast.smp_daemon.service import Smp
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,22 +13,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from smp_daemon.arena import Arena
-from smp_daemon.board import Board, Outcome
-from smp_daemon.codings import Coding, Codings
-from smp_daemon.counters import Counters
-from smp_daemon.errors import ProtocolError, StaleEpoch
-from smp_daemon.fields import number, snapshot_id
-from smp_daemon.holdings import Holdings, ShardKey
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import MAX_COUNT, MAX_UNIT_BYTES
-from smp_daemon.logs import Episodes, about, get_log
-from smp_daemon.points import reach
-from smp_daemon.pool import Pool
-from smp_daemon.records import ShardRecord, digest_units, read_json, write_json
-from smp_daemon.slotfile import STAMP_BYTES, read_format, read_stamp
-from smp_daemon.slots import Slot, SlotState
-from smp_daemon.starts import WELL, End, Record, Start
+from holdfast.smp_daemon.arena import Arena
+from holdfast.smp_daemon.board import Board, Outcome
+from holdfast.smp_daemon.codings import Coding, Codings
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.errors import ProtocolError, StaleEpoch
+from holdfast.smp_daemon.fields import number, snapshot_id
+from holdfast.smp_daemon.holdings import Holdings, ShardKey
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.limits import MAX_COUNT, MAX_UNIT_BYTES
+from holdfast.smp_daemon.logs import Episodes, about, get_log
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.pool import Pool
+from holdfast.smp_daemon.records import ShardRecord, digest_units, read_json, write_json
+from holdfast.smp_daemon.slotfile import STAMP_BYTES, read_format, read_stamp
+from holdfast.smp_daemon.slots import Slot, SlotState
+from holdfast.smp_daemon.starts import WELL, End, Record, Start
 
 log = get_log(__name__)
 

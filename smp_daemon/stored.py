@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from smp_daemon.errors import Unrecoverable
-from smp_daemon.layout import Layout
-from smp_daemon.sources import Address, Sources
+from holdfast.smp_daemon.errors import Unrecoverable
+from holdfast.smp_daemon.layout import Layout
+from holdfast.smp_daemon.sources import Address, Sources
 
 
 class Place(NamedTuple):

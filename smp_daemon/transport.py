@@ -17,22 +17,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from smp_daemon.credentials import current
-from smp_daemon.errors import (
+from holdfast.smp_daemon.credentials import current
+from holdfast.smp_daemon.errors import (
     BY_NAME,
     DeadlineExceeded,
     HoldfastError,
     ProtocolError,
     SmpUnavailable,
 )
-from smp_daemon.handshake import MAGIC as TOKEN_MAGIC
-from smp_daemon.handshake import prove_to_server
-from smp_daemon.limits import (
+from holdfast.smp_daemon.handshake import MAGIC as TOKEN_MAGIC
+from holdfast.smp_daemon.handshake import prove_to_server
+from holdfast.smp_daemon.limits import (
     CALL_DEADLINE_S,
     MAX_MESSAGE_BYTES,
     MAX_UNIT_BYTES,
 )
-from smp_daemon.uids import peer_of
+from holdfast.smp_daemon.uids import peer_of
 
 Message = dict[str, Any]
 _FRAME = struct.Struct("<4sIQ")

@@ -19,12 +19,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
 
-from smp_daemon.errors import ConfigError
-from smp_daemon.logs import get_log
-from smp_daemon.metrics import exposition
-from smp_daemon.overview import Overview, look
-from smp_daemon.service import Smp
-from smp_daemon.status import take_status
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.logs import get_log
+from holdfast.smp_daemon.metrics import exposition
+from holdfast.smp_daemon.overview import Overview, look
+from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.status import take_status
 
 HOST = "127.0.0.1"
 REQUEST_DEADLINE_S = 5.0

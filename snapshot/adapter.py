@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from smp_daemon.slotfile import Leaf
+from holdfast.smp_daemon.slotfile import Leaf
 
 if TYPE_CHECKING:
-    from snapshot.steppers import Steppers
-    from snapshot.tracked import Tracked
+    from holdfast.snapshot.steppers import Steppers
+    from holdfast.snapshot.tracked import Tracked
 
 Tree = dict[str, Any]
 """Nested dicts, lists and tuples of plain values and small tensors; see `snapshot.values`."""

@@ -14,10 +14,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from smp_daemon.errors import HoldfastError
-from smp_daemon.logs import get_log
-from snapshot.meeting import MEETING_DEADLINE_S, Meeting
-from snapshot.routes import groups, hops
+from holdfast.smp_daemon.errors import HoldfastError
+from holdfast.smp_daemon.logs import get_log
+from holdfast.snapshot.meeting import MEETING_DEADLINE_S, Meeting
+from holdfast.snapshot.routes import groups, hops
 
 COLLECTIVE_DEADLINE_S = 120.0
 """How long ranks wait for each other at least; if the job's own process group waits longer, so do we. A rank that is

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ec import choose_unit_bytes, crowded, plan_groups
-from smp_daemon.errors import ConfigError, ProtocolError
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import Layout, Node, Shard
-from smp_daemon.limits import MAX_NAME_BYTES
+from holdfast.ec import choose_unit_bytes, crowded, plan_groups
+from holdfast.smp_daemon.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import Layout, Node, Shard
+from holdfast.smp_daemon.limits import MAX_NAME_BYTES
 
 LARGEST_AUTO_GROUP = 8
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from smp_daemon.errors import ConfigError
-from smp_daemon.points import reach
-from snapshot import rng
-from snapshot.reach import plain, reachable
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.points import reach
+from holdfast.snapshot import rng
+from holdfast.snapshot.reach import plain, reachable
 
 AUDIT_ENV = "HOLDFAST_AUDIT"
 DRAIN_DEADLINE_S = 10.0

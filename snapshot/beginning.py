@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from snapshot.boundary import BEGIN
-from snapshot.capture import Capture
-from snapshot.copier import CopyJob
-from snapshot.errors import GivenUp
+from holdfast.snapshot.boundary import BEGIN
+from holdfast.snapshot.capture import Capture
+from holdfast.snapshot.copier import CopyJob
+from holdfast.snapshot.errors import GivenUp
 
 
 class Doubtful(GivenUp):

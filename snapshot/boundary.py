@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from smp_daemon.errors import ConfigError
-from snapshot.inputs import tensors_in
-from snapshot.optimizers import has_step_hooks
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.inputs import tensors_in
+from holdfast.snapshot.optimizers import has_step_hooks
 
 BEGIN = "call `snap.begin()` at the top of the loop, or use `snap.steps(n)` or `snap.data(loader)`"
 """What mends it where a loop cannot be followed by itself."""

@@ -11,21 +11,21 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import ConfigError
-from smp_daemon.layout import Layout
-from smp_daemon.logs import get_log
-from snapshot.agreement import Agreement
-from snapshot.copier import CopyJob
-from snapshot.governor import Governor
-from snapshot.profile import Recording
-from snapshot.rhythm import Rhythm
-from snapshot.tuning.durations import parse_duration
-from snapshot.tuning.failures import from_profile
-from snapshot.tuning.online import Online
-from snapshot.tuning.profiles import profile
-from snapshot.tuning.rates import FailureRate
-from snapshot.watch import Watch
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.layout import Layout
+from holdfast.smp_daemon.logs import get_log
+from holdfast.snapshot.agreement import Agreement
+from holdfast.snapshot.copier import CopyJob
+from holdfast.snapshot.governor import Governor
+from holdfast.snapshot.profile import Recording
+from holdfast.snapshot.rhythm import Rhythm
+from holdfast.snapshot.tuning.durations import parse_duration
+from holdfast.snapshot.tuning.failures import from_profile
+from holdfast.snapshot.tuning.online import Online
+from holdfast.snapshot.tuning.profiles import profile
+from holdfast.snapshot.tuning.rates import FailureRate
+from holdfast.snapshot.watch import Watch
 
 MTBF_ENV = "HOLDFAST_MTBF"
 PUBLISHED = "ft-hsdp"

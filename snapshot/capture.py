@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from smp_daemon.errors import HoldfastError
-from smp_daemon.layout import SnapshotId
-from smp_daemon.slotfile import Leaf, SlotFormat
-from snapshot import rng, streams
-from snapshot.adapter import Adapter, Tree
-from snapshot.agreement import Agreement
-from snapshot.copier import CopyJob
-from snapshot.errors import Misfit
-from snapshot.flags import GRADIENTS
-from snapshot.manifest import Manifest
-from snapshot.movers import Mover, Piece
-from snapshot.replicas import ALONE, agree_on_shares
-from snapshot.state import (
+from holdfast.smp_daemon.errors import HoldfastError
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.slotfile import Leaf, SlotFormat
+from holdfast.snapshot import rng, streams
+from holdfast.snapshot.adapter import Adapter, Tree
+from holdfast.snapshot.agreement import Agreement
+from holdfast.snapshot.copier import CopyJob
+from holdfast.snapshot.errors import Misfit
+from holdfast.snapshot.flags import GRADIENTS
+from holdfast.snapshot.manifest import Manifest
+from holdfast.snapshot.movers import Mover, Piece
+from holdfast.snapshot.replicas import ALONE, agree_on_shares
+from holdfast.snapshot.state import (
     EARLY,
     Placed,
     Values,
@@ -38,7 +38,7 @@ from snapshot.state import (
     plan_format,
     with_loop,
 )
-from snapshot.witness import Subjects, Witness
+from holdfast.snapshot.witness import Subjects, Witness
 
 FORWARDS = frozenset({"tracked", "get_extra_state"})
 """Parts of an adapter's late values that a forward may change, as it may change buffers."""

@@ -14,18 +14,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
-from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import CALL_DEADLINE_S
-from smp_daemon.logs import Episodes, about, get_log
-from smp_daemon.points import reach
-from smp_daemon.slotfile import SlotFormat, write_stamp
-from snapshot.errors import GivenUp, Misfit
-from snapshot.inputs import Inputs
-from snapshot.movers import Mover, Piece
-from snapshot.pace import Pace
-from snapshot.witness import Witness
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.logs import Episodes, about, get_log
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.slotfile import SlotFormat, write_stamp
+from holdfast.snapshot.errors import GivenUp, Misfit
+from holdfast.snapshot.inputs import Inputs
+from holdfast.snapshot.movers import Mover, Piece
+from holdfast.snapshot.pace import Pace
+from holdfast.snapshot.witness import Witness
 
 FINAL_DEADLINE_S = 3600.0
 """How long it may take from where a step seems to begin until that is certain."""

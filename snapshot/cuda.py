@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from smp_daemon.errors import ConfigError, HoldfastError
-from smp_daemon.logs import get_log
-from snapshot.cuda_runtime import Event, Runtime, Stream
-from snapshot.movers import SAMPLE_BYTES, Piece, Places, Sample, golden
-from snapshot.tensors import flat
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.logs import get_log
+from holdfast.snapshot.cuda_runtime import Event, Runtime, Stream
+from holdfast.snapshot.movers import SAMPLE_BYTES, Piece, Places, Sample, golden
+from holdfast.snapshot.tensors import flat
 
 CHUNK_BYTES = 32 << 20
 """Most that is queued at once, and the size of a staging or ring buffer."""

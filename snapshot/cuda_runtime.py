@@ -8,8 +8,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from smp_daemon.errors import ConfigError, DeadlineExceeded
-from smp_daemon.logs import get_log
+from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded
+from holdfast.smp_daemon.logs import get_log
 
 DEADLINE_S = 60.0
 POLL_S = 1e-4

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from smp_daemon.errors import ConfigError, StateMismatch
-from smp_daemon.logs import get_log
-from snapshot import own_generators, rng
-from snapshot.adapter import Stateful, Tree
+from holdfast.smp_daemon.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.logs import get_log
+from holdfast.snapshot import own_generators, rng
+from holdfast.snapshot.adapter import Stateful, Tree
 
 log = get_log(__name__)
 

@@ -15,23 +15,23 @@ from typing import Any
 
 import torch
 
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, StateMismatch, failure_of
-from smp_daemon.inventory import Inventory
-from smp_daemon.logs import about, get_log
-from smp_daemon.plan import RestorePlan
-from smp_daemon.points import reach
-from smp_daemon.slotfile import Leaf
-from snapshot import streams
-from snapshot.adapter import Adapter, Change, LiveTensor, Tree
-from snapshot.agreement import Agreement
-from snapshot.movers import Mover
-from snapshot.old_shards import OldManifest, OldShard, Units, decode_plain, region_of
-from snapshot.optimizers import NAMED, some
-from snapshot.reshard import Index, Read, Region, plan_reads, unclaimed
-from snapshot.state import BEGAN, LOOP
-from snapshot.tensors import flat, leaf_of
-from snapshot.worlds import carriers, heir_of, members, preference, readers
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, StateMismatch, failure_of
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.logs import about, get_log
+from holdfast.smp_daemon.plan import RestorePlan
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.slotfile import Leaf
+from holdfast.snapshot import streams
+from holdfast.snapshot.adapter import Adapter, Change, LiveTensor, Tree
+from holdfast.snapshot.agreement import Agreement
+from holdfast.snapshot.movers import Mover
+from holdfast.snapshot.old_shards import OldManifest, OldShard, Units, decode_plain, region_of
+from holdfast.snapshot.optimizers import NAMED, some
+from holdfast.snapshot.reshard import Index, Read, Region, plan_reads, unclaimed
+from holdfast.snapshot.state import BEGAN, LOOP
+from holdfast.snapshot.tensors import flat, leaf_of
+from holdfast.snapshot.worlds import carriers, heir_of, members, preference, readers
 
 ENV = "HOLDFAST_ELASTIC"
 ELSEWHERE = {"elsewhere": True}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from snapshot.adapter import Tree
+from holdfast.snapshot.adapter import Tree
 
 GRADIENTS = "gradients"
 """What an adapter calls `Flags.gradients` among its late values. Zeroing them is no change of the state."""

@@ -17,8 +17,8 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import fmean
 
-from smp_daemon.errors import ConfigError
-from snapshot.tuning.samples import typical
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.tuning.samples import typical
 
 WINDOW = 64
 """How many of the newest snapshots and quiet steps count."""

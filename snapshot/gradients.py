@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from snapshot.boundary import BEGIN
+from holdfast.snapshot.boundary import BEGIN
 
 STEPS_ON_DEVICES = 8
 """On a GPU it is looked at in so many steps only: to read a value there waits for the device."""

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from smp_daemon.errors import ConfigError
-from snapshot.optimizers import OWN, find, nested
-from snapshot.tensors import local
-from snapshot.tracked import Tracked, make
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.optimizers import OWN, find, nested
+from holdfast.snapshot.tensors import local
+from holdfast.snapshot.tracked import Tracked, make
 
 KNOWN = frozenset({"_parameters", "_buffers", "_modules"}) | OWN
 """Attributes of modules and optimizers that are captured as such."""

@@ -31,40 +31,40 @@ from typing import Any, Literal, Self
 
 import torch
 
-from smp_daemon.board import MAX_PAUSE_S, Outcome, Phase
-from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
-from smp_daemon.logs import Episodes, about, get_log, log_here
-from smp_daemon.paths import arena_path
-from snapshot.adapter import Adapter
-from snapshot.agreement import Agreement, AgreementLost, Result, default_agreement
-from snapshot.arrange import coordinate_key, parse_domains, parse_protect
-from snapshot.audit import Auditor, orders_from_environment
-from snapshot.beginning import Beginning, Doubtful
-from snapshot.boundary import BEGIN, Boundary
-from snapshot.cadence import Cadence, budget_from_environment
-from snapshot.capture import Capture
-from snapshot.connect import job_from_environment, warn_of_stale_store
-from snapshot.copier import Copier, CopyJob, Retaken
-from snapshot.data import Data
-from snapshot.elastic import ELSEWHERE, elastic_from_environment
-from snapshot.errors import Misfit
-from snapshot.gradients import Gradients
-from snapshot.hidden import registered, untracked
-from snapshot.inputs import Batch
-from snapshot.ledger import Ledger
-from snapshot.movers import choose_mover
-from snapshot.own_smp import OwnSmp
-from snapshot.pace import Pace
-from snapshot.profile import leave, recording_from_environment
-from snapshot.replicas import ReplicasDiffer
-from snapshot.reserve import reserve
-from snapshot.restore import Restored, restore
-from snapshot.resumed import Resumed, check_environment, check_inputs
-from snapshot.tracked import make
-from snapshot.wishes import wishes_from_environment
-from snapshot.witness import StateChanged
+from holdfast.smp_daemon.board import MAX_PAUSE_S, Outcome, Phase
+from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
+from holdfast.smp_daemon.logs import Episodes, about, get_log, log_here
+from holdfast.smp_daemon.paths import arena_path
+from holdfast.snapshot.adapter import Adapter
+from holdfast.snapshot.agreement import Agreement, AgreementLost, Result, default_agreement
+from holdfast.snapshot.arrange import coordinate_key, parse_domains, parse_protect
+from holdfast.snapshot.audit import Auditor, orders_from_environment
+from holdfast.snapshot.beginning import Beginning, Doubtful
+from holdfast.snapshot.boundary import BEGIN, Boundary
+from holdfast.snapshot.cadence import Cadence, budget_from_environment
+from holdfast.snapshot.capture import Capture
+from holdfast.snapshot.connect import job_from_environment, warn_of_stale_store
+from holdfast.snapshot.copier import Copier, CopyJob, Retaken
+from holdfast.snapshot.data import Data
+from holdfast.snapshot.elastic import ELSEWHERE, elastic_from_environment
+from holdfast.snapshot.errors import Misfit
+from holdfast.snapshot.gradients import Gradients
+from holdfast.snapshot.hidden import registered, untracked
+from holdfast.snapshot.inputs import Batch
+from holdfast.snapshot.ledger import Ledger
+from holdfast.snapshot.movers import choose_mover
+from holdfast.snapshot.own_smp import OwnSmp
+from holdfast.snapshot.pace import Pace
+from holdfast.snapshot.profile import leave, recording_from_environment
+from holdfast.snapshot.replicas import ReplicasDiffer
+from holdfast.snapshot.reserve import reserve
+from holdfast.snapshot.restore import Restored, restore
+from holdfast.snapshot.resumed import Resumed, check_environment, check_inputs
+from holdfast.snapshot.tracked import make
+from holdfast.snapshot.wishes import wishes_from_environment
+from holdfast.snapshot.witness import StateChanged
 
 PATIENCE_S = 0.5
 """How long ``optim.step()`` may wait for a copy to begin. If the SMP gives no slot by then, it does not wait at all

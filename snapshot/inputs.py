@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from snapshot.tensors import local
+from holdfast.snapshot.tensors import local
 
 SAMPLED = 64
 """About how many elements of a tensor are looked at."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from smp_daemon.board import Outcome
-from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MIN_SLOTS
+from holdfast.smp_daemon.board import Outcome
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.limits import MIN_SLOTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from smp_daemon.client import RecoveredShard
-from smp_daemon.errors import DamagedSnapshot, ProtocolError
-from snapshot import runs
-from snapshot.movers import LOAD_THREADS, CpuMover, Mover, Piece
+from holdfast.smp_daemon.client import RecoveredShard
+from holdfast.smp_daemon.errors import DamagedSnapshot, ProtocolError
+from holdfast.snapshot import runs
+from holdfast.snapshot.movers import LOAD_THREADS, CpuMover, Mover, Piece
 
 GROUP_BYTES = 32 << 20
 """How much of a slot, in contiguous units, a thread takes at a time: cores need not be equally fast."""

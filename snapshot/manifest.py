@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from smp_daemon.slotfile import Leaf
-from snapshot.adapter import Adapter, Container, LiveTensor
-from snapshot.replicas import ALONE, Sharing
-from snapshot.tensors import leaf_of
-from snapshot.values import encode
+from holdfast.smp_daemon.slotfile import Leaf
+from holdfast.snapshot.adapter import Adapter, Container, LiveTensor
+from holdfast.snapshot.replicas import ALONE, Sharing
+from holdfast.snapshot.tensors import leaf_of
+from holdfast.snapshot.values import encode
 
 FIXED = "fixed"
 

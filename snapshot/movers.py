@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from smp_daemon.errors import ConfigError
-from snapshot import runs
-from snapshot.tensors import slot_tensor
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot import runs
+from holdfast.snapshot.tensors import slot_tensor
 
 TABLES = 8
 """How many sequences of pieces `CpuMover` remembers: a few are in use, the rest are of layouts that are over."""
@@ -243,8 +243,8 @@ def choose_mover(devices: Collection[torch.device]) -> Mover:
     others = {device for device in devices if device.type != "cpu"}
     if not others:
         return host
-    from snapshot.cuda import CudaMover
-    from snapshot.cuda_runtime import TorchRuntime
+    from holdfast.snapshot.cuda import CudaMover
+    from holdfast.snapshot.cuda_runtime import TorchRuntime
 
     if unknown := [str(device) for device in others if device.type != "cuda"]:
         raise ConfigError(f"there is state on {', '.join(unknown)}: only state on CPUs and CUDA devices is captured")

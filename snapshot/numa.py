@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from snapshot.cuda_runtime import Runtime
+from holdfast.snapshot.cuda_runtime import Runtime
 
 SYS = Path("/sys")
 

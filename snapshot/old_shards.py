@@ -10,20 +10,20 @@ from typing import Any
 import torch
 import xxhash
 
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import ProtocolError, StateMismatch
-from smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
-from smp_daemon.sources import Sources
-from snapshot import streams
-from snapshot.adapter import Block, Tree
-from snapshot.manifest import FIXED
-from snapshot.optimizers import NAMED
-from snapshot.replicas import is_part_of, shared_from_json
-from snapshot.reshard import Held, Region, Run, block_runs, range_runs
-from snapshot.shares import parse_part
-from snapshot.state import LATE, decode_values, is_of_record, parse_record, shared_leaves
-from snapshot.tensors import read_leaf
-from snapshot.values import decode
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
+from holdfast.smp_daemon.sources import Sources
+from holdfast.snapshot import streams
+from holdfast.snapshot.adapter import Block, Tree
+from holdfast.snapshot.manifest import FIXED
+from holdfast.snapshot.optimizers import NAMED
+from holdfast.snapshot.replicas import is_part_of, shared_from_json
+from holdfast.snapshot.reshard import Held, Region, Run, block_runs, range_runs
+from holdfast.snapshot.shares import parse_part
+from holdfast.snapshot.state import LATE, decode_values, is_of_record, parse_record, shared_leaves
+from holdfast.snapshot.tensors import read_leaf
+from holdfast.snapshot.values import decode
 
 UNITS_KEPT = 16
 """So many units are remembered: neighbours of a shard are asked for one after another, of a few shards in turn."""

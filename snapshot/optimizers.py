@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from smp_daemon.errors import ConfigError, StateMismatch
-from smp_daemon.slotfile import Leaf
-from snapshot.adapter import Block, Change, Container, LiveTensor, Tree, Updated
-from snapshot.tensors import block_of, empty_like_leaf, local
+from holdfast.smp_daemon.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.slotfile import Leaf
+from holdfast.snapshot.adapter import Block, Change, Container, LiveTensor, Tree, Updated
+from holdfast.snapshot.tensors import block_of, empty_like_leaf, local
 
 SHAREABLE = ("torch.optim.",)
 """Where optimizers come from that keep nothing but functions of the reduced gradients, alike on all replicas. Others

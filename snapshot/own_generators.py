@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from smp_daemon.errors import StateMismatch
+from holdfast.smp_daemon.errors import StateMismatch
+from holdfast.snapshot.packages import PARTS, package_of
 
 DEEPEST = 6
 """Attributes of attributes are looked into so far."""
@@ -34,7 +35,8 @@ _SKIPPED = frozenset({"_iterator"})
 """A loader's workers and queues."""
 
 _FOREIGN = (
-    frozenset({"torch", "numpy", "snapshot", "smp_daemon", "integrations", "holdfast", "ec"}) | sys.stdlib_module_names
+    frozenset({"torch", "numpy", "holdfast", *(f"holdfast.{part}" for part in PARTS - {"chaos"})})
+    | sys.stdlib_module_names
 )
 """Packages whose functions refer to no generator of the user's."""
 
@@ -160,8 +162,8 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 def _is_left_alone(value: Any) -> bool:
     """Models and optimizers are captured as such; hooks of ours lead everywhere."""
     ours = isinstance(value, torch.nn.Module | torch.optim.Optimizer)
-    return ours or type(value).__module__.partition(".")[0] in _FOREIGN - {"torch", *sys.stdlib_module_names}
+    return ours or package_of(type(value).__module__) in _FOREIGN - {"torch", *sys.stdlib_module_names}
 
 
 def _is_foreign(value: Any) -> bool:
-    return str(value.__module__).partition(".")[0] in _FOREIGN
+    return package_of(str(value.__module__)) in _FOREIGN

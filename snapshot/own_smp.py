@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import DeadlineExceeded, HoldfastError, SmpUnavailable
-from smp_daemon.layout import Layout
-from smp_daemon.limits import CALL_DEADLINE_S
-from smp_daemon.logs import get_log
-from smp_daemon.starts import WELL, End, failure_text
-from snapshot.connect import connect, start_here
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.layout import Layout
+from holdfast.smp_daemon.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.logs import get_log
+from holdfast.smp_daemon.starts import WELL, End, failure_text
+from holdfast.snapshot.connect import connect, start_here
 
 ATTACH_DEADLINE_S = 5.0
 LEAST_PAUSE_S = 10.0

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from smp_daemon.board import MAX_PAUSE_S
+from holdfast.smp_daemon.board import MAX_PAUSE_S
 
 SPREAD = 0.5
 """The part of the window that a copy is spread over."""

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_daemon.errors import ConfigError
-from smp_daemon.layout import Layout
-from snapshot.tuning.recorder import Alternation, Part, Place, merge
-from snapshot.tuning.samples import Timing
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.layout import Layout
+from holdfast.snapshot.tuning.recorder import Alternation, Part, Place, merge
+from holdfast.snapshot.tuning.samples import Timing
 
 if TYPE_CHECKING:
-    from snapshot.agreement import Agreement
+    from holdfast.snapshot.agreement import Agreement
 
 PROFILE_ENV = "HOLDFAST_PROFILE"
 

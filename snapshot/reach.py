@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from snapshot.tensors import local
+from holdfast.snapshot.packages import package_of
+from holdfast.snapshot.tensors import local
 
 MOST = 200_000
 """No more values are looked at."""
@@ -24,7 +25,12 @@ MOST = 200_000
 SHORT = 60
 """Plain values of up to so many characters are shown as they are, others as a digest."""
 
-OURS = frozenset({"snapshot", "integrations", "smp_daemon", "ec", "torch", "importlib", "runpy", "threading"})
+OURS = frozenset(
+    {
+        *("holdfast.snapshot", "holdfast.integrations", "holdfast.smp_daemon", "holdfast.ec"),
+        *("torch", "importlib", "runpy", "threading"),
+    }
+)
 """Packages in whose functions, and in whose objects, nothing of the user's is looked for."""
 
 INSIDE = (
@@ -48,7 +54,7 @@ def reachable(frame: FrameType | None = None) -> dict[str, str]:
     looking = _Looking()
     frame = frame or sys._getframe(1)
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        package = package_of(str(frame.f_globals.get("__name__", "")))
         if package not in OURS:
             where = frame.f_code.co_name.strip("<>")
             for name, value in list(frame.f_locals.items()):
@@ -138,7 +144,7 @@ def _is_looked_into(value: Any) -> bool:
     if isinstance(value, type) or not hasattr(value, "__dict__") or (callable(value) and not hasattr(value, "forward")):
         return False
     module = type(value).__module__
-    package = module.partition(".")[0]
+    package = package_of(module)
     if package in OURS:
         return f"{module}.".startswith(INSIDE)
     return package not in sys.stdlib_module_names and package not in {"numpy", "holdfast", "grpc"}

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import xxhash
 
-from smp_daemon.errors import ProtocolError, StateMismatch
-from smp_daemon.slotfile import Leaf
-from snapshot.adapter import LiveTensor
-from snapshot.agreement import Agreement
-from snapshot.errors import Misfit
-from snapshot.movers import Sample
-from snapshot.shares import Part, believed, missing, parse_part, part_name, share
-from snapshot.tensors import flat, leaf_of
+from holdfast.smp_daemon.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.slotfile import Leaf
+from holdfast.snapshot.adapter import LiveTensor
+from holdfast.snapshot.agreement import Agreement
+from holdfast.snapshot.errors import Misfit
+from holdfast.snapshot.movers import Sample
+from holdfast.snapshot.shares import Part, believed, missing, parse_part, part_name, share
+from holdfast.snapshot.tensors import flat, leaf_of
 
 
 @dataclass(frozen=True, slots=True)

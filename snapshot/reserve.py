@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
-from smp_daemon.layout import Layout
-from smp_daemon.logs import get_log
-from snapshot.agreement import Agreement
-from snapshot.arrange import Protection, RankInfo, arrange, shortfalls
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.layout import Layout
+from holdfast.smp_daemon.logs import get_log
+from holdfast.snapshot.agreement import Agreement
+from holdfast.snapshot.arrange import Protection, RankInfo, arrange, shortfalls
 
 _REFUSED, _AWAY, _DONE = range(3)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from smp_daemon.slotfile import DTYPE_BYTES
+from holdfast.smp_daemon.slotfile import DTYPE_BYTES
 
 Shape = tuple[int, ...]
 Run = tuple[int, int, int]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from smp_daemon.client import RecoveredShard, SmpClient
-from smp_daemon.errors import (
+from holdfast.smp_daemon.client import RecoveredShard, SmpClient
+from holdfast.smp_daemon.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
     HoldfastError,
@@ -22,21 +22,28 @@ from smp_daemon.errors import (
     Unrecoverable,
     failure_of,
 )
-from smp_daemon.inventory import Inventory, Persisted
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.logs import about, get_log
-from smp_daemon.plan import RestorePlan, healer, newest_protected, plan_persisted, plan_restore, whole_snapshots
-from smp_daemon.points import reach
-from smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
-from smp_daemon.starts import Choice, Start, Streak
-from snapshot.adapter import Adapter, Tree
-from snapshot.agreement import Agreement
-from snapshot.elastic import Resharding, ask_idle
-from snapshot.loading import check_ranges, load_checked, units_of
-from snapshot.movers import Mover
-from snapshot.replicas import is_part_of, part_of, plan_gathering
-from snapshot.shares import Part, parse_part
-from snapshot.state import (
+from holdfast.smp_daemon.inventory import Inventory, Persisted
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.logs import about, get_log
+from holdfast.smp_daemon.plan import (
+    RestorePlan,
+    healer,
+    newest_protected,
+    plan_persisted,
+    plan_restore,
+    whole_snapshots,
+)
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
+from holdfast.smp_daemon.starts import Choice, Start, Streak
+from holdfast.snapshot.adapter import Adapter, Tree
+from holdfast.snapshot.agreement import Agreement
+from holdfast.snapshot.elastic import Resharding, ask_idle
+from holdfast.snapshot.loading import check_ranges, load_checked, units_of
+from holdfast.snapshot.movers import Mover
+from holdfast.snapshot.replicas import is_part_of, part_of, plan_gathering
+from holdfast.snapshot.shares import Part, parse_part
+from holdfast.snapshot.state import (
     BEGAN,
     INPUTS,
     LOOP,
@@ -48,10 +55,10 @@ from snapshot.state import (
     place_tensors,
     shared_leaves,
 )
-from snapshot.tensors import read_leaf
-from snapshot.tiers import PERSISTED, Course, tier_of
-from snapshot.wishes import Wishes, agree, check_repeats, choose
-from snapshot.worlds import check_change
+from holdfast.snapshot.tensors import read_leaf
+from holdfast.snapshot.tiers import PERSISTED, Course, tier_of
+from holdfast.snapshot.wishes import Wishes, agree, check_repeats, choose
+from holdfast.snapshot.worlds import check_change
 
 log = get_log(__name__)
 

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from smp_daemon.errors import ConfigError, StateMismatch
-from smp_daemon.logs import get_log
-from snapshot import streams
-from snapshot.adapter import Adapter, Change, Tree
-from snapshot.boundary import BEGIN
-from snapshot.capture import read_state
-from snapshot.flags import GRADIENTS
-from snapshot.inputs import Inputs
-from snapshot.movers import Mover, Piece
-from snapshot.state import capture_late
-from snapshot.tensors import flat
-from snapshot.witness import Subjects, Witness
+from holdfast.smp_daemon.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.logs import get_log
+from holdfast.snapshot import streams
+from holdfast.snapshot.adapter import Adapter, Change, Tree
+from holdfast.snapshot.boundary import BEGIN
+from holdfast.snapshot.capture import read_state
+from holdfast.snapshot.flags import GRADIENTS
+from holdfast.snapshot.inputs import Inputs
+from holdfast.snapshot.movers import Mover, Piece
+from holdfast.snapshot.state import capture_late
+from holdfast.snapshot.tensors import flat
+from holdfast.snapshot.witness import Subjects, Witness
 
 ENV = "HOLDFAST_DRIFT"
 SHOWN = 6

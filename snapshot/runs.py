@@ -69,7 +69,7 @@ def streams() -> bool:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    found = importlib.util.find_spec("snapshot._stream")
+    found = importlib.util.find_spec("holdfast.snapshot._stream")
     if found is None or found.origin is None:
         return None
     library = ctypes.CDLL(found.origin)

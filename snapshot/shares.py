@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from smp_daemon.errors import ConfigError
-from smp_daemon.slotfile import DTYPE_BYTES, Leaf
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.slotfile import DTYPE_BYTES, Leaf
 
 ALIGN_BYTES = 64
 """A cache line, and a multiple of every dtype's size."""

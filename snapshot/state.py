@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from smp_daemon.errors import ProtocolError, StateMismatch
-from smp_daemon.layout import SnapshotId
-from smp_daemon.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
-from snapshot.adapter import Adapter, Change, LiveTensor, Tree
-from snapshot.manifest import FIXED, Manifest
-from snapshot.movers import Piece
-from snapshot.replicas import is_part_of, shared_from_json
-from snapshot.tensors import leaf_of
-from snapshot.values import decode, encode
-from snapshot.witness import Subjects
+from holdfast.smp_daemon.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
+from holdfast.snapshot.adapter import Adapter, Change, LiveTensor, Tree
+from holdfast.snapshot.manifest import FIXED, Manifest
+from holdfast.snapshot.movers import Piece
+from holdfast.snapshot.replicas import is_part_of, shared_from_json
+from holdfast.snapshot.tensors import leaf_of
+from holdfast.snapshot.values import decode, encode
+from holdfast.snapshot.witness import Subjects
 
 EARLY = "early"
 LATE = "late"

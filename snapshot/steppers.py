@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from smp_daemon.errors import ConfigError
-from snapshot.optimizers import has_step_hooks, nested
-from snapshot.tensors import local
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.optimizers import has_step_hooks, nested
+from holdfast.snapshot.tensors import local
 
 
 class Steppers:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from snapshot.adapter import Tree
-from snapshot.values import encode
+from holdfast.snapshot.adapter import Tree
+from holdfast.snapshot.values import encode
 
 
 def digests(streams: Mapping[str, Any]) -> dict[str, str]:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from smp_daemon.errors import ConfigError
-from smp_daemon.slotfile import Leaf
-from snapshot.adapter import Block
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.slotfile import Leaf
+from holdfast.snapshot.adapter import Block
 
 DTYPES: dict[torch.dtype, str] = {
     torch.complex128: "C128",

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from smp_daemon.errors import ConfigError, PlaceError
-from smp_daemon.inventory import Inventory, Persisted
-from smp_daemon.layout import SnapshotId
-from smp_daemon.plan import RestorePlan, candidates
+from holdfast.smp_daemon.errors import ConfigError, PlaceError
+from holdfast.smp_daemon.inventory import Inventory, Persisted
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.plan import RestorePlan, candidates
 
 ATTEMPTS = 4
 """So often is memory tried, and so often are persisted snapshots."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from smp_daemon.errors import ConfigError, StateMismatch
-from smp_daemon.slotfile import Leaf
-from snapshot.adapter import Change, Container, LiveTensor
-from snapshot.tensors import block_of, empty_like_leaf, local
+from holdfast.smp_daemon.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.slotfile import Leaf
+from holdfast.snapshot.adapter import Change, Container, LiveTensor
+from holdfast.snapshot.tensors import block_of, empty_like_leaf, local
 
 CHANGES = {"any": Change.ANY, "after step": Change.STEP, "step": Change.STEP, "never": Change.STEP}
 WHEN = ("forward", "step")

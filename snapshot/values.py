@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from smp_daemon.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.errors import ProtocolError, StateMismatch
 
 LONGEST_JSON_INT = 4096
 """Bits. Python refuses to read or write decimal numbers of more than 4300 digits."""

@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from smp_daemon.board import Outcome
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import DeadlineExceeded, HoldfastError
-from smp_daemon.logs import get_log
-from snapshot.copier import CopyJob
-from snapshot.tuning.samples import Timing
+from holdfast.smp_daemon.board import Outcome
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.logs import get_log
+from holdfast.snapshot.copier import CopyJob
+from holdfast.snapshot.tuning.samples import Timing
 
 AWAIT_DEADLINE_S = 60.0
 """A snapshot that is not protected by then says nothing of how long encoding takes."""

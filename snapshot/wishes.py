@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from smp_daemon.errors import ConfigError, ProtocolError, Repeated
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import SnapshotId
-from smp_daemon.plan import whole_snapshots
-from smp_daemon.starts import Choice, Streak, newest_start, streak_of
+from holdfast.smp_daemon.errors import ConfigError, ProtocolError, Repeated
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.plan import whole_snapshots
+from holdfast.smp_daemon.starts import Choice, Streak, newest_start, streak_of
 
 MAX_REPEATS_ENV = "HOLDFAST_MAX_REPEATS"
 MAX_REPEATS = 5

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from smp_daemon.errors import HoldfastError
-from snapshot import runs
-from snapshot.errors import GivenUp
-from snapshot.movers import SAMPLE_BYTES, Mover, Piece, Sample
+from holdfast.smp_daemon.errors import HoldfastError
+from holdfast.snapshot import runs
+from holdfast.snapshot.errors import GivenUp
+from holdfast.snapshot.movers import SAMPLE_BYTES, Mover, Piece, Sample
 
 SHOWN = 4
 

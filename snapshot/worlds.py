@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from smp_daemon.errors import StateMismatch
-from snapshot.arrange import coordinate_key
+from holdfast.smp_daemon.errors import StateMismatch
+from holdfast.snapshot.arrange import coordinate_key
 
 _PLACE = re.compile(r"(?:^|-)dp(0|[1-9]\d*)$")
 _UNCHANGING = re.compile(r"(?:^|-)(?:cp|ep)[1-9]")

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 import torch
 
-from smp_daemon.board import Outcome
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import HoldfastError
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.plan import newest_protected, newest_whole
-from smp_daemon.slotfile import SlotFormat, write_stamp
-from snapshot.agreement import Agreement
-from snapshot.arrange import Protection
-from snapshot.movers import choose_mover
-from snapshot.reserve import reserve
-from snapshot.restore import exchange
-from snapshot.state import place_tensors, plan_format
-from snapshot.tensors import leaf_of
+from holdfast.smp_daemon.board import Outcome
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import HoldfastError
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.plan import newest_protected, newest_whole
+from holdfast.smp_daemon.slotfile import SlotFormat, write_stamp
+from holdfast.snapshot.agreement import Agreement
+from holdfast.snapshot.arrange import Protection
+from holdfast.snapshot.movers import choose_mover
+from holdfast.snapshot.reserve import reserve
+from holdfast.snapshot.restore import exchange
+from holdfast.snapshot.state import place_tensors, plan_format
+from holdfast.snapshot.tensors import leaf_of
 
 SLOTS = 3
 """What was written last, what is being written, and after a restart what was written before: the last may not be

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from smp_daemon.asking import LANES, Asking
-from smp_daemon.asks import Ask, How, Verdict, Ways
-from smp_daemon.limits import CALL_DEADLINE_S
-from smp_daemon.sources import Address
+from holdfast.smp_daemon.asking import LANES, Asking
+from holdfast.smp_daemon.asks import Ask, How, Verdict, Ways
+from holdfast.smp_daemon.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.sources import Address
 
 
 def at(number: int) -> Address:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chaos.launcher import Launcher
+from holdfast.chaos.launcher import Launcher
 from holdfast.demo import PRELOAD
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

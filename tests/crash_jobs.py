@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chaos.trainer import Trainer
 from holdfast import InMemorySnapshot
-from smp_daemon.points import reach
+from holdfast.chaos.trainer import Trainer
+from holdfast.smp_daemon.points import reach
 
 DRAIN_DEADLINE_S = 0.2
 STEP_S = 0.002

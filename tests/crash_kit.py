@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from chaos.launcher import Launcher
-from chaos.trainer import ENV as TRAINER_ENV
-from smp_daemon import points
-from smp_daemon.errors import DeadlineExceeded
-from smp_daemon.layout import SnapshotId
-from smp_daemon.paths import ARENA_ENV
-from smp_daemon.records import ParityRecord, ShardRecord, digest, parity_from_json, shard_from_json
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.trainer import ENV as TRAINER_ENV
+from holdfast.smp_daemon import points
+from holdfast.smp_daemon.errors import DeadlineExceeded
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.paths import ARENA_ENV
+from holdfast.smp_daemon.records import ParityRecord, ShardRecord, digest, parity_from_json, shard_from_json
 from tests.crash_jobs import END
 from tests.smp_kit import DEADLINE_S, JOB, Ground, Held, Rules, SmpProcess
 

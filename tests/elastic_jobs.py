@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from chaos import drill
-from chaos.trainer import Trainer
 from examples.elastic import Elastic
 from examples.zero import Zero
-from smp_daemon.points import reach
+from holdfast.chaos import drill
+from holdfast.chaos.trainer import Trainer
+from holdfast.smp_daemon.points import reach
 
 DRAIN_DEADLINE_S = 10.0
 

@@ -25,17 +25,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from chaos import drill
-from chaos.namespaces import DEVICE
-from chaos.trainer import Trainer
 from holdfast import InMemorySnapshot
+from holdfast.chaos import drill
+from holdfast.chaos.namespaces import DEVICE
+from holdfast.chaos.trainer import Trainer
 from holdfast.export import export
+from holdfast.integrations.dcp import MemoryReader, MemoryWriter
+from holdfast.smp_daemon.errors import DeadlineExceeded
+from holdfast.smp_daemon.overview import look
+from holdfast.smp_daemon.paths import arena_path, read_owner
+from holdfast.smp_daemon.points import reach
 from holdfast.workload import Workload
-from integrations.dcp import MemoryReader, MemoryWriter
-from smp_daemon.errors import DeadlineExceeded
-from smp_daemon.overview import look
-from smp_daemon.paths import arena_path, read_owner
-from smp_daemon.points import reach
 
 DRAIN_DEADLINE_S = 1.0
 PERSIST_DEADLINE_S = 30.0
@@ -125,7 +125,7 @@ def paced() -> None:
     torch.set_num_threads(1)
     trainer.init_process_group()
     os.environ["HOLDFAST_MTBF"] = "10ms"  # so often that the budget alone bounds the interval
-    lines, logger = Lines(), logging.getLogger("snapshot.cadence")
+    lines, logger = Lines(), logging.getLogger("holdfast.snapshot.cadence")
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
     model = Stamped(1000)
@@ -308,7 +308,7 @@ def deepspeed() -> None:
     trainer.init_process_group()
     import deepspeed as ds
 
-    from integrations.deepspeed import MemoryCheckpointEngine
+    from holdfast.integrations.deepspeed import MemoryCheckpointEngine
 
     ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for most of a minute; gloo will do
     torch.manual_seed(3)

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from chaos import drill
-from chaos.trainer import Trainer
-from integrations.dcp import MemoryReader, MemoryWriter
+from holdfast.chaos import drill
+from holdfast.chaos.trainer import Trainer
+from holdfast.integrations.dcp import MemoryReader, MemoryWriter
 
 LAYERS, WIDTH = 4, 20
 

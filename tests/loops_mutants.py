@@ -11,14 +11,14 @@ import os
 import traceback
 from typing import Any
 
-from chaos.loops.script import End, Loop, Twist
-from chaos.loops.trial import Trials
-from snapshot import rng
-from snapshot.boundary import Boundary
-from snapshot.capture import Capture
-from snapshot.optimizers import OptimizerState
-from snapshot.resumed import Resumed
-from snapshot.witness import Witness
+from holdfast.chaos.loops.script import End, Loop, Twist
+from holdfast.chaos.loops.trial import Trials
+from holdfast.snapshot import rng
+from holdfast.snapshot.boundary import Boundary
+from holdfast.snapshot.capture import Capture
+from holdfast.snapshot.optimizers import OptimizerState
+from holdfast.snapshot.resumed import Resumed
+from holdfast.snapshot.witness import Witness
 
 
 def _ignore(*arguments: Any, **options: Any) -> None:
@@ -36,7 +36,7 @@ WITHIN = (End(4, "backward", "kill"),)
 
 MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
     "generators are not restored": (
-        [(rng, "restore", _ignore), (Resumed, "check", _ignore), ("snapshot.hook", "check_inputs", _ignore)],
+        [(rng, "restore", _ignore), (Resumed, "check", _ignore), ("holdfast.snapshot.hook", "check_inputs", _ignore)],
         Loop(1, model="dropout", form="begin", ends=WITHIN),
     ),
     "what changes during a copy is not noticed": (
@@ -51,7 +51,7 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         [
             (Boundary, "_forward", _blind),
             (Capture, "changed", lambda *_: (False, False)),
-            ("snapshot.hook", "check_inputs", _ignore),
+            ("holdfast.snapshot.hook", "check_inputs", _ignore),
         ],
         Loop(
             4,
@@ -66,11 +66,11 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         Loop(5, form="steps", twists=(Twist("schedule: end"),), ends=WITHIN),
     ),
     "a batch that was read ahead is not noticed": (
-        [("snapshot.hook", "check_inputs", _ignore)],
+        [("holdfast.snapshot.hook", "check_inputs", _ignore)],
         Loop(7, data="prefetched, before entering", form="steps", ends=WITHIN),
     ),
     "buffers are not restored": (
-        [("integrations.torch_native", "buffers", lambda module, prefix: iter(()))],
+        [("holdfast.integrations.torch_native", "buffers", lambda module, prefix: iter(()))],
         Loop(6, model="batchnorm", form="begin", ends=WITHIN),
     ),
 }

@@ -24,18 +24,18 @@ from typing import IO, Any
 
 import psutil
 
-from chaos.smp_zygote import Forked, Zygote
-from smp_daemon import points
-from smp_daemon.board import Outcome
-from smp_daemon.client import RecoveredShard, SmpClient
-from smp_daemon.errors import DeadlineExceeded, HoldfastError
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.paths import Owner
-from smp_daemon.plan import RestorePlan, plan_restore
-from smp_daemon.slotfile import Leaf, plan_slot, write_stamp
-from smp_daemon.spawn import parse_report, smp_command
-from snapshot.arrange import RankInfo, arrange, parse_protect
+from holdfast.chaos.smp_zygote import Forked, Zygote
+from holdfast.smp_daemon import points
+from holdfast.smp_daemon.board import Outcome
+from holdfast.smp_daemon.client import RecoveredShard, SmpClient
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.paths import Owner
+from holdfast.smp_daemon.plan import RestorePlan, plan_restore
+from holdfast.smp_daemon.slotfile import Leaf, plan_slot, write_stamp
+from holdfast.smp_daemon.spawn import parse_report, smp_command
+from holdfast.snapshot.arrange import RankInfo, arrange, parse_protect
 
 JOB = "testrun"
 DEADLINE_S = 60.0

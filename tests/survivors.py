@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from holdfast import InMemorySnapshot
-from integrations.inprocess import RANK_LOST, abandon_process_groups
+from holdfast.integrations.inprocess import RANK_LOST, abandon_process_groups
 
 STEPS = 8
 TURNS = 6

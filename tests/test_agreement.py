@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from smp_daemon.spawn import find_leftovers, remove
-from snapshot import agreement
-from snapshot.agreement import AgreementLost, Alone, Result, work_in_rounds
+from holdfast.smp_daemon.spawn import find_leftovers, remove
+from holdfast.snapshot import agreement
+from holdfast.snapshot.agreement import AgreementLost, Alone, Result, work_in_rounds
 from tests.test_replicas import Rank, together
 
 ROUNDS = 5

@@ -30,12 +30,24 @@ def imports(path: Path) -> Iterator[str]:
             yield node.module
 
 
+def part_of(name: str) -> str:
+    """The room of a module: ``snapshot`` of ``holdfast.snapshot.hook``, ``holdfast`` of ``holdfast.cli``."""
+    first, *rest = name.split(".")
+    return rest[0] if first == "holdfast" and rest and rest[0] in ROOMS else first
+
+
+def test_everything_is_imported_by_one_name() -> None:
+    for path in modules(*ROOMS, "tests", "benchmarks"):
+        taken = {name.split(".")[0] for name in imports(path)} & set(ROOMS) - {"holdfast", "examples"}
+        assert not taken, f"{path} imports {sorted(taken)}, which may be anybody's: import them from holdfast"
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_itself_and_rooms_below(room: str) -> None:
     above = ROOMS[ROOMS.index(room) + 1 :]
     for path in modules(room):
         for name in imports(path):
-            assert name.split(".")[0] not in above, f"{path} imports {name}"
+            assert part_of(name) not in above, f"{path} imports {name}"
 
 
 def test_the_trainer_side_reaches_the_smp_only_through_its_client_and_the_shared_formats() -> None:
@@ -43,8 +55,8 @@ def test_the_trainer_side_reaches_the_smp_only_through_its_client_and_the_shared
     shared = {"client", "spawn", "paths", "plan", *formats}
     for path in modules("snapshot"):
         for name in imports(path):
-            if name.startswith("smp_daemon."):
-                assert name.split(".")[1] in shared, f"{path} imports {name}"
+            if name.startswith("holdfast.smp_daemon."):
+                assert name.split(".")[2] in shared, f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("room", ["ec", "smp_daemon"])
@@ -85,11 +97,11 @@ def test_the_generated_stubs_are_those_of_the_proto_file(tmp_path: Path) -> None
         [
             *(sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}"),
             *(f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", f"--grpc_python_out={tmp_path}"),
-            str(ROOT / "smp_daemon/peer.proto"),
+            str(ROOT / "holdfast/smp_daemon/peer.proto"),
         ],
         check=True,
         timeout=60,
     )
     for name in (*GENERATED, "peer_pb2.pyi"):
-        made, kept = tmp_path / "smp_daemon" / name, ROOT / "smp_daemon" / name
+        made, kept = tmp_path / "holdfast/smp_daemon" / name, ROOT / "smp_daemon" / name
         assert made.read_text() == kept.read_text(), f"{name}: run `make proto`"

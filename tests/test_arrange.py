@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ec.stripes import DEFAULT_UNIT_BYTES
-from smp_daemon.errors import ConfigError, ProtocolError
-from smp_daemon.layout import Layout
-from snapshot.arrange import (
+from holdfast.ec.stripes import DEFAULT_UNIT_BYTES
+from holdfast.smp_daemon.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.layout import Layout
+from holdfast.snapshot.arrange import (
     Protection,
     RankInfo,
     arrange,

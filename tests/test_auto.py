@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from chaos.cluster import History, VirtualCluster
-from chaos.launcher import Launcher
-from smp_daemon.errors import ConfigError
-from snapshot.cadence import MTBF_ENV, Cadence
+from holdfast.chaos.cluster import History, VirtualCluster
+from holdfast.chaos.launcher import Launcher
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.cadence import MTBF_ENV, Cadence
 
 BUDGET = 0.06
 COST_S = 0.1

@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import pytest
 
-from ec import choose_codec
 from holdfast import ConfigError
 from holdfast.bench_ec import (
     KIB,
@@ -38,6 +37,7 @@ from holdfast.bench_ec import (
 )
 from holdfast.bench_smp import ProtectRow, RebuildRow
 from holdfast.doctor import why_unusable
+from holdfast.ec import choose_codec
 
 ROOT = Path(__file__).parent.parent
 KEYS = ["op", "k", "m", "unit_bytes", "backend", "threads", "gb_s", "memcpy_gb_s", "ratio"]

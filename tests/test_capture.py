@@ -15,21 +15,21 @@ import pytest
 import torch
 
 from holdfast import InMemorySnapshot
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import HoldfastError, StateMismatch
-from smp_daemon.layout import SnapshotId
-from smp_daemon.slotfile import RECORD, read_format, read_stamp
-from snapshot import rng
-from snapshot.adapter import Change, LiveTensor
-from snapshot.agreement import Alone
-from snapshot.capture import Capture, Staging
-from snapshot.copier import Copier, CopyJob
-from snapshot.errors import Misfit
-from snapshot.movers import CpuMover, Piece
-from snapshot.pace import Pace
-from snapshot.state import decode_record, decode_values
-from snapshot.tensors import read_leaf
-from snapshot.witness import StateChanged
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import HoldfastError, StateMismatch
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.slotfile import RECORD, read_format, read_stamp
+from holdfast.snapshot import rng
+from holdfast.snapshot.adapter import Change, LiveTensor
+from holdfast.snapshot.agreement import Alone
+from holdfast.snapshot.capture import Capture, Staging
+from holdfast.snapshot.copier import Copier, CopyJob
+from holdfast.snapshot.errors import Misfit
+from holdfast.snapshot.movers import CpuMover, Piece
+from holdfast.snapshot.pace import Pace
+from holdfast.snapshot.state import decode_record, decode_values
+from holdfast.snapshot.tensors import read_leaf
+from holdfast.snapshot.witness import StateChanged
 from tests.test_hook import arena as arena
 from tests.test_hook import train, values
 from tests.test_movers import Counting
@@ -548,7 +548,7 @@ def test_memory_that_moves_with_each_step_is_not_held_once_it_is_copied(rig: Rig
 
 
 def test_state_that_stays_where_it_is_is_not_walked_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    walks = Counting(monkeypatch, "snapshot.capture.Manifest")
+    walks = Counting(monkeypatch, "holdfast.snapshot.capture.Manifest")
     for _ in range(3):
         job = rig.begin()
         rig.end(job)

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from chaos.campaign import Campaign, summary
-from chaos.cluster import History, Restart
-from chaos.faults import CATALOGUE
-from chaos.ground import Fault
-from chaos.scenario import (
+from holdfast import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.chaos.campaign import Campaign, summary
+from holdfast.chaos.cluster import History, Restart
+from holdfast.chaos.faults import CATALOGUE
+from holdfast.chaos.ground import Fault
+from holdfast.chaos.scenario import (
     ON_THE_NETWORK,
     Scenario,
     built_in,
@@ -30,12 +31,11 @@ from chaos.scenario import (
     several,
     to_json,
 )
-from chaos.verdict import judge, lost_protected, torn
-from holdfast import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.chaos.verdict import judge, lost_protected, torn
 from holdfast.chaos_command import shard
 from holdfast.chaos_report import markdown, page
 from holdfast.cli import main
-from snapshot.tuning.profiles import PROFILES
+from holdfast.snapshot.tuning.profiles import PROFILES
 
 # ---------------------------------------------------------------------- real processes
 
@@ -189,8 +189,8 @@ def test_some_of_what_is_drawn_is_on_the_network() -> None:
 def test_what_this_machine_cannot_do_is_left_out_and_says_why(
     running: Campaign, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chaos.namespaces.unavailable", lambda: "needs a wire")
-    monkeypatch.setattr("chaos.clocks.unavailable", lambda: "needs a compiler")
+    monkeypatch.setattr("holdfast.chaos.namespaces.unavailable", lambda: "needs a wire")
+    monkeypatch.setattr("holdfast.chaos.clocks.unavailable", lambda: "needs a compiler")
     for name, reason in (("partitioned", "needs a wire"), ("a-clock-jumps-ahead", "needs a compiler")):
         assert running.run(choose(name)[0], "").skipped == reason
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from chaos.accounting import beyond_access_times
-from chaos.cluster import Event, History, JobFailed, VirtualCluster
-from chaos.launcher import Launcher
-from chaos.namespaces import unavailable
-from chaos.node import VirtualNode, Wiring
-from smp_daemon.paths import arena_base
+from holdfast.chaos.accounting import beyond_access_times
+from holdfast.chaos.cluster import Event, History, JobFailed, VirtualCluster
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.namespaces import unavailable
+from holdfast.chaos.node import VirtualNode, Wiring
+from holdfast.smp_daemon.paths import arena_base
 
 pytestmark = pytest.mark.cluster
 STEPS = 9
@@ -330,7 +330,7 @@ def test_what_replicas_hold_alike_enters_each_node_once(launcher: Launcher) -> N
 
 
 def test_an_smp_that_does_not_end_by_its_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chaos.node.SIGNAL_DEADLINE_S", 0.2)
+    monkeypatch.setattr("holdfast.chaos.node.SIGNAL_DEADLINE_S", 0.2)
     node = VirtualNode(0, 0, "127.0.0.91", arena_base() / f"outlives-{os.getpid()}", "outlives")
     try:
         node.launch(Wiring("", []))

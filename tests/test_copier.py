@@ -12,16 +12,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
-from smp_daemon.layout import SnapshotId
-from smp_daemon.slotfile import Leaf, plan_slot
-from snapshot.copier import Copier, CopyJob, Retaken
-from snapshot.errors import Misfit
-from snapshot.movers import CpuMover, Piece
-from snapshot.pace import Pace
-from snapshot.state import place_tensors
-from snapshot.witness import StateChanged, Subjects, Witness
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.slotfile import Leaf, plan_slot
+from holdfast.snapshot.copier import Copier, CopyJob, Retaken
+from holdfast.snapshot.errors import Misfit
+from holdfast.snapshot.movers import CpuMover, Piece
+from holdfast.snapshot.pace import Pace
+from holdfast.snapshot.state import place_tensors
+from holdfast.snapshot.witness import StateChanged, Subjects, Witness
 
 DEADLINE_S = 10.0
 SOON_S = 0.05

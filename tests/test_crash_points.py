@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from chaos.launcher import Launcher
-from chaos.scenario import built_in
-from chaos.smp_zygote import Zygote
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import SmpUnavailable
-from smp_daemon.layout import SnapshotId
-from smp_daemon.points import PERSIST_POINTS, POINTS, SMP_POINTS, TRAINER_POINTS
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.scenario import built_in
+from holdfast.chaos.smp_zygote import Zygote
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import SmpUnavailable
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.points import PERSIST_POINTS, POINTS, SMP_POINTS, TRAINER_POINTS
 from tests.crash_kit import Job, held_whole, job, next_life
 from tests.smp_kit import (
     DEADLINE_S,

@@ -24,14 +24,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
-from snapshot import cuda, cuda_runtime
-from snapshot.cuda import CudaMover, chunks
-from snapshot.cuda_runtime import Event, Stream, TorchRuntime
-from snapshot.movers import CpuMover, Mover, Piece
-from snapshot.numa import numa_node, parse_cpus, pin_to_node
-from snapshot.tensors import flat
-from snapshot.witness import StateChanged, Subjects, Witness
+from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.snapshot import cuda, cuda_runtime
+from holdfast.snapshot.cuda import CudaMover, chunks
+from holdfast.snapshot.cuda_runtime import Event, Stream, TorchRuntime
+from holdfast.snapshot.movers import CpuMover, Mover, Piece
+from holdfast.snapshot.numa import numa_node, parse_cpus, pin_to_node
+from holdfast.snapshot.tensors import flat
+from holdfast.snapshot.witness import StateChanged, Subjects, Witness
 
 quick = settings(deadline=None, derandomize=True, max_examples=120)
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from snapshot.cuda import CudaMover
-from snapshot.cuda_runtime import TorchRuntime
-from snapshot.movers import Piece
+from holdfast.snapshot.cuda import CudaMover
+from holdfast.snapshot.cuda_runtime import TorchRuntime
+from holdfast.snapshot.movers import Piece
 
 pytestmark = [
     pytest.mark.gpu,

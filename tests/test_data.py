@@ -30,10 +30,10 @@ from torch.utils.data import (
 )
 
 from holdfast.batches import GlobalBatches
-from smp_daemon.errors import ConfigError, StateMismatch
-from snapshot import rng
-from snapshot.data import Data
-from snapshot.values import decode, encode
+from holdfast.smp_daemon.errors import ConfigError, StateMismatch
+from holdfast.snapshot import rng
+from holdfast.snapshot.data import Data
+from holdfast.snapshot.values import decode, encode
 
 SAMPLES, BATCH, PASSES = 22, 4, 3
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from chaos.cluster import JobFailed, VirtualCluster
-from chaos.launcher import Launcher
-from smp_daemon.spawn import find_leftovers, remove
+from holdfast.chaos.cluster import JobFailed, VirtualCluster
+from holdfast.chaos.launcher import Launcher
+from holdfast.smp_daemon.spawn import find_leftovers, remove
 
 pytestmark = pytest.mark.cluster
 NODES = 2

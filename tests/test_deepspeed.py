@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from chaos.cluster import JobFailed, VirtualCluster
-from chaos.launcher import Launcher
-from smp_daemon.spawn import find_leftovers, remove
+from holdfast.chaos.cluster import JobFailed, VirtualCluster
+from holdfast.chaos.launcher import Launcher
+from holdfast.smp_daemon.spawn import find_leftovers, remove
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.cluster
@@ -93,8 +93,8 @@ def test_objects_of_its_own_come_back(arena: Path) -> None:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    from integrations.deepspeed import strip, unstrip
-    from snapshot.values import decode, encode
+    from holdfast.integrations.deepspeed import strip, unstrip
+    from holdfast.snapshot.values import decode, encode
 
     scaler = DynamicLossScaler(2.0**16, 2.0, 1000, 1.0, 2, False)
     value = {"a": [fragment_address(3, 4), ZeroStageEnum.weights, torch.Size([1, 2])], "b": (scaler,)}

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from chaos.cluster import History, VirtualCluster
-from chaos.drill import TARGET, compare
-from chaos.launcher import Launcher
 from holdfast import ConfigError, HoldfastError
+from holdfast.chaos.cluster import History, VirtualCluster
+from holdfast.chaos.drill import TARGET, compare
+from holdfast.chaos.launcher import Launcher
 from holdfast.cli import _kills, _parser
 from holdfast.demo import JOB, Kill, Plan, account
 

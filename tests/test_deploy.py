@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli import _parser
-from smp_daemon.budget import parse_size
+from holdfast.smp_daemon.budget import parse_size
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"

@@ -13,12 +13,12 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.drain import sentence
-from smp_daemon.drain import Drained, parse_spares
-from smp_daemon.errors import ConfigError, Unrecoverable
-from smp_daemon.inventory import Inventory
-from smp_daemon.paths import read_owner
-from smp_daemon.plan import plan_restore
-from smp_daemon.reform import moved, plan_reform
+from holdfast.smp_daemon.drain import Drained, parse_spares
+from holdfast.smp_daemon.errors import ConfigError, Unrecoverable
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.paths import read_owner
+from holdfast.smp_daemon.plan import plan_restore
+from holdfast.smp_daemon.reform import moved, plan_reform
 from tests.smp_kit import DEADLINE_S, Ground, Run, SmpProcess, Trainer, playground, run_on
 from tests.test_reform import (
     SNAPSHOT,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ec import Codec, backends, choose_codec, describe_auto, isal
-from ec.isal import XOR_ALIGNMENT, IsalKernel
+from holdfast.ec import Codec, backends, choose_codec, describe_auto, isal
+from holdfast.ec.isal import XOR_ALIGNMENT, IsalKernel
 
 DEADLINE_S = 60
 ODD_UNIT = 4097

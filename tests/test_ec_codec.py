@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ec import Codec, TooManyErasures, choose_codec
-from ec.codec import VERIFY_PIECE_BYTES, Kernel, check_equal_lengths
-from ec.isal import load
-from ec.matrix import multiplication_table, multiply
-from ec.numpy_kernel import NumpyKernel
-from ec.pyeclib_codec import MAX_UNIT_BYTES, PyECLibCodec
+from holdfast.ec import Codec, TooManyErasures, choose_codec
+from holdfast.ec.codec import VERIFY_PIECE_BYTES, Kernel, check_equal_lengths
+from holdfast.ec.isal import load
+from holdfast.ec.matrix import multiplication_table, multiply
+from holdfast.ec.numpy_kernel import NumpyKernel
+from holdfast.ec.pyeclib_codec import MAX_UNIT_BYTES, PyECLibCodec
 
 UNIT_SIZES = (0, 1, 63, 64, 65, 4095, 4097)
 BIG_UNIT = (1 << 20) + 7

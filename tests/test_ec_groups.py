@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ec import crowded, plan_groups
+from holdfast.ec import crowded, plan_groups
 
 quick = settings(deadline=None, derandomize=True, max_examples=300)
 fewer = settings(deadline=None, derandomize=True, max_examples=60)
@@ -224,7 +224,7 @@ class TestSeveralKindsOfDomains:
 
     def test_the_groups_do_not_hang_on_how_strings_are_hashed(self) -> None:
         program = (
-            "from ec import plan_groups\n"
+            "from holdfast.ec import plan_groups\n"
             "from tests.test_ec_groups import grid\n"
             "print(plan_groups(120, 8, 1, grid(12, 10, 3)))"
         )

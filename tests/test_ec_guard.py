@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from ec import Codec, choose_codec
-from ec.codec import Buffer, Kernel, as_array
-from ec.isal import TABLE_BYTES, IsalKernel, load
-from ec.matrix import Matrix
-from ec.numpy_kernel import NumpyKernel
+from holdfast.ec import Codec, choose_codec
+from holdfast.ec.codec import Buffer, Kernel, as_array
+from holdfast.ec.isal import TABLE_BYTES, IsalKernel, load
+from holdfast.ec.matrix import Matrix
+from holdfast.ec.numpy_kernel import NumpyKernel
 
 DEADLINE_S = 120
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ec.matrix import Matrix, decode_matrix, inverse_of, invert, multiplication_table, multiply, parity_matrix
+from holdfast.ec.matrix import Matrix, decode_matrix, inverse_of, invert, multiplication_table, multiply, parity_matrix
 
 quick = settings(deadline=None, derandomize=True, max_examples=100)
 

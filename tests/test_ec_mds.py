@@ -10,7 +10,7 @@ from itertools import combinations, product
 
 import pytest
 
-from ec import Codec, TooManyErasures, choose_codec
+from holdfast.ec import Codec, TooManyErasures, choose_codec
 
 CODES = list(product(range(1, 13), range(1, 5)))
 PATTERNS = 12_541

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ec import Codec, Piece, Stripes, TooManyErasures, choose_codec, choose_unit_bytes
-from ec.stripes import DEFAULT_UNIT_BYTES, PAGE_BYTES
+from holdfast.ec import Codec, Piece, Stripes, TooManyErasures, choose_codec, choose_unit_bytes
+from holdfast.ec.stripes import DEFAULT_UNIT_BYTES, PAGE_BYTES
 
 quick = settings(deadline=None, derandomize=True, max_examples=80)
 thorough = settings(deadline=None, derandomize=True, max_examples=400)

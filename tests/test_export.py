@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from chaos.cluster import VirtualCluster
-from chaos.launcher import Launcher
+from holdfast.chaos.cluster import VirtualCluster
+from holdfast.chaos.launcher import Launcher
 from holdfast.cli import main
 from holdfast.export import export
 from holdfast.export_source import from_place, list_place
 from holdfast.export_tensors import Slot, read_slot, whole_tensors, write_safetensors
-from smp_daemon.errors import ConfigError, StateMismatch
-from smp_daemon.layout import SnapshotId
-from smp_daemon.persist.place import open_place
-from smp_daemon.slotfile import Leaf, plan_slot, write_stamp
+from holdfast.smp_daemon.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.persist.place import open_place
+from holdfast.smp_daemon.slotfile import Leaf, plan_slot, write_stamp
 from tests.smp_kit import JOB, Ground, Run, playground, run_on
 from tests.test_persister import await_persisted, persist
 

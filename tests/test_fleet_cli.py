@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from chaos.fleet import published
+from holdfast.chaos.fleet import published
 from holdfast.cli import main
 from holdfast.simulate_plot import draw
 

@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from chaos.fleet.copies import Copies
-from chaos.fleet.groups import Groups, place
-from chaos.fleet.machines import Machines
-from chaos.fleet.progress import MARKS, Pace, Save
-from ec import crowded
+from holdfast.chaos.fleet.copies import Copies
+from holdfast.chaos.fleet.groups import Groups, place
+from holdfast.chaos.fleet.machines import Machines
+from holdfast.chaos.fleet.progress import MARKS, Pace, Save
+from holdfast.ec import crowded
 
 
 def one_by_one(pace: Pace, first: int, elapsed_s: float) -> tuple[int, float, float, dict[str, int | None]]:

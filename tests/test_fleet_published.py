@@ -8,12 +8,12 @@ from statistics import fmean, stdev
 
 import pytest
 
-from chaos.fleet.failures import DAY_S, FailureProcess
-from chaos.fleet.groups import place
-from chaos.fleet.job import restart_s
-from chaos.fleet.published import POINTS, Point
-from snapshot.tuning.profiles import PROFILES
-from snapshot.tuning.survival import simultaneous
+from holdfast.chaos.fleet.failures import DAY_S, FailureProcess
+from holdfast.chaos.fleet.groups import place
+from holdfast.chaos.fleet.job import restart_s
+from holdfast.chaos.fleet.published import POINTS, Point
+from holdfast.snapshot.tuning.profiles import PROFILES
+from holdfast.snapshot.tuning.survival import simultaneous
 
 
 @pytest.mark.parametrize("point", POINTS, ids=[point.name for point in POINTS])

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from holdfast import ConfigError, InMemorySnapshot, Repeated
 from holdfast.shapes import parse_shape
 from holdfast.sizing import Job, Machine, size
+from holdfast.smp_daemon.board import Outcome
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.plan import plan_restore, whole_snapshots
+from holdfast.smp_daemon.starts import Choice
+from holdfast.snapshot.arrange import parse_protect
+from holdfast.snapshot.ledger import Ledger
+from holdfast.snapshot.wishes import Wishes, agree
 from holdfast.status import gather
-from smp_daemon.board import Outcome
-from smp_daemon.client import SmpClient
-from smp_daemon.layout import SnapshotId
-from smp_daemon.plan import plan_restore, whole_snapshots
-from smp_daemon.starts import Choice
-from snapshot.arrange import parse_protect
-from snapshot.ledger import Ledger
-from snapshot.wishes import Wishes, agree
 from tests.smp_kit import playground, run_on
 from tests.test_hook import arena as arena
 

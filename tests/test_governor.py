@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from smp_daemon.errors import ConfigError
-from snapshot.governor import EVIDENCE, PROBE_FACTOR, STALE_STEPS, WINDOW, Governor
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.governor import EVIDENCE, PROBE_FACTOR, STALE_STEPS, WINDOW, Governor
 
 BUDGET = 0.01
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from holdfast import InMemorySnapshot
-from integrations.inprocess import abandon_process_groups
-from smp_daemon.paths import ARENA_ENV, read_owner
+from holdfast.integrations.inprocess import abandon_process_groups
+from holdfast.smp_daemon.paths import ARENA_ENV, read_owner
 
 WORLD = 3
 DEADLINE_S = 300.0

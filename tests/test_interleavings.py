@@ -34,22 +34,22 @@ import pytest
 import torch
 
 from holdfast import HoldfastError, InMemorySnapshot
-from smp_daemon.holdings import ParityKey
-from smp_daemon.listener import Conversation, Listener, bind_unix
-from smp_daemon.local import checked_peer
-from smp_daemon.paths import ARENA_ENV
-from smp_daemon.pool import Pool
-from smp_daemon.protect import Protector
-from smp_daemon.service import Settings, Smp
-from smp_daemon.spawn import find_leftovers, remove
-from smp_daemon.store import Store
-from smp_daemon.transport import connect
-from snapshot.adapter import Adapter, Tree
-from snapshot.hook import SnapshotHook
-from snapshot.movers import CpuMover
-from snapshot.state import LOOP, Values
-from snapshot.values import encode
-from snapshot.witness import StateChanged
+from holdfast.smp_daemon.holdings import ParityKey
+from holdfast.smp_daemon.listener import Conversation, Listener, bind_unix
+from holdfast.smp_daemon.local import checked_peer
+from holdfast.smp_daemon.paths import ARENA_ENV
+from holdfast.smp_daemon.pool import Pool
+from holdfast.smp_daemon.protect import Protector
+from holdfast.smp_daemon.service import Settings, Smp
+from holdfast.smp_daemon.spawn import find_leftovers, remove
+from holdfast.smp_daemon.store import Store
+from holdfast.smp_daemon.transport import connect
+from holdfast.snapshot.adapter import Adapter, Tree
+from holdfast.snapshot.hook import SnapshotHook
+from holdfast.snapshot.movers import CpuMover
+from holdfast.snapshot.state import LOOP, Values
+from holdfast.snapshot.values import encode
+from holdfast.snapshot.witness import StateChanged
 from tests.interleaving_kit import (
     DEADLINE_S,
     SMP,
@@ -683,7 +683,7 @@ def test_what_is_protected_survives_a_node() -> None:
 def test_a_restored_snapshot_takes_the_place_of_the_protected_one_only_when_it_is_protected_too() -> None:
     with world(nodes=2) as made:
         made.live(Plan("step 1 is protected", steps=1))
-        with patch("smp_daemon.protect.Protector._encode"), patch("smp_daemon.local.heal"):
+        with patch("holdfast.smp_daemon.protect.Protector._encode"), patch("holdfast.smp_daemon.local.heal"):
             made.live(Plan("step 2 is sealed, and not encoded", steps=1, waits_for="sealed"))
             made.live(Plan("step 2 comes back, and is not healed yet when step 3 begins", steps=1, waits_for="sealed"))
         made.least = 1
@@ -699,7 +699,7 @@ def test_a_snapshot_that_was_never_promised_and_cannot_be_had_gives_way_to_the_o
     send = Protector._encode
     with world(nodes=2) as made:
         made.live(Plan("step 1 is protected", steps=1))
-        with patch.object(Protector, "_encode", encode), patch("smp_daemon.local.heal"):
+        with patch.object(Protector, "_encode", encode), patch("holdfast.smp_daemon.local.heal"):
             made.live(Plan("step 2 is sealed, and has parity on the first node alone", steps=1, waits_for="sealed"))
             left = made.smps[0]
             assert left is not None
@@ -735,7 +735,7 @@ def test_what_moves_after_the_fence_is_of_the_next_snapshot() -> None:
         rank = Rank(made, life, Plan(""), Circle(life, 1), 1, 0)
         begin_life(life)
         # the SMP is of this process, and must not end
-        with patch("snapshot.own_smp.OwnSmp.finish"), rank.snap as snap:
+        with patch("holdfast.snapshot.own_smp.OwnSmp.finish"), rank.snap as snap:
             try:
                 for ticket in (1, 2):
                     rank.job.step(ticket, "between steps", lambda: None, life.gate)
@@ -799,21 +799,23 @@ def begin_and_keep_nothing(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MUTANTS: dict[str, dict[str, Any]] = {
-    "no fence": {"snapshot.copier.CopyJob.fence": lambda job, patience_s, deadline_s: True},
+    "no fence": {"holdfast.snapshot.copier.CopyJob.fence": lambda job, patience_s, deadline_s: True},
     "no fence, and nothing is watched": {
-        "snapshot.copier.CopyJob.fence": lambda job, patience_s, deadline_s: True,
-        "snapshot.witness.Witness.check": lambda witness, slot: None,
+        "holdfast.snapshot.copier.CopyJob.fence": lambda job, patience_s, deadline_s: True,
+        "holdfast.snapshot.witness.Witness.check": lambda witness, slot: None,
     },
     "the state is taken when the step ends": {
-        "snapshot.hook.SnapshotHook.after_step": take_at_once(SnapshotHook.after_step)
+        "holdfast.snapshot.hook.SnapshotHook.after_step": take_at_once(SnapshotHook.after_step)
     },
-    "buffers are copied while forward runs": {"snapshot.capture.Staging.take": lambda staging, pieces: tuple(pieces)},
-    "early tensors are not copied at the boundary": {"snapshot.capture.capture_early": capture_live},
-    "live tensors are not watched": {"snapshot.witness.Witness.check": lambda witness, slot: None},
-    "what is protected is not kept": {"smp_daemon.store.Store.begin": begin_and_keep_nothing(Store.begin)},
+    "buffers are copied while forward runs": {
+        "holdfast.snapshot.capture.Staging.take": lambda staging, pieces: tuple(pieces)
+    },
+    "early tensors are not copied at the boundary": {"holdfast.snapshot.capture.capture_early": capture_live},
+    "live tensors are not watched": {"holdfast.snapshot.witness.Witness.check": lambda witness, slot: None},
+    "what is protected is not kept": {"holdfast.smp_daemon.store.Store.begin": begin_and_keep_nothing(Store.begin)},
     "older writers are not fenced": {
-        "smp_daemon.arena.Arena.fence": lambda arena: None,
-        "smp_daemon.pool.Pool.replace": Pool.discard,
+        "holdfast.smp_daemon.arena.Arena.fence": lambda arena: None,
+        "holdfast.smp_daemon.pool.Pool.replace": Pool.discard,
     },
 }
 
@@ -836,7 +838,7 @@ STEADY = """
 import json, sys
 import psutil, torch
 from holdfast import InMemorySnapshot
-from smp_daemon.paths import arena_path, read_owner
+from holdfast.smp_daemon.paths import arena_path, read_owner
 
 torch.set_num_threads(1)
 model = torch.nn.Linear(512, 680, bias=False)

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from smp_daemon.client import RecoveredShard
-from smp_daemon.counters import Counters
-from smp_daemon.errors import Unrecoverable
-from smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from smp_daemon.limits import CALL_DEADLINE_S
-from smp_daemon.listener import Listener, bind_tcp
-from smp_daemon.load import Load
-from smp_daemon.plan import RestorePlan
-from smp_daemon.records import digest
-from smp_daemon.sources import Address, Sources
-from smp_daemon.transport import Message, Stream
+from holdfast.smp_daemon.client import RecoveredShard
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.errors import Unrecoverable
+from holdfast.smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.listener import Listener, bind_tcp
+from holdfast.smp_daemon.load import Load
+from holdfast.smp_daemon.plan import RestorePlan
+from holdfast.smp_daemon.records import digest
+from holdfast.smp_daemon.sources import Address, Sources
+from holdfast.smp_daemon.transport import Message, Stream
 from tests.smp_kit import (
     DEADLINE_S,
     Ground,

@@ -14,10 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_daemon import logs
-from smp_daemon.errors import ConfigError
-from smp_daemon.layout import SnapshotId
-from smp_daemon.logs import MAX_EPISODES, Episodes, Formatter, about, chosen_format, get_log, identify, parse_line
+from holdfast.smp_daemon import logs
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.logs import (
+    MAX_EPISODES,
+    Episodes,
+    Formatter,
+    about,
+    chosen_format,
+    get_log,
+    identify,
+    parse_line,
+)
 from tests.smp_kit import DEADLINE_S, Ground, SmpProcess, playground, run_on
 
 FIELDS = {"time", "level", "job", "node", "epoch", "step", "at", "msg"}
@@ -172,9 +181,11 @@ def test_an_smp_whose_peer_is_away_says_so_once(ground: Ground, monkeypatch: pyt
     assert {(line["job"], line["node"]) for line in found} == {(smps[0].job, "node0")}
     repeated = Counter((line["at"], line["msg"]) for line in found)
     assert max(repeated.values()) == 1, repeated
-    by_peer = Counter((line["at"], str(line.get("peer"))) for line in found if line["at"] == "smp_daemon.census")
+    by_peer = Counter(
+        (line["at"], str(line.get("peer"))) for line in found if line["at"] == "holdfast.smp_daemon.census"
+    )
     assert all(count == 1 for count in by_peer.values()), by_peer
-    failed = [line for line in found if line["at"] == "smp_daemon.store"]
+    failed = [line for line in found if line["at"] == "holdfast.smp_daemon.store"]
     assert len(failed) <= 1
     assert all(int(line["epoch"]) == epoch and line["step"] is not None for line in failed)
     assert len(found) < 20, found
@@ -191,7 +202,7 @@ def test_a_trainer_logs_only_if_it_is_asked_to(ground: Ground, monkeypatch: pyte
         "    for _ in range(2):\n"
         "        model(torch.ones(1, 3)).sum().backward()\n"
         "        optim.step()\n"
-        "    logging.getLogger('snapshot.hook').warning('of a test')\n"
+        "    logging.getLogger('holdfast.snapshot.hook').warning('of a test')\n"
     )
     environment = {"HOLDFAST_ARENA": str(smp.arena.parent), logs.ENV: "json"}
     for name, value in environment.items():

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from chaos.loops.draw import draw
-from chaos.loops.judge import Outcome, judge, names
-from chaos.loops.script import Loop
+from holdfast.chaos.loops.draw import draw
+from holdfast.chaos.loops.judge import Outcome, judge, names
+from holdfast.chaos.loops.script import Loop
 from tests.loops_mutants import MUTANTS
 
 FIFTY = 50
@@ -73,7 +73,7 @@ ENDED: list[Any] = [{"kind": "entered", "step": None}, PLAIN[0], {"kind": "ends"
 
 def resumed(*, restored: int | None = 1, loss: str = "0x1p1", weight: str = "a", text: str = "") -> list[Any]:
     """What a last life said."""
-    warning = [{"kind": "warning", "text": text, "at": "snapshot.hook"}] if text else []
+    warning = [{"kind": "warning", "text": text, "at": "holdfast.snapshot.hook"}] if text else []
     note = {"kind": "note", "step": 1, "loss": loss}
     finished = {"kind": "finished", "state": {"net.weight": weight}}
     return [{"kind": "entered", "step": restored}, *warning, note, finished]
@@ -128,7 +128,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_fifty_seeds_are_identical_or_refused_by_name(tmp_path: Path) -> None:
     file, report = tmp_path / "loops.json", tmp_path / "loops.md"
     arguments = ["--seeds", str(FIFTY), "--first", str(FIRST), "--jobs", "2"]
-    status, text = run("chaos.loops", *arguments, "--json", str(file), "--markdown", str(report))
+    status, text = run("holdfast.chaos.loops", *arguments, "--json", str(file), "--markdown", str(report))
     assert file.exists(), text
     data = json.loads(file.read_text())
     counts = {outcome.value: data[outcome.value] for outcome in Outcome}
@@ -142,7 +142,7 @@ def test_fifty_seeds_are_identical_or_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_single_seed_shows_itself() -> None:
     seed = next(seed for seed in range(10_000) if plain(draw(seed)))
-    status, text = run("chaos.loops", "--seeds", "1", "--first", str(seed), "--show")
+    status, text = run("holdfast.chaos.loops", "--seeds", "1", "--first", str(seed), "--show")
     assert status == 0, text
     assert draw(seed).history() in text
     assert "# identical: restored" in text

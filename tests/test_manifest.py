@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from integrations.torch_native import TorchAdapter
-from smp_daemon.errors import ConfigError, StateMismatch
-from smp_daemon.slotfile import Leaf
-from snapshot.adapter import Change, LiveTensor
-from snapshot.manifest import Manifest
-from snapshot.replicas import Sharing
-from snapshot.shares import Part
+from holdfast.integrations.torch_native import TorchAdapter
+from holdfast.smp_daemon.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.slotfile import Leaf
+from holdfast.snapshot.adapter import Change, LiveTensor
+from holdfast.snapshot.manifest import Manifest
+from holdfast.snapshot.replicas import Sharing
+from holdfast.snapshot.shares import Part
 from tests.test_state import Toy
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from chaos.cluster import History
-from chaos.launcher import Launcher
 from holdfast import ConfigError
+from holdfast.chaos.cluster import History
+from holdfast.chaos.launcher import Launcher
 from holdfast.matrix import CELLS, Cell, choose, drill, judge
 
 CELL = Cell("toy", "examples.plain:Plain", 2)

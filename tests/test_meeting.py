@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_daemon.board import Outcome
-from smp_daemon.layout import SnapshotId
-from snapshot import meeting
-from snapshot.ledger import Ledger
-from snapshot.meeting import LEAD_STEPS, MOST_DOUBLINGS, Meeting
+from holdfast.smp_daemon.board import Outcome
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.snapshot import meeting
+from holdfast.snapshot.ledger import Ledger
+from holdfast.snapshot.meeting import LEAD_STEPS, MOST_DOUBLINGS, Meeting
 
 DEADLINE_S = 20.0
 thorough = settings(deadline=None, derandomize=True, max_examples=200)

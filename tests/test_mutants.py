@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chaos.campaign import Campaign
+from holdfast.chaos.campaign import Campaign
 from tests.mutants import ENV, MUTANTS
 
 pytestmark = pytest.mark.cluster

@@ -87,9 +87,9 @@ def test_an_smp_imports_no_module_that_unpickles_for_it() -> None:
     """By import graph: of our own modules that an SMP's process has loaded once it serves, none has `pickle` in it."""
     code = (
         "import json, sys\n"
-        "import smp_daemon.__main__, smp_daemon.service, smp_daemon.web, smp_daemon.client\n"
-        "ours = ('ec', 'smp_daemon')\n"
-        "mine = [m for n, m in sys.modules.items() if n.split('.')[0] in ours]\n"
+        "from holdfast.smp_daemon import __main__, client, service, web\n"
+        "ours = ('holdfast.ec.', 'holdfast.smp_daemon.')\n"
+        "mine = [m for n, m in sys.modules.items() if f'{n}.'.startswith(ours)]\n"
         "bad = ('pickle', '_pickle', 'marshal', 'shelve', 'code')\n"
         "held = {m.__name__: [k for k, v in vars(m).items() if getattr(v, '__name__', '') in bad] for m in mine}\n"
         "print(json.dumps({'modules': len(mine), 'bad': {k: v for k, v in held.items() if v},\n"

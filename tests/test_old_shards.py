@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from smp_daemon.errors import ProtocolError, StateMismatch
-from snapshot.adapter import Block, Change, LiveTensor
-from snapshot.elastic import _check_private, elastic_from_environment
-from snapshot.old_shards import OldManifest, decode_plain, region_of
-from snapshot.reshard import Index, Read, Region, plan_reads, range_runs
-from snapshot.values import encode
+from holdfast.smp_daemon.errors import ProtocolError, StateMismatch
+from holdfast.snapshot.adapter import Block, Change, LiveTensor
+from holdfast.snapshot.elastic import _check_private, elastic_from_environment
+from holdfast.snapshot.old_shards import OldManifest, decode_plain, region_of
+from holdfast.snapshot.reshard import Index, Read, Region, plan_reads, range_runs
+from holdfast.snapshot.values import encode
 
 
 def manifest(coord: str = "dp0", **said: Any) -> OldManifest:

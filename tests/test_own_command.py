@@ -16,8 +16,8 @@ from holdfast.audit import Notes, Values, read
 from holdfast.cli import main
 from holdfast.own_command import FIRST_STEP, IN_A_RECOVERY, KINDS, OwnFault, OwnPlan, draw, judge
 from holdfast.own_nodes import OwnNode
-from smp_daemon.errors import ConfigError, HoldfastError
-from smp_daemon.paths import ARENA_ENV
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.paths import ARENA_ENV
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from smp_daemon.errors import SmpUnavailable
-from snapshot.own_smp import ATTACH_DEADLINE_S, LEAST_PAUSE_S, OwnSmp
+from holdfast.smp_daemon.errors import SmpUnavailable
+from holdfast.snapshot.own_smp import ATTACH_DEADLINE_S, LEAST_PAUSE_S, OwnSmp
 from tests.smp_kit import Ground, playground
 
 

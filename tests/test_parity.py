@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ec import Stripes, choose_codec
-from smp_daemon.errors import DamagedSnapshot, ProtocolError, StaleEpoch
-from smp_daemon.layout import SnapshotId
-from smp_daemon.parity import ParityGathering
-from smp_daemon.records import ParityRecord, digest
+from holdfast.ec import Stripes, choose_codec
+from holdfast.smp_daemon.errors import DamagedSnapshot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.parity import ParityGathering
+from holdfast.smp_daemon.records import ParityRecord, digest
 
 quick = settings(deadline=None, derandomize=True, max_examples=100)
 

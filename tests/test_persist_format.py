@@ -12,14 +12,14 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_daemon.errors import ConfigError, DamagedSnapshot
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.persist import manifest, planes, shardfile
-from smp_daemon.persist.manifest import Manifest
-from smp_daemon.persist.options import Options, parse_options
-from smp_daemon.persist.shardfile import Encoder, Header
-from smp_daemon.records import digest
-from smp_daemon.slotfile import Leaf, plan_slot
+from holdfast.smp_daemon.errors import ConfigError, DamagedSnapshot
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.persist import manifest, planes, shardfile
+from holdfast.smp_daemon.persist.manifest import Manifest
+from holdfast.smp_daemon.persist.options import Options, parse_options
+from holdfast.smp_daemon.persist.shardfile import Encoder, Header
+from holdfast.smp_daemon.records import digest
+from holdfast.smp_daemon.slotfile import Leaf, plan_slot
 from tests.strategies import layouts, snapshots, spoilt
 
 

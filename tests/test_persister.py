@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import ConfigError, DamagedSnapshot, DeadlineExceeded, PlaceError
-from smp_daemon.inventory import Persisted
-from smp_daemon.layout import SnapshotId
-from smp_daemon.overview import look as overview_of
-from smp_daemon.persist import persister, place
-from smp_daemon.persist.manifest import directory, shard_name
-from smp_daemon.persist.options import Options
-from smp_daemon.persist.place import Directory, Remote, open_place
-from smp_daemon.persist.reading import find, look, read_shard
-from smp_daemon.persist.writing import tidy
-from smp_daemon.service import Settings, Smp
-from smp_daemon.sources import Sources
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import ConfigError, DamagedSnapshot, DeadlineExceeded, PlaceError
+from holdfast.smp_daemon.inventory import Persisted
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.overview import look as overview_of
+from holdfast.smp_daemon.persist import persister, place
+from holdfast.smp_daemon.persist.manifest import directory, shard_name
+from holdfast.smp_daemon.persist.options import Options
+from holdfast.smp_daemon.persist.place import Directory, Remote, open_place
+from holdfast.smp_daemon.persist.reading import find, look, read_shard
+from holdfast.smp_daemon.persist.writing import tidy
+from holdfast.smp_daemon.service import Settings, Smp
+from holdfast.smp_daemon.sources import Sources
 from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, flip_a_byte, playground, run_on
 
 DEADLINE_S = 30.0

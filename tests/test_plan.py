@@ -14,10 +14,10 @@ from itertools import chain, combinations, permutations, product
 
 import pytest
 
-from smp_daemon.errors import StateMismatch, Unrecoverable
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from smp_daemon.plan import RestorePlan, choose_sources, healer, newest_whole, plan_restore
+from holdfast.smp_daemon.errors import StateMismatch, Unrecoverable
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.plan import RestorePlan, choose_sources, healer, newest_whole, plan_restore
 
 UNIT = 10
 OLD = SnapshotId(1, 10)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from chaos.cluster import Event, History, JobFailed, VirtualCluster
-from chaos.drill import TARGET, compare
-from chaos.launcher import Launcher
+from holdfast.chaos.cluster import Event, History, JobFailed, VirtualCluster
+from holdfast.chaos.drill import TARGET, compare
+from holdfast.chaos.launcher import Launcher
 from holdfast.matrix import Cell, drill
-from smp_daemon.paths import arena_base
+from holdfast.smp_daemon.paths import arena_base
 
 JOB = "examples.pool:Pool"
 NODES, SEED, STEPS, MANY_STEPS = 3, 1234, 8, 200

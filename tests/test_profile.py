@@ -14,9 +14,9 @@ import pytest
 from holdfast import ConfigError, HoldfastError
 from holdfast.cli import main
 from holdfast.profile import Plan, run
-from snapshot.tuning.measured import Measured
-from snapshot.tuning.recorder import LEAST, Alternation, Part, Place, merge
-from snapshot.tuning.samples import Timing
+from holdfast.snapshot.tuning.measured import Measured
+from holdfast.snapshot.tuning.recorder import LEAST, Alternation, Part, Place, merge
+from holdfast.snapshot.tuning.samples import Timing
 
 SCRIPT = """
 import os, sys

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import pytest
 
-from smp_daemon import protect
-from smp_daemon.board import MAX_PAUSE_S, Board, Outcome
-from smp_daemon.errors import ConfigError
-from smp_daemon.layout import SnapshotId
-from smp_daemon.plan import choose_sources
-from smp_daemon.protect import ATTEMPTS, WINDOW
-from smp_daemon.service import Settings, Smp
+from holdfast.smp_daemon import protect
+from holdfast.smp_daemon.board import MAX_PAUSE_S, Board, Outcome
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.plan import choose_sources
+from holdfast.smp_daemon.protect import ATTEMPTS, WINDOW
+from holdfast.smp_daemon.service import Settings, Smp
 from tests.relay import Relay, relaying
 from tests.smp_kit import (
     DEADLINE_S,

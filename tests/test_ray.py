@@ -14,18 +14,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chaos.drill import compare
-from chaos.launcher import Launcher
-from smp_daemon.errors import ConfigError, Unrecoverable
+from holdfast.chaos.drill import compare
+from holdfast.chaos.launcher import Launcher
+from holdfast.smp_daemon.errors import ConfigError, Unrecoverable
 
 pytest.importorskip("ray")
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from chaos.ray_cluster import RayFault, VirtualRay
-from chaos.ray_drill import SCENARIOS, plan, run, undisturbed
-from integrations import ray as shepherds
-from integrations.ray_crew import Crew, by_node, forget, worse
+from holdfast.chaos.ray_cluster import RayFault, VirtualRay
+from holdfast.chaos.ray_drill import SCENARIOS, plan, run, undisturbed
+from holdfast.integrations import ray as shepherds
+from holdfast.integrations.ray_crew import Crew, by_node, forget, worse
 
 pytestmark = pytest.mark.cluster
 
@@ -52,7 +52,7 @@ def test_an_actor_is_killed_and_the_other_goes_on_in_the_same_process(launcher: 
 def test_the_front_door_does_not_stand_in_the_way_of_ray() -> None:
     code = "import holdfast.ray, ray; print(ray.__file__ != holdfast.ray.__file__, holdfast.ray.start.__module__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["True", "integrations.ray"]
+    assert done.stdout.split() == ["True", "holdfast.integrations.ray"]
 
 
 def test_the_front_door_does_not_need_what_only_ray_train_needs() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from smp_daemon.errors import ProtocolError, StateMismatch
-from smp_daemon.slotfile import Leaf
-from snapshot.adapter import Change, LiveTensor
-from snapshot.agreement import Result, T
-from snapshot.replicas import (
+from holdfast.smp_daemon.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.slotfile import Leaf
+from holdfast.snapshot.adapter import Change, LiveTensor
+from holdfast.snapshot.agreement import Result, T
+from holdfast.snapshot.replicas import (
     ALONE,
     Gathering,
     Sharing,
@@ -25,7 +25,7 @@ from snapshot.replicas import (
     plan_gathering,
     shared_from_json,
 )
-from snapshot.shares import Part, parse_part
+from holdfast.snapshot.shares import Part, parse_part
 
 DEADLINE_S = 10.0
 

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from smp_daemon import scratch as scratch_module
-from smp_daemon.errors import DeadlineExceeded
-from smp_daemon.scratch import BUFFERS, Scratch
+from holdfast.smp_daemon import scratch as scratch_module
+from holdfast.smp_daemon.errors import DeadlineExceeded
+from holdfast.smp_daemon.scratch import BUFFERS, Scratch
 
 DEADLINE_S = 30.0
 SHORT_S = 0.05

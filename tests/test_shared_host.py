@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from chaos.cluster import Event, History, VirtualCluster
-from chaos.drill import TARGET, compare
-from chaos.launcher import Launcher
-from chaos.node import VirtualNode, Wiring
+from holdfast.chaos.cluster import Event, History, VirtualCluster
+from holdfast.chaos.drill import TARGET, compare
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.node import VirtualNode, Wiring
 from holdfast.matrix import Cell, drill
-from smp_daemon.paths import arena_base
+from holdfast.smp_daemon.paths import arena_base
 
 JOB = "examples.shared_host:SharedHost"
 NODES, STEPS, SUSPENDED_AFTER = 2, 9, 5
@@ -108,7 +108,7 @@ class Companion:
 
 
 def _serve(pipe: Connection, meeting: Barrier) -> None:
-    with Launcher(["chaos.drill", JOB.partition(":")[0]]) as launcher:
+    with Launcher(["holdfast.chaos.drill", JOB.partition(":")[0]]) as launcher:
         launcher.wait_ready()
         while (plan := pipe.recv()) is not None:
             try:

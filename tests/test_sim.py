@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from chaos.sim import __main__ as command
-from chaos.sim.memory import Disk, MemoryMmap, MemoryOs, MemoryPath
-from chaos.sim.oracle import Oracle
-from chaos.sim.plan import POINTS_HERE, draw
-from chaos.sim.run import simulate
-from chaos.sim.scheduler import Scheduler
-from chaos.sim.seams import installed
-from chaos.sim.tasks import Process
-from chaos.sim.threads import Condition, Event, Lock, SimpleQueue, ThreadPoolExecutor
+from holdfast.chaos.sim import __main__ as command
+from holdfast.chaos.sim.memory import Disk, MemoryMmap, MemoryOs, MemoryPath
+from holdfast.chaos.sim.oracle import Oracle
+from holdfast.chaos.sim.plan import POINTS_HERE, draw
+from holdfast.chaos.sim.run import simulate
+from holdfast.chaos.sim.scheduler import Scheduler
+from holdfast.chaos.sim.seams import installed
+from holdfast.chaos.sim.tasks import Process
+from holdfast.chaos.sim.threads import Condition, Event, Lock, SimpleQueue, ThreadPoolExecutor
 
 SEEDS = range(40)
 
@@ -53,8 +53,8 @@ def test_a_seed_does_the_same_every_time(simulation: None, seed: int) -> None:
 
 def test_what_a_seed_does_depends_neither_on_the_process_nor_on_what_ran_before(simulation: None) -> None:
     script = (
-        "from chaos.sim.run import simulate\n"
-        "from chaos.sim.seams import installed\n"
+        "from holdfast.chaos.sim.run import simulate\n"
+        "from holdfast.chaos.sim.seams import installed\n"
         "with installed():\n"
         "    for seed in (6, 3, 1): print(simulate(seed).fingerprint)\n"
     )

@@ -13,7 +13,7 @@ from typing import Any
 def run(*arguments: str, deadline_s: float = 120.0) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "report.json"
-        command = [sys.executable, "-m", "chaos.sim", *arguments, "--json", str(file)]
+        command = [sys.executable, "-m", "holdfast.chaos.sim", *arguments, "--json", str(file)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         report: dict[str, Any] = json.loads(file.read_text())

@@ -9,17 +9,17 @@ from unittest.mock import patch
 
 import pytest
 
-from chaos.sim.run import simulate
-from chaos.sim.seams import installed
-from smp_daemon.board import Outcome
-from smp_daemon.codings import Codings
-from smp_daemon.holdings import Holdings
-from smp_daemon.parity import ParityGathering
-from smp_daemon.plan import candidates
-from smp_daemon.slots import SlotPool, SlotState
-from smp_daemon.store import Store
-from snapshot.copier import CopyJob
-from snapshot.ledger import Ledger
+from holdfast.chaos.sim.run import simulate
+from holdfast.chaos.sim.seams import installed
+from holdfast.smp_daemon.board import Outcome
+from holdfast.smp_daemon.codings import Codings
+from holdfast.smp_daemon.holdings import Holdings
+from holdfast.smp_daemon.parity import ParityGathering
+from holdfast.smp_daemon.plan import candidates
+from holdfast.smp_daemon.slots import SlotPool, SlotState
+from holdfast.smp_daemon.store import Store
+from holdfast.snapshot.copier import CopyJob
+from holdfast.snapshot.ledger import Ledger
 
 _fold = ParityGathering.fold
 _restored = Ledger.restored
@@ -53,7 +53,7 @@ def _fold_badly(self: ParityGathering, stripe: int, position: int, unit: memoryv
 
 
 MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
-    "the plan ignores what is protected": (70, [("smp_daemon.plan", "candidates", _oldest_first)]),
+    "the plan ignores what is protected": (70, [("holdfast.smp_daemon.plan", "candidates", _oldest_first)]),
     "the slot of the protected snapshot is freed": (40, [(SlotPool, "outdated", _ignore_keep)]),
     "what was protected is given up for what was restored": (0, [(Ledger, "restored", _forget_the_older)]),
     "what is sealed counts as protected": (0, [(Store, "_settle", _settle_at_once)]),
@@ -67,12 +67,12 @@ MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     "a bit of parity is wrong": (0, [(ParityGathering, "fold", _fold_badly)]),
     "parity is never committed": (0, [(Codings, "_commit_parity", lambda self, coding, gathering: None)]),
     "the next step does not wait for the copy": (100, [(CopyJob, "fence", lambda job, patience_s, deadline_s: True)]),
-    "lost parity is not healed": (76, [("smp_daemon.local", "heal", lambda *arguments: 0)]),
+    "lost parity is not healed": (76, [("holdfast.smp_daemon.local", "heal", lambda *arguments: 0)]),
     "digests are not compared": (
         2336,
         [
             (Holdings, "damaged_units", lambda self, key: []),
-            ("smp_daemon.client.RecoveredShard", "matches", lambda self, unit: True),
+            ("holdfast.smp_daemon.client.RecoveredShard", "matches", lambda self, unit: True),
         ],
     ),
 }

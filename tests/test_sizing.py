@@ -14,8 +14,8 @@ from holdfast import ConfigError
 from holdfast.cli import main
 from holdfast.shapes import PRESETS, parse_shape
 from holdfast.sizing import Job, Machine, activation_bytes, device_bytes, size
-from snapshot.arrange import parse_protect
-from snapshot.tuning.durations import parse_duration
+from holdfast.snapshot.arrange import parse_protect
+from holdfast.snapshot.tuning.durations import parse_duration
 
 SEVEN = Job(PRESETS["7b"], nodes=8)
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from smp_daemon import slotfile
-from smp_daemon.errors import ProtocolError
-from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_HEADER_BYTES, MAX_NAME_BYTES
-from smp_daemon.slotfile import (
+from holdfast.smp_daemon import slotfile
+from holdfast.smp_daemon.errors import ProtocolError
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.limits import MAX_HEADER_BYTES, MAX_NAME_BYTES
+from holdfast.smp_daemon.slotfile import (
     DTYPE_BYTES,
     PAGE_BYTES,
     RECORD,
@@ -32,7 +32,7 @@ from smp_daemon.slotfile import (
     read_stamp,
     write_stamp,
 )
-from snapshot.tensors import DTYPES
+from holdfast.snapshot.tensors import DTYPES
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from smp_daemon.board import Board, Outcome
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import (
+from holdfast.smp_daemon.board import Board, Outcome
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import (
     ArenaTooSmall,
     ConfigError,
     DamagedSnapshot,
@@ -30,20 +30,20 @@ from smp_daemon.errors import (
     StaleEpoch,
     Unrecoverable,
 )
-from smp_daemon.holdings import Holdings, Key
-from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION
-from smp_daemon.listener import Listener, bind_unix
-from smp_daemon.local import MAX_DIGESTS
-from smp_daemon.paths import socket_path
-from smp_daemon.peers import PeerClient
-from smp_daemon.plan import RestorePlan, plan_restore
-from smp_daemon.records import digest, digest_units
-from smp_daemon.service import Settings, Smp
-from smp_daemon.slotfile import RECORD, plan_slot, write_stamp
-from smp_daemon.sources import Sources
-from smp_daemon.spawn import smp_command
-from smp_daemon.transport import Message, Stream, call, connect
+from holdfast.smp_daemon.holdings import Holdings, Key
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.limits import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION
+from holdfast.smp_daemon.listener import Listener, bind_unix
+from holdfast.smp_daemon.local import MAX_DIGESTS
+from holdfast.smp_daemon.paths import socket_path
+from holdfast.smp_daemon.peers import PeerClient
+from holdfast.smp_daemon.plan import RestorePlan, plan_restore
+from holdfast.smp_daemon.records import digest, digest_units
+from holdfast.smp_daemon.service import Settings, Smp
+from holdfast.smp_daemon.slotfile import RECORD, plan_slot, write_stamp
+from holdfast.smp_daemon.sources import Sources
+from holdfast.smp_daemon.spawn import smp_command
+from holdfast.smp_daemon.transport import Message, Stream, call, connect
 from tests.smp_kit import (
     DEADLINE_S,
     PROTECTED,
@@ -214,8 +214,8 @@ class TestATrainerThatIsGone:
 WRITER = """
 import sys
 from pathlib import Path
-from smp_daemon.client import SmpClient
-from smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.layout import SnapshotId
 arena, job, coord, epoch, step = sys.argv[1:]
 slot = SmpClient(Path(arena), job).begin(SnapshotId(int(epoch), int(step)), coord, [], None)
 slot[: len(slot) // 2] = bytes(len(slot) // 2)
@@ -411,12 +411,12 @@ class TestFencing:
             SmpClient(lone.arena, "otherun")
 
     def test_a_trainer_of_another_version_is_refused(self, lone: SmpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("smp_daemon.client.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+        monkeypatch.setattr("holdfast.smp_daemon.client.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
         with pytest.raises(ConfigError, match=r"version \d+, this trainer version \d+: install the same holdfast"):
             SmpClient(lone.arena, lone.job)
 
     def test_without_an_smp_a_trainer_is_told_how_to_start_one(self, ground: Ground) -> None:
-        with pytest.raises(SmpUnavailable, match="start one with `python -m smp_daemon`"):
+        with pytest.raises(SmpUnavailable, match=r"start one with `python -m holdfast\.smp_daemon`"):
             SmpClient(ground.base / "nowhere", "testrun")
 
     def test_a_dead_smp_is_unavailable_and_not_waited_for(self, ground: Ground) -> None:

@@ -20,13 +20,13 @@ import psutil
 import pytest
 
 from holdfast.cli import main
-from smp_daemon.board import Board
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
-from smp_daemon.layout import SnapshotId
-from smp_daemon.paths import ARENA_ENV, Owner
-from smp_daemon.pidfds import await_end
-from smp_daemon.spawn import find_leftovers, parse_report, remove, start_smp
+from holdfast.smp_daemon.board import Board
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.paths import ARENA_ENV, Owner
+from holdfast.smp_daemon.pidfds import await_end
+from holdfast.smp_daemon.spawn import find_leftovers, parse_report, remove, start_smp
 from tests.smp_kit import (
     DEADLINE_S,
     JOB,
@@ -45,7 +45,7 @@ STARTER = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from smp_daemon.spawn import start_smp
+from holdfast.smp_daemon.spawn import start_smp
 arena, host = sys.argv[1:]
 print(json.dumps(asdict(start_smp("testrun", "node0", Path(arena), host=host))), flush=True)
 sys.stdin.read()
@@ -273,12 +273,14 @@ class TestTheReport:
 
 
 class TestWhatIsImported:
-    @pytest.mark.parametrize("module", ["smp_daemon.client", "smp_daemon.spawn", "smp_daemon.paths"])
+    @pytest.mark.parametrize(
+        "module", ["holdfast.smp_daemon.client", "holdfast.smp_daemon.spawn", "holdfast.smp_daemon.paths"]
+    )
     def test_the_trainers_side_needs_neither_grpc_nor_torch(self, module: str) -> None:
         assert imported_by(module) & {"grpc", "google.protobuf", "torch"} == set()
 
     def test_an_smp_needs_grpc_and_no_torch(self) -> None:
-        assert imported_by("smp_daemon.service") & {"grpc", "torch", "snapshot", "holdfast"} == {"grpc"}
+        assert imported_by("holdfast.smp_daemon.service") & {"grpc", "torch", "snapshot", "holdfast"} == {"grpc"}
 
     def test_help_is_said_without_torch(self) -> None:
         done = subprocess.run(

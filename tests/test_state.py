@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from smp_daemon.errors import ProtocolError, StateMismatch
-from smp_daemon.layout import SnapshotId
-from smp_daemon.slotfile import RECORD, Leaf, SlotFormat
-from snapshot.adapter import Change, Container, LiveTensor, Tree, Updated
-from snapshot.manifest import Manifest
-from snapshot.movers import CpuMover, Piece
-from snapshot.state import (
+from holdfast.smp_daemon.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.slotfile import RECORD, Leaf, SlotFormat
+from holdfast.snapshot.adapter import Change, Container, LiveTensor, Tree, Updated
+from holdfast.snapshot.manifest import Manifest
+from holdfast.snapshot.movers import CpuMover, Piece
+from holdfast.snapshot.state import (
     RECORD_PAGE_BYTES,
     Placed,
     Values,
@@ -34,9 +34,9 @@ from snapshot.state import (
     plan_format,
     shared_leaves,
 )
-from snapshot.steppers import Steppers
-from snapshot.tensors import read_leaf
-from snapshot.tracked import Tracked
+from holdfast.snapshot.steppers import Steppers
+from holdfast.snapshot.tensors import read_leaf
+from holdfast.snapshot.tracked import Tracked
 
 SNAPSHOT = SnapshotId(2, 17)
 NOTHING = Values({}, {})

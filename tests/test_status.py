@@ -17,19 +17,19 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.cli import main
-from smp_daemon.counters import Counters
-from smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_SAYING
-from smp_daemon.metrics import COUNTERS, GAUGES
-from smp_daemon.overview import Overview, look
-from smp_daemon.paths import read_owner
-from smp_daemon.plan import plan_restore
-from smp_daemon.spawn import smp_command
-from smp_daemon.standing import safest, standings
-from smp_daemon.status import Status
-from smp_daemon.web import is_local, page, parse_port
+from holdfast.smp_daemon.counters import Counters
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.limits import MAX_SAYING
+from holdfast.smp_daemon.metrics import COUNTERS, GAUGES
+from holdfast.smp_daemon.overview import Overview, look
+from holdfast.smp_daemon.paths import read_owner
+from holdfast.smp_daemon.plan import plan_restore
+from holdfast.smp_daemon.spawn import smp_command
+from holdfast.smp_daemon.standing import safest, standings
+from holdfast.smp_daemon.status import Status
+from holdfast.smp_daemon.web import is_local, page, parse_port
 from tests.smp_kit import JOB, Ground, Run, SmpProcess, playground, refusal, run_on
 from tests.test_reform import SNAPSHOT, everything, layout_of
 

@@ -6,11 +6,11 @@ from statistics import fmean
 
 import pytest
 
-from chaos.cluster import History, Restart
-from chaos.ground import Fault
-from chaos.launcher import Launcher
-from chaos.toll import Load, account, kills, quiet_step, run
-from smp_daemon.errors import ConfigError
+from holdfast.chaos.cluster import History, Restart
+from holdfast.chaos.ground import Fault
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.toll import Load, account, kills, quiet_step, run
+from holdfast.smp_daemon.errors import ConfigError
 
 
 def history() -> History:

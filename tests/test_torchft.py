@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from smp_daemon.errors import DeadlineExceeded, ProtocolError, StateMismatch
-from smp_daemon.paths import ARENA_ENV
-from smp_daemon.spawn import find_leftovers, remove
+from holdfast.smp_daemon.errors import DeadlineExceeded, ProtocolError, StateMismatch
+from holdfast.smp_daemon.paths import ARENA_ENV
+from holdfast.smp_daemon.spawn import find_leftovers, remove
 
 pytest.importorskip("torchft")
-from integrations.torchft import MemoryTransport
+from holdfast.integrations.torchft import MemoryTransport
 
 SOON = timedelta(seconds=20)
 AT_ONCE = timedelta(seconds=0.1)

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from smp_daemon.paths import ARENA_ENV, read_owner
-from snapshot.connect import warn_of_stale_store
+from holdfast.smp_daemon.paths import ARENA_ENV, read_owner
+from holdfast.snapshot.connect import warn_of_stale_store
 
 pytestmark = pytest.mark.cluster
 

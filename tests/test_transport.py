@@ -20,8 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import (
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import (
     BY_NAME,
     ConfigError,
     DeadlineExceeded,
@@ -30,13 +30,19 @@ from smp_daemon.errors import (
     SmpUnavailable,
     StaleEpoch,
 )
-from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT, MAX_MESSAGE_BYTES, MAX_SOCKET_PATH_BYTES, MAX_UNIT_BYTES
-from smp_daemon.listener import Listener, bind_tcp, bind_unix
-from smp_daemon.paths import socket_path
-from smp_daemon.peers import PeerClient
-from smp_daemon.scratch import BUFFERS
-from smp_daemon.transport import Message, SocketStream, Stream, call, connect, receive_reply
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.limits import (
+    CALL_DEADLINE_S,
+    MAX_COUNT,
+    MAX_MESSAGE_BYTES,
+    MAX_SOCKET_PATH_BYTES,
+    MAX_UNIT_BYTES,
+)
+from holdfast.smp_daemon.listener import Listener, bind_tcp, bind_unix
+from holdfast.smp_daemon.paths import socket_path
+from holdfast.smp_daemon.peers import PeerClient
+from holdfast.smp_daemon.scratch import BUFFERS
+from holdfast.smp_daemon.transport import Message, SocketStream, Stream, call, connect, receive_reply
 from tests.attacks.victim import tell
 from tests.smp_kit import DEADLINE_S, Ground, Run, SmpProcess, Trainer, playground, run_on
 

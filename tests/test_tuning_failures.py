@@ -7,8 +7,8 @@ import statistics
 import numpy as np
 import pytest
 
-from smp_daemon.errors import ConfigError
-from snapshot.tuning.failures import (
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.tuning.failures import (
     CLASSES,
     DAY_S,
     MEMORY_CAUSES,
@@ -22,7 +22,7 @@ from snapshot.tuning.failures import (
     span,
     spare_nodes,
 )
-from snapshot.tuning.profiles import PROFILES, profile
+from holdfast.snapshot.tuning.profiles import PROFILES, profile
 
 PRIOR = from_profile(profile("llama3"))
 

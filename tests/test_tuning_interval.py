@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from smp_daemon.errors import ConfigError
-from snapshot.tuning.interval import (
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.tuning.interval import (
     choose_interval,
     daly,
     expected_time,

@@ -14,17 +14,17 @@ from xml.etree import ElementTree
 import pytest
 
 from holdfast.cli import main
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.tuning.codes import Domains, candidates, judge
+from holdfast.snapshot.tuning.costs import Assumptions, assume
+from holdfast.snapshot.tuning.curves import nines
+from holdfast.snapshot.tuning.failures import DAY_S, FailureModel, from_profile
+from holdfast.snapshot.tuning.montecarlo import play
+from holdfast.snapshot.tuning.profiles import profile
+from holdfast.snapshot.tuning.reasons import reasons
+from holdfast.snapshot.tuning.recommend import CLOSE, ROUGH, Recommendation, Wishes, levels_of, recommend
+from holdfast.snapshot.tuning.waste import first_order, overhead
 from holdfast.tune import survival_text
-from smp_daemon.errors import ConfigError
-from snapshot.tuning.codes import Domains, candidates, judge
-from snapshot.tuning.costs import Assumptions, assume
-from snapshot.tuning.curves import nines
-from snapshot.tuning.failures import DAY_S, FailureModel, from_profile
-from snapshot.tuning.montecarlo import play
-from snapshot.tuning.profiles import profile
-from snapshot.tuning.reasons import reasons
-from snapshot.tuning.recommend import CLOSE, ROUGH, Recommendation, Wishes, levels_of, recommend
-from snapshot.tuning.waste import first_order, overhead
 from tests.test_tuning_measured import FULL
 
 MODEL = from_profile(profile("ft-hsdp"))
@@ -273,7 +273,7 @@ def test_a_survival_near_one_is_legible() -> None:
 
 def test_the_tuner_runs_without_torch_and_scipy() -> None:
     code = (
-        "import sys, snapshot.tuning.curves, snapshot.tuning.reasons, snapshot.tuning.measured\n"
+        "import sys; from holdfast.snapshot.tuning import curves, measured, reasons\n"
         "print([m for m in ('torch', 'scipy', 'grpc') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from snapshot.tuning.failures import DAY_S
-from snapshot.tuning.rehearsal import Climate, by_daly, draw, play_fixed, play_online
+from holdfast.snapshot.tuning.failures import DAY_S
+from holdfast.snapshot.tuning.rehearsal import Climate, by_daly, draw, play_fixed, play_online
 
 CLIMATE = Climate(step_s=60.0)
 SEEDS = (1, 2, 3)

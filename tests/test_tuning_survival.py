@@ -8,9 +8,9 @@ from itertools import combinations
 
 import pytest
 
-from snapshot.tuning.failures import DAY_S
-from snapshot.tuning.montecarlo import play_group
-from snapshot.tuning.survival import (
+from holdfast.snapshot.tuning.failures import DAY_S
+from holdfast.snapshot.tuning.montecarlo import play_group
+from holdfast.snapshot.tuning.survival import (
     gemini_bound,
     job_loss_rate,
     loss_rate,

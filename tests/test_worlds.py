@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_daemon.errors import StateMismatch
-from snapshot import rng, streams
-from snapshot.worlds import carriers, check_change, family, heir_of, members, preference, readers
+from holdfast.smp_daemon.errors import StateMismatch
+from holdfast.snapshot import rng, streams
+from holdfast.snapshot.worlds import carriers, check_change, family, heir_of, members, preference, readers
 
 
 def world(ranks: int, families: tuple[str, ...] = ("",)) -> list[str]:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from smp_daemon.errors import HoldfastError
-from smp_daemon.layout import SnapshotId
-from smp_daemon.plan import newest_protected
-from snapshot.agreement import Alone
-from snapshot.arrange import parse_protect
-from snapshot.writer import SlotWriter
+from holdfast.smp_daemon.errors import HoldfastError
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.plan import newest_protected
+from holdfast.snapshot.agreement import Alone
+from holdfast.snapshot.arrange import parse_protect
+from holdfast.snapshot.writer import SlotWriter
 from tests.smp_kit import DEADLINE_S, Ground, SmpProcess, playground
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chaos.launcher import Launcher
+from holdfast.chaos.launcher import Launcher
 from holdfast.matrix import Cell, drill
 
 JOB = "examples.zero:Zero"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from chaos.fleet.groups import Groups
-from chaos.fleet.progress import Pace
+from holdfast.chaos.fleet.groups import Groups
+from holdfast.chaos.fleet.progress import Pace
 
 
 class Copies:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from chaos.fleet.copies import Copies
-from chaos.fleet.failures import Failure
-from chaos.fleet.job import Job, Site
-from chaos.fleet.machines import Machines
-from chaos.fleet.progress import Pace
-from chaos.fleet.strategies import Design
-from smp_daemon.errors import ConfigError
+from holdfast.chaos.fleet.copies import Copies
+from holdfast.chaos.fleet.failures import Failure
+from holdfast.chaos.fleet.job import Job, Site
+from holdfast.chaos.fleet.machines import Machines
+from holdfast.chaos.fleet.progress import Pace
+from holdfast.chaos.fleet.strategies import Design
+from holdfast.smp_daemon.errors import ConfigError
 
 
 class Phase(Enum):

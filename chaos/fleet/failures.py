@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from random import Random
 
-from smp_daemon.errors import ConfigError
-from snapshot.tuning.profiles import FailureProfile
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.tuning.profiles import FailureProfile
 
 DRAIN = 0.30
 """Share of failures after which the host must go, its memory still readable: a bad GPU or NIC. 28 to 33 % by the causes

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ec import plan_groups
-from smp_daemon.errors import ConfigError
+from holdfast.ec import plan_groups
+from holdfast.smp_daemon.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 RESTARTS = ((1024, 60.0), (16_384, 200.0), (22_528, 300.0), (65_536, 600.0), (98_304, 900.0))
 """(GPUs, seconds) of a cold restart without loading: FT-HSDP (arXiv 2602.00277) from 16,384 up; the first is an

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 MARKS = ("sealed", "protected", "persisted")
 """What a save becomes, each of which survives more: the death of processes, of nodes, of all memory."""

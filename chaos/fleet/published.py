@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from chaos.fleet.engine import simulate
-from chaos.fleet.failures import DAY_S, FailureProcess
-from chaos.fleet.groups import place
-from chaos.fleet.job import STORAGE_RATE_PER_GPU, Job, Site, restart_s
-from chaos.fleet.strategies import DiskAsync, DiskSync, InMemoryCode, PairReplication, Strategy
-from snapshot.tuning.profiles import PROFILES
+from holdfast.chaos.fleet.engine import simulate
+from holdfast.chaos.fleet.failures import DAY_S, FailureProcess
+from holdfast.chaos.fleet.groups import place
+from holdfast.chaos.fleet.job import STORAGE_RATE_PER_GPU, Job, Site, restart_s
+from holdfast.chaos.fleet.strategies import DiskAsync, DiskSync, InMemoryCode, PairReplication, Strategy
+from holdfast.snapshot.tuning.profiles import PROFILES
 
 RUNS = 6
 TRIALS = 20_000

@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from chaos.fleet.groups import Groups, place
-from chaos.fleet.job import Job, Site
-from chaos.fleet.progress import Save
-from smp_daemon.errors import ConfigError
-from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS
-from snapshot.tuning.interval import optimal
+from holdfast.chaos.fleet.groups import Groups, place
+from holdfast.chaos.fleet.job import Job, Site
+from holdfast.chaos.fleet.progress import Save
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.limits import MAX_SLOTS, MIN_SLOTS
+from holdfast.snapshot.tuning.interval import optimal
 
 COPY_COST = 0.09
 """Training time lost to a snapshot, over the time of one copy of the state: measured, `holdfast bench stall`, one rank

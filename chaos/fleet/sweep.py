@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from chaos.fleet.engine import Outcome, simulate
-from chaos.fleet.failures import DAY_S, Failure, FailureProcess
-from chaos.fleet.job import SPARES_PER_NODE, STORAGE_RATE_PER_GPU, Job, Site, restart_s
-from chaos.fleet.strategies import Strategy
-from smp_daemon.errors import ConfigError
+from holdfast.chaos.fleet.engine import Outcome, simulate
+from holdfast.chaos.fleet.failures import DAY_S, Failure, FailureProcess
+from holdfast.chaos.fleet.job import SPARES_PER_NODE, STORAGE_RATE_PER_GPU, Job, Site, restart_s
+from holdfast.chaos.fleet.strategies import Strategy
+from holdfast.smp_daemon.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

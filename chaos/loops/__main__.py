@@ -1,4 +1,4 @@
-"""``python -m chaos.loops``: draw training loops from seeds, run each undisturbed and killed, and compare.
+"""``python -m holdfast.chaos.loops``: draw training loops from seeds, run each undisturbed and killed, and compare.
 
 Exit status 0 only if each was identical, or refused or warned about with the name of what is to blame.
 """
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from chaos.loops.campaign import Result, Total, run
-from chaos.loops.judge import Outcome
+from holdfast.chaos.loops.campaign import Result, Total, run
+from holdfast.chaos.loops.judge import Outcome
 
 SAY_EVERY_S = 10.0
 
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def replay(seed: int) -> str:
     """The command that shows what a seed did."""
-    return f"python -m chaos.loops --seeds 1 --first {seed} --show"
+    return f"python -m holdfast.chaos.loops --seeds 1 --first {seed} --show"
 
 
 def summarised(total: Total, first: int, wall_s: float) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def markdown(total: Total, summary: dict[str, Any]) -> Iterable[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m chaos.loops", description="Draw training loops from seeds, kill them, and compare."
+        prog="python -m holdfast.chaos.loops", description="Draw training loops from seeds, kill them, and compare."
     )
     parser.add_argument("--seeds", type=int, default=200, help="how many (default 200)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")

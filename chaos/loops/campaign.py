@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from chaos.loops.judge import Outcome
-from smp_daemon.errors import DeadlineExceeded, HoldfastError
+from holdfast.chaos.loops.judge import Outcome
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
 
 SEED_DEADLINE_S = 600.0
 """A seed takes less than a second, and what hangs in it has deadlines; what takes this long hangs elsewhere."""
@@ -95,7 +95,7 @@ def run(seeds: Iterable[int], jobs: int) -> Iterator[Result]:
         HoldfastError: a process ended before it was told to.
     """
     if jobs <= 1:
-        from chaos.loops.trial import Trials
+        from holdfast.chaos.loops.trial import Trials
 
         with Trials() as trials:
             for seed in seeds:
@@ -130,7 +130,7 @@ class _Worker:
     def __init__(self) -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.channel.settimeout(SEED_DEADLINE_S)
-        command = [sys.executable, "-m", "chaos.loops.worker", str(theirs.fileno())]
+        command = [sys.executable, "-m", "holdfast.chaos.loops.worker", str(theirs.fileno())]
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )

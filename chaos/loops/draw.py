@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from chaos.loops.script import MODELS, OPTIMIZERS, End, Loop, Twist
+from holdfast.chaos.loops.script import MODELS, OPTIMIZERS, End, Loop, Twist
 
 PLAIN_DATA = ("fresh", "indexed", "numpy", "python")
 OTHER_DATA = (

@@ -32,11 +32,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler, swa_utils
 
-from chaos.loops import kit
-from chaos.loops.script import End, Loop
-from smp_daemon import points
-from smp_daemon.errors import HoldfastError
-from smp_daemon.logs import OURS
+from holdfast.chaos.loops import kit
+from holdfast.chaos.loops.script import End, Loop
+from holdfast.smp_daemon import points
+from holdfast.smp_daemon.errors import HoldfastError
 
 FRONT_DOOR = "holdfast.hook"
 """What a program gets `InMemorySnapshot` from; above this room."""
@@ -162,8 +161,7 @@ class Life:
     def run(self) -> None:
         """The program, to its end; or it is killed within, or raises."""
         handler = _Warnings(self._say)
-        for name in OURS:
-            logging.getLogger(name).addHandler(handler)
+        logging.getLogger("holdfast").addHandler(handler)
         if self._loop.held != "free" and not self._order.undisturbed:
             self._gate = Gate(self._order.gate)
         names = LIBRARY | {

@@ -25,17 +25,17 @@ from typing import Any, Self
 import torch
 import torch._dynamo  # a compiled step would import it, which takes a second
 
-import integrations.torch_native  # noqa: F401  # so that lives need not, each for itself
-from chaos.loops.campaign import Result
-from chaos.loops.draw import draw
-from chaos.loops.judge import Event, Outcome, Verdict, judge
-from chaos.loops.life import FRONT_DOOR, Life, Order
-from chaos.loops.script import End, Loop
-from chaos.smp_zygote import Forked, Zygote
-from smp_daemon import points
-from smp_daemon.errors import DeadlineExceeded, HoldfastError
-from smp_daemon.paths import ARENA_ENV
-from smp_daemon.spawn import parse_report, smp_command
+import holdfast.integrations.torch_native  # noqa: F401  # so that lives need not, each for itself
+from holdfast.chaos.loops.campaign import Result
+from holdfast.chaos.loops.draw import draw
+from holdfast.chaos.loops.judge import Event, Outcome, Verdict, judge
+from holdfast.chaos.loops.life import FRONT_DOOR, Life, Order
+from holdfast.chaos.loops.script import End, Loop
+from holdfast.chaos.smp_zygote import Forked, Zygote
+from holdfast.smp_daemon import points
+from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.paths import ARENA_ENV
+from holdfast.smp_daemon.spawn import parse_report, smp_command
 
 PR_SET_PDEATHSIG = 1
 JOB = "loop"

@@ -1,4 +1,4 @@
-"""``python -m chaos.loops.worker FD``: runs the seeds that come over a socket, a line each; answers with results."""
+"""``python -m holdfast.chaos.loops.worker FD``: runs the seeds that come over a socket, a line each; answers them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 
-from chaos.loops.trial import PR_SET_PDEATHSIG, Trials
+from holdfast.chaos.loops.trial import PR_SET_PDEATHSIG, Trials
 
 
 def main() -> None:

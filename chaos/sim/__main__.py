@@ -1,4 +1,4 @@
-"""``python -m chaos.sim``: run many seeds, or one of them with its trace.
+"""``python -m holdfast.chaos.sim``: run many seeds, or one of them with its trace.
 
 Exit status 0 only if no seed broke the promise. Speed is per second of one processor's time, and per second. Seeds are
 run in batches; with ``--jobs``, each in one of so many processes; what comes out is the same.
@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from chaos.sim.campaign import Total, run
-from chaos.sim.plan import POINTS_HERE
-from chaos.sim.run import simulate
-from chaos.sim.seams import installed
+from holdfast.chaos.sim.campaign import Total, run
+from holdfast.chaos.sim.plan import POINTS_HERE
+from holdfast.chaos.sim.run import simulate
+from holdfast.chaos.sim.seams import installed
 
 SAY_EVERY_S = 10.0
 
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def replay(seed: int) -> str:
     """The command that shows what a seed did."""
-    return f"python -m chaos.sim --seed {seed} --trace"
+    return f"python -m holdfast.chaos.sim --seed {seed} --trace"
 
 
 def summary(total: Total, first: int, wall_s: float) -> dict[str, Any]:
@@ -105,7 +105,9 @@ def _one(seed: int, trace: bool) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m chaos.sim", description="Simulate jobs under faults, from seeds.")
+    parser = argparse.ArgumentParser(
+        prog="python -m holdfast.chaos.sim", description="Simulate jobs under faults, from seeds."
+    )
     parser.add_argument("--seeds", type=int, default=200, help="how many (default 200)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="in so many processes at the same time (default 1)")

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from chaos.sim.run import Report, simulate
-from chaos.sim.seams import installed
+from holdfast.chaos.sim.run import Report, simulate
+from holdfast.chaos.sim.seams import installed
 
 BATCH = 100
 BATCH_DEADLINE_S = 600.0

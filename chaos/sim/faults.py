@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 
-from chaos.sim.memory import MemoryPath
-from chaos.sim.plan import Fault
-from chaos.sim.seams import Hooks
-from chaos.sim.tasks import Process
-from chaos.sim.world import Node, Trainer, World
+from holdfast.chaos.sim.memory import MemoryPath
+from holdfast.chaos.sim.plan import Fault
+from holdfast.chaos.sim.seams import Hooks
+from holdfast.chaos.sim.tasks import Process
+from holdfast.chaos.sim.world import Node, Trainer, World
 
 SILENT_CHANCE = 0.5
 FROZEN_S = 20.0

@@ -14,9 +14,9 @@ import struct
 from collections import Counter, deque
 from typing import Any
 
-from chaos.sim.memory import Disk
-from chaos.sim.scheduler import Scheduler, active
-from chaos.sim.tasks import Process, Task
+from holdfast.chaos.sim.memory import Disk
+from holdfast.chaos.sim.scheduler import Scheduler, active
+from holdfast.chaos.sim.tasks import Process, Task
 
 FIRST_PORT = 20_000
 HELD_EVERY_S = 0.2

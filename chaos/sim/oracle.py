@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from chaos.sim.memory import MemoryPath
+from holdfast.chaos.sim.memory import MemoryPath
 
 Snapshot = tuple[int, int]
 """(epoch, step); later ones are greater."""

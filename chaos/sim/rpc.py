@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 
-from chaos.sim.network import network
-from chaos.sim.scheduler import active
-from chaos.sim.tasks import Process
-from chaos.sim.threads import Event, ThreadPoolExecutor
+from holdfast.chaos.sim.network import network
+from holdfast.chaos.sim.scheduler import active
+from holdfast.chaos.sim.tasks import Process
+from holdfast.chaos.sim.threads import Event, ThreadPoolExecutor
 
 RETRY_S = 0.25
 """How often a call that waits for its server looks for it."""

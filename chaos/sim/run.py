@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from chaos.sim.faults import Faults
-from chaos.sim.plan import draw
-from chaos.sim.scheduler import Scheduler
-from chaos.sim.tasks import Violation
-from chaos.sim.world import World
+from holdfast.chaos.sim.faults import Faults
+from holdfast.chaos.sim.plan import draw
+from holdfast.chaos.sim.scheduler import Scheduler
+from holdfast.chaos.sim.tasks import Violation
+from holdfast.chaos.sim.world import World
 
 LIFE_DEADLINE_S = 7200.0
 """A life of the job comes to its end within so much simulated time, whatever happens."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from greenlet import getcurrent, greenlet
 
-from chaos.sim.tasks import Killed, Process, Task, Violation
+from holdfast.chaos.sim.tasks import Killed, Process, Task, Violation
 
 DEFAULT_TURNS = 400_000
 """A run that takes more turns than this does not come to rest."""

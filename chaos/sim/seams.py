@@ -18,18 +18,18 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import smp_daemon.service  # noqa: F401  # so that every module to patch is there
-from chaos.sim import threads, trainer
-from chaos.sim.memory import Disk, MemoryMmap, MemoryOs, MemoryPath, MemoryShutil
-from chaos.sim.network import SimSocket
-from chaos.sim.rpc import SimGrpc
-from chaos.sim.scheduler import active
-from chaos.sim.tasks import Process
-from smp_daemon.arena import SHARD_SUFFIX, Arena
-from smp_daemon.credentials import Credentials
-from smp_daemon.layout import SnapshotId
-from smp_daemon.records import digest_units, kind_of, write_json
-from snapshot.pace import Pace
+import holdfast.smp_daemon.service  # noqa: F401  # so that every module to patch is there
+from holdfast.chaos.sim import threads, trainer
+from holdfast.chaos.sim.memory import Disk, MemoryMmap, MemoryOs, MemoryPath, MemoryShutil
+from holdfast.chaos.sim.network import SimSocket
+from holdfast.chaos.sim.rpc import SimGrpc
+from holdfast.chaos.sim.scheduler import active
+from holdfast.chaos.sim.tasks import Process
+from holdfast.smp_daemon.arena import SHARD_SUFFIX, Arena
+from holdfast.smp_daemon.credentials import Credentials
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.records import digest_units, kind_of, write_json
+from holdfast.snapshot.pace import Pace
 
 THREADING = SimpleNamespace(
     Thread=threads.Thread,
@@ -207,40 +207,40 @@ def installed() -> Iterator[None]:
     }
     targets |= {f"smp_daemon.{module}.mmap": MemoryMmap for module in ("pool", "board", "client")}
     targets |= {
-        "smp_daemon.peers.grpc": SimGrpc,
-        "smp_daemon.arena.fcntl": SimFcntl,
-        "smp_daemon.arena.Arena.release": _release,
-        "smp_daemon.pool.SHMEM_HUGE": MemoryPath(Disk(), "/sys", "shmem_enabled"),
-        "smp_daemon.arena.shutil": MemoryShutil,
-        "smp_daemon.service.psutil": SimPsutil,
-        "smp_daemon.transport.Path": MemoryPath,
-        "smp_daemon.transport.current": Credentials,
-        "smp_daemon.service.current": Credentials,
-        "smp_daemon.gate.is_of_this_user": lambda sock: True,
-        "smp_daemon.client.await_end": _await_end,
-        "smp_daemon.slotfile.PAGE_BYTES": PAGE_BYTES,
-        "smp_daemon.store.digest_units": _digest_units,
-        "smp_daemon.store.write_json": _write_json,
-        "smp_daemon.arena.write_json": _write_json,
-        "smp_daemon.pool.write_json": _write_json,
-        "smp_daemon.service.write_json": _write_json,
-        "snapshot.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
-        "snapshot.connect.start_smp": _start_smp,
-        "snapshot.copier.threading": THREADING,
-        "snapshot.copier.queue": QUEUE,
-        "snapshot.copier.reach": reach,
-        "snapshot.loading.ThreadPoolExecutor": threads.ThreadPoolExecutor,
-        "snapshot.pace.threading": THREADING,
-        "snapshot.restore.time": TIME,
-        "snapshot.restore.reach": reach,
-        "snapshot.restore._load": trainer.load,
-        "snapshot.hook.time": TIME,
-        "snapshot.hook.Pace": lambda: Pace(threads.monotonic, threads.Event.wait),  # type: ignore[arg-type]
-        "snapshot.hook.Capture": trainer.SimCapture,
-        "snapshot.hook.Boundary": trainer.SimBoundary,
-        "snapshot.hook.choose_mover": lambda devices: trainer.SimMover(),
-        "snapshot.hook.default_agreement": lambda: Hooks.agreement(),
-        "chaos.sim.trainer.captured": lambda *what: Hooks.captured(*what),
+        "holdfast.smp_daemon.peers.grpc": SimGrpc,
+        "holdfast.smp_daemon.arena.fcntl": SimFcntl,
+        "holdfast.smp_daemon.arena.Arena.release": _release,
+        "holdfast.smp_daemon.pool.SHMEM_HUGE": MemoryPath(Disk(), "/sys", "shmem_enabled"),
+        "holdfast.smp_daemon.arena.shutil": MemoryShutil,
+        "holdfast.smp_daemon.service.psutil": SimPsutil,
+        "holdfast.smp_daemon.transport.Path": MemoryPath,
+        "holdfast.smp_daemon.transport.current": Credentials,
+        "holdfast.smp_daemon.service.current": Credentials,
+        "holdfast.smp_daemon.gate.is_of_this_user": lambda sock: True,
+        "holdfast.smp_daemon.client.await_end": _await_end,
+        "holdfast.smp_daemon.slotfile.PAGE_BYTES": PAGE_BYTES,
+        "holdfast.smp_daemon.store.digest_units": _digest_units,
+        "holdfast.smp_daemon.store.write_json": _write_json,
+        "holdfast.smp_daemon.arena.write_json": _write_json,
+        "holdfast.smp_daemon.pool.write_json": _write_json,
+        "holdfast.smp_daemon.service.write_json": _write_json,
+        "holdfast.snapshot.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
+        "holdfast.snapshot.connect.start_smp": _start_smp,
+        "holdfast.snapshot.copier.threading": THREADING,
+        "holdfast.snapshot.copier.queue": QUEUE,
+        "holdfast.snapshot.copier.reach": reach,
+        "holdfast.snapshot.loading.ThreadPoolExecutor": threads.ThreadPoolExecutor,
+        "holdfast.snapshot.pace.threading": THREADING,
+        "holdfast.snapshot.restore.time": TIME,
+        "holdfast.snapshot.restore.reach": reach,
+        "holdfast.snapshot.restore._load": trainer.load,
+        "holdfast.snapshot.hook.time": TIME,
+        "holdfast.snapshot.hook.Pace": lambda: Pace(threads.monotonic, threads.Event.wait),  # type: ignore[arg-type]
+        "holdfast.snapshot.hook.Capture": trainer.SimCapture,
+        "holdfast.snapshot.hook.Boundary": trainer.SimBoundary,
+        "holdfast.snapshot.hook.choose_mover": lambda devices: trainer.SimMover(),
+        "holdfast.snapshot.hook.default_agreement": lambda: Hooks.agreement(),
+        "holdfast.chaos.sim.trainer.captured": lambda *what: Hooks.captured(*what),
     }
     with ExitStack() as stack:
         stack.enter_context(_without_collector())

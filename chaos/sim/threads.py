@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from chaos.sim.scheduler import Scheduler, active
-from chaos.sim.tasks import Task
+from holdfast.chaos.sim.scheduler import Scheduler, active
+from holdfast.chaos.sim.tasks import Task
 
 T = TypeVar("T")
 

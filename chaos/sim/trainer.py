@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from chaos.sim.scheduler import active
-from chaos.sim.threads import Event, Lock, Signal
-from smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError, failure_of
-from smp_daemon.layout import SnapshotId
-from smp_daemon.slotfile import Leaf, SlotFormat, plan_slot
-from snapshot.agreement import AgreementLost, Result, T
-from snapshot.copier import CopyJob
-from snapshot.errors import Misfit
-from snapshot.loading import load_checked
-from snapshot.movers import CpuMover, Piece
-from snapshot.steppers import Steppers
+from holdfast.chaos.sim.scheduler import active
+from holdfast.chaos.sim.threads import Event, Lock, Signal
+from holdfast.smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError, failure_of
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.slotfile import Leaf, SlotFormat, plan_slot
+from holdfast.snapshot.agreement import AgreementLost, Result, T
+from holdfast.snapshot.copier import CopyJob
+from holdfast.snapshot.errors import Misfit
+from holdfast.snapshot.loading import load_checked
+from holdfast.snapshot.movers import CpuMover, Piece
+from holdfast.snapshot.steppers import Steppers
 
 RECORD_CAPACITY = 64
 COLLECTIVE_DEADLINE_S = 120.0

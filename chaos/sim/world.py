@@ -8,19 +8,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from chaos.sim.memory import Disk, MemoryPath
-from chaos.sim.network import Network, use
-from chaos.sim.oracle import Oracle, Snapshot
-from chaos.sim.plan import Plan
-from chaos.sim.scheduler import Scheduler
-from chaos.sim.seams import Hooks
-from chaos.sim.tasks import Process
-from chaos.sim.threads import Signal
-from chaos.sim.trainer import Circle, Member, SimAdapter, TrainingLost
-from smp_daemon.errors import ConfigError, HoldfastError, Unrecoverable
-from smp_daemon.layout import SnapshotId
-from smp_daemon.service import Settings, Smp
-from snapshot.hook import SnapshotHook
+from holdfast.chaos.sim.memory import Disk, MemoryPath
+from holdfast.chaos.sim.network import Network, use
+from holdfast.chaos.sim.oracle import Oracle, Snapshot
+from holdfast.chaos.sim.plan import Plan
+from holdfast.chaos.sim.scheduler import Scheduler
+from holdfast.chaos.sim.seams import Hooks
+from holdfast.chaos.sim.tasks import Process
+from holdfast.chaos.sim.threads import Signal
+from holdfast.chaos.sim.trainer import Circle, Member, SimAdapter, TrainingLost
+from holdfast.smp_daemon.errors import ConfigError, HoldfastError, Unrecoverable
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.service import Settings, Smp
+from holdfast.snapshot.hook import SnapshotHook
 
 JOB = "job"
 START_DEADLINE_S = 60.0

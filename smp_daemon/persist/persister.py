@@ -17,22 +17,22 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from smp_daemon.errors import ConfigError, DamagedSnapshot, HoldfastError, PlaceError, ProtocolError
-from smp_daemon.holdings import ShardKey
-from smp_daemon.inventory import Persisted
-from smp_daemon.layout import Layout, SnapshotId
-from smp_daemon.logs import Episodes, about, get_log
-from smp_daemon.pacer import Pacer
-from smp_daemon.persist.manifest import Manifest
-from smp_daemon.persist.options import Options
-from smp_daemon.persist.place import Place, open_place
-from smp_daemon.persist.reading import find, look, read_shard
-from smp_daemon.persist.standing import Standing
-from smp_daemon.persist.writing import publish, tidy, write_node
-from smp_daemon.points import reach
-from smp_daemon.priority import make_background
-from smp_daemon.rebuild import Recovered, recovered
-from smp_daemon.store import Store
+from holdfast.smp_daemon.errors import ConfigError, DamagedSnapshot, HoldfastError, PlaceError, ProtocolError
+from holdfast.smp_daemon.holdings import ShardKey
+from holdfast.smp_daemon.inventory import Persisted
+from holdfast.smp_daemon.layout import Layout, SnapshotId
+from holdfast.smp_daemon.logs import Episodes, about, get_log
+from holdfast.smp_daemon.pacer import Pacer
+from holdfast.smp_daemon.persist.manifest import Manifest
+from holdfast.smp_daemon.persist.options import Options
+from holdfast.smp_daemon.persist.place import Place, open_place
+from holdfast.smp_daemon.persist.reading import find, look, read_shard
+from holdfast.smp_daemon.persist.standing import Standing
+from holdfast.smp_daemon.persist.writing import publish, tidy, write_node
+from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.priority import make_background
+from holdfast.smp_daemon.rebuild import Recovered, recovered
+from holdfast.smp_daemon.store import Store
 
 STUCK_S = 60.0
 """A storage that has not taken or given a unit for so long is given up."""

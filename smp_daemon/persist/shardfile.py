@@ -25,11 +25,11 @@ import numpy as np
 import xxhash
 import zstandard
 
-from smp_daemon.errors import DamagedSnapshot
-from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_COUNT, MAX_UNIT_BYTES, is_identifier
-from smp_daemon.persist import planes
-from smp_daemon.records import digest
+from holdfast.smp_daemon.errors import DamagedSnapshot
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.limits import MAX_COUNT, MAX_UNIT_BYTES, is_identifier
+from holdfast.smp_daemon.persist import planes
+from holdfast.smp_daemon.records import digest
 
 MAGIC, END = b"HFPSHRD1", b"HFPSHRDE"
 MAX_HEADER_BYTES = 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 
 def positive(name: str, value: float, unit: str = "") -> float:

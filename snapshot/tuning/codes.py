@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ec import plan_groups
-from smp_daemon.errors import ConfigError
-from snapshot.tuning.checks import not_negative, within
-from snapshot.tuning.failures import DAY_S, FailureModel
-from snapshot.tuning.survival import job_loss_rate, shock_neighbours, shock_random, shock_spread, survive
+from holdfast.ec import plan_groups
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.tuning.checks import not_negative, within
+from holdfast.snapshot.tuning.failures import DAY_S, FailureModel
+from holdfast.snapshot.tuning.survival import job_loss_rate, shock_neighbours, shock_random, shock_spread, survive
 
 SURVIVAL_S = 30 * DAY_S
 """Survival is told for so long."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smp_daemon.errors import ConfigError
-from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS
-from snapshot.tuning.checks import not_negative, positive, within
-from snapshot.tuning.measured import Measured
-from snapshot.tuning.waste import Level, Limits
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.limits import MAX_SLOTS, MIN_SLOTS
+from holdfast.snapshot.tuning.checks import not_negative, positive, within
+from holdfast.snapshot.tuning.measured import Measured
+from holdfast.snapshot.tuning.waste import Level, Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

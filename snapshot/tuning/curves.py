@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from snapshot.tuning.costs import Costs
-from snapshot.tuning.interval import daly, young
-from snapshot.tuning.montecarlo import play
-from snapshot.tuning.recommend import Recommendation
-from snapshot.tuning.waste import Level, first_order
+from holdfast.snapshot.tuning.costs import Costs
+from holdfast.snapshot.tuning.interval import daly, young
+from holdfast.snapshot.tuning.montecarlo import play
+from holdfast.snapshot.tuning.recommend import Recommendation
+from holdfast.snapshot.tuning.waste import Level, first_order
 
 POINTS = 60
 PLAYED_POINTS = 7

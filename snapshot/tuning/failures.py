@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from smp_daemon.errors import ConfigError
-from snapshot.tuning.checks import not_negative, positive, within
-from snapshot.tuning.profiles import PROFILES, FailureProfile
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.tuning.checks import not_negative, positive, within
+from holdfast.snapshot.tuning.profiles import PROFILES, FailureProfile
 
 DAY_S = 86400.0
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from snapshot.tuning.checks import not_negative, positive
+from holdfast.snapshot.tuning.checks import not_negative, positive
 
 LONGEST_STEPS = 1_000_000
 """Where failures are so rare that hardly any interval is too long."""

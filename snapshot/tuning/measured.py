@@ -6,9 +6,9 @@ import types
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, get_args, get_type_hints
 
-from smp_daemon.errors import ConfigError
-from smp_daemon.limits import MAX_SLOTS, MIN_SLOTS
-from snapshot.tuning.checks import not_negative, positive, within
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.limits import MAX_SLOTS, MIN_SLOTS
+from holdfast.snapshot.tuning.checks import not_negative, positive, within
 
 FORMAT = 1
 """Version of the JSON; another one is refused."""

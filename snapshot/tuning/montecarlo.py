@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from snapshot.tuning.checks import positive
-from snapshot.tuning.waste import Level
+from holdfast.snapshot.tuning.checks import positive
+from holdfast.snapshot.tuning.waste import Level
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]

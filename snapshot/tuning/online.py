@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smp_daemon.errors import ConfigError
-from snapshot.tuning.durations import duration
-from snapshot.tuning.interval import Interval, choose_interval
-from snapshot.tuning.rates import FailureRate
-from snapshot.tuning.samples import EVIDENCE, Recent, Timing
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.tuning.durations import duration
+from holdfast.snapshot.tuning.interval import Interval, choose_interval
+from holdfast.snapshot.tuning.rates import FailureRate
+from holdfast.snapshot.tuning.samples import EVIDENCE, Recent, Timing
 
 FIRST = 4
 """Steps between snapshots until something is known."""

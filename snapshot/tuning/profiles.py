@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.errors import ConfigError
 
 SHOCK = 0.01
 """Share of failures that hit several hosts at once where a study does not say: 1 to 2 % (3-5 % of Meta RSC's hardware

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from snapshot.tuning.checks import not_negative, positive
-from snapshot.tuning.failures import PRIOR_EVENTS
+from holdfast.snapshot.tuning.checks import not_negative, positive
+from holdfast.snapshot.tuning.failures import PRIOR_EVENTS
 
 REMEMBERED = 16
 """Of so many failures the newest are known: so few that a rate that changes is followed, so many that it is known to a

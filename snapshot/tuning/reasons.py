@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from snapshot.tuning.codes import Code, Domains, judge
-from snapshot.tuning.costs import Costs
-from snapshot.tuning.failures import FailureModel
-from snapshot.tuning.recommend import CLOSE, Recommendation, Wishes
+from holdfast.snapshot.tuning.codes import Code, Domains, judge
+from holdfast.snapshot.tuning.costs import Costs
+from holdfast.snapshot.tuning.failures import FailureModel
+from holdfast.snapshot.tuning.recommend import CLOSE, Recommendation, Wishes
 
 Show = Callable[[float], str]
 

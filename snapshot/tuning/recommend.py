@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smp_daemon.errors import ConfigError
-from smp_daemon.limits import MIN_SLOTS
-from snapshot.tuning.checks import positive, within
-from snapshot.tuning.codes import Code, Domains, candidates, judge
-from snapshot.tuning.costs import Costs
-from snapshot.tuning.failures import DAY_S, FailureModel, spare_nodes
-from snapshot.tuning.interval import LONGEST_STEPS, Interval, choose_interval
-from snapshot.tuning.montecarlo import Played, play
-from snapshot.tuning.waste import Level, best_periods, first_order, lost, overhead
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.limits import MIN_SLOTS
+from holdfast.snapshot.tuning.checks import positive, within
+from holdfast.snapshot.tuning.codes import Code, Domains, candidates, judge
+from holdfast.snapshot.tuning.costs import Costs
+from holdfast.snapshot.tuning.failures import DAY_S, FailureModel, spare_nodes
+from holdfast.snapshot.tuning.interval import LONGEST_STEPS, Interval, choose_interval
+from holdfast.snapshot.tuning.montecarlo import Played, play
+from holdfast.snapshot.tuning.waste import Level, best_periods, first_order, lost, overhead
 
 CLOSE = 2e-4
 """Plans whose effective training time differs by no more count as equal: the simpler one wins, and the one of least

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-from smp_daemon.errors import ConfigError
-from snapshot.tuning.measured import Measured
-from snapshot.tuning.samples import Timing
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.tuning.measured import Measured
+from holdfast.snapshot.tuning.samples import Timing
 
 WARM_STEPS = 4
 """The first steps of a run are longer than those to come."""

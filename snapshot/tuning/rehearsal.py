@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from snapshot.tuning.failures import DAY_S
-from snapshot.tuning.interval import daly
-from snapshot.tuning.online import Online
-from snapshot.tuning.rates import FailureRate
-from snapshot.tuning.samples import Timing
+from holdfast.snapshot.tuning.failures import DAY_S
+from holdfast.snapshot.tuning.interval import daly
+from holdfast.snapshot.tuning.online import Online
+from holdfast.snapshot.tuning.rates import FailureRate
+from holdfast.snapshot.tuning.samples import Timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

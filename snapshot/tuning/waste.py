@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from smp_daemon.errors import ConfigError
-from snapshot.tuning.interval import LONGEST_STEPS, slots_needed
+from holdfast.smp_daemon.errors import ConfigError
+from holdfast.snapshot.tuning.interval import LONGEST_STEPS, slots_needed
 
 ENCODE_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 """In how many snapshots one may be encoded; between these waste hardly changes."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from smp_daemon.errors import ProtocolError
-from smp_daemon.layout import SnapshotId
-from smp_daemon.limits import MAX_HEADER_BYTES
+from holdfast.smp_daemon.errors import ProtocolError
+from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.limits import MAX_HEADER_BYTES
 from tests.attacks.victim import Victim
 
 Entries = dict[str, Any]

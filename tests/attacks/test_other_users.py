@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from smp_daemon.client import SmpClient
-from smp_daemon.errors import ConfigError, SmpUnavailable
-from smp_daemon.spawn import smp_command
-from smp_daemon.uids import _asked, _looked_up, uid_of
+from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.errors import ConfigError, SmpUnavailable
+from holdfast.smp_daemon.spawn import smp_command
+from holdfast.smp_daemon.uids import _asked, _looked_up, uid_of
 from tests.attacks.victim import Victim, frame
 from tests.smp_kit import JOB, Ground, playground, refusal
 
@@ -105,7 +105,7 @@ def test_nor_use_the_port_for_bulk_on_loopback(victim: Victim, what: str) -> Non
 def test_nor_make_grpc_calls_on_loopback(victim: Victim) -> None:
     code = (
         "import sys, grpc\n"
-        "from smp_daemon import peer_pb2, peer_pb2_grpc\n"
+        "from holdfast.smp_daemon import peer_pb2, peer_pb2_grpc\n"
         "import os; os.setgid(65534); os.setuid(65534)\n"
         "stub = peer_pb2_grpc.PeerStub(grpc.insecure_channel(sys.argv[1]))\n"
         "try: print(stub.Ping(peer_pb2.PingRequest(job=sys.argv[2]), timeout=20))\n"

@@ -12,15 +12,15 @@ from typing import Any, cast
 import torch
 from google.protobuf.message import DecodeError
 
-from smp_daemon import fields, peer_pb2
-from smp_daemon.control import SIGN_BYTES, Verifier
-from smp_daemon.errors import HoldfastError, ProtocolError
-from smp_daemon.fetch import digests_of
-from smp_daemon.handshake import check_client
-from smp_daemon.inventory import Inventory
-from smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from smp_daemon.load import waits_of
-from smp_daemon.records import (
+from holdfast.smp_daemon import fields, peer_pb2
+from holdfast.smp_daemon.control import SIGN_BYTES, Verifier
+from holdfast.smp_daemon.errors import HoldfastError, ProtocolError
+from holdfast.smp_daemon.fetch import digests_of
+from holdfast.smp_daemon.handshake import check_client
+from holdfast.smp_daemon.inventory import Inventory
+from holdfast.smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.load import waits_of
+from holdfast.smp_daemon.records import (
     ParityRecord,
     ShardRecord,
     parity_from_json,
@@ -28,15 +28,15 @@ from smp_daemon.records import (
     shard_from_json,
     shard_to_json,
 )
-from smp_daemon.slotfile import Leaf, plan_slot, read_format, read_record, read_stamp, write_stamp
-from smp_daemon.sources import Sources
-from smp_daemon.status import Status
-from smp_daemon.transport import SocketStream, frame
-from snapshot.arrange import RankInfo
-from snapshot.replicas import shared_from_json
-from snapshot.shares import parse_part
-from snapshot.state import decode_record, decode_values
-from snapshot.values import decode, encode
+from holdfast.smp_daemon.slotfile import Leaf, plan_slot, read_format, read_record, read_stamp, write_stamp
+from holdfast.smp_daemon.sources import Sources
+from holdfast.smp_daemon.status import Status
+from holdfast.smp_daemon.transport import SocketStream, frame
+from holdfast.snapshot.arrange import RankInfo
+from holdfast.snapshot.replicas import shared_from_json
+from holdfast.snapshot.shares import parse_part
+from holdfast.snapshot.state import decode_record, decode_values
+from holdfast.snapshot.values import decode, encode
 
 SNAPSHOT = SnapshotId(3, 41)
 JOB = "job-7"

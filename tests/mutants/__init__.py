@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chaos.scenario import Scenario, choose
+from holdfast.chaos.scenario import Scenario, choose
 
 ENV = "HOLDFAST_MUTANT"
 
@@ -59,15 +59,15 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _no_fence() -> None:
-    from snapshot.copier import CopyJob
-    from snapshot.witness import Witness
+    from holdfast.snapshot.copier import CopyJob
+    from holdfast.snapshot.witness import Witness
 
     _replace(CopyJob, "fence", lambda self, patience_s, deadline_s: True)
     _replace(Witness, "check", lambda self, slot: None)  # it would see that the copy is of two steps
 
 
 def _sealed_before_it_is_copied() -> None:
-    from snapshot.copier import Copier
+    from holdfast.snapshot.copier import Copier
 
     fill = Copier._fill
 
@@ -80,7 +80,7 @@ def _sealed_before_it_is_copied() -> None:
 
 
 def _random_generators_are_left_alone() -> None:
-    from snapshot import rng
+    from holdfast.snapshot import rng
 
     _replace(rng, "restore", lambda state: None)
 
@@ -92,19 +92,19 @@ def _schedules_are_left_alone() -> None:
 
 
 def _tracked_values_are_left_alone() -> None:
-    from snapshot import tracked
+    from holdfast.snapshot import tracked
 
     _replace(tracked, "load", lambda pieces, values: None)
 
 
 def _digests_are_not_compared() -> None:
-    from smp_daemon.client import RecoveredShard
+    from holdfast.smp_daemon.client import RecoveredShard
 
     _replace(RecoveredShard, "matches", lambda self, unit: True)
 
 
 def _every_rank_plans_alone() -> None:
-    from snapshot import restore
+    from holdfast.snapshot import restore
 
     exchange = restore.exchange
 
@@ -116,7 +116,7 @@ def _every_rank_plans_alone() -> None:
 
 
 def _what_was_promised_is_forgotten() -> None:
-    from snapshot import restore
+    from holdfast.snapshot import restore
 
     plan_restore: Any = vars(restore)["plan_restore"]
 
@@ -127,7 +127,7 @@ def _what_was_promised_is_forgotten() -> None:
 
 
 def _lost_parity_is_not_healed() -> None:
-    from snapshot import restore
+    from holdfast.snapshot import restore
 
     _replace(restore, "heal", lambda client, plan, coords, coord: None)
 
@@ -136,20 +136,20 @@ def _lost_parity_is_not_healed() -> None:
 
 
 def _protected_as_soon_as_sealed() -> None:
-    from smp_daemon.codings import Codings
+    from holdfast.smp_daemon.codings import Codings
 
     _replace(Codings, "is_done", lambda self, coding, everyone: True)
 
 
 def _the_protected_slot_is_freed() -> None:
-    from smp_daemon.store import Store
+    from holdfast.smp_daemon.store import Store
 
     release = Store._release
     _replace(Store, "_release", lambda self, keep, before: release(self, (), before))
 
 
 def _parity_of_nothing() -> None:
-    from smp_daemon.parity import ParityGathering
+    from holdfast.smp_daemon.parity import ParityGathering
 
     fold = ParityGathering.fold
 
@@ -160,8 +160,8 @@ def _parity_of_nothing() -> None:
 
 
 def _units_are_not_checked_on_arrival() -> None:
-    from smp_daemon.parity import ParityGathering
-    from smp_daemon.records import digest
+    from holdfast.smp_daemon.parity import ParityGathering
+    from holdfast.smp_daemon.records import digest
 
     fold = ParityGathering.fold
 
@@ -173,19 +173,19 @@ def _units_are_not_checked_on_arrival() -> None:
 
 
 def _the_arena_is_left_behind() -> None:
-    from smp_daemon.store import Store
+    from holdfast.smp_daemon.store import Store
 
     _replace(Store, "retire", lambda self: None)
 
 
 def _a_new_smp_forgets() -> None:
-    from smp_daemon.store import Store
+    from holdfast.smp_daemon.store import Store
 
     _replace(Store, "_adopt", lambda self: None)
 
 
 def _never_ends() -> None:
-    from smp_daemon.service import Smp
+    from holdfast.smp_daemon.service import Smp
 
     _replace(Smp, "finish", lambda self: None)
 

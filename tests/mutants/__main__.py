@@ -1,4 +1,4 @@
-"""The SMP of a broken build: ``python -m tests.mutants`` with the arguments of ``python -m smp_daemon``."""
+"""The SMP of a broken build: ``python -m tests.mutants`` with the arguments of ``python -m holdfast.smp_daemon``."""
 
 from __future__ import annotations
 
