@@ -1,7 +1,7 @@
 """A DeepSpeed run that may be killed at any moment: run it, kill it with ``kill -9``, run it again.
 
 ``HOLDFAST_JOB=deepspeed torchrun --standalone --nproc-per-node 2 -m examples.deepspeed_zero``, with
-``pip install 'holdfast[deepspeed]'``. On a machine without GPUs set ``DS_ACCELERATOR=cpu``, too.
+``pip install 'holdfast-train[deepspeed]'``. On a machine without GPUs set ``DS_ACCELERATOR=cpu``, too.
 """
 
 from __future__ import annotations

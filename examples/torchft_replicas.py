@@ -1,6 +1,6 @@
 """Replicas that come and go under torchft: one that comes back gets its state out of another node's memory.
 
-With ``pip install 'holdfast[torchft]'``, on each of two nodes, R being 0 and 1::
+With ``pip install 'holdfast-train[torchft]'``, on each of two nodes, R being 0 and 1::
 
     torchft_lighthouse --min_replicas 1 &          # once; its address goes into TORCHFT_LIGHTHOUSE
     HOLDFAST_JOB=ft REPLICA_GROUP_ID=R torchrun --standalone --max-restarts 9 -m examples.torchft_replicas

@@ -177,7 +177,7 @@ def _package(name: str, found: str | None) -> Finding:
     if found is not None:
         return Finding(name, found, "installed")
     if name == "megatron-core":
-        fix = "pip install 'holdfast[megatron]'"
+        fix = "pip install 'holdfast-train[megatron]'"
         return Finding(name, "not installed", "for Megatron and the demo", "note", fix)
     if name == "pyeclib":
         return Finding(name, "not installed", "it carries ISA-L", "note", "pip install pyeclib")

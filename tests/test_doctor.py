@@ -142,7 +142,7 @@ def test_a_good_machine_has_nothing_to_fix() -> None:
         ({"packages": {"torch": None}}, "torch", "problem", "pip install torch"),
         ({"packages": {"grpcio": None}}, "grpcio", "problem", "pip install grpcio"),
         ({"packages": {"pyeclib": None}}, "pyeclib", "note", "pip install pyeclib"),
-        ({"packages": {"megatron-core": None}}, "megatron-core", "note", "holdfast[megatron]"),
+        ({"packages": {"megatron-core": None}}, "megatron-core", "note", "holdfast-train[megatron]"),
         ({"auto": ("numpy", "no usable ISA-L")}, "erasure code", "note", "libisal2"),
         ({"unusable": {"isal": "no usable ISA-L"}}, "backend isal", "note", "libisal2"),
         ({"writable": False}, "arena", "problem", "chown"),
