@@ -43,6 +43,7 @@ class Slots:
     """Stands in for an SMP: hands out its slots in turn."""
 
     def __init__(self) -> None:
+        self.connection = 1
         self.slots: list[memoryview] = []
         self.given: dict[SnapshotId, memoryview] = {}
         self.sealed: list[SnapshotId] = []
