@@ -11,7 +11,7 @@
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
 # make bench-load   a lost node's state from memory over shaped links, against a file server: ten minutes, as root
-# make proto   generate the gRPC stubs again after a change of smp_daemon/peer.proto
+# make proto   generate the gRPC stubs again after a change of smp_daemon/net/peer.proto
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -31,7 +31,7 @@ demo-torchrun: setup
 		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m examples.acp_sgd
 
 demo-ray: setup
-	@$(BIN)/python -m holdfast.chaos.ray_drill again
+	@$(BIN)/python -m holdfast.chaos.ray.drill again
 
 test: setup
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
@@ -73,7 +73,7 @@ bench-load: setup
 		--markdown benchmarks/results/load-$$(date +%F).md
 
 proto: setup
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. holdfast/smp_daemon/peer.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. holdfast/smp_daemon/net/peer.proto
 
 setup: $(READY)
 

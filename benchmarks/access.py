@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from holdfast.smp_daemon.credentials import current
-from holdfast.smp_daemon.gate import Gate
-from holdfast.smp_daemon.listener import Listener, bind_tcp
-from holdfast.smp_daemon.peers import PeerClient, PeerServer
-from holdfast.smp_daemon.store import Store
-from holdfast.smp_daemon.transport import Message, Stream, call, connect
+from holdfast.smp_daemon.net.gate import Gate
+from holdfast.smp_daemon.net.listener import Listener, bind_tcp
+from holdfast.smp_daemon.net.peers import PeerClient, PeerServer
+from holdfast.smp_daemon.shared.credentials import current
+from holdfast.smp_daemon.shared.transport import Message, Stream, call, connect
+from holdfast.smp_daemon.storage.store import Store
 from tests.access_kit import Authority, credentials, token_file
 
 JOB = "bench"

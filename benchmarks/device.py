@@ -23,10 +23,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from holdfast.snapshot.cuda import CudaMover
-from holdfast.snapshot.cuda_runtime import TorchRuntime
-from holdfast.snapshot.movers import Piece
-from holdfast.snapshot.numa import numa_node, pin_to_node
+from holdfast.snapshot.copy.cuda import CudaMover
+from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
+from holdfast.snapshot.copy.movers import Piece
+from holdfast.snapshot.copy.numa import numa_node, pin_to_node
 
 DEADLINE_S = 60.0
 

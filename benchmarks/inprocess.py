@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from holdfast import InMemorySnapshot
 from holdfast.integrations.inprocess import RANK_LOST, abandon_process_groups
-from holdfast.smp_daemon.paths import ARENA_ENV, read_owner
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
 
 WAYS = ("restart", "in-process", "spare")
 VICTIM, KILL_AT, STEPS = 1, 4, 6

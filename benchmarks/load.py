@@ -35,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.load_parts import WITHOUT, Fleet, Links, line_of, part, read_all
-from holdfast.smp_daemon.paths import arena_base
+from holdfast.smp_daemon.shared.paths import arena_base
 
 LOST, SLOW = 1, 2
 SLOWER = 10

@@ -23,20 +23,20 @@ from typing import IO, Any
 
 import numpy as np
 
-from holdfast.chaos.namespaces import inside
+from holdfast.chaos.network.namespaces import inside
 from holdfast.chaos.node import VirtualNode, Wiring
 from holdfast.ec.codec import as_array
-from holdfast.smp_daemon.board import Outcome
-from holdfast.smp_daemon.client import RecoveredShard, SmpClient
-from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.limits import CALL_DEADLINE_S
-from holdfast.smp_daemon.listener import Listener, bind_tcp
-from holdfast.smp_daemon.plan import RestorePlan, plan_restore
-from holdfast.smp_daemon.records import digest
-from holdfast.smp_daemon.slotfile import Leaf, plan_slot, write_stamp
-from holdfast.smp_daemon.transport import Message, Stream, call, connect
-from holdfast.snapshot.arrange import RankInfo, arrange, parse_protect
+from holdfast.smp_daemon.net.listener import Listener, bind_tcp
+from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
+from holdfast.smp_daemon.shared.records import digest
+from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
+from holdfast.smp_daemon.shared.transport import Message, Stream, call, connect
+from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 
 JOB = "bench-load"
 UNIT_BYTES = 2 << 20
@@ -294,8 +294,8 @@ class Fleet:
 
 def smp_without_stealing() -> None:
     """An SMP to which nobody is slow, and nothing late before the deadline of the network."""
-    from holdfast.smp_daemon import speeds
     from holdfast.smp_daemon.__main__ import main
+    from holdfast.smp_daemon.recovery import speeds
 
     def never(self: object, address: object) -> bool:
         return False

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 
 from holdfast import InMemorySnapshot
-from holdfast.bench_ec import describe, machine
-from holdfast.smp_daemon.paths import arena_base
+from holdfast.bench.ec import describe, machine
 from holdfast.smp_daemon.persist import shardfile
 from holdfast.smp_daemon.persist.shardfile import Encoder, Header
-from holdfast.smp_daemon.records import digest
+from holdfast.smp_daemon.shared.paths import arena_base
+from holdfast.smp_daemon.shared.records import digest
 
 UNIT = 2 << 20
 ROUNDS = 5

@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.service_parts import Answer, Job, request_all, spread
-from holdfast.smp_daemon.paths import arena_base
+from holdfast.smp_daemon.shared.paths import arena_base
 
 PHASES = ("begin", "write", "seal", "protect")
 FLAT = 1.01

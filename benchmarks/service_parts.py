@@ -24,16 +24,16 @@ from typing import Any
 import numpy as np
 
 from holdfast.chaos.node import VirtualNode, Wiring
-from holdfast.smp_daemon.board import Outcome
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import HoldfastError
-from holdfast.smp_daemon.inventory import Inventory
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.paths import read_owner
-from holdfast.smp_daemon.plan import plan_restore
-from holdfast.smp_daemon.slotfile import Leaf, plan_slot, write_stamp
-from holdfast.smp_daemon.sources import Sources
-from holdfast.snapshot.arrange import Layout, RankInfo, arrange, parse_protect
+from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.paths import read_owner
+from holdfast.smp_daemon.shared.plan import plan_restore
+from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
+from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.snapshot.resume.arrange import Layout, RankInfo, arrange, parse_protect
 
 JOB = "bench-service"
 DEADLINE_S = 60.0

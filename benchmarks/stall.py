@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # or files here would stand before the rooms of their names
 
-from holdfast.cli import main
+from holdfast.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["bench", "stall", *sys.argv[1:]]))

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.toll import Load, Toll, account, error_of_sum, kills, quiet_step, run
-from holdfast.snapshot.tuning.measured import Measured
+from holdfast.snapshot.interval.measured import Measured
 
 INTERVALS = (1, 8, 32, 96)
 QUIET_FROM = 4

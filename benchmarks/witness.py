@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from holdfast.snapshot.movers import CpuMover, Piece
-from holdfast.snapshot.witness import Subjects, Witness
+from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.copy.witness import Subjects, Witness
 
 ROUNDS = 31
 

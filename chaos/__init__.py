@@ -1,6 +1,6 @@
 """Breaking things on purpose: virtual nodes on one machine, faults at exact points, and what came of it.
 
 Start with `chaos.cluster`. `chaos.zygote` is the launcher's process, which imports once and forks trainers;
-`chaos.trainer` is what a forked trainer sees. `chaos.wire` is a network between the nodes, and
-`chaos.clocks` has their wall clocks, for scenarios that break these.
+`chaos.trainer` is what a forked trainer sees. `chaos.network.wire` is a network between the nodes, and
+`chaos.network.clocks` has their wall clocks, for scenarios that break these.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded
-from holdfast.smp_daemon.pidfds import await_end
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded
+from holdfast.smp_daemon.shared.pidfds import await_end
 
 ACCESS_TIMES_BYTES = 16 * 4096
 

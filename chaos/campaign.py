@@ -19,10 +19,10 @@ from holdfast.chaos.ground import Fault
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.scenario import WORKLOAD, Scenario
 from holdfast.chaos.verdict import Verdict, judge
-from holdfast.smp_daemon.errors import HoldfastError
-from holdfast.smp_daemon.paths import arena_base
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.paths import arena_base
 
-PRELOAD = ("holdfast.chaos.drill", "holdfast.workload", "torch.profiler", "torch._dynamo")
+PRELOAD = ("holdfast.chaos.drill", "holdfast.chaos.workload", "torch.profiler", "torch._dynamo")
 """What trainers would import one by one while they start."""
 
 DEADLINE_S = 60.0

@@ -31,16 +31,16 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.chaos.accounting import beyond_access_times
-from holdfast.chaos.clocks import set_clock
 from holdfast.chaos.faults import CATALOGUE, check, inject
 from holdfast.chaos.ground import Fault
 from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.network.clocks import set_clock
+from holdfast.chaos.network.wire import Wire
 from holdfast.chaos.node import VirtualNode, Wiring
 from holdfast.chaos.trainer import ENV as TRAINER_ENV
-from holdfast.chaos.wire import Wire
-from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.paths import arena_base
-from holdfast.smp_daemon.points import SMP_POINTS
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.paths import arena_base
+from holdfast.smp_daemon.shared.points import SMP_POINTS
 
 Event = dict[str, Any]
 
@@ -107,7 +107,7 @@ class VirtualCluster:
                 that are given the same one, each in a process of its own, run on the same nodes; what they leave of it
                 is the caller's.
             smp_module: what is run as the SMP.
-            wired: whether nodes have network namespaces and a `chaos.wire` between them, not loopback addresses.
+            wired: whether nodes have network namespaces and a `network.wire` between them, not loopback addresses.
             environment: more environment variables of the SMPs.
         """
         if not 1 <= nodes <= 64 or not 1 <= ranks_per_node <= 16:

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore
 
 from holdfast.chaos.cluster import Event, History
 from holdfast.chaos.trainer import Trainer
-from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.shared.points import reach
 from holdfast.snapshot.hook import SnapshotHook
 
 TARGET = "holdfast.chaos.drill:train"

@@ -11,9 +11,10 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from holdfast.chaos import clocks, harm, namespaces
+from holdfast.chaos import harm
 from holdfast.chaos.ground import Fault, Ground
-from holdfast.smp_daemon.errors import ConfigError
+from holdfast.chaos.network import clocks, namespaces
+from holdfast.smp_daemon.shared.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class Kind:
         ends_job: whether trainers die of it, so that the job is started again.
         loses: whether a node's memory is gone.
         rooted: whether it needs root.
-        wired: whether it needs a `chaos.wire` between the nodes.
-        clocked: whether it needs clocks that can be set (`chaos.clocks`).
+        wired: whether it needs a `chaos.network.wire` between the nodes.
+        clocked: whether it needs clocks that can be set (`chaos.network.clocks`).
         amounts: the least and the most `Fault.amount`; None: it has none, or any will do.
         forever: whether it may last to the end of the run (`Fault.for_s` of 0).
     """

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 
 from holdfast.chaos.ground import Fault, Ground
-from holdfast.chaos.namespaces import inside
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.smp_daemon.paths import ARENA_ENV
+from holdfast.chaos.network.namespaces import inside
 from holdfast.smp_daemon.persist.manifest import SNAPSHOT, shard_name
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
 
 # ---------------------------------------------------------------------- trainers
 
@@ -139,7 +139,7 @@ def cut(ground: Ground, fault: Fault) -> None:
 
 
 def impair(ground: Ground, fault: Fault) -> None:
-    """What the kind says is done to packets, from now on, by the wire: `chaos.impairments`."""
+    """What the kind says is done to packets, from now on, by the wire: `chaos.network.impairments`."""
     ground.impair(fault)
 
 

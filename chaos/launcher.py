@@ -13,9 +13,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Self
 
-from holdfast.chaos.clocks import compile_shim
-from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.paths import arena_base
+from holdfast.chaos.network.clocks import compile_shim
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.paths import arena_base
 
 IMPORT_DEADLINE_S = 120.0
 ANSWER_DEADLINE_S = 30.0
@@ -34,7 +34,7 @@ class Launcher:
         """Start it; returns at once. `wait_ready` says when the modules are imported.
 
         Args:
-            clocked: whether trainers' wall clocks can be set, see `chaos.clocks`.
+            clocked: whether trainers' wall clocks can be set, see `chaos.network.clocks`.
 
         Raises:
             ConfigError: clocks cannot be set here.

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from holdfast.chaos import clocks
 from holdfast.chaos.accounting import disk_bytes_written, wait_until_dead
-from holdfast.chaos.namespaces import DEVICE, inside
-from holdfast.smp_daemon import points
-from holdfast.smp_daemon.errors import DeadlineExceeded
-from holdfast.smp_daemon.paths import ARENA_ENV, Owner, arena_path
-from holdfast.smp_daemon.spawn import parse_report, smp_command
+from holdfast.chaos.network import clocks
+from holdfast.chaos.network.namespaces import DEVICE, inside
+from holdfast.smp_daemon.shared import points
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, arena_path
+from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
 
 START_DEADLINE_S = 30.0
 END_DEADLINE_S = 15.0
@@ -34,7 +34,7 @@ class Wiring:
     rules: list[tuple[str, int | None]]
 
     def environment(self, who: str) -> dict[str, str]:
-        """The environment variable that arms `smp_daemon.points`; empty if there is nothing to stop at."""
+        """The environment variable that arms `smp_daemon.shared.points`; empty if there is nothing to stop at."""
         if not self.rules:
             return {}
         return {points.ENV: json.dumps({"socket": self.events, "who": who, "rules": self.rules})}
@@ -45,7 +45,7 @@ class VirtualNode:
 
     Attributes:
         namespace: path of the network namespace that its processes are to be in; None: this machine's.
-        clock: the file that sets its processes' wall clock (`chaos.clocks`); None: it is this machine's.
+        clock: the file that sets its processes' wall clock (`chaos.network.clocks`); None: it is this machine's.
     """
 
     def __init__(

@@ -21,13 +21,13 @@ from typing import Any
 
 from holdfast.chaos.faults import CATALOGUE, check
 from holdfast.chaos.ground import Fault
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.smp_daemon.points import SMP_POINTS
-from holdfast.snapshot.arrange import parse_protect
-from holdfast.snapshot.tuning.profiles import FailureProfile
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.points import SMP_POINTS
+from holdfast.snapshot.interval.profiles import FailureProfile
+from holdfast.snapshot.resume.arrange import parse_protect
 
 IDENTICAL, UNRECOVERABLE, PERSISTED = "identical", "unrecoverable", "persisted"
-WORKLOAD = "holdfast.workload:Workload"
+WORKLOAD = "holdfast.chaos.workload:Workload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Scenario:
 
     @property
     def wired(self) -> bool:
-        """Whether its nodes need a `chaos.wire` between them."""
+        """Whether its nodes need a `chaos.network.wire` between them."""
         return any(CATALOGUE[fault.kind].wired for fault in self.faults)
 
     @property

@@ -125,7 +125,8 @@ def _become(order: dict[str, Any], out: int) -> None:
         os.environ.clear()
         os.environ.update(order["environment"])
         sys.argv = ["smp_daemon", *order["arguments"]]
-        from holdfast.smp_daemon import __main__, points
+        from holdfast.smp_daemon import __main__
+        from holdfast.smp_daemon.shared import points
 
         points.arm()
         __main__.main()
@@ -139,8 +140,4 @@ def _become(order: dict[str, Any], out: int) -> None:
 
 
 if __name__ == "__main__":
-    import holdfast.smp_daemon.__main__
-    import holdfast.smp_daemon.service
-    import holdfast.smp_daemon.web  # noqa: F401  # what an SMP imports when it starts
-
     _serve(socket.socket(fileno=int(sys.argv[1])))

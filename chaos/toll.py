@@ -22,11 +22,11 @@ import torch.distributed as dist
 from holdfast.chaos.cluster import Event, History, VirtualCluster
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.trainer import Trainer
-from holdfast.integrations import adapter_for
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.smp_daemon.points import reach
+from holdfast.integrations.adapters import adapter_for
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.points import reach
 from holdfast.snapshot.hook import SnapshotHook
-from holdfast.snapshot.profile import Orders
+from holdfast.snapshot.interval.profile import Orders
 
 TARGET = "holdfast.chaos.toll:train"
 

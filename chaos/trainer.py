@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.shared.errors import ConfigError
 
 ENV = "HOLDFAST_TRAINER"
 COLLECTIVE_DEADLINE_S = 60.0

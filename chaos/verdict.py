@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.chaos.cluster import History
 from holdfast.chaos.drill import compare, steps_done_again
 from holdfast.chaos.scenario import Scenario
-from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos import clocks
 from holdfast.chaos.accounting import disk_bytes_written
-from holdfast.chaos.namespaces import enter, inside
+from holdfast.chaos.network import clocks
+from holdfast.chaos.network.namespaces import enter, inside
 from holdfast.chaos.trainer import rehearse
 
 PR_SET_PDEATHSIG = 1
@@ -114,7 +114,7 @@ class Zygote:
             os.dup2(log, 2)
             trainer = json.loads(rank["env"]["HOLDFAST_TRAINER"]) | {"store": store}
             os.environ.update(rank["env"] | {"HOLDFAST_TRAINER": json.dumps(trainer)})
-            from holdfast.smp_daemon import points
+            from holdfast.smp_daemon.shared import points
 
             points.arm()
             module, function = target.split(":")

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 from examples.plain import seed_everything
 from holdfast import InMemorySnapshot
-from holdfast.batches import GlobalBatches, portion
 from holdfast.chaos import drill
+from holdfast.integrations.batches import GlobalBatches, portion
 
 WIDTH, BATCH, SAMPLES, LARGEST = 24, 24, 100, 4
 

@@ -11,7 +11,7 @@ import tempfile
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from holdfast.huggingface import protect
+from holdfast.integrations.huggingface import protect
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.lightning import InMemoryCallback
+from holdfast.integrations.lightning import InMemoryCallback
 
 
 class Autoencoder(pl.LightningModule):  # type: ignore[misc, unused-ignore]

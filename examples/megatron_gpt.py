@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from holdfast import InMemorySnapshot
-from holdfast.gpt import MICRO_BATCH, MICRO_BATCHES, SEQUENCE, Options, batches, build, forward_step, initialise
+from holdfast.chaos.gpt import MICRO_BATCH, MICRO_BATCHES, SEQUENCE, Options, batches, build, forward_step, initialise
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import holdfast.ray
+import holdfast.integrations.ray
 from holdfast import InMemorySnapshot
 
 CHOICES, WIDTH, BATCH = 4, 8, 64
@@ -71,14 +71,14 @@ def main() -> None:
     parser.add_argument("--per-node", type=int, default=2)
     args = parser.parse_args()
     ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": args.per_node, "include_dashboard": False}))
-    holdfast.ray.start()
+    holdfast.integrations.ray.start()
     player = ray.remote(Player).options(num_cpus=0, max_restarts=-1, max_task_retries=-1)
     players = [player.remote() for _ in range(args.nodes * args.per_node)]
-    with holdfast.ray.Crew(args.nodes, args.per_node) as crew:
+    with holdfast.integrations.ray.Crew(args.nodes, args.per_node) as crew:
         for rank, earned in enumerate(crew.run(train, players, args.steps)):
             if earned:
                 print(f"trainer {rank}: its player earned {earned[0]:.2f} at first, {earned[-1]:.2f} in the end")
-    holdfast.ray.stop(remove=True)
+    holdfast.integrations.ray.stop(remove=True)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import nn
 
-import holdfast.ray
+import holdfast.integrations.ray
 from holdfast import InMemorySnapshot
-from holdfast.ray_train import GiveUp
+from holdfast.integrations.ray.train import GiveUp
 
 WIDTH, BATCH = 16, 64
 
@@ -52,7 +52,7 @@ def main() -> None:
     args = parser.parse_args()
     ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": args.workers, "include_dashboard": False}))
     job = os.environ["HOLDFAST_JOB"]
-    holdfast.ray.start(job)
+    holdfast.integrations.ray.start(job)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         trainer = TorchTrainer(
             train,
@@ -65,7 +65,7 @@ def main() -> None:
             ),
         )
         print(f"the loss is {trainer.fit().return_value:.6f} in the end")
-    holdfast.ray.stop(job, remove=True)
+    holdfast.integrations.ray.stop(job, remove=True)
 
 
 if __name__ == "__main__":

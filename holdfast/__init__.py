@@ -16,7 +16,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from holdfast.smp_daemon.errors import (
+from holdfast.smp_daemon.shared.errors import (
     ArenaTooSmall,
     ConfigError,
     DamagedSnapshot,
@@ -34,9 +34,9 @@ from holdfast.smp_daemon.errors import (
 if TYPE_CHECKING:
     from holdfast.hook import InMemorySnapshot
     from holdfast.snapshot.connect import prefetch
-    from holdfast.snapshot.hidden import register
+    from holdfast.snapshot.state.hidden import register
 
-__version__ = version("holdfast")
+__version__ = version("holdfast-train")
 
 __all__ = [
     "ArenaTooSmall",
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
 
         return prefetch
     if name == "register":
-        from holdfast.snapshot.hidden import register
+        from holdfast.snapshot.state.hidden import register
 
         return register
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -22,11 +22,11 @@ from rich.console import Console
 
 from holdfast import sessions
 from holdfast.sessions import tail
-from holdfast.smp_daemon.errors import ConfigError, HoldfastError
-from holdfast.smp_daemon.paths import ARENA_ENV
-from holdfast.smp_daemon.spawn import find_leftovers, remove
-from holdfast.snapshot.audit import Orders
-from holdfast.snapshot.resumed import ENV as DRIFT_ENV
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from holdfast.snapshot.resume.comparison import ENV as DRIFT_ENV
+from holdfast.snapshot.state.audit import Orders
 
 RUNS = ("undisturbed", "undisturbed again", "killed", "resumed, and killed", "resumed")
 KILLED = RUNS[2:4]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.smp_daemon.credentials import MIN_TOKEN_BYTES, TLS_ENVS, TOKEN_FILE_ENV
-from holdfast.smp_daemon.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.credentials import MIN_TOKEN_BYTES, TLS_ENVS, TOKEN_FILE_ENV
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
 
 Verdict = Literal["ok", "note", "problem"]
 

@@ -26,11 +26,11 @@ from rich.text import Text
 from holdfast.checks import Facts, Finding, Mount, Secrets, Verdict
 from holdfast.ec import choose_codec, describe_auto
 from holdfast.ec.backends import BACKENDS
-from holdfast.smp_daemon.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV
-from holdfast.smp_daemon.paths import arena_base
-from holdfast.smp_daemon.pool import MADV_POPULATE_WRITE, SHMEM_HUGE
-from holdfast.snapshot.cuda import REGISTER_BYTES
-from holdfast.snapshot.runs import streams
+from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV
+from holdfast.smp_daemon.shared.paths import arena_base
+from holdfast.smp_daemon.storage.pool import MADV_POPULATE_WRITE, SHMEM_HUGE
+from holdfast.snapshot.copy.cuda import REGISTER_BYTES
+from holdfast.snapshot.copy.runs import streams
 
 MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bold red")}
 SYS = Path("/sys")

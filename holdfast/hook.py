@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.integrations import adapter_for
-from holdfast.snapshot.adapter import Stateful
+from holdfast.integrations.adapters import adapter_for
 from holdfast.snapshot.hook import SnapshotHook
+from holdfast.snapshot.state.live import Stateful
 
 
 class InMemorySnapshot(SnapshotHook):

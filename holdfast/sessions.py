@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded
 
 TAIL_LINES = 60
 

@@ -37,15 +37,15 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from holdfast.integrations.memory import Memory
-from holdfast.smp_daemon.client import RecoveredShard
-from holdfast.smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
-from holdfast.smp_daemon.plan import RestorePlan, plan_restore
-from holdfast.smp_daemon.slotfile import SlotFormat, read_format, read_record
-from holdfast.snapshot.agreement import AgreementLost
-from holdfast.snapshot.arrange import coordinate_key, parse_protect
-from holdfast.snapshot.restore import exchange
-from holdfast.snapshot.tensors import leaf_tensor, local
-from holdfast.snapshot.values import decode, encode
+from holdfast.smp_daemon.shared.client import RecoveredShard
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
+from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_format, read_record
+from holdfast.snapshot.collective.agreement import AgreementLost
+from holdfast.snapshot.copy.tensors import leaf_tensor, local
+from holdfast.snapshot.resume.arrange import coordinate_key, parse_protect
+from holdfast.snapshot.resume.restore import exchange
+from holdfast.snapshot.state.values import decode, encode
 from holdfast.snapshot.writer import SlotWriter
 
 ALL_RANKS = (

@@ -23,15 +23,15 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from holdfast.integrations.memory import Memory
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.smp_daemon.plan import plan_restore
-from holdfast.smp_daemon.reading import RemoteShard
-from holdfast.smp_daemon.slotfile import read_format, read_record
-from holdfast.smp_daemon.sources import Address
-from holdfast.snapshot.arrange import parse_protect
-from holdfast.snapshot.restore import exchange, heal
-from holdfast.snapshot.tensors import read_leaf
-from holdfast.snapshot.values import decode, encode
+from holdfast.smp_daemon.recovery.reading import RemoteShard
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.plan import plan_restore
+from holdfast.smp_daemon.shared.slotfile import read_format, read_record
+from holdfast.smp_daemon.shared.sources import Address
+from holdfast.snapshot.copy.tensors import read_leaf
+from holdfast.snapshot.resume.arrange import parse_protect
+from holdfast.snapshot.resume.restore import exchange, heal
+from holdfast.snapshot.state.values import decode, encode
 from holdfast.snapshot.writer import SlotWriter
 
 KNOWN = {cls.__name__: cls for cls in (torch.Size, fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler)}

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from holdfast.smp_daemon.logs import get_log
-from holdfast.snapshot.agreement import AgreementLost
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.collective.agreement import AgreementLost
 
 RANK_LOST = (RuntimeError, AgreementLost)
 """What is raised where another rank is gone: by torch's collectives, and by holdfast's own. Errors of the device and of

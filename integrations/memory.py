@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.smp_daemon.paths import arena_path
-from holdfast.snapshot.agreement import default_agreement
+from holdfast.smp_daemon.shared.paths import arena_path
+from holdfast.snapshot.collective.agreement import default_agreement
 from holdfast.snapshot.connect import connect, job_from_environment
 
 

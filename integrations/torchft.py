@@ -20,17 +20,23 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchft.checkpointing.transport import CheckpointTransport
 
-from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError, ProtocolError, SmpUnavailable, StateMismatch
-from holdfast.smp_daemon.inventory import Inventory
-from holdfast.smp_daemon.paths import arena_path
-from holdfast.smp_daemon.reading import RemoteShard
-from holdfast.smp_daemon.slotfile import SlotFormat, read_record
-from holdfast.smp_daemon.sources import Address
-from holdfast.snapshot.agreement import Alone
-from holdfast.snapshot.arrange import parse_protect
+from holdfast.smp_daemon.recovery.reading import RemoteShard
+from holdfast.smp_daemon.shared.errors import (
+    DeadlineExceeded,
+    HoldfastError,
+    ProtocolError,
+    SmpUnavailable,
+    StateMismatch,
+)
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.paths import arena_path
+from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_record
+from holdfast.smp_daemon.shared.sources import Address
+from holdfast.snapshot.collective.agreement import Alone
 from holdfast.snapshot.connect import connect, job_from_environment
-from holdfast.snapshot.tensors import leaf_tensor, local
-from holdfast.snapshot.values import decode, encode
+from holdfast.snapshot.copy.tensors import leaf_tensor, local
+from holdfast.snapshot.resume.arrange import parse_protect
+from holdfast.snapshot.state.values import decode, encode
 from holdfast.snapshot.writer import SlotWriter
 
 T = TypeVar("T")

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from holdfast.smp_daemon.credentials import access_of, current
-from holdfast.smp_daemon.errors import HoldfastError
-from holdfast.smp_daemon.logs import about, chosen_format, get_log, log_to
-from holdfast.smp_daemon.priority import PRIORITIES, make_idle, make_session_nice
+from holdfast.smp_daemon.shared.credentials import access_of, current
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.logs import about, chosen_format, get_log, log_to
+from holdfast.smp_daemon.shared.priority import PRIORITIES, make_idle, make_session_nice
 
 if TYPE_CHECKING:
     from holdfast.smp_daemon.service import Smp
@@ -41,14 +41,15 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             make_session_nice()  # else the session is the caller's
         make_idle()  # before the first thread is made: threads inherit it, the process has no say
 
-    from holdfast.smp_daemon.budget import parse_size
-    from holdfast.smp_daemon.drain import leave_on_sigterm, parse_spares
-    from holdfast.smp_daemon.liveness import parse_deadlines
-    from holdfast.smp_daemon.pacer import parse_rate, parse_turns
+    from holdfast.smp_daemon.coding.drain import leave_on_sigterm, parse_spares
+    from holdfast.smp_daemon.core import Settings
+    from holdfast.smp_daemon.ops.web import parse_port, show
     from holdfast.smp_daemon.persist.options import parse_options
-    from holdfast.smp_daemon.service import Settings, Smp, watch  # NumPy makes threads when it is imported
-    from holdfast.smp_daemon.spawn import sweep
-    from holdfast.smp_daemon.web import parse_port, show
+    from holdfast.smp_daemon.service import Smp, watch  # NumPy makes threads when it is imported
+    from holdfast.smp_daemon.shared.budget import parse_size
+    from holdfast.smp_daemon.shared.pacer import parse_rate, parse_turns
+    from holdfast.smp_daemon.shared.spawn import sweep
+    from holdfast.smp_daemon.watchdog.liveness import parse_deadlines
 
     try:
         chosen_format()
@@ -94,7 +95,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     _log_access(access, arguments.host)
     _log_memory(smp)
     smp.attendance.start()
-    leave_on_sigterm(smp, arguments.grace, spares)
+    leave_on_sigterm(lambda: smp.drain(arguments.grace, spares, wait=True), smp.stop, arguments.grace)
     _say(out, {"ready": asdict(smp.owner)})
     sweep(arguments.arena.parent, zero=settings.zero)
     watch(smp, arguments.owner_pid)
@@ -116,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All that may be said of an SMP but whose it is; `holdfast.smp` takes the same."""
+    """All that may be said of an SMP but whose it is; `holdfast.cli.smp` takes the same."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on for other SMPs")
     parser.add_argument("--port", default=0, type=int, help="gRPC port; 0: the one before, or any")
     parser.add_argument("--bulk-port", default=0, type=int, help="port for raw bytes; 0: the one before, or any")

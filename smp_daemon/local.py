@@ -7,24 +7,21 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
-from holdfast.smp_daemon.census import take_census
-from holdfast.smp_daemon.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
-from holdfast.smp_daemon.fields import address, identifier, number, seconds, snapshot_id, text
-from holdfast.smp_daemon.layout import Layout, SnapshotId
-from holdfast.smp_daemon.lending import Lender
-from holdfast.smp_daemon.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_NODES, MAX_SAYING, PROTOCOL_VERSION
-from holdfast.smp_daemon.logs import about, get_log
-from holdfast.smp_daemon.rebuild import heal, recover, verify
-from holdfast.smp_daemon.scrub import scrub
-from holdfast.smp_daemon.sources import Sources
-from holdfast.smp_daemon.starts import KILLED, End, Start, checked_failure
-from holdfast.smp_daemon.transport import Message, Stream
-from holdfast.smp_daemon.uids import peer_of
-
-if TYPE_CHECKING:
-    from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.coding.scrub import scrub
+from holdfast.smp_daemon.core import Core
+from holdfast.smp_daemon.recovery.census import take_census
+from holdfast.smp_daemon.recovery.lending import Lender
+from holdfast.smp_daemon.recovery.rebuild import heal, recover, verify
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.fields import address, identifier, number, seconds, snapshot_id, text
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_NODES, MAX_SAYING, PROTOCOL_VERSION
+from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.smp_daemon.shared.starts import KILLED, End, Start, checked_failure
+from holdfast.smp_daemon.shared.transport import Message, Stream
+from holdfast.smp_daemon.shared.uids import peer_of
 
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 """How many digests of units a message has room for, beside its other fields."""
@@ -41,7 +38,7 @@ log = get_log(__name__)
 class TrainerConversation:
     """One trainer of this node. What it began and did not seal becomes free when it is gone."""
 
-    def __init__(self, smp: Smp, pid: int) -> None:
+    def __init__(self, smp: Core, pid: int) -> None:
         self._smp = smp
         self._store = smp.store
         self._pid = pid

@@ -1,4 +1,4 @@
-"""Noticing that a node is lost and nobody replaces it, and carrying out what `smp_daemon.reform` then plans.
+"""Noticing that a node is lost and nobody replaces it, and carrying out what `smp_daemon.coding.reform` then plans.
 
 Each SMP pings the members of its group. One that misses a member for long enough, or finds that its group has gone on
 without it, asks for a reform; the first node of the layout that answers is in charge. It does nothing while any trainer
@@ -13,21 +13,21 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from holdfast.smp_daemon.census import AT_ONCE, addresses_of, take_census
-from holdfast.smp_daemon.codings import Coding
-from holdfast.smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable, StaleEpoch
-from holdfast.smp_daemon.holdings import ParityKey
-from holdfast.smp_daemon.layout import Layout, SnapshotId
-from holdfast.smp_daemon.limits import move_deadline
-from holdfast.smp_daemon.links import Links
-from holdfast.smp_daemon.logs import Episodes, about, get_log
-from holdfast.smp_daemon.peers import PeerClient
-from holdfast.smp_daemon.points import reach
-from holdfast.smp_daemon.protect import send_units
-from holdfast.smp_daemon.rebuild import recover
-from holdfast.smp_daemon.reform import Reform, is_cluttered, plan_reform
-from holdfast.smp_daemon.sources import Address, Sources
-from holdfast.smp_daemon.store import Store
+from holdfast.smp_daemon.coding.protect import send_units
+from holdfast.smp_daemon.coding.reform import Reform, is_cluttered, plan_reform
+from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.net.peers import PeerClient
+from holdfast.smp_daemon.recovery.census import AT_ONCE, addresses_of, take_census
+from holdfast.smp_daemon.recovery.rebuild import recover
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable, StaleEpoch
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import move_deadline
+from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.sources import Address, Sources
+from holdfast.smp_daemon.storage.codings import Coding
+from holdfast.smp_daemon.storage.holdings import ParityKey
+from holdfast.smp_daemon.storage.store import Store
 
 PING_DEADLINE_S = 2.0
 LOOK_EVERY_S = 5.0

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from holdfast.ec import choose_codec
-from holdfast.smp_daemon.codings import Coding
-from holdfast.smp_daemon.drain import Drained
-from holdfast.smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError
-from holdfast.smp_daemon.fields import address, digests, identifier, number, seconds, snapshot_id
-from holdfast.smp_daemon.holdings import ParityKey, ShardKey
-from holdfast.smp_daemon.layout import Layout, SnapshotId
-from holdfast.smp_daemon.limits import CALL_DEADLINE_S, MAX_COUNT
-from holdfast.smp_daemon.links import Links
-from holdfast.smp_daemon.load import MICROSECONDS, waits_of
-from holdfast.smp_daemon.priority import make_background
-from holdfast.smp_daemon.records import ParityRecord, digest
-from holdfast.smp_daemon.reform import PHASES
-from holdfast.smp_daemon.sources import Sources
-from holdfast.smp_daemon.status import take_status
-from holdfast.smp_daemon.transport import Message, Stream
-
-if TYPE_CHECKING:
-    from holdfast.smp_daemon.service import Smp
-
+from holdfast.smp_daemon.coding.drain import Drained
+from holdfast.smp_daemon.coding.reform import PHASES
+from holdfast.smp_daemon.core import Core
+from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.ops.status import take_status
+from holdfast.smp_daemon.recovery.load import MICROSECONDS, waits_of
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.fields import address, digests, identifier, number, seconds, snapshot_id
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_COUNT
+from holdfast.smp_daemon.shared.priority import make_background
+from holdfast.smp_daemon.shared.records import ParityRecord, digest
+from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.smp_daemon.shared.transport import Message, Stream
+from holdfast.smp_daemon.storage.codings import Coding
+from holdfast.smp_daemon.storage.holdings import ParityKey, ShardKey
 
 OPERATIONS = (
     *("fold", "inventory", "status", "reform", "move", "enlist", "drain"),
@@ -40,7 +37,7 @@ MAX_TERMS = 255
 class PeerConversation:
     """Another SMP that sends units to fold in, asks for units, or has this one take part in something."""
 
-    def __init__(self, smp: Smp) -> None:
+    def __init__(self, smp: Core) -> None:
         self._smp = smp
         self._store = smp.store
         self._links = Links(smp.store.counters)

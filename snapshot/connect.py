@@ -6,11 +6,11 @@ import os
 import threading
 from pathlib import Path
 
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
-from holdfast.smp_daemon.logs import get_log
-from holdfast.smp_daemon.paths import arena_path, socket_path
-from holdfast.smp_daemon.spawn import start_smp
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.paths import arena_path, socket_path
+from holdfast.smp_daemon.shared.spawn import start_smp
 
 log = get_log(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.smp_daemon.errors import HoldfastError
+from holdfast.smp_daemon.shared.errors import HoldfastError
 
 
 class GivenUp(HoldfastError):

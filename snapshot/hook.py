@@ -10,7 +10,7 @@
 
 The state at a boundary is the state with which the next step begins. What code between two steps leaves behind belongs
 to it, what that borrows and gives back does not. The loop says where a step begins (`begin`, `steps`, `data`); or it is
-taken to be the first forward in training mode and with gradients, see `snapshot.beginning`.
+taken to be the first forward in training mode and with gradients, see `snapshot.step.beginning`.
 
 Calls into `SnapshotHook` come from the training thread only.
 """
@@ -31,40 +31,40 @@ from typing import Any, Literal, Self
 
 import torch
 
-from holdfast.smp_daemon.board import MAX_PAUSE_S, Outcome, Phase
-from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
-from holdfast.smp_daemon.layout import Layout, SnapshotId
-from holdfast.smp_daemon.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
-from holdfast.smp_daemon.logs import Episodes, about, get_log, log_here
-from holdfast.smp_daemon.paths import arena_path
-from holdfast.snapshot.adapter import Adapter
-from holdfast.snapshot.agreement import Agreement, AgreementLost, Result, default_agreement
-from holdfast.snapshot.arrange import coordinate_key, parse_domains, parse_protect
-from holdfast.snapshot.audit import Auditor, orders_from_environment
-from holdfast.snapshot.beginning import Beginning, Doubtful
-from holdfast.snapshot.boundary import BEGIN, Boundary
-from holdfast.snapshot.cadence import Cadence, budget_from_environment
-from holdfast.snapshot.capture import Capture
+from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, Outcome, Phase
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
+from holdfast.smp_daemon.shared.logs import Episodes, about, get_log, log_here
+from holdfast.smp_daemon.shared.paths import arena_path
+from holdfast.snapshot.collective.agreement import Agreement, AgreementLost, Result, default_agreement
 from holdfast.snapshot.connect import job_from_environment, warn_of_stale_store
-from holdfast.snapshot.copier import Copier, CopyJob, Retaken
-from holdfast.snapshot.data import Data
-from holdfast.snapshot.elastic import ELSEWHERE, elastic_from_environment
+from holdfast.snapshot.copy.devices import choose_mover
+from holdfast.snapshot.copy.pace import Pace
+from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.errors import Misfit
-from holdfast.snapshot.gradients import Gradients
-from holdfast.snapshot.hidden import registered, untracked
-from holdfast.snapshot.inputs import Batch
-from holdfast.snapshot.ledger import Ledger
-from holdfast.snapshot.movers import choose_mover
+from holdfast.snapshot.interval.cadence import Cadence, budget_from_environment
+from holdfast.snapshot.interval.profile import leave, recording_from_environment
 from holdfast.snapshot.own_smp import OwnSmp
-from holdfast.snapshot.pace import Pace
-from holdfast.snapshot.profile import leave, recording_from_environment
-from holdfast.snapshot.replicas import ReplicasDiffer
-from holdfast.snapshot.reserve import reserve
-from holdfast.snapshot.restore import Restored, restore
-from holdfast.snapshot.resumed import Resumed, check_environment, check_inputs
-from holdfast.snapshot.tracked import make
-from holdfast.snapshot.wishes import wishes_from_environment
-from holdfast.snapshot.witness import StateChanged
+from holdfast.snapshot.resume.arrange import coordinate_key, parse_domains, parse_protect
+from holdfast.snapshot.resume.comparison import Resumed, check_environment, check_inputs
+from holdfast.snapshot.resume.elastic import ELSEWHERE, elastic_from_environment
+from holdfast.snapshot.resume.reserve import reserve
+from holdfast.snapshot.resume.restore import Restored, restore
+from holdfast.snapshot.resume.wishes import wishes_from_environment
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.audit import Auditor, orders_from_environment
+from holdfast.snapshot.state.hidden import registered, untracked
+from holdfast.snapshot.state.inputs import Batch
+from holdfast.snapshot.state.replicas import ReplicasDiffer
+from holdfast.snapshot.state.tracked import make
+from holdfast.snapshot.step.beginning import Beginning, Doubtful
+from holdfast.snapshot.step.boundary import BEGIN, Boundary
+from holdfast.snapshot.step.capture import Capture
+from holdfast.snapshot.step.copier import Copier, CopyJob, Retaken
+from holdfast.snapshot.step.data import Data
+from holdfast.snapshot.step.gradients import Gradients
+from holdfast.snapshot.step.ledger import Ledger
 
 PATIENCE_S = 0.5
 """How long ``optim.step()`` may wait for a copy to begin. If the SMP gives no slot by then, it does not wait at all
@@ -253,7 +253,7 @@ class SnapshotHook:
                     ...
 
         Args:
-            source, ahead, exact: see `snapshot.data.Data`.
+            source, ahead, exact: see `snapshot.step.data.Data`.
             name: which source it is, if there are several.
 
         Raises:
@@ -267,7 +267,7 @@ class SnapshotHook:
             if held == ELSEWHERE:
                 raise ConfigError(
                     f"data({name!r}) was read by another number of ranks, so its place cannot be found again: cut "
-                    "batches with `holdfast.batches.GlobalBatches` where the number of ranks may change"
+                    "batches with `holdfast.integrations.batches.GlobalBatches` where the number of ranks may change"
                 )
             known = Data(source, name, held, self._mark, self._begin, ahead=ahead, exact=exact, beat=self._beat)
             self._data[name] = known

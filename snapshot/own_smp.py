@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError, SmpUnavailable
-from holdfast.smp_daemon.layout import Layout
-from holdfast.smp_daemon.limits import CALL_DEADLINE_S
-from holdfast.smp_daemon.logs import get_log
-from holdfast.smp_daemon.starts import WELL, End, failure_text
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.layout import Layout
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.starts import WELL, End, failure_text
 from holdfast.snapshot.connect import connect, start_here
 
 ATTACH_DEADLINE_S = 5.0

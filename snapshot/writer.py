@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 import torch
 
-from holdfast.smp_daemon.board import Outcome
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import HoldfastError
-from holdfast.smp_daemon.inventory import Inventory
-from holdfast.smp_daemon.layout import Layout, SnapshotId
-from holdfast.smp_daemon.plan import newest_protected, newest_whole
-from holdfast.smp_daemon.slotfile import SlotFormat, write_stamp
-from holdfast.snapshot.agreement import Agreement
-from holdfast.snapshot.arrange import Protection
-from holdfast.snapshot.movers import choose_mover
-from holdfast.snapshot.reserve import reserve
-from holdfast.snapshot.restore import exchange
-from holdfast.snapshot.state import place_tensors, plan_format
-from holdfast.snapshot.tensors import leaf_of
+from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.plan import newest_protected, newest_whole
+from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
+from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.copy.devices import choose_mover
+from holdfast.snapshot.copy.tensors import leaf_of
+from holdfast.snapshot.resume.arrange import Protection
+from holdfast.snapshot.resume.reserve import reserve
+from holdfast.snapshot.resume.restore import exchange
+from holdfast.snapshot.state.record import place_tensors, plan_format
 
 SLOTS = 3
 """What was written last, what is being written, and after a restart what was written before: the last may not be

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.credentials import DEFAULT_NAME, TLS_ENVS, TLS_NAME_ENV, TOKEN_ENV, TOKEN_FILE_ENV, current
+from holdfast.smp_daemon.shared.credentials import (
+    DEFAULT_NAME,
+    TLS_ENVS,
+    TLS_NAME_ENV,
+    TOKEN_ENV,
+    TOKEN_FILE_ENV,
+    current,
+)
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command makes the certificates")
 

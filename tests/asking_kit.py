@@ -1,4 +1,4 @@
-"""A world in which `smp_daemon.asking` asks: sources that serve one after another, on a clock that costs no time."""
+"""A world in which `recovery.asking` asks: sources that serve one after another, on a clock that costs no time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from holdfast.smp_daemon.asking import LANES, Asking
-from holdfast.smp_daemon.asks import Ask, How, Verdict, Ways
-from holdfast.smp_daemon.limits import CALL_DEADLINE_S
-from holdfast.smp_daemon.sources import Address
+from holdfast.smp_daemon.recovery.asking import LANES, Asking
+from holdfast.smp_daemon.recovery.asks import Ask, How, Verdict, Ways
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.shared.sources import Address
 
 
 def at(number: int) -> Address:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.chaos.demo import PRELOAD
 from holdfast.chaos.launcher import Launcher
-from holdfast.demo import PRELOAD
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)

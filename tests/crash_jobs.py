@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos.trainer import Trainer
-from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.shared.points import reach
 
 DRAIN_DEADLINE_S = 0.2
 STEP_S = 0.002

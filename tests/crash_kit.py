@@ -17,11 +17,11 @@ from typing import Any
 
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.trainer import ENV as TRAINER_ENV
-from holdfast.smp_daemon import points
-from holdfast.smp_daemon.errors import DeadlineExceeded
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.paths import ARENA_ENV
-from holdfast.smp_daemon.records import ParityRecord, ShardRecord, digest, parity_from_json, shard_from_json
+from holdfast.smp_daemon.shared import points
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.records import ParityRecord, ShardRecord, digest, parity_from_json, shard_from_json
 from tests.crash_jobs import END
 from tests.smp_kit import DEADLINE_S, JOB, Ground, Held, Rules, SmpProcess
 

@@ -17,7 +17,7 @@ from examples.elastic import Elastic
 from examples.zero import Zero
 from holdfast.chaos import drill
 from holdfast.chaos.trainer import Trainer
-from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.shared.points import reach
 
 DRAIN_DEADLINE_S = 10.0
 
@@ -45,7 +45,7 @@ def train() -> None:
     trainer.init_process_group()
     job: Any
     if args["kind"] == "megatron":
-        from holdfast.gpt import Gpt
+        from holdfast.chaos.gpt import Gpt
 
         job = Gpt(1234, **args.get("options", {}))
     elif args["kind"] == "zero":

@@ -24,14 +24,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from holdfast.smp_daemon.errors import StaleEpoch
-from holdfast.smp_daemon.limits import CALL_DEADLINE_S
-from holdfast.smp_daemon.records import digest_units, write_json
 from holdfast.smp_daemon.service import Smp
-from holdfast.smp_daemon.transport import Message, SocketStream, call, connect
-from holdfast.snapshot.agreement import Alone, Result, T
-from holdfast.snapshot.copier import CopyJob
-from holdfast.snapshot.movers import CpuMover, Piece
+from holdfast.smp_daemon.shared.errors import StaleEpoch
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.shared.records import digest_units, write_json
+from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
+from holdfast.snapshot.collective.agreement import Alone, Result, T
+from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.step.copier import CopyJob
 
 HOLD_S = 0.001
 """A thread is held no longer, so that threads which wait for it without a gate go on."""
@@ -285,7 +285,7 @@ class Circle:
 
 
 class Member:
-    """`snapshot.agreement.Agreement` of one thread of a `Circle`."""
+    """`snapshot.collective.agreement.Agreement` of one thread of a `Circle`."""
 
     def __init__(self, circle: Circle, rank: int) -> None:
         self._circle = circle
@@ -375,26 +375,26 @@ def gates() -> Iterator[list[BaseException]]:
 
     with ExitStack() as stack:
         for target, new in {
-            "holdfast.snapshot.copier.reach": reached,
-            "holdfast.snapshot.restore.reach": reached,
-            "holdfast.snapshot.copier.queue": SimpleNamespace(SimpleQueue=lambda: MortalQueue(current_life())),
-            "holdfast.snapshot.movers.CpuMover": MortalMover,
+            "holdfast.snapshot.step.copier.reach": reached,
+            "holdfast.snapshot.resume.restore.reach": reached,
+            "holdfast.snapshot.step.copier.queue": SimpleNamespace(SimpleQueue=lambda: MortalQueue(current_life())),
+            "holdfast.snapshot.copy.movers.CpuMover": MortalMover,
             "holdfast.snapshot.hook.default_agreement": lambda: (
                 Member(_HERE.circle, rank()) if _HERE.circle else Alone()
             ),
-            "holdfast.integrations.torch_native.TorchAdapter.coordinate": lambda self: f"dp{rank()}",
+            "holdfast.integrations.adapters.torch_native.TorchAdapter.coordinate": lambda self: f"dp{rank()}",
             # torch keeps these for a process, of which lives that are over, and the ranks of one, are others
-            "holdfast.snapshot.steppers.register_optimizer_step_pre_hook": _hook_nobody,
-            "holdfast.snapshot.steppers.register_optimizer_step_post_hook": _hook_nobody,
-            "holdfast.smp_daemon.client.call": _call,
-            "holdfast.smp_daemon.client.connect": _connect,
-            "holdfast.smp_daemon.store.reach": smp_reached,
-            "holdfast.smp_daemon.protect.reach": smp_reached,
-            "holdfast.smp_daemon.rebuild.reach": smp_reached,
-            "holdfast.smp_daemon.store.digest_units": _digest_units,
-            "holdfast.smp_daemon.store.write_json": _write_json,
-            "holdfast.smp_daemon.arena.write_json": _write_json,
-            "holdfast.smp_daemon.pool.write_json": _write_json,
+            "holdfast.snapshot.state.steppers.register_optimizer_step_pre_hook": _hook_nobody,
+            "holdfast.snapshot.state.steppers.register_optimizer_step_post_hook": _hook_nobody,
+            "holdfast.smp_daemon.shared.client.call": _call,
+            "holdfast.smp_daemon.shared.client.connect": _connect,
+            "holdfast.smp_daemon.storage.store.reach": smp_reached,
+            "holdfast.smp_daemon.coding.protect.reach": smp_reached,
+            "holdfast.smp_daemon.recovery.rebuild.reach": smp_reached,
+            "holdfast.smp_daemon.storage.store.digest_units": _digest_units,
+            "holdfast.smp_daemon.storage.store.write_json": _write_json,
+            "holdfast.smp_daemon.storage.arena.write_json": _write_json,
+            "holdfast.smp_daemon.storage.pool.write_json": _write_json,
             "threading.excepthook": note,
         }.items():
             stack.enter_context(patch(target, new))

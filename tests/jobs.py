@@ -27,15 +27,15 @@ from torch.distributed.tensor import DTensor
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
-from holdfast.chaos.namespaces import DEVICE
+from holdfast.chaos.network.namespaces import DEVICE
 from holdfast.chaos.trainer import Trainer
-from holdfast.export import export
+from holdfast.chaos.workload import Workload
+from holdfast.cli.export import export
 from holdfast.integrations.dcp import MemoryReader, MemoryWriter
-from holdfast.smp_daemon.errors import DeadlineExceeded
-from holdfast.smp_daemon.overview import look
-from holdfast.smp_daemon.paths import arena_path, read_owner
-from holdfast.smp_daemon.points import reach
-from holdfast.workload import Workload
+from holdfast.smp_daemon.ops.overview import look
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded
+from holdfast.smp_daemon.shared.paths import arena_path, read_owner
+from holdfast.smp_daemon.shared.points import reach
 
 DRAIN_DEADLINE_S = 1.0
 PERSIST_DEADLINE_S = 30.0
@@ -125,7 +125,7 @@ def paced() -> None:
     torch.set_num_threads(1)
     trainer.init_process_group()
     os.environ["HOLDFAST_MTBF"] = "10ms"  # so often that the budget alone bounds the interval
-    lines, logger = Lines(), logging.getLogger("holdfast.snapshot.cadence")
+    lines, logger = Lines(), logging.getLogger("holdfast.snapshot.interval.cadence")
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
     model = Stamped(1000)

@@ -13,12 +13,12 @@ from typing import Any
 
 from holdfast.chaos.loops.script import End, Loop, Twist
 from holdfast.chaos.loops.trial import Trials
-from holdfast.snapshot import rng
-from holdfast.snapshot.boundary import Boundary
-from holdfast.snapshot.capture import Capture
-from holdfast.snapshot.optimizers import OptimizerState
-from holdfast.snapshot.resumed import Resumed
-from holdfast.snapshot.witness import Witness
+from holdfast.snapshot.copy.witness import Witness
+from holdfast.snapshot.resume.comparison import Resumed
+from holdfast.snapshot.state import rng
+from holdfast.snapshot.state.optimizers import OptimizerState
+from holdfast.snapshot.step.boundary import Boundary
+from holdfast.snapshot.step.capture import Capture
 
 
 def _ignore(*arguments: Any, **options: Any) -> None:
@@ -70,7 +70,7 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         Loop(7, data="prefetched, before entering", form="steps", ends=WITHIN),
     ),
     "buffers are not restored": (
-        [("holdfast.integrations.torch_native", "buffers", lambda module, prefix: iter(()))],
+        [("holdfast.integrations.adapters.torch_native", "buffers", lambda module, prefix: iter(()))],
         Loop(6, model="batchnorm", form="begin", ends=WITHIN),
     ),
 }

@@ -25,17 +25,17 @@ from typing import IO, Any
 import psutil
 
 from holdfast.chaos.smp_zygote import Forked, Zygote
-from holdfast.smp_daemon import points
-from holdfast.smp_daemon.board import Outcome
-from holdfast.smp_daemon.client import RecoveredShard, SmpClient
-from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.inventory import Inventory
-from holdfast.smp_daemon.layout import Layout, SnapshotId
-from holdfast.smp_daemon.paths import Owner
-from holdfast.smp_daemon.plan import RestorePlan, plan_restore
-from holdfast.smp_daemon.slotfile import Leaf, plan_slot, write_stamp
-from holdfast.smp_daemon.spawn import parse_report, smp_command
-from holdfast.snapshot.arrange import RankInfo, arrange, parse_protect
+from holdfast.smp_daemon.shared import points
+from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.paths import Owner
+from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
+from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
+from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
+from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 
 JOB = "testrun"
 DEADLINE_S = 60.0

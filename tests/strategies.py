@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
 snapshots = st.builds(SnapshotId, st.integers(1, 3), st.integers(1, 2**40))

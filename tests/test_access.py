@@ -11,18 +11,26 @@ from pathlib import Path
 import grpc
 import pytest
 
-from holdfast.smp_daemon import peer_pb2, peer_pb2_grpc
-from holdfast.smp_daemon.census import take_census
-from holdfast.smp_daemon.control import CALL_KEY, MAX_CALLERS, SIGN_BYTES, WINDOW, Once, Signer, Verifier
-from holdfast.smp_daemon.counters import Counters
-from holdfast.smp_daemon.credentials import MIN_TOKEN_BYTES, TLS_ENVS, TOKEN_ENV, Credentials, access_of, current, load
-from holdfast.smp_daemon.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable
-from holdfast.smp_daemon.gate import COMPLAIN_EVERY_S, MAX_SOURCES, Complaints
-from holdfast.smp_daemon.handshake import check_client, prove_to_server
-from holdfast.smp_daemon.overview import look
-from holdfast.smp_daemon.peers import PeerClient
-from holdfast.smp_daemon.spawn import smp_command
-from holdfast.smp_daemon.transport import call, connect
+from holdfast.smp_daemon.net import peer_pb2, peer_pb2_grpc
+from holdfast.smp_daemon.net.control import CALL_KEY, MAX_CALLERS, SIGN_BYTES, WINDOW, Once, Signer, Verifier
+from holdfast.smp_daemon.net.gate import COMPLAIN_EVERY_S, MAX_SOURCES, Complaints
+from holdfast.smp_daemon.net.peers import PeerClient
+from holdfast.smp_daemon.ops.overview import look
+from holdfast.smp_daemon.recovery.census import take_census
+from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.shared.credentials import (
+    MIN_TOKEN_BYTES,
+    TLS_ENVS,
+    TOKEN_ENV,
+    Credentials,
+    access_of,
+    current,
+    load,
+)
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable
+from holdfast.smp_daemon.shared.handshake import check_client, prove_to_server
+from holdfast.smp_daemon.shared.spawn import smp_command
+from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import Authority, credentials, needs_openssl, token_file
 from tests.smp_kit import DEADLINE_S, JOB, Ground, Run, SmpProcess, playground, refusal, run_on
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.spawn import find_leftovers, remove
-from holdfast.snapshot import agreement
-from holdfast.snapshot.agreement import AgreementLost, Alone, Result, work_in_rounds
+from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from holdfast.snapshot.collective import agreement
+from holdfast.snapshot.collective.agreement import AgreementLost, Alone, Result, work_in_rounds
 from tests.test_replicas import Rank, together
 
 ROUNDS = 5

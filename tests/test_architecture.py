@@ -84,7 +84,7 @@ def test_the_front_door_opens_quickly_and_without_frameworks() -> None:
 
 def test_the_version_is_printed_without_frameworks() -> None:
     code = (
-        "import sys, holdfast.cli as cli\n"
+        "import sys, holdfast.cli.main as cli\n"
         "try: cli.main(['--version'])\n"
         "except SystemExit as end: print(end.code, [m for m in ('torch', 'ray', 'megatron') if m in sys.modules])"
     )
@@ -97,7 +97,7 @@ def test_the_generated_stubs_are_those_of_the_proto_file(tmp_path: Path) -> None
         [
             *(sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}"),
             *(f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", f"--grpc_python_out={tmp_path}"),
-            str(ROOT / "holdfast/smp_daemon/peer.proto"),
+            str(ROOT / "holdfast/smp_daemon/net/peer.proto"),
         ],
         check=True,
         timeout=60,

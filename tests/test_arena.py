@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon import arena as arena_module
-from holdfast.smp_daemon import pool as pool_module
-from holdfast.smp_daemon.arena import Arena
-from holdfast.smp_daemon.errors import ArenaTooSmall, ConfigError, ProtocolError
-from holdfast.smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from holdfast.smp_daemon.pool import Pool
-from holdfast.smp_daemon.slots import Slot, SlotState
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.storage import arena as arena_module
+from holdfast.smp_daemon.storage import pool as pool_module
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.pool import Pool
+from holdfast.smp_daemon.storage.slots import Slot, SlotState
 
 PAGE = mmap.PAGESIZE
 SMALL_TMPFS = 16 * PAGE

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.ec.stripes import DEFAULT_UNIT_BYTES
-from holdfast.smp_daemon.errors import ConfigError, ProtocolError
-from holdfast.smp_daemon.layout import Layout
-from holdfast.snapshot.arrange import (
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.layout import Layout
+from holdfast.snapshot.resume.arrange import (
     Protection,
     RankInfo,
     arrange,

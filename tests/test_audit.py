@@ -15,7 +15,7 @@ from rich.console import Console
 
 from holdfast import ConfigError, HoldfastError
 from holdfast.audit import Difference, Notes, Plan, Report, compare, distinct, drift, run, show
-from holdfast.snapshot.reach import reachable
+from holdfast.snapshot.state.reach import reachable
 
 ROOT = Path(__file__).parent.parent
 

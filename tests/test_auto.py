@@ -8,8 +8,8 @@ import pytest
 
 from holdfast.chaos.cluster import History, VirtualCluster
 from holdfast.chaos.launcher import Launcher
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.snapshot.cadence import MTBF_ENV, Cadence
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.cadence import MTBF_ENV, Cadence
 
 BUDGET = 0.06
 COST_S = 0.1

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.batches import GlobalBatches, portion
-from holdfast.smp_daemon.errors import ConfigError
+from holdfast.integrations.batches import GlobalBatches, portion
+from holdfast.smp_daemon.shared.errors import ConfigError
 
 
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5), st.integers(0, 5))

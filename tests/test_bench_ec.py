@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from holdfast import ConfigError
-from holdfast.bench_ec import (
+from holdfast.bench.ec import (
     KIB,
     MIB,
     OPS,
@@ -35,7 +35,7 @@ from holdfast.bench_ec import (
     size,
     verdicts,
 )
-from holdfast.bench_smp import ProtectRow, RebuildRow
+from holdfast.bench.smp import ProtectRow, RebuildRow
 from holdfast.doctor import why_unusable
 from holdfast.ec import choose_codec
 

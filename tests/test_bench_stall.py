@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from holdfast import ConfigError
-from holdfast.bench_copy import measure_copies
-from holdfast.bench_plot import draw
-from holdfast.bench_stall import SYSTEMS, Plan, Report, choose, grid, markdown
-from holdfast.cli import main
+from holdfast.bench.copy import measure_copies
+from holdfast.bench.plot import draw
+from holdfast.bench.stall import SYSTEMS, Plan, Report, choose, grid, markdown
+from holdfast.cli.main import main
 
 ROW: dict[str, Any] = {
     "system": "holdfast",

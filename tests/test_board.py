@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.board import MAX_PAUSE_S, PAUSE_WORDS, WORDS, Board, Outcome
+from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, PAUSE_WORDS, WORDS, Board, Outcome
 
 quick = settings(deadline=None, derandomize=True, max_examples=80)
 

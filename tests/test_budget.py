@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import main
-from holdfast.smp_daemon.arena import Arena
-from holdfast.smp_daemon.board import Outcome
-from holdfast.smp_daemon.budget import RESERVE, Budget, parse_size, wipe, wipe_file
-from holdfast.smp_daemon.errors import ArenaTooSmall, ConfigError
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.pool import Pool
-from holdfast.smp_daemon.spawn import find_leftovers, sweep
+from holdfast.cli.main import main
+from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.budget import RESERVE, Budget, parse_size, wipe, wipe_file
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.spawn import find_leftovers, sweep
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.pool import Pool
 from tests.smp_kit import Ground, SmpProcess, Trainer, memory_of, playground, run_on
 from tests.test_arena import PAGE, TAG, at, crash, hold
 
@@ -229,8 +229,8 @@ def test_gc_sees_an_arena_that_has_no_owner_yet(ground: Ground) -> None:
 TRAINER = """
 import sys
 from pathlib import Path
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.layout import SnapshotId
 client = SmpClient(Path(sys.argv[1]), sys.argv[2])
 slot = client.begin(SnapshotId(1, int(sys.argv[3])), "dp0", [SnapshotId(1, 1)], SnapshotId(1, 1))
 slot[: slot.nbytes // 2] = b"x" * (slot.nbytes // 2)

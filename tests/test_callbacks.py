@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.callbacks import Overlooked, keep_averages
 from holdfast.hook import SettledSnapshot
+from holdfast.integrations.callbacks import Overlooked, keep_averages
 from tests.test_hook import arena as arena
 
 

@@ -15,21 +15,21 @@ import pytest
 import torch
 
 from holdfast import InMemorySnapshot
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import HoldfastError, StateMismatch
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.slotfile import RECORD, read_format, read_stamp
-from holdfast.snapshot import rng
-from holdfast.snapshot.adapter import Change, LiveTensor
-from holdfast.snapshot.agreement import Alone
-from holdfast.snapshot.capture import Capture, Staging
-from holdfast.snapshot.copier import Copier, CopyJob
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import HoldfastError, StateMismatch
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_stamp
+from holdfast.snapshot.collective.agreement import Alone
+from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.copy.pace import Pace
+from holdfast.snapshot.copy.tensors import read_leaf
+from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.errors import Misfit
-from holdfast.snapshot.movers import CpuMover, Piece
-from holdfast.snapshot.pace import Pace
-from holdfast.snapshot.state import decode_record, decode_values
-from holdfast.snapshot.tensors import read_leaf
-from holdfast.snapshot.witness import StateChanged
+from holdfast.snapshot.state import rng
+from holdfast.snapshot.state.live import Change, LiveTensor
+from holdfast.snapshot.state.record import decode_record, decode_values
+from holdfast.snapshot.step.capture import Capture, Staging
+from holdfast.snapshot.step.copier import Copier, CopyJob
 from tests.test_hook import arena as arena
 from tests.test_hook import train, values
 from tests.test_movers import Counting
@@ -549,7 +549,7 @@ def test_memory_that_moves_with_each_step_is_not_held_once_it_is_copied(rig: Rig
 
 
 def test_state_that_stays_where_it_is_is_not_walked_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    walks = Counting(monkeypatch, "holdfast.snapshot.capture.Manifest")
+    walks = Counting(monkeypatch, "holdfast.snapshot.step.capture.Manifest")
     for _ in range(3):
         job = rig.begin()
         rig.end(job)

@@ -32,10 +32,10 @@ from holdfast.chaos.scenario import (
     to_json,
 )
 from holdfast.chaos.verdict import judge, lost_protected, torn
-from holdfast.chaos_command import shard
-from holdfast.chaos_report import markdown, page
-from holdfast.cli import main
-from holdfast.snapshot.tuning.profiles import PROFILES
+from holdfast.cli.chaos import shard
+from holdfast.cli.chaos_report import markdown, page
+from holdfast.cli.main import main
+from holdfast.snapshot.interval.profiles import PROFILES
 
 # ---------------------------------------------------------------------- real processes
 
@@ -189,8 +189,8 @@ def test_some_of_what_is_drawn_is_on_the_network() -> None:
 def test_what_this_machine_cannot_do_is_left_out_and_says_why(
     running: Campaign, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.chaos.namespaces.unavailable", lambda: "needs a wire")
-    monkeypatch.setattr("holdfast.chaos.clocks.unavailable", lambda: "needs a compiler")
+    monkeypatch.setattr("holdfast.chaos.network.namespaces.unavailable", lambda: "needs a wire")
+    monkeypatch.setattr("holdfast.chaos.network.clocks.unavailable", lambda: "needs a compiler")
     for name, reason in (("partitioned", "needs a wire"), ("a-clock-jumps-ahead", "needs a compiler")):
         assert running.run(choose(name)[0], "").skipped == reason
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.chaos import clocks
 from holdfast.chaos.launcher import Launcher
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.smp_daemon.paths import arena_base
+from holdfast.chaos.network import clocks
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.paths import arena_base
 
 DEADLINE_S = 20.0
 DAY_S, HOUR_S = 86400, 3600

@@ -14,9 +14,9 @@ import pytest
 from holdfast.chaos.accounting import beyond_access_times
 from holdfast.chaos.cluster import Event, History, JobFailed, VirtualCluster
 from holdfast.chaos.launcher import Launcher
-from holdfast.chaos.namespaces import unavailable
+from holdfast.chaos.network.namespaces import unavailable
 from holdfast.chaos.node import VirtualNode, Wiring
-from holdfast.smp_daemon.paths import arena_base
+from holdfast.smp_daemon.shared.paths import arena_base
 
 pytestmark = pytest.mark.cluster
 STEPS = 9

@@ -12,16 +12,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.slotfile import Leaf, plan_slot
-from holdfast.snapshot.copier import Copier, CopyJob, Retaken
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
+from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.copy.pace import Pace
+from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
 from holdfast.snapshot.errors import Misfit
-from holdfast.snapshot.movers import CpuMover, Piece
-from holdfast.snapshot.pace import Pace
-from holdfast.snapshot.state import place_tensors
-from holdfast.snapshot.witness import StateChanged, Subjects, Witness
+from holdfast.snapshot.state.record import place_tensors
+from holdfast.snapshot.step.copier import Copier, CopyJob, Retaken
 
 DEADLINE_S = 10.0
 SOON_S = 0.05

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import pytest
 
-from holdfast.smp_daemon.counters import Counters, Counts
+from holdfast.smp_daemon.shared.counters import Counters, Counts
 
 DEADLINE_S = 30.0
 THREADS = 4

@@ -15,10 +15,10 @@ import pytest
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.scenario import built_in
 from holdfast.chaos.smp_zygote import Zygote
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import SmpUnavailable
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.points import PERSIST_POINTS, POINTS, SMP_POINTS, TRAINER_POINTS
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import SmpUnavailable
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.points import PERSIST_POINTS, POINTS, SMP_POINTS, TRAINER_POINTS
 from tests.crash_kit import Job, held_whole, job, next_life
 from tests.smp_kit import (
     DEADLINE_S,

@@ -24,14 +24,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.errors import ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.snapshot import cuda, cuda_runtime
-from holdfast.snapshot.cuda import CudaMover, chunks
-from holdfast.snapshot.cuda_runtime import Event, Stream, TorchRuntime
-from holdfast.snapshot.movers import CpuMover, Mover, Piece
-from holdfast.snapshot.numa import numa_node, parse_cpus, pin_to_node
-from holdfast.snapshot.tensors import flat
-from holdfast.snapshot.witness import StateChanged, Subjects, Witness
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.snapshot.copy import cuda, cuda_runtime
+from holdfast.snapshot.copy.cuda import CudaMover, chunks
+from holdfast.snapshot.copy.cuda_runtime import Event, Stream, TorchRuntime
+from holdfast.snapshot.copy.movers import CpuMover, Mover, Piece
+from holdfast.snapshot.copy.numa import numa_node, parse_cpus, pin_to_node
+from holdfast.snapshot.copy.tensors import flat
+from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
 
 quick = settings(deadline=None, derandomize=True, max_examples=120)
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from holdfast.snapshot.cuda import CudaMover
-from holdfast.snapshot.cuda_runtime import TorchRuntime
-from holdfast.snapshot.movers import Piece
+from holdfast.snapshot.copy.cuda import CudaMover
+from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
+from holdfast.snapshot.copy.movers import Piece
 
 pytestmark = [
     pytest.mark.gpu,

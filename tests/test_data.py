@@ -29,11 +29,11 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from holdfast.batches import GlobalBatches
-from holdfast.smp_daemon.errors import ConfigError, StateMismatch
-from holdfast.snapshot import rng
-from holdfast.snapshot.data import Data
-from holdfast.snapshot.values import decode, encode
+from holdfast.integrations.batches import GlobalBatches
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.snapshot.state import rng
+from holdfast.snapshot.state.values import decode, encode
+from holdfast.snapshot.step.data import Data
 
 SAMPLES, BATCH, PASSES = 22, 4, 3
 

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.chaos.cluster import JobFailed, VirtualCluster
 from holdfast.chaos.launcher import Launcher
-from holdfast.smp_daemon.spawn import find_leftovers, remove
+from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.cluster
@@ -94,7 +94,7 @@ def test_objects_of_its_own_come_back(arena: Path) -> None:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     from holdfast.integrations.deepspeed import strip, unstrip
-    from holdfast.snapshot.values import decode, encode
+    from holdfast.snapshot.state.values import decode, encode
 
     scaler = DynamicLossScaler(2.0**16, 2.0, 1000, 1.0, 2, False)
     value = {"a": [fragment_address(3, 4), ZeroStageEnum.weights, torch.Size([1, 2])], "b": (scaler,)}

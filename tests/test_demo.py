@@ -13,10 +13,11 @@ import pytest
 
 from holdfast import ConfigError, HoldfastError
 from holdfast.chaos.cluster import History, VirtualCluster
+from holdfast.chaos.demo import JOB, Kill, Plan, account
 from holdfast.chaos.drill import TARGET, compare
 from holdfast.chaos.launcher import Launcher
-from holdfast.cli import _kills, _parser
-from holdfast.demo import JOB, Kill, Plan, account
+from holdfast.cli.demo import _kills
+from holdfast.cli.main import make_parser
 
 KILLS = (Kill("trainer", (1,), 3), Kill("node", (2,), 5))
 PLAN = Plan(nodes=4, ranks_per_node=1, steps=6, seed=7, protect="3+1", kills=KILLS)
@@ -153,17 +154,17 @@ def test_an_impossible_demo_is_refused(changes: dict[str, object], message: str)
     ],
 )
 def test_what_is_killed_is_as_the_options_say(options: list[str], kills: str) -> None:
-    assert " ".join(kill.option for kill in _kills(_parser().parse_args(["demo", *options]))) == kills
+    assert " ".join(kill.option for kill in _kills(make_parser().parse_args(["demo", *options]))) == kills
 
 
 @pytest.mark.parametrize("lose", ["5", "-1"])
 def test_nodes_that_there_are_not_cannot_be_lost(lose: str) -> None:
     with pytest.raises(HoldfastError, match="there are 4 nodes"):
-        _kills(_parser().parse_args(["demo", "--lose", lose]))
+        _kills(make_parser().parse_args(["demo", "--lose", lose]))
 
 
 @pytest.mark.parametrize("text", ["node:1+@3", "node:+1@3", "node:1", "rack:1@3", "node:1@x"])
 def test_a_kill_that_says_nothing_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        _parser().parse_args(["demo", "--kill", text])
+        make_parser().parse_args(["demo", "--kill", text])
     assert "is neither trainer:RANK@STEP nor node:INDEX@STEP" in capsys.readouterr().err

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import _parser
-from holdfast.smp_daemon.budget import parse_size
+from holdfast.cli.main import make_parser
+from holdfast.smp_daemon.shared.budget import parse_size
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -45,7 +45,7 @@ def test_every_command_is_one_that_the_parser_takes(path: Path) -> None:
     found = [words for words in commands(path.read_text()) if "..." not in words and "|" not in words]
     assert found or path.name == "trainer.yaml"
     for words in found:
-        _parser().parse_args([word for word in words if not re.fullmatch(r"[A-Z]+", word)] + missing(words))
+        make_parser().parse_args([word for word in words if not re.fullmatch(r"[A-Z]+", word)] + missing(words))
 
 
 def missing(words: list[str]) -> list[str]:

@@ -57,7 +57,7 @@ DISK = Mount(Path("/"), "ext4", frozenset({"rw"}))
 
 def doctor(*, env: dict[str, str] | None = None, before: str = "pass") -> tuple[int, dict[str, dict[str, Any]], str]:
     """The command, in a process where `before` was executed: its status, what it found, and what it showed."""
-    code = f"{before}\nimport sys\nfrom holdfast.cli import main\nsys.exit(main(['doctor', '--json', '-']))"
+    code = f"{before}\nimport sys\nfrom holdfast.cli.main import main\nsys.exit(main(['doctor', '--json', '-']))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -11,14 +11,14 @@ from itertools import combinations
 
 import pytest
 
-from holdfast.cli import main
-from holdfast.drain import sentence
-from holdfast.smp_daemon.drain import Drained, parse_spares
-from holdfast.smp_daemon.errors import ConfigError, Unrecoverable
-from holdfast.smp_daemon.inventory import Inventory
-from holdfast.smp_daemon.paths import read_owner
-from holdfast.smp_daemon.plan import plan_restore
-from holdfast.smp_daemon.reform import moved, plan_reform
+from holdfast.cli.drain import sentence
+from holdfast.cli.main import main
+from holdfast.smp_daemon.coding.drain import Drained, parse_spares
+from holdfast.smp_daemon.coding.reform import moved, plan_reform
+from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.paths import read_owner
+from holdfast.smp_daemon.shared.plan import plan_restore
 from tests.smp_kit import DEADLINE_S, Ground, Run, SmpProcess, Trainer, playground, run_on
 from tests.test_reform import (
     SNAPSHOT,

@@ -12,14 +12,14 @@ from safetensors import safe_open
 
 from holdfast.chaos.cluster import VirtualCluster
 from holdfast.chaos.launcher import Launcher
-from holdfast.cli import main
-from holdfast.export import export
-from holdfast.export_source import from_place, list_place
-from holdfast.export_tensors import Slot, read_slot, whole_tensors, write_safetensors
-from holdfast.smp_daemon.errors import ConfigError, StateMismatch
-from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.cli.export import export
+from holdfast.cli.main import main
+from holdfast.export.source import from_place, list_place
+from holdfast.export.tensors import Slot, read_slot, whole_tensors, write_safetensors
 from holdfast.smp_daemon.persist.place import open_place
-from holdfast.smp_daemon.slotfile import Leaf, plan_slot, write_stamp
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from tests.smp_kit import JOB, Ground, Run, playground, run_on
 from tests.test_persister import await_persisted, persist
 

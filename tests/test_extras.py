@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
-from holdfast.integrations.torch_native import TorchAdapter
+from holdfast.integrations.adapters.torch_native import TorchAdapter
 from tests.test_hook import arena as arena
 from tests.test_hook import small
 

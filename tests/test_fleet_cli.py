@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.chaos.fleet import published
-from holdfast.cli import main
-from holdfast.simulate_plot import draw
+from holdfast.cli.main import main
+from holdfast.cli.simulate_plot import draw
+from holdfast.planner.fleet import published
 
 SMALL = ["simulate", "--gpus", "1024,4096", "--days", "20", "--seeds", "2", "--model", "70b"]
 

@@ -7,13 +7,13 @@ import statistics
 
 import pytest
 
-from holdfast.chaos.fleet.engine import simulate
-from holdfast.chaos.fleet.failures import DAY_S, FailureProcess
-from holdfast.chaos.fleet.job import Job, Site
-from holdfast.chaos.fleet.progress import Save
-from holdfast.chaos.fleet.strategies import Design, DiskAsync, DiskSync, InMemoryCode, Nothing, Strategy
-from holdfast.snapshot.tuning.interval import expected_time
-from holdfast.snapshot.tuning.survival import loss_rate_first_order
+from holdfast.planner.fleet.engine import simulate
+from holdfast.planner.fleet.failures import DAY_S, FailureProcess
+from holdfast.planner.fleet.job import Job, Site
+from holdfast.planner.fleet.progress import Save
+from holdfast.planner.fleet.strategies import Design, DiskAsync, DiskSync, InMemoryCode, Nothing, Strategy
+from holdfast.planner.survival import loss_rate_first_order
+from holdfast.snapshot.interval.periods import expected_time
 
 
 def ratios(job: Job, site: Site, process: FailureProcess, strategy: Strategy, days: float, runs: int) -> list[float]:

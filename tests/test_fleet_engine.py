@@ -10,12 +10,12 @@ from random import Random
 import pytest
 
 from holdfast import ConfigError
-from holdfast.chaos.fleet.engine import Outcome, simulate
-from holdfast.chaos.fleet.failures import DAY_S, Failure, FailureProcess
-from holdfast.chaos.fleet.groups import Groups, place
-from holdfast.chaos.fleet.job import Job, Site
-from holdfast.chaos.fleet.progress import Save
-from holdfast.chaos.fleet.strategies import (
+from holdfast.planner.fleet.engine import Outcome, simulate
+from holdfast.planner.fleet.failures import DAY_S, Failure, FailureProcess
+from holdfast.planner.fleet.groups import Groups, place
+from holdfast.planner.fleet.job import Job, Site
+from holdfast.planner.fleet.progress import Save
+from holdfast.planner.fleet.strategies import (
     Design,
     DiskAsync,
     DiskSync,
@@ -24,8 +24,8 @@ from holdfast.chaos.fleet.strategies import (
     PairReplication,
     Strategy,
 )
-from holdfast.chaos.fleet.sweep import Estimate, Sweep, run
-from holdfast.snapshot.tuning.profiles import PROFILES
+from holdfast.planner.fleet.sweep import Estimate, Sweep, run
+from holdfast.snapshot.interval.profiles import PROFILES
 
 JOB = Job(8, step_s=10.0, state_bytes=0.0, detect_s=5.0, restart_s=25.0)
 SITE = Site(spares=2, replace_s=100.0, repair_s=5000.0)

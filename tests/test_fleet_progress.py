@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from holdfast.chaos.fleet.copies import Copies
-from holdfast.chaos.fleet.groups import Groups, place
-from holdfast.chaos.fleet.machines import Machines
-from holdfast.chaos.fleet.progress import MARKS, Pace, Save
 from holdfast.ec import crowded
+from holdfast.planner.fleet.copies import Copies
+from holdfast.planner.fleet.groups import Groups, place
+from holdfast.planner.fleet.machines import Machines
+from holdfast.planner.fleet.progress import MARKS, Pace, Save
 
 
 def one_by_one(pace: Pace, first: int, elapsed_s: float) -> tuple[int, float, float, dict[str, int | None]]:

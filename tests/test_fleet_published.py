@@ -8,12 +8,12 @@ from statistics import fmean, stdev
 
 import pytest
 
-from holdfast.chaos.fleet.failures import DAY_S, FailureProcess
-from holdfast.chaos.fleet.groups import place
-from holdfast.chaos.fleet.job import restart_s
-from holdfast.chaos.fleet.published import POINTS, Point
-from holdfast.snapshot.tuning.profiles import PROFILES
-from holdfast.snapshot.tuning.survival import simultaneous
+from holdfast.planner.fleet.failures import DAY_S, FailureProcess
+from holdfast.planner.fleet.groups import place
+from holdfast.planner.fleet.job import restart_s
+from holdfast.planner.fleet.published import POINTS, Point
+from holdfast.planner.survival import simultaneous
+from holdfast.snapshot.interval.profiles import PROFILES
 
 
 @pytest.mark.parametrize("point", POINTS, ids=[point.name for point in POINTS])

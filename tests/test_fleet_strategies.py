@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.chaos.fleet.job import Job, Site
-from holdfast.chaos.fleet.strategies import (
+from holdfast.planner.fleet.job import Job, Site
+from holdfast.planner.fleet.strategies import (
     BUDGET,
     COPY_COST,
     NETWORK_COST,
@@ -61,7 +61,7 @@ def test_a_snapshot_is_done_before_its_slot_is_needed() -> None:
     free = {"COPY_COST": 0.0, "NETWORK_COST": 0.0}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in free.items():
-            patch.setattr(f"holdfast.chaos.fleet.strategies.{name}", value)
+            patch.setattr(f"holdfast.planner.fleet.strategies.{name}", value)
         assert InMemoryCode(6, 2).design(quick, SITE, 1e5).saves[0].every == 16
         assert InMemoryCode(6, 2).design(JOB, SITE, 1e5).saves[0].every == 2
 

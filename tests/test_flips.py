@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from holdfast.smp_daemon.errors import DamagedSnapshot, HoldfastError
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.records import digest
-from holdfast.smp_daemon.transport import call, connect
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.records import digest
+from holdfast.smp_daemon.shared.transport import call, connect
 from tests.relay import relaying
 from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, playground, run_on
 

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import ConfigError, InMemorySnapshot, Repeated
-from holdfast.shapes import parse_shape
-from holdfast.sizing import Job, Machine, size
-from holdfast.smp_daemon.board import Outcome
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.plan import plan_restore, whole_snapshots
-from holdfast.smp_daemon.starts import Choice
-from holdfast.snapshot.arrange import parse_protect
-from holdfast.snapshot.ledger import Ledger
-from holdfast.snapshot.wishes import Wishes, agree
-from holdfast.status import gather
+from holdfast.cli.status import gather
+from holdfast.planner.shapes import parse_shape
+from holdfast.planner.sizing import Job, Machine, size
+from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.plan import plan_restore, whole_snapshots
+from holdfast.smp_daemon.shared.starts import Choice
+from holdfast.snapshot.resume.arrange import parse_protect
+from holdfast.snapshot.resume.wishes import Wishes, agree
+from holdfast.snapshot.step.ledger import Ledger
 from tests.smp_kit import playground, run_on
 from tests.test_hook import arena as arena
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.snapshot.governor import EVIDENCE, PROBE_FACTOR, STALE_STEPS, WINDOW, Governor
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.governor import EVIDENCE, PROBE_FACTOR, STALE_STEPS, WINDOW, Governor
 
 BUDGET = 0.01
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from holdfast.snapshot.gradients import KEPT, LEFT_OUT, MOST_WITHOUT_A_STEP, NO_STEP, Gradients
+from holdfast.snapshot.step.gradients import KEPT, LEFT_OUT, MOST_WITHOUT_A_STEP, NO_STEP, Gradients
 
 
 class Watched:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast import ConfigError, InMemorySnapshot, register
-from holdfast.snapshot.hidden import unregister, untracked
+from holdfast.snapshot.state.hidden import unregister, untracked
 from tests.test_hook import arena as arena
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.chaos.launcher import Launcher
-from holdfast.matrix import Cell, drill
+from holdfast.chaos.matrix import Cell, drill
 
 LEFT_OUT = [
     ("acp_sgd:AcpSgd", "residual"),

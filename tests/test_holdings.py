@@ -15,14 +15,21 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.arena import Arena
-from holdfast.smp_daemon.counters import Counters
-from holdfast.smp_daemon.errors import ArenaTooSmall, DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
-from holdfast.smp_daemon.holdings import Holdings, Key, ParityKey, ShardKey
-from holdfast.smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from holdfast.smp_daemon.pool import Pool
-from holdfast.smp_daemon.records import ParityRecord, ShardRecord, digest, digest_units, parity_to_json, shard_to_json
-from holdfast.smp_daemon.slots import SlotState
+from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.records import (
+    ParityRecord,
+    ShardRecord,
+    digest,
+    digest_units,
+    parity_to_json,
+    shard_to_json,
+)
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.holdings import Holdings, Key, ParityKey, ShardKey
+from holdfast.smp_daemon.storage.pool import Pool
+from holdfast.smp_daemon.storage.slots import SlotState
 
 UNIT = 8
 LENGTHS = {"dp0": 20, "dp1": 13, "dp2": 8}
@@ -260,7 +267,7 @@ def test_what_is_given_up_while_it_is_read_is_gone_and_not_damaged(
         view[0] ^= 1  # the next snapshot is written
         return digest(unit)
 
-    monkeypatch.setattr("holdfast.smp_daemon.holdings.digest", slow_digest)
+    monkeypatch.setattr("holdfast.smp_daemon.storage.holdings.digest", slow_digest)
     with pytest.raises(ProtocolError, match="not held here any more"):
         place.holdings.checked_unit(SHARD, 0)
     assert place.count("units_damaged") == 0

@@ -18,16 +18,16 @@ import pytest
 import torch
 
 from holdfast import ConfigError, HoldfastError, InMemorySnapshot, SmpUnavailable, StateMismatch, prefetch
-from holdfast.smp_daemon.board import Board
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.inventory import Inventory
-from holdfast.smp_daemon.paths import ARENA_ENV, read_owner
+from holdfast.smp_daemon.shared.board import Board
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
 
 SCRIPT = """
 import hashlib, os, random, signal, sys
 import numpy, torch
 from holdfast import InMemorySnapshot
-from holdfast.smp_daemon.points import reach
+from holdfast.smp_daemon.shared.points import reach
 
 torch.set_num_threads(1)
 stop, steps = int(sys.argv[1]), int(sys.argv[2])

@@ -20,7 +20,7 @@ os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
 warnings.filterwarnings("ignore")
 import numpy, torch
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-from holdfast.huggingface import protect
+from holdfast.integrations.huggingface import protect
 
 torch.set_num_threads(1)
 stop, kind, ends, protected = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "protected"

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from holdfast import InMemorySnapshot
 from holdfast.integrations.inprocess import abandon_process_groups
-from holdfast.smp_daemon.paths import ARENA_ENV, read_owner
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
 
 WORLD = 3
 DEADLINE_S = 300.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.snapshot.inputs import SAMPLED, sample_inputs
+from holdfast.snapshot.state.inputs import SAMPLED, sample_inputs
 
 
 def digest(*given: Any) -> str:

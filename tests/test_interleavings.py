@@ -34,22 +34,24 @@ import pytest
 import torch
 
 from holdfast import HoldfastError, InMemorySnapshot
-from holdfast.smp_daemon.holdings import ParityKey
-from holdfast.smp_daemon.listener import Conversation, Listener, bind_unix
+from holdfast.smp_daemon.coding.protect import Protector
+from holdfast.smp_daemon.core import Settings
 from holdfast.smp_daemon.local import checked_peer
-from holdfast.smp_daemon.paths import ARENA_ENV
-from holdfast.smp_daemon.pool import Pool
-from holdfast.smp_daemon.protect import Protector
-from holdfast.smp_daemon.service import Settings, Smp
-from holdfast.smp_daemon.spawn import find_leftovers, remove
-from holdfast.smp_daemon.store import Store
-from holdfast.smp_daemon.transport import connect
-from holdfast.snapshot.adapter import Adapter, Tree
+from holdfast.smp_daemon.net.listener import Conversation, Listener, bind_unix
+from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from holdfast.smp_daemon.shared.transport import connect
+from holdfast.smp_daemon.storage.holdings import ParityKey
+from holdfast.smp_daemon.storage.pool import Pool
+from holdfast.smp_daemon.storage.store import Store
+from holdfast.snapshot.copy.movers import CpuMover
+from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.hook import SnapshotHook
-from holdfast.snapshot.movers import CpuMover
-from holdfast.snapshot.state import LOOP, Values
-from holdfast.snapshot.values import encode
-from holdfast.snapshot.witness import StateChanged
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.state.record import LOOP, Values
+from holdfast.snapshot.state.values import encode
 from tests.interleaving_kit import (
     DEADLINE_S,
     SMP,
@@ -683,7 +685,7 @@ def test_what_is_protected_survives_a_node() -> None:
 def test_a_restored_snapshot_takes_the_place_of_the_protected_one_only_when_it_is_protected_too() -> None:
     with world(nodes=2) as made:
         made.live(Plan("step 1 is protected", steps=1))
-        with patch("holdfast.smp_daemon.protect.Protector._encode"), patch("holdfast.smp_daemon.local.heal"):
+        with patch("holdfast.smp_daemon.coding.protect.Protector._encode"), patch("holdfast.smp_daemon.local.heal"):
             made.live(Plan("step 2 is sealed, and not encoded", steps=1, waits_for="sealed"))
             made.live(Plan("step 2 comes back, and is not healed yet when step 3 begins", steps=1, waits_for="sealed"))
         made.least = 1
@@ -799,23 +801,25 @@ def begin_and_keep_nothing(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MUTANTS: dict[str, dict[str, Any]] = {
-    "no fence": {"holdfast.snapshot.copier.CopyJob.fence": lambda job, patience_s, deadline_s: True},
+    "no fence": {"holdfast.snapshot.step.copier.CopyJob.fence": lambda job, patience_s, deadline_s: True},
     "no fence, and nothing is watched": {
-        "holdfast.snapshot.copier.CopyJob.fence": lambda job, patience_s, deadline_s: True,
-        "holdfast.snapshot.witness.Witness.check": lambda witness, slot: None,
+        "holdfast.snapshot.step.copier.CopyJob.fence": lambda job, patience_s, deadline_s: True,
+        "holdfast.snapshot.copy.witness.Witness.check": lambda witness, slot: None,
     },
     "the state is taken when the step ends": {
         "holdfast.snapshot.hook.SnapshotHook.after_step": take_at_once(SnapshotHook.after_step)
     },
     "buffers are copied while forward runs": {
-        "holdfast.snapshot.capture.Staging.take": lambda staging, pieces: tuple(pieces)
+        "holdfast.snapshot.step.capture.Staging.take": lambda staging, pieces: tuple(pieces)
     },
-    "early tensors are not copied at the boundary": {"holdfast.snapshot.capture.capture_early": capture_live},
-    "live tensors are not watched": {"holdfast.snapshot.witness.Witness.check": lambda witness, slot: None},
-    "what is protected is not kept": {"holdfast.smp_daemon.store.Store.begin": begin_and_keep_nothing(Store.begin)},
+    "early tensors are not copied at the boundary": {"holdfast.snapshot.step.capture.capture_early": capture_live},
+    "live tensors are not watched": {"holdfast.snapshot.copy.witness.Witness.check": lambda witness, slot: None},
+    "what is protected is not kept": {
+        "holdfast.smp_daemon.storage.store.Store.begin": begin_and_keep_nothing(Store.begin)
+    },
     "older writers are not fenced": {
-        "holdfast.smp_daemon.arena.Arena.fence": lambda arena: None,
-        "holdfast.smp_daemon.pool.Pool.replace": Pool.discard,
+        "holdfast.smp_daemon.storage.arena.Arena.fence": lambda arena: None,
+        "holdfast.smp_daemon.storage.pool.Pool.replace": Pool.discard,
     },
 }
 
@@ -838,7 +842,7 @@ STEADY = """
 import json, sys
 import psutil, torch
 from holdfast import InMemorySnapshot
-from holdfast.smp_daemon.paths import arena_path, read_owner
+from holdfast.smp_daemon.shared.paths import arena_path, read_owner
 
 torch.set_num_threads(1)
 model = torch.nn.Linear(512, 680, bias=False)

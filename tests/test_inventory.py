@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.errors import ProtocolError
-from holdfast.smp_daemon.inventory import Inventory
-from holdfast.smp_daemon.layout import Layout
+from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import Layout
 from tests.strategies import json_values, lacking_a_key, layouts, names, ports, snapshots, spoilt, tags, through_json
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from holdfast.smp_daemon.errors import ProtocolError
-from holdfast.smp_daemon.layout import Layout, Located, Node, Shard, SnapshotId
-from holdfast.smp_daemon.limits import MAX_UNIT_BYTES, is_identifier
+from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.layout import Layout, Located, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES, is_identifier
 from tests.strategies import json_values, lacking_a_key, layouts, spoilt, through_json
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)

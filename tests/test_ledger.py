@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.board import Outcome
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.snapshot.ledger import Ledger
+from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.snapshot.step.ledger import Ledger
 
 thorough = settings(deadline=None, derandomize=True, max_examples=300)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.smp_daemon.errors import ConfigError, ProtocolError, StaleEpoch, Unrecoverable
-from holdfast.smp_daemon.sources import Sources
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StaleEpoch, Unrecoverable
+from holdfast.smp_daemon.shared.sources import Sources
 from tests.smp_kit import Run, SmpProcess, flip_a_byte, playground, run_on, shard_file
 
 ELEMENTS = 3000

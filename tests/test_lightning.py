@@ -22,7 +22,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from holdfast.lightning import InMemoryCallback
+from holdfast.integrations.lightning import InMemoryCallback
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 torch.set_num_threads(1)

@@ -9,18 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.smp_daemon.counters import Counters
-from holdfast.smp_daemon.errors import (
+from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.net.listener import Listener, bind_tcp
+from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.shared.errors import (
     BY_NAME,
     DeadlineExceeded,
     HoldfastError,
     ProtocolError,
     SmpUnavailable,
 )
-from holdfast.smp_daemon.links import Links
-from holdfast.smp_daemon.listener import Listener, bind_tcp
-from holdfast.smp_daemon.sources import Address
-from holdfast.smp_daemon.transport import Message, SocketStream, Stream
+from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.transport import Message, SocketStream, Stream
 from tests.smp_kit import DEADLINE_S, Ground, playground
 
 SOON_S = 0.05

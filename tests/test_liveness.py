@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import main
-from holdfast.smp_daemon.attendance import Attendance
-from holdfast.smp_daemon.board import BEAT_ROWS, Board, Phase
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import ConfigError, ProtocolError
-from holdfast.smp_daemon.liveness import (
+from holdfast.cli.main import main
+from holdfast.smp_daemon.ops.overview import look
+from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, Phase
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.watchdog.attendance import Attendance
+from holdfast.smp_daemon.watchdog.liveness import (
     Beat,
     Deadlines,
     Health,
@@ -32,7 +33,6 @@ from holdfast.smp_daemon.liveness import (
     median_step,
     parse_deadlines,
 )
-from holdfast.smp_daemon.overview import look
 from tests.smp_kit import DEADLINE_S, JOB, Ground, SmpProcess, playground, run_on
 
 LIMITS = Deadlines(start=900, restore=600, step=60, copy=120, factor=10)
@@ -240,8 +240,8 @@ def await_that(condition: Callable[[], Any]) -> None:
 TRAINER = """
 import sys, threading, time
 from pathlib import Path
-from holdfast.smp_daemon.board import Phase
-from holdfast.smp_daemon.client import SmpClient
+from holdfast.smp_daemon.shared.board import Phase
+from holdfast.smp_daemon.shared.client import SmpClient
 client = SmpClient(Path(sys.argv[1]), sys.argv[2], "dp7")
 phase, how = Phase[sys.argv[3]], sys.argv[4]
 client.beat(phase, 3)
@@ -377,7 +377,7 @@ def test_a_child_that_keeps_the_socket_open_does_not_keep_its_parent_alive(groun
 
 
 def test_a_command_that_takes_too_long_is_killed_and_nothing_waits_for_it(tmp_path: Path) -> None:
-    from holdfast.smp_daemon.on_hang import OnHang
+    from holdfast.smp_daemon.watchdog.on_hang import OnHang
 
     trainer = Trainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0)
     began = time.monotonic()

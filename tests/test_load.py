@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.client import RecoveredShard
-from holdfast.smp_daemon.counters import Counters
-from holdfast.smp_daemon.errors import Unrecoverable
-from holdfast.smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from holdfast.smp_daemon.limits import CALL_DEADLINE_S
-from holdfast.smp_daemon.listener import Listener, bind_tcp
-from holdfast.smp_daemon.load import Load
-from holdfast.smp_daemon.plan import RestorePlan
-from holdfast.smp_daemon.records import digest
-from holdfast.smp_daemon.sources import Address, Sources
-from holdfast.smp_daemon.transport import Message, Stream
+from holdfast.smp_daemon.net.listener import Listener, bind_tcp
+from holdfast.smp_daemon.recovery.load import Load
+from holdfast.smp_daemon.shared.client import RecoveredShard
+from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.shared.errors import Unrecoverable
+from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.shared.plan import RestorePlan
+from holdfast.smp_daemon.shared.records import digest
+from holdfast.smp_daemon.shared.sources import Address, Sources
+from holdfast.smp_daemon.shared.transport import Message, Stream
 from tests.smp_kit import (
     DEADLINE_S,
     Ground,

@@ -17,15 +17,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.client import RecoveredShard, SmpClient
-from holdfast.smp_daemon.errors import DamagedSnapshot, ProtocolError, SmpUnavailable
-from holdfast.smp_daemon.plan import RestorePlan
-from holdfast.smp_daemon.records import digest_units
-from holdfast.smp_daemon.slotfile import SlotFormat, write_stamp
-from holdfast.smp_daemon.sources import Sources
-from holdfast.snapshot import loading, restore, runs
-from holdfast.snapshot.loading import check_ranges, cut, load_checked
-from holdfast.snapshot.movers import LOAD_THREADS, CpuMover, Mover, Piece
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError, SmpUnavailable
+from holdfast.smp_daemon.shared.plan import RestorePlan
+from holdfast.smp_daemon.shared.records import digest_units
+from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
+from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.snapshot.copy import runs
+from holdfast.snapshot.copy.movers import LOAD_THREADS, CpuMover, Mover, Piece
+from holdfast.snapshot.resume import loading, restore
+from holdfast.snapshot.resume.loading import check_ranges, cut, load_checked
 from tests.test_state import SNAPSHOT, toy, whole_slot
 from tests.test_tensors import bits, random_bits
 
@@ -360,10 +361,10 @@ def test_as_many_threads_work_at_once_as_there_are_cores(
 LOAD_256_MB = """
 import mmap, tempfile
 import torch
-from holdfast.smp_daemon.client import RecoveredShard, SmpClient
-from holdfast.smp_daemon.records import digest_units
-from holdfast.snapshot.loading import load_checked
-from holdfast.snapshot.movers import CpuMover, Piece
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
+from holdfast.smp_daemon.shared.records import digest_units
+from holdfast.snapshot.resume.loading import load_checked
+from holdfast.snapshot.copy.movers import CpuMover, Piece
 
 def memory(line):
     return int(next(row for row in open("/proc/self/status") if row.startswith(line)).split()[1]) << 10

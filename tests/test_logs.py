@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon import logs
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.logs import (
+from holdfast.smp_daemon.shared import logs
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.logs import (
     MAX_EPISODES,
     Episodes,
     Formatter,
@@ -182,10 +182,10 @@ def test_an_smp_whose_peer_is_away_says_so_once(ground: Ground, monkeypatch: pyt
     repeated = Counter((line["at"], line["msg"]) for line in found)
     assert max(repeated.values()) == 1, repeated
     by_peer = Counter(
-        (line["at"], str(line.get("peer"))) for line in found if line["at"] == "holdfast.smp_daemon.census"
+        (line["at"], str(line.get("peer"))) for line in found if line["at"] == "holdfast.smp_daemon.recovery.census"
     )
     assert all(count == 1 for count in by_peer.values()), by_peer
-    failed = [line for line in found if line["at"] == "holdfast.smp_daemon.store"]
+    failed = [line for line in found if line["at"] == "holdfast.smp_daemon.storage.store"]
     assert len(failed) <= 1
     assert all(int(line["epoch"]) == epoch and line["step"] is not None for line in failed)
     assert len(found) < 20, found

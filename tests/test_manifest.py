@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.integrations.torch_native import TorchAdapter
-from holdfast.smp_daemon.errors import ConfigError, StateMismatch
-from holdfast.smp_daemon.slotfile import Leaf
-from holdfast.snapshot.adapter import Change, LiveTensor
-from holdfast.snapshot.manifest import Manifest
-from holdfast.snapshot.replicas import Sharing
-from holdfast.snapshot.shares import Part
+from holdfast.integrations.adapters.torch_native import TorchAdapter
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.slotfile import Leaf
+from holdfast.snapshot.state.live import Change, LiveTensor
+from holdfast.snapshot.state.manifest import Manifest
+from holdfast.snapshot.state.replicas import Sharing
+from holdfast.snapshot.state.shares import Part
 from tests.test_state import Toy
 
 

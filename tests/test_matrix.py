@@ -7,7 +7,7 @@ import pytest
 from holdfast import ConfigError
 from holdfast.chaos.cluster import History
 from holdfast.chaos.launcher import Launcher
-from holdfast.matrix import CELLS, Cell, choose, drill, judge
+from holdfast.chaos.matrix import CELLS, Cell, choose, drill, judge
 
 CELL = Cell("toy", "examples.plain:Plain", 2)
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.board import Outcome
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.snapshot import meeting
-from holdfast.snapshot.ledger import Ledger
-from holdfast.snapshot.meeting import LEAD_STEPS, MOST_DOUBLINGS, Meeting
+from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.snapshot.collective import meeting
+from holdfast.snapshot.collective.meeting import LEAD_STEPS, MOST_DOUBLINGS, Meeting
+from holdfast.snapshot.step.ledger import Ledger
 
 DEADLINE_S = 20.0
 thorough = settings(deadline=None, derandomize=True, max_examples=200)
 
 
 class Board:
-    """`snapshot.meeting.Store` in one process."""
+    """`snapshot.collective.meeting.Store` in one process."""
 
     def __init__(self) -> None:
         self.said: dict[str, bytes] = {}

@@ -12,7 +12,7 @@ import torch
 
 from holdfast import StateMismatch
 from holdfast.hook import InMemorySnapshot
-from holdfast.megatron_lm import protect
+from holdfast.integrations.megatron_lm import protect
 from tests import megatron_lm_loop as loop
 from tests.test_hook import arena as arena
 

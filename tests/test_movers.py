@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.snapshot import runs
-from holdfast.snapshot.movers import SAMPLE_BYTES, TABLES, CpuMover, DeviceMovers, Piece, _Divided, choose_mover
-from holdfast.snapshot.tensors import DTYPES, leaf_of, read_leaf
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.copy import runs
+from holdfast.snapshot.copy.devices import DeviceMovers, _Divided, choose_mover
+from holdfast.snapshot.copy.movers import SAMPLE_BYTES, TABLES, CpuMover, Piece
+from holdfast.snapshot.copy.tensors import DTYPES, leaf_of, read_leaf
 from tests.test_tensors import bits, random_bits
 
 quick = settings(deadline=None, derandomize=True, max_examples=120)
@@ -235,7 +236,7 @@ def test_an_error_of_the_pause_ends_the_copy(monkeypatch: pytest.MonkeyPatch, af
 class Counting:
     """Counts how often something is called."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, target: str = "holdfast.snapshot.runs.make_runs") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, target: str = "holdfast.snapshot.copy.runs.make_runs") -> None:
         self.count = 0
         module, _, name = target.rpartition(".")
         self._called = getattr(importlib.import_module(module), name)

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.smp_daemon.errors import ProtocolError, StateMismatch
-from holdfast.snapshot.adapter import Block, Change, LiveTensor
-from holdfast.snapshot.elastic import _check_private, elastic_from_environment
-from holdfast.snapshot.old_shards import OldManifest, decode_plain, region_of
-from holdfast.snapshot.reshard import Index, Read, Region, plan_reads, range_runs
-from holdfast.snapshot.values import encode
+from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+from holdfast.snapshot.copy.tensors import Block
+from holdfast.snapshot.resume.elastic import _check_private, elastic_from_environment
+from holdfast.snapshot.resume.old_shards import OldManifest, decode_plain, region_of
+from holdfast.snapshot.resume.reshard import Index, Read, Region, plan_reads, range_runs
+from holdfast.snapshot.state.live import Change, LiveTensor
+from holdfast.snapshot.state.values import encode
 
 
 def manifest(coord: str = "dp0", **said: Any) -> OldManifest:

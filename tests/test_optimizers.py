@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
-from holdfast.snapshot.optimizers import OptimizerState, nested, unwrapped
+from holdfast.snapshot.state.optimizers import OptimizerState, nested, unwrapped
 from tests.test_hook import arena as arena
 
 Make = Callable[[nn.Module], Any]

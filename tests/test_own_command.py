@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from holdfast.audit import Notes, Values, read
-from holdfast.cli import main
-from holdfast.own_command import FIRST_STEP, IN_A_RECOVERY, KINDS, OwnFault, OwnPlan, draw, judge
-from holdfast.own_nodes import OwnNode
-from holdfast.smp_daemon.errors import ConfigError, HoldfastError
-from holdfast.smp_daemon.paths import ARENA_ENV
+from holdfast.chaos.user.command import FIRST_STEP, IN_A_RECOVERY, KINDS, OwnFault, OwnPlan, draw, judge
+from holdfast.chaos.user.nodes import OwnNode
+from holdfast.cli.main import main
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
 
 ROOT = Path(__file__).parent.parent
 

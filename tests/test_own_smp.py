@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from holdfast.smp_daemon.errors import SmpUnavailable
+from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.snapshot.own_smp import ATTACH_DEADLINE_S, LEAST_PAUSE_S, OwnSmp
 from tests.smp_kit import Ground, playground
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.board import MAX_PAUSE_S
-from holdfast.snapshot.pace import EVIDENCE, REMEMBERED, SLACK, SPREAD, Pace, plan
+from holdfast.smp_daemon.shared.board import MAX_PAUSE_S
+from holdfast.snapshot.copy.pace import EVIDENCE, REMEMBERED, SLACK, SPREAD, Pace, plan
 
 quick = settings(deadline=None, derandomize=True, max_examples=100)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.smp_daemon.pacer import BURST_S, MAX_TURNS, Pacer, Patience, parse_rate, parse_turns, turn_delay_s
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.pacer import BURST_S, MAX_TURNS, Pacer, Patience, parse_rate, parse_turns, turn_delay_s
 
 quick = settings(deadline=None, derandomize=True, max_examples=100)
 

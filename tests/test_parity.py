@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.ec import Stripes, choose_codec
-from holdfast.smp_daemon.errors import DamagedSnapshot, ProtocolError, StaleEpoch
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.parity import ParityGathering
-from holdfast.smp_daemon.records import ParityRecord, digest
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.records import ParityRecord, digest
+from holdfast.smp_daemon.storage.parity import ParityGathering
 
 quick = settings(deadline=None, derandomize=True, max_examples=100)
 

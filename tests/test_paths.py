@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.errors import ConfigError, ProtocolError
-from holdfast.smp_daemon.paths import Owner, arena_path, read_owner, socket_path
-from holdfast.smp_daemon.records import write_json
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.paths import Owner, arena_path, read_owner, socket_path
+from holdfast.smp_daemon.shared.records import write_json
 
 OWNER = Owner(pid=7, created=1.5, job="run", node="a", host="h", control_port=1, bulk_port=2)
 

@@ -12,14 +12,14 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.errors import ConfigError, DamagedSnapshot
-from holdfast.smp_daemon.layout import Layout, SnapshotId
 from holdfast.smp_daemon.persist import manifest, planes, shardfile
 from holdfast.smp_daemon.persist.manifest import Manifest
 from holdfast.smp_daemon.persist.options import Options, parse_options
 from holdfast.smp_daemon.persist.shardfile import Encoder, Header
-from holdfast.smp_daemon.records import digest
-from holdfast.smp_daemon.slotfile import Leaf, plan_slot
+from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.records import digest
+from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
 from tests.strategies import layouts, snapshots, spoilt
 
 

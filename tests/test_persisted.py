@@ -12,11 +12,11 @@ import pytest
 from holdfast.chaos.cluster import Event, History, JobFailed, VirtualCluster
 from holdfast.chaos.drill import TARGET, compare
 from holdfast.chaos.launcher import Launcher
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.paths import arena_base
 from holdfast.smp_daemon.persist.manifest import directory, shard_name
 from holdfast.smp_daemon.persist.place import Directory
 from holdfast.smp_daemon.persist.reading import find
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.paths import arena_base
 from tests.smp_kit import flip_a_byte
 
 pytestmark = pytest.mark.cluster

@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import ConfigError, DamagedSnapshot, DeadlineExceeded, PlaceError
-from holdfast.smp_daemon.inventory import Persisted
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.overview import look as overview_of
+from holdfast.smp_daemon.core import Settings
+from holdfast.smp_daemon.ops.overview import look as overview_of
 from holdfast.smp_daemon.persist import persister, place
 from holdfast.smp_daemon.persist.manifest import directory, shard_name
 from holdfast.smp_daemon.persist.options import Options
 from holdfast.smp_daemon.persist.place import Directory, Remote, open_place
 from holdfast.smp_daemon.persist.reading import find, look, read_shard
 from holdfast.smp_daemon.persist.writing import tidy
-from holdfast.smp_daemon.service import Settings, Smp
-from holdfast.smp_daemon.sources import Sources
+from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, DeadlineExceeded, PlaceError
+from holdfast.smp_daemon.shared.inventory import Persisted
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.sources import Sources
 from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, flip_a_byte, playground, run_on
 
 DEADLINE_S = 30.0

@@ -1,6 +1,6 @@
 """Which snapshot a restart goes back to: every loss, at every half-finished moment, against an oracle.
 
-The oracle knows nothing of `ec` or of `smp_daemon.plan`. It deals units out to stripes as the promise says and asks for
+The oracle knows nothing of `ec` or of `shared.plan`. It deals units out to stripes as the promise says and asks for
 the newest snapshot of which each byte is held, or shares its stripe with fewer losses than that has parities.
 """
 
@@ -14,10 +14,10 @@ from itertools import chain, combinations, permutations, product
 
 import pytest
 
-from holdfast.smp_daemon.errors import StateMismatch, Unrecoverable
-from holdfast.smp_daemon.inventory import Inventory
-from holdfast.smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from holdfast.smp_daemon.plan import RestorePlan, choose_sources, healer, newest_whole, plan_restore
+from holdfast.smp_daemon.shared.errors import StateMismatch, Unrecoverable
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.plan import RestorePlan, choose_sources, healer, newest_whole, plan_restore
 
 UNIT = 10
 OLD = SnapshotId(1, 10)

@@ -12,8 +12,8 @@ import pytest
 from holdfast.chaos.cluster import Event, History, JobFailed, VirtualCluster
 from holdfast.chaos.drill import TARGET, compare
 from holdfast.chaos.launcher import Launcher
-from holdfast.matrix import Cell, drill
-from holdfast.smp_daemon.paths import arena_base
+from holdfast.chaos.matrix import Cell, drill
+from holdfast.smp_daemon.shared.paths import arena_base
 
 JOB = "examples.pool:Pool"
 NODES, SEED, STEPS, MANY_STEPS = 3, 1234, 8, 200

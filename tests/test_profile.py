@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from holdfast import ConfigError, HoldfastError
-from holdfast.cli import main
-from holdfast.profile import Plan, run
-from holdfast.snapshot.tuning.measured import Measured
-from holdfast.snapshot.tuning.recorder import LEAST, Alternation, Part, Place, merge
-from holdfast.snapshot.tuning.samples import Timing
+from holdfast.cli.main import main
+from holdfast.cli.profile import Plan, run
+from holdfast.snapshot.interval.measured import Measured
+from holdfast.snapshot.interval.recorder import LEAST, Alternation, Part, Place, merge
+from holdfast.snapshot.interval.samples import Timing
 
 SCRIPT = """
 import os, sys

@@ -12,13 +12,14 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.smp_daemon import protect
-from holdfast.smp_daemon.board import MAX_PAUSE_S, Board, Outcome
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.plan import choose_sources
-from holdfast.smp_daemon.protect import ATTEMPTS, WINDOW
-from holdfast.smp_daemon.service import Settings, Smp
+from holdfast.smp_daemon.coding import protect
+from holdfast.smp_daemon.coding.protect import ATTEMPTS, WINDOW
+from holdfast.smp_daemon.core import Settings
+from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, Board, Outcome
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.plan import choose_sources
 from tests.relay import Relay, relaying
 from tests.smp_kit import (
     DEADLINE_S,

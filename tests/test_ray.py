@@ -16,16 +16,16 @@ import pytest
 
 from holdfast.chaos.drill import compare
 from holdfast.chaos.launcher import Launcher
-from holdfast.smp_daemon.errors import ConfigError, Unrecoverable
+from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
 
 pytest.importorskip("ray")
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from holdfast.chaos.ray_cluster import RayFault, VirtualRay
-from holdfast.chaos.ray_drill import SCENARIOS, plan, run, undisturbed
-from holdfast.integrations import ray as shepherds
-from holdfast.integrations.ray_crew import Crew, by_node, forget, worse
+from holdfast.chaos.ray.cluster import RayFault, VirtualRay
+from holdfast.chaos.ray.drill import SCENARIOS, plan, run, undisturbed
+from holdfast.integrations.ray import nodes as shepherds
+from holdfast.integrations.ray.crew import Crew, by_node, forget, worse
 
 pytestmark = pytest.mark.cluster
 
@@ -50,13 +50,16 @@ def test_an_actor_is_killed_and_the_other_goes_on_in_the_same_process(launcher: 
 
 
 def test_the_front_door_does_not_stand_in_the_way_of_ray() -> None:
-    code = "import holdfast.ray, ray; print(ray.__file__ != holdfast.ray.__file__, holdfast.ray.start.__module__)"
+    code = "import holdfast.integrations.ray as ours, ray; print(ray.__file__ != ours.__file__, ours.start.__module__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["True", "holdfast.integrations.ray"]
+    assert done.stdout.split() == ["True", "holdfast.integrations.ray.nodes"]
 
 
 def test_the_front_door_does_not_need_what_only_ray_train_needs() -> None:
-    code = "import sys, holdfast.ray; print([m for m in ('ray.train', 'pandas', 'pyarrow') if m in sys.modules])"
+    code = (
+        "import sys, holdfast.integrations.ray\n"
+        "print([m for m in ('ray.train', 'pandas', 'pyarrow') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -79,7 +82,7 @@ def test_of_two_failures_the_one_counts_that_says_more() -> None:
 
 
 def test_only_what_would_happen_again_ends_a_run_of_ray_train() -> None:
-    from holdfast.ray_train import GiveUp
+    from holdfast.integrations.ray.train import GiveUp
 
     GiveUp().after_exception(None, {0: RuntimeError("closed by peer"), 1: RayActorError()})
     with pytest.raises(Unrecoverable, match="nothing is left"):
@@ -140,7 +143,7 @@ def test_shepherds_start_smps_that_outlive_raylets_and_are_adopted(
         again = json.loads(done.stdout.splitlines()[-1])
         assert again[1]["pid"] == first[1]["pid"]
         assert again[0]["pid"] not in (0, first[0]["pid"])
-        stop = "import ray, holdfast.ray; ray.init(); holdfast.ray.stop('job', remove=True)"
+        stop = "import ray, holdfast.integrations.ray; ray.init(); holdfast.integrations.ray.stop('job', remove=True)"
         subprocess.run([sys.executable, "-c", stop], capture_output=True, timeout=100, check=True)
         assert not (cluster.memory("node1") / "job").exists()
 
@@ -157,17 +160,17 @@ def test_a_run_of_ray_train_that_goes_round_in_a_circle_ends(folder: Path, monke
 
 
 LOOK_AFTER = """
-import json, ray, holdfast.ray
+import json, ray, holdfast.integrations.ray
 from dataclasses import asdict
 ray.init()
-found = holdfast.ray.start("job")
+found = holdfast.integrations.ray.start("job")
 print(json.dumps(sorted((asdict(smp) for smp in found.smps), key=lambda smp: smp["node"])))
 """
 
 REFUSED = """
-import ray, holdfast.ray
+import ray, holdfast.integrations.ray
 ray.init()
-holdfast.ray.start("open", environment={"HOLDFAST_HOST": "0.0.0.0"})
+holdfast.integrations.ray.start("open", environment={"HOLDFAST_HOST": "0.0.0.0"})
 """
 
 IN_A_CIRCLE = """
@@ -177,7 +180,7 @@ import ray, torch
 from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from holdfast import InMemorySnapshot
-from holdfast.ray_train import GiveUp
+from holdfast.integrations.ray.train import GiveUp
 
 folder = sys.argv[1]
 

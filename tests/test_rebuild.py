@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.errors import HoldfastError, Unrecoverable
-from holdfast.smp_daemon.plan import RestorePlan, plan_restore
-from holdfast.smp_daemon.records import digest_units
-from holdfast.smp_daemon.transport import call, connect
+from holdfast.smp_daemon.shared.errors import HoldfastError, Unrecoverable
+from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
+from holdfast.smp_daemon.shared.records import digest_units
+from holdfast.smp_daemon.shared.transport import call, connect
 from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, Trainer, playground, run_on
 
 SIZES = [30_000, 12_345, 30_001, 999, 25_000, 18_000]

@@ -11,10 +11,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon import records
-from holdfast.smp_daemon.errors import ProtocolError
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.records import (
+from holdfast.smp_daemon.shared import records
+from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.records import (
     ParityRecord,
     ShardRecord,
     digest,

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.logs import EVENTS_KEPT, MAX_EVENT_CHARACTERS, Event, get_log, last_events, log_to
-from holdfast.smp_daemon.overview import look
-from holdfast.smp_daemon.recoveries import KEPT, Recoveries, Recovery, summarise
-from holdfast.smp_daemon.status import Status
-from holdfast.status import recovery_line
+from holdfast.cli.status import recovery_line
+from holdfast.smp_daemon.ops.overview import look
+from holdfast.smp_daemon.ops.status import Status
+from holdfast.smp_daemon.recovery.recoveries import KEPT, Recoveries, Recovery, summarise
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.logs import EVENTS_KEPT, MAX_EVENT_CHARACTERS, Event, get_log, last_events, log_to
 from tests.smp_kit import JOB, Ground, Trainer, playground, run_on
 from tests.test_reform import come_back
 
@@ -153,8 +153,9 @@ def test_the_death_of_a_trainer_begins_it(ground: Ground) -> None:
 
 def train_and_die(arena: Path, job: str) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from holdfast.smp_daemon.board import Phase; "
-        "from holdfast.smp_daemon.client import SmpClient; client = SmpClient(Path(sys.argv[1]), sys.argv[2], 'dp9'); "
+        "import os, signal, sys; from pathlib import Path; from holdfast.smp_daemon.shared.board import Phase; "
+        "from holdfast.smp_daemon.shared.client import SmpClient; "
+        "client = SmpClient(Path(sys.argv[1]), sys.argv[2], 'dp9'); "
         "client.beat(Phase.STEP, 3); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script, str(arena), job], check=False, timeout=30)

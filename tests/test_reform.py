@@ -8,11 +8,11 @@ from itertools import combinations
 
 import pytest
 
-from holdfast.smp_daemon.inventory import Inventory
-from holdfast.smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from holdfast.smp_daemon.plan import healer, plan_restore
-from holdfast.smp_daemon.reform import Reform, plan_reform
-from holdfast.snapshot.arrange import Protection, RankInfo, arrange
+from holdfast.smp_daemon.coding.reform import Reform, plan_reform
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.plan import healer, plan_restore
+from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
 
 SNAPSHOT = SnapshotId(3, 8)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.census import take_census
-from holdfast.smp_daemon.counters import Counters
-from holdfast.smp_daemon.errors import HoldfastError
-from holdfast.smp_daemon.peers import PeerClient
-from holdfast.smp_daemon.records import PART
-from holdfast.smp_daemon.spawn import find_leftovers, remove
+from holdfast.smp_daemon.net.peers import PeerClient
+from holdfast.smp_daemon.recovery.census import take_census
+from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.records import PART
+from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from tests.smp_kit import (
     DEADLINE_S,
     JOB,

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.smp_daemon.errors import ProtocolError, StateMismatch
-from holdfast.smp_daemon.slotfile import Leaf
-from holdfast.snapshot.adapter import Change, LiveTensor
-from holdfast.snapshot.agreement import Result, T
-from holdfast.snapshot.replicas import (
+from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.shared.slotfile import Leaf
+from holdfast.snapshot.collective.agreement import Result, T
+from holdfast.snapshot.state.live import Change, LiveTensor
+from holdfast.snapshot.state.replicas import (
     ALONE,
     Gathering,
     Sharing,
@@ -25,7 +25,7 @@ from holdfast.snapshot.replicas import (
     plan_gathering,
     shared_from_json,
 )
-from holdfast.snapshot.shares import Part, parse_part
+from holdfast.snapshot.state.shares import Part, parse_part
 
 DEADLINE_S = 10.0
 
@@ -46,7 +46,7 @@ class Table:
 
 
 class Rank:
-    """`snapshot.agreement.Agreement` at a table."""
+    """`snapshot.collective.agreement.Agreement` at a table."""
 
     def __init__(self, table: Table, rank: int) -> None:
         self.rank = rank

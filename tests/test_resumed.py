@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
-from holdfast.snapshot.adapter import Change, LiveTensor
-from holdfast.snapshot.capture import read_state
-from holdfast.snapshot.movers import CpuMover
-from holdfast.snapshot.resumed import ENV, SHOWN, Resumed
+from holdfast.snapshot.copy.movers import CpuMover
+from holdfast.snapshot.resume.comparison import ENV, SHOWN, Resumed
+from holdfast.snapshot.state.live import Change, LiveTensor
+from holdfast.snapshot.step.capture import read_state
 from tests.test_beginning import BEGIN, STEPS, STOP, Dropping, Job, Loop, life, plain, trial
 from tests.test_hook import arena as arena
 from tests.test_state import Toy, toy
@@ -177,7 +177,7 @@ def test_a_plain_value_of_another_kind_is_another() -> None:
     ids=["torch", "python", "numpy"],
 )
 def test_a_generator_that_drifted_is_named_unless_it_is_put_back(draw: Callable[[], object], name: str) -> None:
-    from holdfast.integrations.torch_native import TorchAdapter
+    from holdfast.integrations.adapters.torch_native import TorchAdapter
 
     model = torch.nn.Linear(1, 1)
     adapter: Any = TorchAdapter(model, torch.optim.SGD(model.parameters()))

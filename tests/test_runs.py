@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.ec.codec import as_array
-from holdfast.snapshot import runs
+from holdfast.snapshot.copy import runs
 from tests.test_ec_guard import FILL, PAGE, ROOT, Enclosure, address
 
 quick = settings(deadline=None, derandomize=True, max_examples=80)

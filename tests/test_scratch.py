@@ -9,9 +9,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from holdfast.smp_daemon import scratch as scratch_module
-from holdfast.smp_daemon.errors import DeadlineExceeded
-from holdfast.smp_daemon.scratch import BUFFERS, Scratch
+from holdfast.smp_daemon.coding import scratch as scratch_module
+from holdfast.smp_daemon.coding.scratch import BUFFERS, Scratch
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 
 DEADLINE_S = 30.0
 SHORT_S = 0.05

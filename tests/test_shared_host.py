@@ -17,9 +17,9 @@ import pytest
 from holdfast.chaos.cluster import Event, History, VirtualCluster
 from holdfast.chaos.drill import TARGET, compare
 from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.matrix import Cell, drill
 from holdfast.chaos.node import VirtualNode, Wiring
-from holdfast.matrix import Cell, drill
-from holdfast.smp_daemon.paths import arena_base
+from holdfast.smp_daemon.shared.paths import arena_base
 
 JOB = "examples.shared_host:SharedHost"
 NODES, STEPS, SUSPENDED_AFTER = 2, 9, 5

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.smp_daemon.slotfile import DTYPE_BYTES, Leaf
-from holdfast.snapshot.shares import ALIGN_BYTES, Part, believed, missing, parse_part, part_name, share, whole
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, Leaf
+from holdfast.snapshot.state.shares import ALIGN_BYTES, Part, believed, missing, parse_part, part_name, share, whole
 
 quick = settings(deadline=None, derandomize=True, max_examples=200)
 

@@ -11,15 +11,15 @@ import pytest
 
 from holdfast.chaos.sim.run import simulate
 from holdfast.chaos.sim.seams import installed
-from holdfast.smp_daemon.board import Outcome
-from holdfast.smp_daemon.codings import Codings
-from holdfast.smp_daemon.holdings import Holdings
-from holdfast.smp_daemon.parity import ParityGathering
-from holdfast.smp_daemon.plan import candidates
-from holdfast.smp_daemon.slots import SlotPool, SlotState
-from holdfast.smp_daemon.store import Store
-from holdfast.snapshot.copier import CopyJob
-from holdfast.snapshot.ledger import Ledger
+from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.plan import candidates
+from holdfast.smp_daemon.storage.codings import Codings
+from holdfast.smp_daemon.storage.holdings import Holdings
+from holdfast.smp_daemon.storage.parity import ParityGathering
+from holdfast.smp_daemon.storage.slots import SlotPool, SlotState
+from holdfast.smp_daemon.storage.store import Store
+from holdfast.snapshot.step.copier import CopyJob
+from holdfast.snapshot.step.ledger import Ledger
 
 _fold = ParityGathering.fold
 _restored = Ledger.restored
@@ -53,7 +53,7 @@ def _fold_badly(self: ParityGathering, stripe: int, position: int, unit: memoryv
 
 
 MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
-    "the plan ignores what is protected": (70, [("holdfast.smp_daemon.plan", "candidates", _oldest_first)]),
+    "the plan ignores what is protected": (70, [("holdfast.smp_daemon.shared.plan", "candidates", _oldest_first)]),
     "the slot of the protected snapshot is freed": (40, [(SlotPool, "outdated", _ignore_keep)]),
     "what was protected is given up for what was restored": (0, [(Ledger, "restored", _forget_the_older)]),
     "what is sealed counts as protected": (0, [(Store, "_settle", _settle_at_once)]),
@@ -72,7 +72,7 @@ MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
         2336,
         [
             (Holdings, "damaged_units", lambda self, key: []),
-            ("holdfast.smp_daemon.client.RecoveredShard", "matches", lambda self, unit: True),
+            ("holdfast.smp_daemon.shared.client.RecoveredShard", "matches", lambda self, unit: True),
         ],
     ),
 }

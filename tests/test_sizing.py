@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from holdfast import ConfigError
-from holdfast.cli import main
-from holdfast.shapes import PRESETS, parse_shape
-from holdfast.sizing import Job, Machine, activation_bytes, device_bytes, size
-from holdfast.snapshot.arrange import parse_protect
-from holdfast.snapshot.tuning.durations import parse_duration
+from holdfast.cli.main import main
+from holdfast.planner.shapes import PRESETS, parse_shape
+from holdfast.planner.sizing import Job, Machine, activation_bytes, device_bytes, size
+from holdfast.snapshot.interval.durations import parse_duration
+from holdfast.snapshot.resume.arrange import parse_protect
 
 SEVEN = Job(PRESETS["7b"], nodes=8)
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from holdfast.smp_daemon import slotfile
-from holdfast.smp_daemon.errors import ProtocolError
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.limits import MAX_HEADER_BYTES, MAX_NAME_BYTES
-from holdfast.smp_daemon.slotfile import (
+from holdfast.smp_daemon.shared import slotfile
+from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_HEADER_BYTES, MAX_NAME_BYTES
+from holdfast.smp_daemon.shared.slotfile import (
     DTYPE_BYTES,
     PAGE_BYTES,
     RECORD,
@@ -32,7 +32,7 @@ from holdfast.smp_daemon.slotfile import (
     read_stamp,
     write_stamp,
 )
-from holdfast.snapshot.tensors import DTYPES
+from holdfast.snapshot.copy.tensors import DTYPES
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
 

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from holdfast.smp_daemon.errors import NoFreeSlot
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.slots import Slot, SlotPool, SlotState
+from holdfast.smp_daemon.shared.errors import NoFreeSlot
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.storage.slots import Slot, SlotPool, SlotState
 
 few_snapshots = st.builds(SnapshotId, st.integers(1, 2), st.integers(1, 4))
 lengths = st.sampled_from([8, 16])

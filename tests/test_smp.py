@@ -16,9 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.board import Board, Outcome
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import (
+from holdfast.smp_daemon.core import Settings
+from holdfast.smp_daemon.local import MAX_DIGESTS
+from holdfast.smp_daemon.net.listener import Listener, bind_unix
+from holdfast.smp_daemon.net.peers import PeerClient
+from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.shared.board import Board, Outcome
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import (
     ArenaTooSmall,
     ConfigError,
     DamagedSnapshot,
@@ -30,20 +35,16 @@ from holdfast.smp_daemon.errors import (
     StaleEpoch,
     Unrecoverable,
 )
-from holdfast.smp_daemon.holdings import Holdings, Key
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.limits import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION
-from holdfast.smp_daemon.listener import Listener, bind_unix
-from holdfast.smp_daemon.local import MAX_DIGESTS
-from holdfast.smp_daemon.paths import socket_path
-from holdfast.smp_daemon.peers import PeerClient
-from holdfast.smp_daemon.plan import RestorePlan, plan_restore
-from holdfast.smp_daemon.records import digest, digest_units
-from holdfast.smp_daemon.service import Settings, Smp
-from holdfast.smp_daemon.slotfile import RECORD, plan_slot, write_stamp
-from holdfast.smp_daemon.sources import Sources
-from holdfast.smp_daemon.spawn import smp_command
-from holdfast.smp_daemon.transport import Message, Stream, call, connect
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION
+from holdfast.smp_daemon.shared.paths import socket_path
+from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
+from holdfast.smp_daemon.shared.records import digest, digest_units
+from holdfast.smp_daemon.shared.slotfile import RECORD, plan_slot, write_stamp
+from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.smp_daemon.shared.spawn import smp_command
+from holdfast.smp_daemon.shared.transport import Message, Stream, call, connect
+from holdfast.smp_daemon.storage.holdings import Holdings, Key
 from tests.smp_kit import (
     DEADLINE_S,
     PROTECTED,
@@ -214,8 +215,8 @@ class TestATrainerThatIsGone:
 WRITER = """
 import sys
 from pathlib import Path
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.layout import SnapshotId
 arena, job, coord, epoch, step = sys.argv[1:]
 slot = SmpClient(Path(arena), job).begin(SnapshotId(int(epoch), int(step)), coord, [], None)
 slot[: len(slot) // 2] = bytes(len(slot) // 2)
@@ -411,7 +412,7 @@ class TestFencing:
             SmpClient(lone.arena, "otherun")
 
     def test_a_trainer_of_another_version_is_refused(self, lone: SmpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("holdfast.smp_daemon.client.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+        monkeypatch.setattr("holdfast.smp_daemon.shared.client.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
         with pytest.raises(ConfigError, match=r"version \d+, this trainer version \d+: install the same holdfast"):
             SmpClient(lone.arena, lone.job)
 

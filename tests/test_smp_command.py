@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.cli import main
-from holdfast.smp import NO_ANSWER, NOT_RUNNING, smp_arguments
+from holdfast.cli.main import main
+from holdfast.cli.smp import NO_ANSWER, NOT_RUNNING, smp_arguments
 from holdfast.smp_daemon.__main__ import add_options
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.paths import read_owner
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.paths import read_owner
 from tests.smp_kit import DEADLINE_S, JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on
 
 QUICK = ("--scrub", "0", "--reform-after", "0")
@@ -101,7 +101,7 @@ def test_in_the_foreground_the_process_becomes_the_smp(ground: Ground, capsys: p
 def test_one_that_is_stopped_by_the_kernel_does_not_answer(
     ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.smp_daemon.census.DEADLINE_S", 0.5)
+    monkeypatch.setattr("holdfast.smp_daemon.recovery.census.DEADLINE_S", 0.5)
     _, said = smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
     os.kill(said["pid"], signal.SIGSTOP)
     status, seen = smp(capsys, "status")

@@ -19,14 +19,14 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.cli import main
-from holdfast.smp_daemon.board import Board
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import ConfigError, HoldfastError, SmpUnavailable
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.paths import ARENA_ENV, Owner
-from holdfast.smp_daemon.pidfds import await_end
-from holdfast.smp_daemon.spawn import find_leftovers, parse_report, remove, start_smp
+from holdfast.cli.main import main
+from holdfast.smp_daemon.shared.board import Board
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner
+from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, start_smp
 from tests.smp_kit import (
     DEADLINE_S,
     JOB,
@@ -45,7 +45,7 @@ STARTER = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from holdfast.smp_daemon.spawn import start_smp
+from holdfast.smp_daemon.shared.spawn import start_smp
 arena, host = sys.argv[1:]
 print(json.dumps(asdict(start_smp("testrun", "node0", Path(arena), host=host))), flush=True)
 sys.stdin.read()
@@ -274,7 +274,8 @@ class TestTheReport:
 
 class TestWhatIsImported:
     @pytest.mark.parametrize(
-        "module", ["holdfast.smp_daemon.client", "holdfast.smp_daemon.spawn", "holdfast.smp_daemon.paths"]
+        "module",
+        ["holdfast.smp_daemon.shared.client", "holdfast.smp_daemon.shared.spawn", "holdfast.smp_daemon.shared.paths"],
     )
     def test_the_trainers_side_needs_neither_grpc_nor_torch(self, module: str) -> None:
         assert imported_by(module) & {"grpc", "google.protobuf", "torch"} == set()

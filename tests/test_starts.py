@@ -15,23 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import ConfigError, InMemorySnapshot, Repeated
-from holdfast.smp_daemon.errors import ProtocolError
-from holdfast.smp_daemon.inventory import Inventory
-from holdfast.smp_daemon.limits import MAX_COUNT, MAX_FAILURE
-from holdfast.smp_daemon.paths import read_owner
-from holdfast.smp_daemon.starts import (
-    KILLED,
-    WELL,
-    End,
-    Record,
-    Start,
-    Streak,
-    failure_text,
-    standing_streak,
-    streak_of,
-)
-from holdfast.snapshot.wishes import Wishes, agree, check_repeats
-from holdfast.status import gather
+from holdfast.cli.status import gather
+from holdfast.smp_daemon.shared.crash_loop import standing_streak, streak_of
+from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_FAILURE
+from holdfast.smp_daemon.shared.paths import read_owner
+from holdfast.smp_daemon.shared.starts import KILLED, WELL, End, Record, Start, Streak, failure_text
+from holdfast.snapshot.resume.wishes import Wishes, agree, check_repeats
 from tests.test_hook import arena as arena
 
 counts = st.integers(0, MAX_COUNT)

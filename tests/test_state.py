@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.smp_daemon.errors import ProtocolError, StateMismatch
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.slotfile import RECORD, Leaf, SlotFormat
-from holdfast.snapshot.adapter import Change, Container, LiveTensor, Tree, Updated
-from holdfast.snapshot.manifest import Manifest
-from holdfast.snapshot.movers import CpuMover, Piece
-from holdfast.snapshot.state import (
+from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat
+from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.copy.tensors import read_leaf
+from holdfast.snapshot.state.live import Change, Container, LiveTensor, Tree, Updated
+from holdfast.snapshot.state.manifest import Manifest
+from holdfast.snapshot.state.record import (
     RECORD_PAGE_BYTES,
     Placed,
     Values,
@@ -34,9 +35,8 @@ from holdfast.snapshot.state import (
     plan_format,
     shared_leaves,
 )
-from holdfast.snapshot.steppers import Steppers
-from holdfast.snapshot.tensors import read_leaf
-from holdfast.snapshot.tracked import Tracked
+from holdfast.snapshot.state.steppers import Steppers
+from holdfast.snapshot.state.tracked import Tracked
 
 SNAPSHOT = SnapshotId(2, 17)
 NOTHING = Values({}, {})

@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.cli import main
-from holdfast.smp_daemon.counters import Counters
-from holdfast.smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
-from holdfast.smp_daemon.inventory import Inventory
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.limits import MAX_SAYING
-from holdfast.smp_daemon.metrics import COUNTERS, GAUGES
-from holdfast.smp_daemon.overview import Overview, look
-from holdfast.smp_daemon.paths import read_owner
-from holdfast.smp_daemon.plan import plan_restore
-from holdfast.smp_daemon.spawn import smp_command
-from holdfast.smp_daemon.standing import safest, standings
-from holdfast.smp_daemon.status import Status
-from holdfast.smp_daemon.web import is_local, page, parse_port
+from holdfast.cli.main import main
+from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES
+from holdfast.smp_daemon.ops.overview import Overview, look
+from holdfast.smp_daemon.ops.status import Status
+from holdfast.smp_daemon.ops.web import is_local, page, parse_port
+from holdfast.smp_daemon.recovery.standing import safest, standings
+from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_SAYING
+from holdfast.smp_daemon.shared.paths import read_owner
+from holdfast.smp_daemon.shared.plan import plan_restore
+from holdfast.smp_daemon.shared.spawn import smp_command
 from tests.smp_kit import JOB, Ground, Run, SmpProcess, playground, refusal, run_on
 from tests.test_reform import SNAPSHOT, everything, layout_of
 

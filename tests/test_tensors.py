@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.smp_daemon.slotfile import DTYPE_BYTES, Leaf
-from holdfast.snapshot.tensors import DTYPES, empty_like_leaf, leaf_of, read_leaf, slot_tensor
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, Leaf
+from holdfast.snapshot.copy.tensors import DTYPES, empty_like_leaf, leaf_of, read_leaf, slot_tensor
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:

@@ -10,7 +10,7 @@ from holdfast.chaos.cluster import History, Restart
 from holdfast.chaos.ground import Fault
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.toll import Load, account, kills, quiet_step, run
-from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.shared.errors import ConfigError
 
 
 def history() -> History:

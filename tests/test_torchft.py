@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from holdfast.smp_daemon.errors import DeadlineExceeded, ProtocolError, StateMismatch
-from holdfast.smp_daemon.paths import ARENA_ENV
-from holdfast.smp_daemon.spawn import find_leftovers, remove
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, ProtocolError, StateMismatch
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 
 pytest.importorskip("torchft")
 from holdfast.integrations.torchft import MemoryTransport

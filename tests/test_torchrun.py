@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.smp_daemon.paths import ARENA_ENV, read_owner
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
 from holdfast.snapshot.connect import warn_of_stale_store
 
 pytestmark = pytest.mark.cluster

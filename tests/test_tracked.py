@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
-from holdfast.snapshot.tracked import make
+from holdfast.snapshot.state.tracked import make
 from tests.test_hook import arena as arena
 
 Model = torch.nn.Module

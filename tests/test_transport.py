@@ -20,8 +20,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import (
+from holdfast.smp_daemon.coding.scratch import BUFFERS
+from holdfast.smp_daemon.net.listener import Listener, bind_tcp, bind_unix
+from holdfast.smp_daemon.net.peers import PeerClient
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import (
     BY_NAME,
     ConfigError,
     DeadlineExceeded,
@@ -30,19 +33,16 @@ from holdfast.smp_daemon.errors import (
     SmpUnavailable,
     StaleEpoch,
 )
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.limits import (
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import (
     CALL_DEADLINE_S,
     MAX_COUNT,
     MAX_MESSAGE_BYTES,
     MAX_SOCKET_PATH_BYTES,
     MAX_UNIT_BYTES,
 )
-from holdfast.smp_daemon.listener import Listener, bind_tcp, bind_unix
-from holdfast.smp_daemon.paths import socket_path
-from holdfast.smp_daemon.peers import PeerClient
-from holdfast.smp_daemon.scratch import BUFFERS
-from holdfast.smp_daemon.transport import Message, SocketStream, Stream, call, connect, receive_reply
+from holdfast.smp_daemon.shared.paths import socket_path
+from holdfast.smp_daemon.shared.transport import Message, SocketStream, Stream, call, connect, receive_reply
 from tests.attacks.victim import tell
 from tests.smp_kit import DEADLINE_S, Ground, Run, SmpProcess, Trainer, playground, run_on
 

@@ -7,8 +7,8 @@ import statistics
 import numpy as np
 import pytest
 
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.snapshot.tuning.failures import (
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.failures import (
     CLASSES,
     DAY_S,
     MEMORY_CAUSES,
@@ -22,7 +22,7 @@ from holdfast.snapshot.tuning.failures import (
     span,
     spare_nodes,
 )
-from holdfast.snapshot.tuning.profiles import PROFILES, profile
+from holdfast.snapshot.interval.profiles import PROFILES, profile
 
 PRIOR = from_profile(profile("llama3"))
 

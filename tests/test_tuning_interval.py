@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.snapshot.tuning.interval import (
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.periods import (
     choose_interval,
     daly,
     expected_time,

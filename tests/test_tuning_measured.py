@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.snapshot.tuning.costs import Assumptions, Costs, assume, from_measured
-from holdfast.snapshot.tuning.measured import Measured
+from holdfast.planner.costs import Assumptions, Costs, assume, from_measured
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.measured import Measured
 
 RUN = Measured(
     step_s=2.0,

@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.snapshot.tuning.interval import choose_interval
-from holdfast.snapshot.tuning.online import FIRST, LONGEST, STALE_STEPS, Online
-from holdfast.snapshot.tuning.rates import REMEMBERED, FailureRate
-from holdfast.snapshot.tuning.samples import EVIDENCE, Recent, Timing
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.online import FIRST, LONGEST, STALE_STEPS, Online
+from holdfast.snapshot.interval.periods import choose_interval
+from holdfast.snapshot.interval.rates import REMEMBERED, FailureRate
+from holdfast.snapshot.interval.samples import EVIDENCE, Recent, Timing
 
 
 class Job:

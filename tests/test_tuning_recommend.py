@@ -13,18 +13,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from holdfast.cli import main
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.snapshot.tuning.codes import Domains, candidates, judge
-from holdfast.snapshot.tuning.costs import Assumptions, assume
-from holdfast.snapshot.tuning.curves import nines
-from holdfast.snapshot.tuning.failures import DAY_S, FailureModel, from_profile
-from holdfast.snapshot.tuning.montecarlo import play
-from holdfast.snapshot.tuning.profiles import profile
-from holdfast.snapshot.tuning.reasons import reasons
-from holdfast.snapshot.tuning.recommend import CLOSE, ROUGH, Recommendation, Wishes, levels_of, recommend
-from holdfast.snapshot.tuning.waste import first_order, overhead
-from holdfast.tune import survival_text
+from holdfast.cli.main import main
+from holdfast.cli.tune import survival_text
+from holdfast.planner.codes import Domains, candidates, judge
+from holdfast.planner.costs import Assumptions, assume
+from holdfast.planner.curves import nines
+from holdfast.planner.montecarlo import play
+from holdfast.planner.reasons import reasons
+from holdfast.planner.recommend import CLOSE, ROUGH, Recommendation, Wishes, levels_of, recommend
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.failures import DAY_S, FailureModel, from_profile
+from holdfast.snapshot.interval.profiles import profile
+from holdfast.snapshot.interval.waste import first_order, overhead
 from tests.test_tuning_measured import FULL
 
 MODEL = from_profile(profile("ft-hsdp"))
@@ -273,7 +273,7 @@ def test_a_survival_near_one_is_legible() -> None:
 
 def test_the_tuner_runs_without_torch_and_scipy() -> None:
     code = (
-        "import sys; from holdfast.snapshot.tuning import curves, measured, reasons\n"
+        "import sys; from holdfast.planner import curves, measured, reasons\n"
         "print([m for m in ('torch', 'scipy', 'grpc') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.snapshot.tuning.failures import DAY_S
-from holdfast.snapshot.tuning.rehearsal import Climate, by_daly, draw, play_fixed, play_online
+from holdfast.planner.rehearsal import Climate, by_daly, draw, play_fixed, play_online
+from holdfast.snapshot.interval.failures import DAY_S
 
 CLIMATE = Climate(step_s=60.0)
 SEEDS = (1, 2, 3)

@@ -8,9 +8,8 @@ from itertools import combinations
 
 import pytest
 
-from holdfast.snapshot.tuning.failures import DAY_S
-from holdfast.snapshot.tuning.montecarlo import play_group
-from holdfast.snapshot.tuning.survival import (
+from holdfast.planner.montecarlo import play_group
+from holdfast.planner.survival import (
     gemini_bound,
     job_loss_rate,
     loss_rate,
@@ -21,6 +20,7 @@ from holdfast.snapshot.tuning.survival import (
     simultaneous,
     survive,
 )
+from holdfast.snapshot.interval.failures import DAY_S
 
 
 @pytest.mark.parametrize(

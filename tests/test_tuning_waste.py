@@ -9,11 +9,11 @@ from itertools import product
 
 import pytest
 
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.snapshot.tuning.failures import DAY_S
-from holdfast.snapshot.tuning.interval import expected_time, optimal_periods
-from holdfast.snapshot.tuning.montecarlo import play
-from holdfast.snapshot.tuning.waste import Level, Limits, best_periods, ettr, first_order, optimum, overhead
+from holdfast.planner.montecarlo import play
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.failures import DAY_S
+from holdfast.snapshot.interval.periods import expected_time, optimal_periods
+from holdfast.snapshot.interval.waste import Level, Limits, best_periods, ettr, first_order, optimum, overhead
 
 LEVELS = (
     Level("process", 0.3, 1.0, 60.0, 1 / 7200),

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from holdfast.smp_daemon.errors import ProtocolError, StateMismatch
-from holdfast.snapshot.values import decode, encode
+from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+from holdfast.snapshot.state.values import decode, encode
 from tests.strategies import json_values, spoilt
 
 thorough = settings(deadline=None, derandomize=True, max_examples=250)

@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.chaos.faults import CATALOGUE
-from holdfast.chaos.impairments import BUFFER_S, KINDS, OVERTAKEN_S, Impairment, after_all
-from holdfast.chaos.namespaces import inhabitants, inside, unavailable
-from holdfast.chaos.packets import Units, addresses, flipped
-from holdfast.chaos.wire import Wire
-from holdfast.smp_daemon.errors import ConfigError
-from holdfast.smp_daemon.paths import arena_base
+from holdfast.chaos.network.impairments import BUFFER_S, KINDS, OVERTAKEN_S, Impairment, after_all
+from holdfast.chaos.network.namespaces import inhabitants, inside, unavailable
+from holdfast.chaos.network.packets import Units, addresses, flipped
+from holdfast.chaos.network.wire import Wire
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.paths import arena_base
 
 SEED = 20261122
 A, B, C = (socket.inet_aton(f"10.77.0.{number}") for number in (1, 2, 3))
@@ -304,7 +304,7 @@ def test_a_process_that_stays_in_a_namespace_is_left_over() -> None:
 @pytest.mark.cluster
 def test_nothing_is_left_when_its_owner_is_killed() -> None:
     text = (
-        "from holdfast.chaos.wire import Wire\n"
+        "from holdfast.chaos.network.wire import Wire\n"
         "wire = Wire()\n"
         "path = wire.open('10.77.0.1')\n"
         "import os; print(path.split('/')[2], os.stat(path).st_ino, flush=True)\n"
@@ -339,7 +339,7 @@ def tell(event):
         here, *inodes = (os.stat(f"/proc/{pid}/ns/net").st_ino for pid in ["self", *pids])
         print(json.dumps({"pids": pids, "inodes": sorted(set(inodes) - {here})}), flush=True)
 
-with Launcher(["holdfast.chaos.drill", "holdfast.workload"]) as launcher:
+with Launcher(["holdfast.chaos.drill", "holdfast.chaos.workload"]) as launcher:
     args = {"job": WORKLOAD, "seed": 1, "steps": 9, "snapshots": True, "hook": {"protect": "auto"}}
     cluster = VirtualCluster(
         launcher, nodes=3, ranks_per_node=1, target=TARGET, args=args, on_event=tell, wired=True
@@ -375,7 +375,7 @@ def test_nothing_is_left_of_a_run_that_is_killed() -> None:
 
 def test_without_root_it_is_refused_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr("holdfast.chaos.wire.unavailable", unavailable.__wrapped__)
+    monkeypatch.setattr("holdfast.chaos.network.wire.unavailable", unavailable.__wrapped__)
     with pytest.raises(ConfigError, match="faults of the network between nodes cannot be done here: needs root"):
         Wire()
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.errors import HoldfastError
-from holdfast.snapshot.movers import SAMPLE_BYTES, CpuMover, Piece, Sample
-from holdfast.snapshot.tensors import DTYPES
-from holdfast.snapshot.witness import SHOWN, StateChanged, Subjects, Witness
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.snapshot.copy.movers import SAMPLE_BYTES, CpuMover, Piece, Sample
+from holdfast.snapshot.copy.tensors import DTYPES
+from holdfast.snapshot.copy.witness import SHOWN, StateChanged, Subjects, Witness
 from tests.test_movers import BEFORE, Counting, slot_for, strided, transposed, unpaced
 from tests.test_tensors import random_bits
 
@@ -359,7 +359,7 @@ def test_a_sample_is_of_the_time_when_it_was_taken() -> None:
 
 
 def test_where_to_look_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Counting(monkeypatch, "holdfast.snapshot.movers.Places")
+    made = Counting(monkeypatch, "holdfast.snapshot.copy.movers.Places")
     copying = Copying(torch.zeros(5), torch.zeros(5))
     for _ in range(5):
         copying.copy()

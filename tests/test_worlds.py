@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.errors import StateMismatch
-from holdfast.snapshot import rng, streams
-from holdfast.snapshot.worlds import carriers, check_change, family, heir_of, members, preference, readers
+from holdfast.smp_daemon.shared.errors import StateMismatch
+from holdfast.snapshot.resume.worlds import carriers, check_change, family, heir_of, members, preference, readers
+from holdfast.snapshot.state import rng, streams
 
 
 def world(ranks: int, families: tuple[str, ...] = ("",)) -> list[str]:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from holdfast.smp_daemon.errors import HoldfastError
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.plan import newest_protected
-from holdfast.snapshot.agreement import Alone
-from holdfast.snapshot.arrange import parse_protect
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.plan import newest_protected
+from holdfast.snapshot.collective.agreement import Alone
+from holdfast.snapshot.resume.arrange import parse_protect
 from holdfast.snapshot.writer import SlotWriter
 from tests.smp_kit import DEADLINE_S, Ground, SmpProcess, playground
 

@@ -16,9 +16,9 @@ from systems.common import DEADLINE_S, Memory, files_below, until
 from torch import nn
 
 from holdfast import InMemorySnapshot, __version__
-from holdfast.smp_daemon.board import Outcome
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.snapshot.governor import Governor
+from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.snapshot.interval.governor import Governor
 
 
 class OnDemand(Governor):

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from holdfast.chaos.loops.campaign import Result, Total, run
-from holdfast.chaos.loops.judge import Outcome
+from holdfast.chaos.loops.campaign import Total, run
+from holdfast.chaos.loops.judge import Outcome, Result
 
 SAY_EVERY_S = 10.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import socket
@@ -10,57 +9,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field
 
-from holdfast.chaos.loops.judge import Outcome
-from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
+from holdfast.chaos.loops.judge import Outcome, Result
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 
 SEED_DEADLINE_S = 600.0
 """A seed takes less than a second, and what hangs in it has deadlines; what takes this long hangs elsewhere."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """One seed. `features`: what its loop is made of. `log`: what its lives printed, unless all was well."""
-
-    seed: int
-    outcome: Outcome
-    why: str
-    history: str
-    features: tuple[str, ...]
-    said: tuple[str, ...]
-    restored: tuple[int | None, ...]
-    took_s: float
-    log: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """What `write` gave."""
-        data = json.loads(text)
-        lists = {name: tuple(data[name]) for name in ("features", "said", "restored")}
-        return cls(**{**data, **lists, "outcome": Outcome(data["outcome"])})
-
-    def write(self) -> str:
-        """A line that `parse` reads."""
-        return json.dumps(asdict(self) | {"outcome": self.outcome.value})
-
-    @property
-    def failed(self) -> bool:
-        """Whether it is neither identical nor refused."""
-        return self.outcome not in (Outcome.IDENTICAL, Outcome.REFUSED)
-
-    def to_json(self) -> dict[str, Any]:
-        """For machines."""
-        return {
-            "seed": self.seed,
-            "outcome": self.outcome.value,
-            "why": self.why,
-            "said": list(self.said),
-            "restored": list(self.restored),
-            "history": self.history,
-            **({"log": self.log} if self.failed else {}),
-        }
 
 
 @dataclass

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 Event = Mapping[str, Any]
 
@@ -21,6 +22,49 @@ class Outcome(Enum):
     SILENT = "silent"
     UNPROTECTED = "unprotected"
     ERROR = "errors"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One seed. `features`: what its loop is made of. `log`: what its lives printed, unless all was well."""
+
+    seed: int
+    outcome: Outcome
+    why: str
+    history: str
+    features: tuple[str, ...]
+    said: tuple[str, ...]
+    restored: tuple[int | None, ...]
+    took_s: float
+    log: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """What `write` gave."""
+        data = json.loads(text)
+        lists = {name: tuple(data[name]) for name in ("features", "said", "restored")}
+        return cls(**{**data, **lists, "outcome": Outcome(data["outcome"])})
+
+    def write(self) -> str:
+        """A line that `parse` reads."""
+        return json.dumps(asdict(self) | {"outcome": self.outcome.value})
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is neither identical nor refused."""
+        return self.outcome not in (Outcome.IDENTICAL, Outcome.REFUSED)
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "seed": self.seed,
+            "outcome": self.outcome.value,
+            "why": self.why,
+            "said": list(self.said),
+            "restored": list(self.restored),
+            "history": self.history,
+            **({"log": self.log} if self.failed else {}),
+        }
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from torch.optim import lr_scheduler, swa_utils
 
 from holdfast.chaos.loops import kit
 from holdfast.chaos.loops.script import End, Loop
-from holdfast.smp_daemon import points
-from holdfast.smp_daemon.errors import HoldfastError
+from holdfast.smp_daemon.shared import points
+from holdfast.smp_daemon.shared.errors import HoldfastError
 
 FRONT_DOOR = "holdfast.hook"
 """What a program gets `InMemorySnapshot` from; above this room."""

@@ -25,17 +25,16 @@ from typing import Any, Self
 import torch
 import torch._dynamo  # a compiled step would import it, which takes a second
 
-import holdfast.integrations.torch_native  # noqa: F401  # so that lives need not, each for itself
-from holdfast.chaos.loops.campaign import Result
+import holdfast.integrations.adapters.torch_native  # noqa: F401  # so that lives need not, each for itself
 from holdfast.chaos.loops.draw import draw
-from holdfast.chaos.loops.judge import Event, Outcome, Verdict, judge
+from holdfast.chaos.loops.judge import Event, Outcome, Result, Verdict, judge
 from holdfast.chaos.loops.life import FRONT_DOOR, Life, Order
 from holdfast.chaos.loops.script import End, Loop
 from holdfast.chaos.smp_zygote import Forked, Zygote
-from holdfast.smp_daemon import points
-from holdfast.smp_daemon.errors import DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.paths import ARENA_ENV
-from holdfast.smp_daemon.spawn import parse_report, smp_command
+from holdfast.smp_daemon.shared import points
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
 
 PR_SET_PDEATHSIG = 1
 JOB = "loop"

@@ -1,6 +1,6 @@
 """Sockets between simulated processes: bytes take time, connections break, hosts fall silent, bits flip on the way.
 
-`SimSocket` stands where `smp_daemon.transport` knows `socket.socket`, so frames, deadlines and errors are those of
+`SimSocket` stands where `shared.transport` knows `socket.socket`, so frames, deadlines and errors are those of
 production. A stream stays in order, as TCP's does. What is lost is lost with its connection; what was under way on a
 connection that breaks may still arrive, late, so a message that is sent again on the next may come twice, or first.
 """
@@ -97,7 +97,7 @@ def use(one: Network) -> None:
 
 
 class SimSocket:
-    """`socket.socket`, as far as `smp_daemon.transport` uses it."""
+    """`socket.socket`, as far as `smp_daemon.shared.transport` uses it."""
 
     def __init__(self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> None:
         self._network = network()

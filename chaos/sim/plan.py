@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from holdfast.smp_daemon.points import PERSIST_POINTS, POINTS
+from holdfast.smp_daemon.shared.points import PERSIST_POINTS, POINTS
 
 POINTS_HERE = (
     *(point for point in POINTS if point not in PERSIST_POINTS),

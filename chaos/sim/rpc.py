@@ -1,4 +1,4 @@
-"""gRPC between simulated processes, behind the names by which `smp_daemon.peers` knows `grpc`.
+"""gRPC between simulated processes, behind the names by which `smp_daemon.net.peers` knows `grpc`.
 
 Requests are serialised, and answered by the production servicer in a thread of its server's own pool. They may be
 late, lost, overtaken, or come twice; whoever asked learns of a failure, as by gRPC, at once or at its deadline.
@@ -257,7 +257,7 @@ class _Method:
 
 
 class SimGrpc:
-    """The module `grpc`, as `smp_daemon.peers` uses it."""
+    """The module `grpc`, as `smp_daemon.net.peers` uses it."""
 
     RpcError = grpc.RpcError
     StatusCode = grpc.StatusCode

@@ -25,11 +25,11 @@ from holdfast.chaos.sim.network import SimSocket
 from holdfast.chaos.sim.rpc import SimGrpc
 from holdfast.chaos.sim.scheduler import active
 from holdfast.chaos.sim.tasks import Process
-from holdfast.smp_daemon.arena import SHARD_SUFFIX, Arena
-from holdfast.smp_daemon.credentials import Credentials
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.records import digest_units, kind_of, write_json
-from holdfast.snapshot.pace import Pace
+from holdfast.smp_daemon.shared.credentials import Credentials
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.records import digest_units, kind_of, write_json
+from holdfast.smp_daemon.storage.arena import SHARD_SUFFIX, Arena
+from holdfast.snapshot.copy.pace import Pace
 
 THREADING = SimpleNamespace(
     Thread=threads.Thread,
@@ -80,7 +80,7 @@ class Hooks:
 
 
 def reach(point: str, step: int = -1) -> None:
-    """`smp_daemon.points.reach`: an await with a name, at which a crash may be planned."""
+    """`smp_daemon.shared.points.reach`: an await with a name, at which a crash may be planned."""
     active().point()
     Hooks.reach(point, step)
 
@@ -130,7 +130,7 @@ class SimPsutil:
 
 
 def _await_end(process: Process, deadline_s: float) -> bool:
-    """`smp_daemon.pidfds.await_end` of a simulated process."""
+    """`smp_daemon.shared.pidfds.await_end` of a simulated process."""
     ended = threads.Event()
     process.on_death[id(ended)] = ended.set
     ended.wait(deadline_s)
@@ -139,7 +139,7 @@ def _await_end(process: Process, deadline_s: float) -> bool:
 
 
 def _write_json(path: MemoryPath, data: Any) -> None:
-    """`smp_daemon.records.write_json`, with crashes planned before it, in the middle and after."""
+    """`smp_daemon.shared.records.write_json`, with crashes planned before it, in the middle and after."""
     kind = kind_of(path.name)
     reach(f"record.{kind}.before")
     if Hooks.is_due(f"record.{kind}.part"):  # else what it leaves is overwritten at once
@@ -207,33 +207,33 @@ def installed() -> Iterator[None]:
     }
     targets |= {f"smp_daemon.{module}.mmap": MemoryMmap for module in ("pool", "board", "client")}
     targets |= {
-        "holdfast.smp_daemon.peers.grpc": SimGrpc,
-        "holdfast.smp_daemon.arena.fcntl": SimFcntl,
-        "holdfast.smp_daemon.arena.Arena.release": _release,
-        "holdfast.smp_daemon.pool.SHMEM_HUGE": MemoryPath(Disk(), "/sys", "shmem_enabled"),
-        "holdfast.smp_daemon.arena.shutil": MemoryShutil,
+        "holdfast.smp_daemon.net.peers.grpc": SimGrpc,
+        "holdfast.smp_daemon.storage.arena.fcntl": SimFcntl,
+        "holdfast.smp_daemon.storage.arena.Arena.release": _release,
+        "holdfast.smp_daemon.storage.pool.SHMEM_HUGE": MemoryPath(Disk(), "/sys", "shmem_enabled"),
+        "holdfast.smp_daemon.storage.arena.shutil": MemoryShutil,
         "holdfast.smp_daemon.service.psutil": SimPsutil,
-        "holdfast.smp_daemon.transport.Path": MemoryPath,
-        "holdfast.smp_daemon.transport.current": Credentials,
+        "holdfast.smp_daemon.shared.transport.Path": MemoryPath,
+        "holdfast.smp_daemon.shared.transport.current": Credentials,
         "holdfast.smp_daemon.service.current": Credentials,
-        "holdfast.smp_daemon.gate.is_of_this_user": lambda sock: True,
-        "holdfast.smp_daemon.client.await_end": _await_end,
-        "holdfast.smp_daemon.slotfile.PAGE_BYTES": PAGE_BYTES,
-        "holdfast.smp_daemon.store.digest_units": _digest_units,
-        "holdfast.smp_daemon.store.write_json": _write_json,
-        "holdfast.smp_daemon.arena.write_json": _write_json,
-        "holdfast.smp_daemon.pool.write_json": _write_json,
+        "holdfast.smp_daemon.net.gate.is_of_this_user": lambda sock: True,
+        "holdfast.smp_daemon.shared.client.await_end": _await_end,
+        "holdfast.smp_daemon.shared.slotfile.PAGE_BYTES": PAGE_BYTES,
+        "holdfast.smp_daemon.storage.store.digest_units": _digest_units,
+        "holdfast.smp_daemon.storage.store.write_json": _write_json,
+        "holdfast.smp_daemon.storage.arena.write_json": _write_json,
+        "holdfast.smp_daemon.storage.pool.write_json": _write_json,
         "holdfast.smp_daemon.service.write_json": _write_json,
-        "holdfast.snapshot.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
+        "holdfast.snapshot.resume.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
         "holdfast.snapshot.connect.start_smp": _start_smp,
-        "holdfast.snapshot.copier.threading": THREADING,
-        "holdfast.snapshot.copier.queue": QUEUE,
-        "holdfast.snapshot.copier.reach": reach,
-        "holdfast.snapshot.loading.ThreadPoolExecutor": threads.ThreadPoolExecutor,
-        "holdfast.snapshot.pace.threading": THREADING,
-        "holdfast.snapshot.restore.time": TIME,
-        "holdfast.snapshot.restore.reach": reach,
-        "holdfast.snapshot.restore._load": trainer.load,
+        "holdfast.snapshot.step.copier.threading": THREADING,
+        "holdfast.snapshot.step.copier.queue": QUEUE,
+        "holdfast.snapshot.step.copier.reach": reach,
+        "holdfast.snapshot.resume.loading.ThreadPoolExecutor": threads.ThreadPoolExecutor,
+        "holdfast.snapshot.copy.pace.threading": THREADING,
+        "holdfast.snapshot.resume.restore.time": TIME,
+        "holdfast.snapshot.resume.restore.reach": reach,
+        "holdfast.snapshot.resume.restore._load": trainer.load,
         "holdfast.snapshot.hook.time": TIME,
         "holdfast.snapshot.hook.Pace": lambda: Pace(threads.monotonic, threads.Event.wait),  # type: ignore[arg-type]
         "holdfast.snapshot.hook.Capture": trainer.SimCapture,

@@ -17,15 +17,15 @@ import torch
 
 from holdfast.chaos.sim.scheduler import active
 from holdfast.chaos.sim.threads import Event, Lock, Signal
-from holdfast.smp_daemon.errors import DamagedSnapshot, HoldfastError, ProtocolError, failure_of
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.slotfile import Leaf, SlotFormat, plan_slot
-from holdfast.snapshot.agreement import AgreementLost, Result, T
-from holdfast.snapshot.copier import CopyJob
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError, failure_of
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot
+from holdfast.snapshot.collective.agreement import AgreementLost, Result, T
+from holdfast.snapshot.copy.movers import CpuMover, Piece
 from holdfast.snapshot.errors import Misfit
-from holdfast.snapshot.loading import load_checked
-from holdfast.snapshot.movers import CpuMover, Piece
-from holdfast.snapshot.steppers import Steppers
+from holdfast.snapshot.resume.loading import load_checked
+from holdfast.snapshot.state.steppers import Steppers
+from holdfast.snapshot.step.copier import CopyJob
 
 RECORD_CAPACITY = 64
 COLLECTIVE_DEADLINE_S = 120.0
@@ -65,7 +65,7 @@ class Circle:
 
 
 class Member:
-    """`snapshot.agreement.Agreement` of one rank."""
+    """`snapshot.collective.agreement.Agreement` of one rank."""
 
     def __init__(self, circle: Circle, rank: int) -> None:
         self.rank = rank
@@ -163,7 +163,7 @@ def _expand(seed: bytes, length: int) -> bytes:
 
 
 class SimBoundary:
-    """`snapshot.boundary.Boundary`: the loop says by itself when a step begins and ends."""
+    """`snapshot.step.boundary.Boundary`: the loop says by itself when a step begins and ends."""
 
     declared = False
 
@@ -175,7 +175,7 @@ class SimBoundary:
 
 
 class SimCapture:
-    """`snapshot.capture.Capture` of a `SimAdapter`."""
+    """`snapshot.step.capture.Capture` of a `SimAdapter`."""
 
     def __init__(self, adapter: SimAdapter, agreement: Member, mover: SimMover, job: str, coord: str) -> None:
         self._adapter = adapter
@@ -249,7 +249,7 @@ def _form(job: str, coord: str, length: int) -> SlotFormat:
 
 
 class SimMover:
-    """`snapshot.movers.Mover` for bytes: each piece in two halves, with an await before, between and after."""
+    """`snapshot.copy.movers.Mover` for bytes: each piece in two halves, with an await before, between and after."""
 
     queues = False
 
@@ -276,7 +276,7 @@ class SimMover:
 
 
 def load(attempt: Any, agreement: Member, adapter: SimAdapter, mover: SimMover) -> HoldfastError | None:
-    """`snapshot.restore._load` for a `SimAdapter`: the same checks, copies, agreements and errors, for one tensor."""
+    """`resume.restore._load` for a `SimAdapter`: the same checks, copies, agreements and errors, for one tensor."""
     problem: HoldfastError | None = None
     try:
         form = attempt.read_format()

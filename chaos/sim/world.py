@@ -17,9 +17,10 @@ from holdfast.chaos.sim.seams import Hooks
 from holdfast.chaos.sim.tasks import Process
 from holdfast.chaos.sim.threads import Signal
 from holdfast.chaos.sim.trainer import Circle, Member, SimAdapter, TrainingLost
-from holdfast.smp_daemon.errors import ConfigError, HoldfastError, Unrecoverable
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.service import Settings, Smp
+from holdfast.smp_daemon.core import Settings
+from holdfast.smp_daemon.service import Smp
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unrecoverable
+from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.hook import SnapshotHook
 
 JOB = "job"
@@ -173,7 +174,7 @@ class World:
         self.changed.notify()
 
     def _start_by_trainer(self, arena: MemoryPath) -> None:
-        """`smp_daemon.spawn.start_smp`."""
+        """`smp_daemon.shared.spawn.start_smp`."""
         self.ensure_smp(next(node for node in self.nodes if node.arena == arena))
 
     def lose(self, node: Node, *, silent: bool) -> None:

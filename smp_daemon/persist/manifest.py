@@ -21,9 +21,9 @@ from typing import Any
 
 import xxhash
 
-from holdfast.smp_daemon.errors import DamagedSnapshot, HoldfastError
-from holdfast.smp_daemon.layout import Layout, SnapshotId
-from holdfast.smp_daemon.limits import MAX_COUNT
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_COUNT
 
 SNAPSHOT = "snapshot.json"
 MAX_MANIFEST_BYTES = 64 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from holdfast.smp_daemon.errors import ConfigError
+from holdfast.smp_daemon.shared.errors import ConfigError
 
 LEAST_EVERY_S = 0.1
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

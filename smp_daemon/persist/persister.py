@@ -17,22 +17,22 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from holdfast.smp_daemon.errors import ConfigError, DamagedSnapshot, HoldfastError, PlaceError, ProtocolError
-from holdfast.smp_daemon.holdings import ShardKey
-from holdfast.smp_daemon.inventory import Persisted
-from holdfast.smp_daemon.layout import Layout, SnapshotId
-from holdfast.smp_daemon.logs import Episodes, about, get_log
-from holdfast.smp_daemon.pacer import Pacer
 from holdfast.smp_daemon.persist.manifest import Manifest
 from holdfast.smp_daemon.persist.options import Options
 from holdfast.smp_daemon.persist.place import Place, open_place
 from holdfast.smp_daemon.persist.reading import find, look, read_shard
 from holdfast.smp_daemon.persist.standing import Standing
 from holdfast.smp_daemon.persist.writing import publish, tidy, write_node
-from holdfast.smp_daemon.points import reach
-from holdfast.smp_daemon.priority import make_background
-from holdfast.smp_daemon.rebuild import Recovered, recovered
-from holdfast.smp_daemon.store import Store
+from holdfast.smp_daemon.recovery.rebuild import Recovered, recovered
+from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, HoldfastError, PlaceError, ProtocolError
+from holdfast.smp_daemon.shared.inventory import Persisted
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.pacer import Pacer
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.priority import make_background
+from holdfast.smp_daemon.storage.holdings import ShardKey
+from holdfast.smp_daemon.storage.store import Store
 
 STUCK_S = 60.0
 """A storage that has not taken or given a unit for so long is given up."""
@@ -47,7 +47,7 @@ class Persister:
     """The tier on one node. Every method is thread-safe, and only those that say so touch the storage."""
 
     def __init__(self, options: Options | None, priority: str = "normal") -> None:
-        """`options`: None: the tier is off. `priority`: see `smp_daemon.priority`. Raises `ConfigError`."""
+        """`options`: None: the tier is off. `priority`: see `smp_daemon.shared.priority`. Raises `ConfigError`."""
         self._options = options
         self._priority = priority
         self._place: Place | None = open_place(options.url) if options else None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
-from holdfast.smp_daemon.errors import ConfigError, HoldfastError, PlaceError
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, PlaceError
 
 FLUSH_BYTES = 64 << 20
 """So often is a local file brought to disk while it is written, lest everything else waits for it at its end."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from holdfast.smp_daemon.slotfile import SlotFormat
+from holdfast.smp_daemon.shared.slotfile import SlotFormat
 
 MAX_WIDTH = 8
 _COMPONENT = {"C128": 8, "C64": 4, "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}

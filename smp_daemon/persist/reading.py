@@ -6,13 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from holdfast.smp_daemon.errors import DamagedSnapshot
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.logs import get_log
 from holdfast.smp_daemon.persist import manifest
 from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, Manifest
 from holdfast.smp_daemon.persist.place import Place
 from holdfast.smp_daemon.persist.shardfile import Header, StoredUnit, decode_unit, read_header, read_units
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.logs import get_log
 
 DECODERS = 4
 """Threads that decode a shard while it is read."""

@@ -25,11 +25,11 @@ import numpy as np
 import xxhash
 import zstandard
 
-from holdfast.smp_daemon.errors import DamagedSnapshot
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.limits import MAX_COUNT, MAX_UNIT_BYTES, is_identifier
 from holdfast.smp_daemon.persist import planes
-from holdfast.smp_daemon.records import digest
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_UNIT_BYTES, is_identifier
+from holdfast.smp_daemon.shared.records import digest
 
 MAGIC, END = b"HFPSHRD1", b"HFPSHRDE"
 MAX_HEADER_BYTES = 4096

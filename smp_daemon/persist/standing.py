@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.smp_daemon.errors import ProtocolError
-from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.layout import SnapshotId
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from holdfast.smp_daemon.errors import DamagedSnapshot, PlaceError
-from holdfast.smp_daemon.holdings import Holdings, ShardKey
-from holdfast.smp_daemon.layout import Layout, SnapshotId
-from holdfast.smp_daemon.logs import get_log
 from holdfast.smp_daemon.persist import manifest, planes
 from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT
 from holdfast.smp_daemon.persist.place import Place
 from holdfast.smp_daemon.persist.reading import find
 from holdfast.smp_daemon.persist.shardfile import Encoder, Header
-from holdfast.smp_daemon.points import reach
-from holdfast.smp_daemon.records import ShardRecord, digest
-from holdfast.smp_daemon.slotfile import read_format
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, PlaceError
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.records import ShardRecord, digest
+from holdfast.smp_daemon.shared.slotfile import read_format
+from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
 
 log = get_log(__name__)
 

@@ -20,13 +20,13 @@ import grpc
 import pytest
 import xxhash
 
-from holdfast.smp_daemon import client as client_module
-from holdfast.smp_daemon import peer_pb2, peer_pb2_grpc
-from holdfast.smp_daemon.board import Board
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.layout import SnapshotId
 from holdfast.smp_daemon.local import TrainerConversation
+from holdfast.smp_daemon.net import peer_pb2, peer_pb2_grpc
 from holdfast.smp_daemon.remote import OPERATIONS
+from holdfast.smp_daemon.shared import client as client_module
+from holdfast.smp_daemon.shared.board import Board
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.layout import SnapshotId
 from tests.attacks.victim import Victim, ask
 from tests.smp_kit import JOB, SmpProcess, playground, read_line
 
@@ -244,9 +244,9 @@ def test_the_connection_of_a_dead_older_trainer_takes_nothing_with_it(untouched:
 ZOMBIE = """
 import json, sys, time
 from pathlib import Path
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import HoldfastError
-from holdfast.smp_daemon.layout import SnapshotId
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.layout import SnapshotId
 client = SmpClient(Path(sys.argv[1]), sys.argv[2])
 epoch = int(sys.argv[3])
 client.join(epoch)

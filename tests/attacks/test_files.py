@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.errors import HoldfastError
+from holdfast.smp_daemon.shared.errors import HoldfastError
 from tests.smp_kit import Ground, Run, SmpProcess, flip_a_byte, playground, record_of, run_on, shard_file
 
 SEED = "files"

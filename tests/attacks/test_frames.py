@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from holdfast.smp_daemon.limits import MAX_MESSAGE_BYTES, MAX_UNIT_BYTES
+from holdfast.smp_daemon.shared.limits import MAX_MESSAGE_BYTES, MAX_UNIT_BYTES
 from tests.attacks.victim import Address, Victim, anonymous_bytes, ask, dial, frame, tell
 from tests.smp_kit import JOB
 
@@ -90,7 +90,7 @@ def test_random_protobufs(victim: Victim, method: str) -> None:
 
 def test_names_of_groups_are_not_remembered_without_end(victim: Victim) -> None:
     """Whoever has told of hundreds of parities that there are not has been refused for most of them."""
-    from holdfast.smp_daemon import peer_pb2, peer_pb2_grpc
+    from holdfast.smp_daemon.net import peer_pb2, peer_pb2_grpc
 
     with grpc.insecure_channel(victim.smp.control) as channel:
         stub = peer_pb2_grpc.PeerStub(channel)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.errors import ProtocolError
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.limits import MAX_HEADER_BYTES
+from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_HEADER_BYTES
 from tests.attacks.victim import Victim
 
 Entries = dict[str, Any]

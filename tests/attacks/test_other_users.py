@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.client import SmpClient
-from holdfast.smp_daemon.errors import ConfigError, SmpUnavailable
-from holdfast.smp_daemon.spawn import smp_command
-from holdfast.smp_daemon.uids import _asked, _looked_up, uid_of
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
+from holdfast.smp_daemon.shared.spawn import smp_command
+from holdfast.smp_daemon.shared.uids import _asked, _looked_up, uid_of
 from tests.attacks.victim import Victim, frame
 from tests.smp_kit import JOB, Ground, playground, refusal
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.errors import ConfigError, HoldfastError, ProtocolError
-from holdfast.smp_daemon.paths import arena_path
-from holdfast.smp_daemon.spawn import smp_command
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.paths import arena_path
+from holdfast.smp_daemon.shared.spawn import smp_command
 from tests.attacks.victim import Victim, ask
 from tests.smp_kit import JOB, refusal
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon import gate
-from holdfast.smp_daemon.credentials import Credentials
-from holdfast.smp_daemon.gate import PLACES, PLACES_OF_SOURCE, Gate
-from holdfast.smp_daemon.handshake import HANDSHAKE_DEADLINE_S, prove_to_server
-from holdfast.smp_daemon.paths import read_owner
-from holdfast.smp_daemon.transport import SocketStream, call, connect
-from holdfast.smp_daemon.web import MAX_REQUESTS
+from holdfast.smp_daemon.net import gate
+from holdfast.smp_daemon.net.gate import PLACES, PLACES_OF_SOURCE, Gate
+from holdfast.smp_daemon.ops.web import MAX_REQUESTS
+from holdfast.smp_daemon.shared.credentials import Credentials
+from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S, prove_to_server
+from holdfast.smp_daemon.shared.paths import read_owner
+from holdfast.smp_daemon.shared.transport import SocketStream, call, connect
 from tests.access_kit import credentials, token_file
 from tests.attacks.victim import Victim, ask, dial
 from tests.smp_kit import DEADLINE_S, JOB, Ground, playground
@@ -129,7 +129,7 @@ def test_the_oldest_of_those_who_say_nothing_gives_way(door: Door) -> None:
 
 
 def test_whoever_says_nothing_is_let_go_in_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.smp_daemon.handshake.HANDSHAKE_DEADLINE_S", 0.2)
+    monkeypatch.setattr("holdfast.smp_daemon.shared.handshake.HANDSHAKE_DEADLINE_S", 0.2)
     with door.come() as sock:
         assert sock.recv(1) == b""
 

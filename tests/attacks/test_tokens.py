@@ -13,13 +13,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from holdfast.smp_daemon import peer_pb2
-from holdfast.smp_daemon.control import CALL_KEY
-from holdfast.smp_daemon.credentials import current
-from holdfast.smp_daemon.errors import HoldfastError, SmpUnavailable
-from holdfast.smp_daemon.gate import PENALTY_S
-from holdfast.smp_daemon.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, prove_to_server
-from holdfast.smp_daemon.transport import call, connect
+from holdfast.smp_daemon.net import peer_pb2
+from holdfast.smp_daemon.net.control import CALL_KEY
+from holdfast.smp_daemon.net.gate import PENALTY_S
+from holdfast.smp_daemon.shared.credentials import current
+from holdfast.smp_daemon.shared.errors import HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, prove_to_server
+from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import credentials, token_file
 from tests.attacks.victim import dial, frame
 from tests.smp_kit import DEADLINE_S, JOB, SmpProcess, playground, run_on

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.smp_daemon.layout import SnapshotId
-from holdfast.smp_daemon.paths import socket_path
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.paths import socket_path
 from tests.smp_kit import DEADLINE_S, Ground, SmpProcess, run_on
 
 BUDGET_BYTES = 64 << 20

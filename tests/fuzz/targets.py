@@ -12,15 +12,17 @@ from typing import Any, cast
 import torch
 from google.protobuf.message import DecodeError
 
-from holdfast.smp_daemon import fields, peer_pb2
-from holdfast.smp_daemon.control import SIGN_BYTES, Verifier
-from holdfast.smp_daemon.errors import HoldfastError, ProtocolError
-from holdfast.smp_daemon.fetch import digests_of
-from holdfast.smp_daemon.handshake import check_client
-from holdfast.smp_daemon.inventory import Inventory
-from holdfast.smp_daemon.layout import Layout, Node, Shard, SnapshotId
-from holdfast.smp_daemon.load import waits_of
-from holdfast.smp_daemon.records import (
+from holdfast.smp_daemon.net import peer_pb2
+from holdfast.smp_daemon.net.control import SIGN_BYTES, Verifier
+from holdfast.smp_daemon.ops.status import Status
+from holdfast.smp_daemon.recovery.fetch import digests_of
+from holdfast.smp_daemon.recovery.load import waits_of
+from holdfast.smp_daemon.shared import fields
+from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.handshake import check_client
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.records import (
     ParityRecord,
     ShardRecord,
     parity_from_json,
@@ -28,15 +30,14 @@ from holdfast.smp_daemon.records import (
     shard_from_json,
     shard_to_json,
 )
-from holdfast.smp_daemon.slotfile import Leaf, plan_slot, read_format, read_record, read_stamp, write_stamp
-from holdfast.smp_daemon.sources import Sources
-from holdfast.smp_daemon.status import Status
-from holdfast.smp_daemon.transport import SocketStream, frame
-from holdfast.snapshot.arrange import RankInfo
-from holdfast.snapshot.replicas import shared_from_json
-from holdfast.snapshot.shares import parse_part
-from holdfast.snapshot.state import decode_record, decode_values
-from holdfast.snapshot.values import decode, encode
+from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, read_format, read_record, read_stamp, write_stamp
+from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.smp_daemon.shared.transport import SocketStream, frame
+from holdfast.snapshot.resume.arrange import RankInfo
+from holdfast.snapshot.state.record import decode_record, decode_values
+from holdfast.snapshot.state.replicas import shared_from_json
+from holdfast.snapshot.state.shares import parse_part
+from holdfast.snapshot.state.values import decode, encode
 
 SNAPSHOT = SnapshotId(3, 41)
 JOB = "job-7"

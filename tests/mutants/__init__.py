@@ -59,15 +59,15 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _no_fence() -> None:
-    from holdfast.snapshot.copier import CopyJob
-    from holdfast.snapshot.witness import Witness
+    from holdfast.snapshot.copy.witness import Witness
+    from holdfast.snapshot.step.copier import CopyJob
 
     _replace(CopyJob, "fence", lambda self, patience_s, deadline_s: True)
     _replace(Witness, "check", lambda self, slot: None)  # it would see that the copy is of two steps
 
 
 def _sealed_before_it_is_copied() -> None:
-    from holdfast.snapshot.copier import Copier
+    from holdfast.snapshot.step.copier import Copier
 
     fill = Copier._fill
 
@@ -80,7 +80,7 @@ def _sealed_before_it_is_copied() -> None:
 
 
 def _random_generators_are_left_alone() -> None:
-    from holdfast.snapshot import rng
+    from holdfast.snapshot.state import rng
 
     _replace(rng, "restore", lambda state: None)
 
@@ -92,19 +92,19 @@ def _schedules_are_left_alone() -> None:
 
 
 def _tracked_values_are_left_alone() -> None:
-    from holdfast.snapshot import tracked
+    from holdfast.snapshot.state import tracked
 
     _replace(tracked, "load", lambda pieces, values: None)
 
 
 def _digests_are_not_compared() -> None:
-    from holdfast.smp_daemon.client import RecoveredShard
+    from holdfast.smp_daemon.shared.client import RecoveredShard
 
     _replace(RecoveredShard, "matches", lambda self, unit: True)
 
 
 def _every_rank_plans_alone() -> None:
-    from holdfast.snapshot import restore
+    from holdfast.snapshot.resume import restore
 
     exchange = restore.exchange
 
@@ -116,7 +116,7 @@ def _every_rank_plans_alone() -> None:
 
 
 def _what_was_promised_is_forgotten() -> None:
-    from holdfast.snapshot import restore
+    from holdfast.snapshot.resume import restore
 
     plan_restore: Any = vars(restore)["plan_restore"]
 
@@ -127,7 +127,7 @@ def _what_was_promised_is_forgotten() -> None:
 
 
 def _lost_parity_is_not_healed() -> None:
-    from holdfast.snapshot import restore
+    from holdfast.snapshot.resume import restore
 
     _replace(restore, "heal", lambda client, plan, coords, coord: None)
 
@@ -136,20 +136,20 @@ def _lost_parity_is_not_healed() -> None:
 
 
 def _protected_as_soon_as_sealed() -> None:
-    from holdfast.smp_daemon.codings import Codings
+    from holdfast.smp_daemon.storage.codings import Codings
 
     _replace(Codings, "is_done", lambda self, coding, everyone: True)
 
 
 def _the_protected_slot_is_freed() -> None:
-    from holdfast.smp_daemon.store import Store
+    from holdfast.smp_daemon.storage.store import Store
 
     release = Store._release
     _replace(Store, "_release", lambda self, keep, before: release(self, (), before))
 
 
 def _parity_of_nothing() -> None:
-    from holdfast.smp_daemon.parity import ParityGathering
+    from holdfast.smp_daemon.storage.parity import ParityGathering
 
     fold = ParityGathering.fold
 
@@ -160,8 +160,8 @@ def _parity_of_nothing() -> None:
 
 
 def _units_are_not_checked_on_arrival() -> None:
-    from holdfast.smp_daemon.parity import ParityGathering
-    from holdfast.smp_daemon.records import digest
+    from holdfast.smp_daemon.shared.records import digest
+    from holdfast.smp_daemon.storage.parity import ParityGathering
 
     fold = ParityGathering.fold
 
@@ -173,13 +173,13 @@ def _units_are_not_checked_on_arrival() -> None:
 
 
 def _the_arena_is_left_behind() -> None:
-    from holdfast.smp_daemon.store import Store
+    from holdfast.smp_daemon.storage.store import Store
 
     _replace(Store, "retire", lambda self: None)
 
 
 def _a_new_smp_forgets() -> None:
-    from holdfast.smp_daemon.store import Store
+    from holdfast.smp_daemon.storage.store import Store
 
     _replace(Store, "_adopt", lambda self: None)
 

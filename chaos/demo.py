@@ -1,0 +1,213 @@
+"""``holdfast demo``: train undisturbed, train again while things are killed, compare to the last bit, and account.
+
+The work is done by `chaos.cluster`; `account` turns its history into the figures, purely; `holdfast.chaos.demo_view`
+draws them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.chaos.cluster import Event, History, Restart, VirtualCluster
+from holdfast.chaos.drill import TARGET, compare, steps_done_again
+from holdfast.chaos.faults import CATALOGUE
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.recovery import phases
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.resume.arrange import parse_protect
+
+JOB = "holdfast.chaos.gpt:Gpt"
+PRELOAD = ("holdfast.chaos.drill", "holdfast.chaos.gpt", "holdfast.integrations.adapters.megatron", "torch.profiler")
+"""What trainers would import one by one while they start."""
+
+JOB_DEADLINE_S = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """What is killed at once in the middle of a step: a ``trainer`` or ``node``; ranks or node indices."""
+
+    kind: str
+    targets: tuple[int, ...]
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'s' * (len(self.targets) > 1)} {'+'.join(map(str, self.targets))}"
+
+    @property
+    def option(self) -> str:
+        """How it is said on the command line."""
+        return f"--kill {self.kind}:{'+'.join(map(str, self.targets))}@{self.step}"
+
+
+def kind_of(fault: str) -> str:
+    """Of what the demo kills a fault of this kind is."""
+    return "node" if CATALOGUE[fault].loses else "trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the demo does. `kills` are in order of steps."""
+
+    nodes: int
+    ranks_per_node: int
+    steps: int
+    seed: int
+    protect: str
+    kills: tuple[Kill, ...]
+
+    def __post_init__(self) -> None:
+        world = self.nodes * self.ranks_per_node
+        if world % 2 or world < 4:
+            raise ConfigError(f"{world} ranks: tensor parallel 2 x data parallel 2 or more needs an even number >= 4")
+        if not 1 <= self.steps <= 10_000:
+            raise ConfigError(f"--steps {self.steps}: choose 1 to 10000")
+        steps = [kill.step for kill in self.kills]
+        if steps != sorted(set(steps)):
+            raise ConfigError(f"kills must come at different steps, in order; these come at {steps}")
+        survivable = min(parse_protect(self.protect).parity, self.nodes - 1)
+        for kill in self.kills:
+            limit = world if kill.kind == "trainer" else self.nodes
+            if not all(0 <= target < limit for target in kill.targets):
+                raise ConfigError(f"{kill.option}: there are {kill.kind}s 0 to {limit - 1}")
+            if len(set(kill.targets)) != len(kill.targets):
+                raise ConfigError(f"{kill.option}: names one twice")
+            if not 2 <= kill.step <= self.steps:
+                raise ConfigError(f"{kill.option}: choose a step from 2 to {self.steps}")
+            if kill.kind == "node" and len(kill.targets) > survivable:
+                raise ConfigError(
+                    f"{kill.option}: {self.nodes} nodes with --protect {self.protect} survive the loss of "
+                    f"{survivable} at once; use more nodes, or more parity such as --protect 2+2"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """One recovery. `phases` are seconds; they follow one another, from the kill to the first new step."""
+
+    kill: Kill
+    restored_step: int
+    lost_steps: int
+    bytes_fetched: int
+    phases: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What the demo found."""
+
+    plan: Plan
+    identical: bool
+    difference: str
+    losses: list[float]
+    recoveries: list[Recovery]
+    disk_bytes_written: int
+    leaks: list[str]
+    seconds: float
+
+    @property
+    def held(self) -> bool:
+        """Whether everything that the demo promises is true."""
+        return (
+            self.identical
+            and self.disk_bytes_written == 0
+            and not self.leaks
+            and len(self.recoveries) == len(self.plan.kills)
+            and all(recovery.lost_steps <= 1 for recovery in self.recoveries)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "identical": self.identical,
+            "difference": self.difference,
+            "steps": self.plan.steps,
+            "nodes": self.plan.nodes,
+            "ranks": self.plan.nodes * self.plan.ranks_per_node,
+            "seed": self.plan.seed,
+            "protect": self.plan.protect,
+            "losses": self.losses,
+            "disk_bytes_written": self.disk_bytes_written,
+            "leaks": self.leaks,
+            "seconds": self.seconds,
+            "recoveries": [
+                {
+                    "kind": r.kill.kind,
+                    "targets": r.kill.targets,
+                    "step": r.kill.step,
+                    "restored_step": r.restored_step,
+                    "lost_steps": r.lost_steps,
+                    "bytes_fetched": r.bytes_fetched,
+                    "phases": r.phases,
+                }
+                for r in self.recoveries
+            ],
+        }
+
+
+def run(plan: Plan, progress: Callable[[str, Event], None]) -> Account:
+    """Do all of it. `progress` is told (``import``, ``undisturbed`` or ``disturbed``, event) as it goes.
+
+    Raises:
+        HoldfastError: a run did not come to its end; everything it started is gone.
+    """
+    began = time.monotonic()
+    args = {"job": JOB, "seed": plan.seed, "steps": plan.steps, "hook": {"protect": plan.protect}}
+    with Launcher(PRELOAD) as launcher:
+        progress("import", {"kind": "begin"})
+        launcher.wait_ready()
+
+        def cluster(phase: str, snapshots: bool) -> VirtualCluster:
+            progress(phase, {"kind": "begin"})
+            return VirtualCluster(
+                launcher,
+                nodes=plan.nodes,
+                ranks_per_node=plan.ranks_per_node,
+                target=TARGET,
+                args=args | {"snapshots": snapshots},
+                job="demo",
+                smps=snapshots,
+                deadline_s=JOB_DEADLINE_S,
+                on_event=lambda event: progress(phase, event),
+            )
+
+        undisturbed = cluster("undisturbed", False).run()
+        disturbed = cluster("disturbed", True)
+        for kill in plan.kills:
+            if kill.kind == "trainer":
+                disturbed.kill_trainer(*kill.targets, at="train.step", step=kill.step)
+            else:
+                disturbed.kill_node(*kill.targets, at="train.step", step=kill.step)
+        history = disturbed.run()
+    return account(plan, undisturbed, history, time.monotonic() - began)
+
+
+def account(plan: Plan, undisturbed: History, disturbed: History, seconds: float) -> Account:
+    """The figures of a finished demo."""
+    difference = compare(undisturbed, disturbed)
+    last = {e["step"]: float.fromhex(e["loss"]) for e in disturbed.of("step", rank=0)}
+    return Account(
+        plan=plan,
+        identical=not difference,
+        difference=difference,
+        losses=[last[step] for step in sorted(last)],
+        recoveries=[_recovery(disturbed, n, restart) for n, restart in enumerate(disturbed.restarts, 1)],
+        disk_bytes_written=disturbed.disk_bytes_written,
+        leaks=disturbed.leaks,
+        seconds=seconds,
+    )
+
+
+def _recovery(history: History, generation: int, restart: Restart) -> Recovery:
+    fault = restart.faults[0]
+    started = history.of("started", generation=generation)
+    return Recovery(
+        kill=Kill(kind_of(fault.kind), fault.targets, fault.step or 0),
+        restored_step=started[0]["step"],
+        lost_steps=steps_done_again(history, generation),
+        bytes_fetched=sum(event["bytes_fetched"] for event in started),
+        phases=phases(history, generation, restart),
+    )

@@ -1,0 +1,124 @@
+"""How the demo looks: a progress bar while it works, an account when it is done."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.chaos.cluster import Event
+from holdfast.chaos.demo import Account, Kill, Plan, Recovery, kind_of
+
+PHASES = ("detect", "restart", "plan", "fetch", "load", "first_step")
+TITLES = {"fetch": "fetch/decode", "first_step": "first step"}
+LABELS = {"undisturbed": "undisturbed run", "disturbed": "run with kills"}
+
+
+class DemoProgress:
+    """A bar per run, on a terminal; one line per happening elsewhere. Use as a context manager."""
+
+    def __init__(self, console: Console, plan: Plan) -> None:
+        self._console = console
+        self._plan = plan
+        self._bar = Progress(
+            TextColumn("{task.description:<16}"),
+            BarColumn(bar_width=34),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("importing", total=1, note="torch, megatron-core")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def tell(self, phase: str, event: Event) -> None:
+        """Take note of an event; see `holdfast.chaos.demo.run`."""
+        kind = event["kind"]
+        if kind == "begin" and phase in LABELS:
+            self._bar.update(self._task, completed=self._bar.tasks[self._task].total, note="")
+            self._task = self._bar.add_task(LABELS[phase], total=self._plan.steps, note="")
+            if not self._console.is_terminal:
+                self._console.print(f"{LABELS[phase]}: {self._plan.steps} steps")
+        elif kind == "step" and event["rank"] == 0:
+            loss = float.fromhex(event["loss"])
+            self._bar.update(self._task, completed=event["step"], note=f"loss {loss:.4f}")
+        elif kind == "fault":
+            what = Kill(kind_of(event["fault"]), tuple(event["targets"]), event["step"])
+            self._bar.console.print(Text(f"  ✗ {what} killed in the middle of step {event['step']}", "red"))
+        elif kind == "started" and event["rank"] == 0 and event["generation"] > 0:
+            self._bar.update(self._task, completed=event["step"], note="")
+            self._bar.console.print(Text(f"  ✓ restored after step {event['step']}", "green"))
+
+
+def show(console: Console, account: Account) -> None:
+    """Print the account."""
+    plan = account.plan
+    ranks = plan.nodes * plan.ranks_per_node
+    console.print()
+    console.print(f"[bold]megatron-core GPT[/], tensor parallel 2 x data parallel {ranks // 2}, bf16, dropout")
+    console.print(
+        f"{plan.nodes} nodes x {plan.ranks_per_node} ranks, a snapshot every step, "
+        f"protect {plan.protect}, seed {plan.seed}"
+    )
+    console.print(f"loss {account.losses[0]:.4f} → {account.losses[-1]:.4f}   {_spark(account.losses)}")
+    console.print(_timeline(plan, account.recoveries))
+    if account.recoveries:
+        console.print()
+        console.print(_table(account.recoveries))
+    console.print()
+    for good, text in _verdicts(account):
+        console.print(Text("  ✓ " if good else "  ✗ ", "green" if good else "bold red").append(text, "default"))
+    console.print(f"  done in {account.seconds:.1f} s")
+
+
+def _verdicts(account: Account) -> list[tuple[bool, str]]:
+    steps, ranks = account.plan.steps, account.plan.nodes * account.plan.ranks_per_node
+    lost = max((r.lost_steps for r in account.recoveries), default=0)
+    identical = f"all {steps} losses and the final state of all {ranks} ranks: identical to the last bit"
+    return [
+        (account.identical, identical if account.identical else f"NOT identical: {account.difference}"),
+        (lost <= 1, f"{lost or 'no'} finished step{'s' * (lost > 1)} had to be done again after a kill"),
+        (account.disk_bytes_written == 0, f"{account.disk_bytes_written:,} bytes written to disk"),
+        (not account.leaks, "nothing left behind" if not account.leaks else "; ".join(account.leaks)),
+    ]
+
+
+def _table(recoveries: list[Recovery]) -> Table:
+    """A row per phase, a column per recovery."""
+    table = Table(box=None, header_style="dim", padding=(0, 2), show_footer=True)
+    table.add_column("recovery", footer="bytes moved")
+    for recovery in recoveries:
+        table.add_column(str(recovery.kill), justify="right", footer=f"{recovery.bytes_fetched:,}")
+    for phase in PHASES:
+        table.add_row(TITLES.get(phase, phase), *(f"{r.phases[phase]:.2f} s" for r in recoveries))
+    table.add_row("total", *(f"{sum(r.phases.values()):.2f} s" for r in recoveries), style="bold")
+    table.add_row("steps lost", *(str(r.lost_steps) for r in recoveries))
+    return table
+
+
+def _timeline(plan: Plan, recoveries: list[Recovery]) -> Text:
+    """A line of steps, with a mark at each step in the middle of which something was killed."""
+    line = Text("1 ")
+    kills = {recovery.kill.step: recovery.kill for recovery in recoveries}
+    for step in range(1, plan.steps + 1):
+        if step in kills:
+            line.append(f"✗ {kills[step]} ", "bold red")
+        line.append("━", "green")
+    return line.append(f" {plan.steps}")
+
+
+def _spark(values: list[float]) -> str:
+    """Values as a row of bars."""
+    low, high = min(values), max(values)
+    marks = "▁▂▃▄▅▆▇█"
+    return "".join(marks[round((v - low) / (high - low or 1.0) * (len(marks) - 1))] for v in values[:80])

@@ -1,0 +1,327 @@
+"""A small real megatron-core GPT, trained on CPU over gloo as Megatron's own loop would train it.
+
+The demo trains it, and so does each Megatron cell of the matrix, with other `Options`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from holdfast.integrations.adapters.megatron_cpu import install
+
+install()
+warnings.filterwarnings("ignore", message=".*Apex.*")
+
+# ruff: noqa: E402 - megatron asks for CUDA while it is imported
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from holdfast.chaos import drill
+from holdfast.hook import InMemorySnapshot
+
+HIDDEN, HEADS, VOCABULARY, SEQUENCE = 64, 4, 128, 32
+MICRO_BATCH, MICRO_BATCHES = 2, 2
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What of Megatron is in use.
+
+    Attributes:
+        tensor, pipeline, virtual, sequence: parallel sizes; chunks of the pipeline on each rank; sequence parallel.
+        experts, expert_parallel, expert_tensor: experts of a layer, 0: dense; parallel sizes of the experts.
+        expert_bias: balance experts by a bias that is updated every step, not by a loss.
+        expert_capacity: so many times its even share of tokens goes to each expert, filled up or cut off; 0: all.
+        dtype: ``bf16``, ``fp16`` (with a loss scale that overflows now and then) or ``fp32``.
+        distributed: the distributed optimizer; `instances` of it in the data-parallel group.
+        overlap: gradients are reduced, and parameters gathered, while others compute.
+        llama: rotary positions, SwiGLU, RMSNorm, grouped queries, Megatron's own causal mask.
+    """
+
+    tensor: int = 2
+    pipeline: int = 1
+    virtual: int | None = None
+    sequence: bool = False
+    experts: int = 0
+    expert_parallel: int = 1
+    expert_tensor: int | None = None
+    expert_bias: bool = False
+    expert_capacity: float = 0.0
+    dtype: str = "bf16"
+    distributed: bool = True
+    instances: int = 1
+    overlap: bool = False
+    recompute: bool = False
+    tied: bool = False
+    llama: bool = False
+    layers: int = 2
+    dropout: float = 0.1
+
+
+class Gpt:
+    """`chaos.drill.Job`: one rank of the GPT."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        self._seed = seed
+        self._options = Options(**options)
+        initialise(self._options, seed)
+        self.chunks, self.optim, self.scheduler = build(self._options)
+
+    def protect(self, **options: Any) -> InMemorySnapshot:
+        return InMemorySnapshot(self.chunks, self.optim, scheduler=self.scheduler, **options)
+
+    def step(self, step: int, middle: Callable[[], None]) -> float | None:
+        """The loss, averaged over microbatches and data-parallel ranks, on the last stage of the pipeline."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optim.zero_grad()
+        data = [batches(self._seed, step) for _ in self.chunks]
+        one = len(self.chunks) == 1
+        losses = get_forward_backward_func()(
+            forward_step_func=partial(forward_step, mask=not self._options.llama, middle=middle),
+            data_iterator=data[0] if one else data,
+            model=self.chunks[0] if one else self.chunks,
+            num_microbatches=MICRO_BATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            decoder_seq_length=SEQUENCE,
+            forward_only=False,
+        )
+        updated, _, _ = self.optim.step()
+        if updated:
+            self.scheduler.step(increment=1)
+        return float(torch.stack([part["lm loss"] for part in losses]).mean()) if losses else None
+
+    def state(self) -> drill.State:
+        yield from drill.modules(*self.chunks)
+        for i, part in enumerate(self.optim.chained_optimizers):
+            yield from drill.optimizer(part.optimizer, f"optim{i}")
+            for g, group in enumerate(part.optimizer.param_groups):
+                yield from ((f"optim{i}.group{g}.main{p}", main) for p, main in enumerate(group["params"]))
+            if getattr(part, "grad_scaler", None) is not None:
+                yield f"optim{i}.scaler", sorted((k, str(v)) for k, v in part.grad_scaler.state_dict().items())
+        yield "scheduler", sorted(self.scheduler.state_dict().items())
+        yield from drill.generators()
+        for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+            yield f"tracker.{name}", state
+
+
+def initialise(options: Options, seed: int) -> None:
+    """Make Megatron's process groups, and seed all generators as its own ``initialize_megatron`` does."""
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=options.tensor,
+        pipeline_model_parallel_size=options.pipeline,
+        virtual_pipeline_model_parallel_size=options.virtual,
+        expert_model_parallel_size=options.expert_parallel,
+        expert_tensor_parallel_size=options.expert_tensor,
+        num_distributed_optimizer_instances=options.instances,
+        distributed_timeout_minutes=2,
+    )
+    seed += 100 * mpu.get_pipeline_model_parallel_rank()
+    os.environ["PYTHONHASHSEED"] = str(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def build(options: Options) -> tuple[list[DistributedDataParallel], Any, OptimizerParamScheduler]:
+    """Model chunks, their optimizer and its schedule, as Megatron-LM's ``setup_model_and_optimizer`` makes them."""
+    config = _config(options)
+    chunks: list[Any] = [_chunk(config, options, stage) for stage in range(options.virtual or 1)]
+    if options.dtype != "fp32":
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    gather = options.overlap and options.distributed
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=options.distributed,
+        num_distributed_optimizer_instances=options.instances,
+        overlap_grad_reduce=options.overlap,
+        overlap_param_gather=gather,
+        bucket_size=20_000 if options.overlap else None,
+    )
+    chunks = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    for chunk in chunks:
+        chunk.broadcast_params()
+    config.finalize_model_grads_func = finalize_model_grads
+    if options.overlap:
+        config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+    optim = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-3,
+            min_lr=1e-5,
+            weight_decay=0.1,
+            bf16=options.dtype == "bf16",
+            fp16=options.dtype == "fp16",
+            params_dtype=DTYPES[options.dtype],
+            use_distributed_optimizer=options.distributed,
+            overlap_param_gather=gather,
+            clip_grad=1.0,
+            initial_loss_scale=2.0**18,
+            loss_scale_window=3.0,
+        ),
+        chunks,
+    )
+    config.grad_scale_func = optim.scale_loss
+    scheduler = OptimizerParamScheduler(
+        optim,
+        init_lr=0.0,
+        max_lr=1e-3,
+        min_lr=1e-5,
+        lr_warmup_steps=4,
+        lr_decay_steps=100,
+        lr_decay_style="cosine",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=100,
+        wd_incr_style="constant",
+    )
+    return chunks, optim, scheduler
+
+
+def _config(options: Options) -> TransformerConfig:
+    more: dict[str, Any] = {}
+    if options.experts:
+        more |= {
+            "num_moe_experts": options.experts,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none" if options.expert_bias else "aux_loss",
+            "moe_aux_loss_coeff": 0.0 if options.expert_bias else 1e-2,
+            "moe_router_enable_expert_bias": options.expert_bias,
+            "moe_router_score_function": "sigmoid" if options.expert_bias else "softmax",
+            "moe_ffn_hidden_size": 2 * HIDDEN,
+            "expert_model_parallel_size": options.expert_parallel,
+            "expert_tensor_parallel_size": options.expert_tensor,
+        }
+    if options.expert_capacity:
+        more |= {
+            "moe_expert_capacity_factor": options.expert_capacity,
+            "moe_pad_expert_input_to_capacity": True,
+        }
+    if options.llama:
+        more |= {
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "normalization": "RMSNorm",
+            "num_query_groups": HEADS // 2,
+        }
+    if options.recompute:
+        more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=options.layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=4 * HIDDEN,
+        attention_dropout=options.dropout,
+        hidden_dropout=options.dropout,
+        tensor_model_parallel_size=options.tensor,
+        pipeline_model_parallel_size=options.pipeline,
+        virtual_pipeline_model_parallel_size=options.virtual,
+        sequence_parallel=options.sequence,
+        bf16=options.dtype == "bf16",
+        fp16=options.dtype == "fp16",
+        params_dtype=DTYPES[options.dtype],
+        pipeline_dtype=DTYPES[options.dtype],
+        add_bias_linear=not (options.experts or options.llama),
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **more,
+    )
+
+
+def _chunk(config: TransformerConfig, options: Options, stage: int) -> GPTModel:
+    """The layers of one virtual stage, with embedding and head where they belong."""
+    virtual: dict[str, Any] = {"vp_stage": stage} if options.virtual else {}
+    norm = "RMSNorm" if options.llama else None
+    spec = get_gpt_layer_local_spec(num_experts=options.experts or None, moe_grouped_gemm=False, normalization=norm)
+    if options.sequence:
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
+        count = options.layers // options.pipeline // (options.virtual or 1)
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=_Norm)
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=not options.virtual, **virtual),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=not options.virtual, **virtual),
+        share_embeddings_and_output_weights=options.tied,
+        position_embedding_type="rope" if options.llama else "learned_absolute",
+        **virtual,
+    )
+    for parameter in gpt.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return gpt
+
+
+class _Norm(torch.nn.LayerNorm):
+    """LayerNorm whose gradients are summed over the tensor-parallel ranks; Megatron's own needs Apex for that."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def batches(seed: int, step: int) -> Iterator[Batch]:
+    """This rank's microbatches of `step`: a pure function of seed, step and data-parallel rank."""
+    replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    for micro in range(MICRO_BATCHES):
+        first = ((step * MICRO_BATCHES + micro) * replicas + replica) * MICRO_BATCH
+        rows = [_sample(seed, index) for index in range(first, first + MICRO_BATCH)]
+        tokens = torch.from_numpy(np.stack(rows))
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def forward_step(
+    data: Iterator[Batch], model: Any, *, mask: bool, middle: Callable[[], None] = lambda: None
+) -> tuple[torch.Tensor, Any]:
+    """One microbatch, as Megatron's schedules call it. `mask`: give the causal mask, or leave it to Megatron."""
+    tokens, labels = next(data)
+    positions = torch.arange(SEQUENCE).unsqueeze(0).expand_as(tokens)
+    above = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), diagonal=1).bool() if mask else None
+    output = model(tokens, positions, above, labels=labels)
+    middle()
+    return output, _loss
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
+    average = loss.detach().clone()
+    dist.all_reduce(average, group=mpu.get_data_parallel_group())
+    return loss, {"lm loss": average / mpu.get_data_parallel_world_size()}
+
+
+def _sample(seed: int, index: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """An arithmetic sequence of tokens: easy to learn, so that the loss falls within a few steps."""
+    generator = np.random.default_rng([seed, index])
+    start, stride = generator.integers(0, VOCABULARY), generator.integers(1, 7)
+    return np.asarray((start + stride * np.arange(SEQUENCE + 1)) % VOCABULARY, dtype=np.int64)

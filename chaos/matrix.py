@@ -1,0 +1,249 @@
+"""``holdfast matrix``: whatever trains is killed, restored from memory, and compared to the last bit.
+
+Each cell is one way to train. It runs twice on virtual nodes: undisturbed, without the hook, and with a trainer and
+then a whole node killed in the middle of steps. All losses and all final state of all ranks must be the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from holdfast.chaos.cluster import History, VirtualCluster
+from holdfast.chaos.drill import TARGET, compare, steps_done_again
+from holdfast.chaos.launcher import Launcher
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+
+GPT = "holdfast.chaos.gpt:Gpt"
+TRAINER_STEP, NODE_STEP = 4, 7
+"""In the middle of which steps a trainer and a node are killed."""
+
+STEPS = 9
+DEADLINE_S = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One way to train.
+
+    Attributes:
+        job: ``module:Class`` of a `chaos.drill.Job`, and its options.
+        ranks: trainers; two on a node, or one where there are fewer than four.
+        quick: part of the short cut.
+        drain: see `chaos.drill.train`.
+    """
+
+    name: str
+    job: str
+    ranks: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    quick: bool = False
+    drain: bool = False
+
+    @property
+    def ranks_per_node(self) -> int:
+        return 2 if self.ranks >= 4 else 1
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.ranks_per_node
+
+
+def _torch(name: str, job: str, ranks: int, *, quick: bool = False, **options: Any) -> Cell:
+    return Cell(name, f"examples.{job}", ranks, options, quick, drain=True)
+
+
+def _gpt(name: str, ranks: int, *, quick: bool = False, **options: Any) -> Cell:
+    return Cell(name, GPT, ranks, options, quick)
+
+
+CELLS: tuple[Cell, ...] = (
+    _gpt("TP2", 2, quick=True),
+    _gpt("PP2", 2, tensor=1, pipeline=2),
+    _gpt("DP4", 4, tensor=1),
+    _gpt("TP2 PP2 DP2", 8, pipeline=2, quick=True),
+    _gpt("TP2 PP2 DP2, fp32", 8, pipeline=2, dtype="fp32"),
+    _gpt("TP2 PP2 DP2, fp16", 8, pipeline=2, dtype="fp16"),
+    _gpt("TP2 PP2 DP2, no distributed optimizer", 8, pipeline=2, distributed=False),
+    _gpt("TP2 PP2 DP2, fp32, no distributed optimizer", 8, pipeline=2, dtype="fp32", distributed=False),
+    _gpt("TP2 DP2, fp16, no distributed optimizer", 4, dtype="fp16", distributed=False, quick=True),
+    _gpt("virtual pipeline", 4, tensor=1, pipeline=2, virtual=2, layers=4, quick=True),
+    _gpt("sequence parallel", 4, sequence=True),
+    _gpt("recompute", 4, recompute=True),
+    _gpt("overlap, TP2 DP4", 8, overlap=True),
+    _gpt("overlap, PP2 DP2", 4, tensor=1, pipeline=2, overlap=True, quick=True),
+    _gpt("two optimizer instances, DP4", 4, tensor=1, instances=2),
+    _gpt("Llama, tied embeddings, TP2 PP2 DP2", 8, pipeline=2, llama=True, tied=True),
+    _gpt("tied embeddings, PP2 DP2", 4, tensor=1, pipeline=2, tied=True),
+    _gpt("MoE, TP2 PP2 DP2 EP2", 8, pipeline=2, sequence=True, experts=4, expert_parallel=2, expert_tensor=1),
+    _gpt(
+        "MoE, TP2 EP2, experts cut in two: none has a replica",
+        4,
+        sequence=True,
+        experts=4,
+        expert_parallel=2,
+        expert_tensor=2,
+        expert_capacity=1.0,
+    ),
+    _gpt(
+        "MoE with expert bias, PP2 EP2",
+        4,
+        tensor=1,
+        pipeline=2,
+        experts=4,
+        expert_parallel=2,
+        expert_bias=True,
+        quick=True,
+    ),
+    _torch("one process, foreach", "plain:Plain", 1, quick=True),
+    _torch("one process, fused", "plain:Plain", 1, adam="fused"),
+    _torch("one process, amsgrad, EMA, two optimizers", "plain:Plain", 1, adam="amsgrad", ema=True, optimizers=2),
+    _torch("independent ranks, EMA", "plain:Plain", 2, ema=True),
+    _torch("DDP", "plain:Replicas", 2, quick=True),
+    _torch("DDP, two optimizers", "plain:Replicas", 4, optimizers=2),
+    _torch("FSDP2", "plain:Shards", 4, quick=True),
+    _torch("FSDP2, fused", "plain:Shards", 2, adam="fused"),
+    _torch("LoRA-FA", "lora_fa:LoraFa", 2, quick=True),
+    _torch("ACP-SGD", "acp_sgd:AcpSgd", 2, quick=True),
+    _torch("Eva", "eva:EvaJob", 2, quick=True),
+    _torch("FedImpro, server", "fed_impro:FedImpro", 2, quick=True),
+    _torch("accumulated sub-batches (SJF-BSBF)", "shared_host:SharedHost", 2, quick=True),
+    _torch("ZeRO-1 under DDP, LoRA", "zero:Zero", 2, quick=True),
+    _torch("ZeRO-1 under DDP, LoRA, 4 ranks", "zero:Zero", 4),
+    _torch("pool of unequal stages", "pool:Pool", 3, quick=True),
+    _torch("pool of unequal stages, 4 nodes", "pool:Pool", 4),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a cell.
+
+    Attributes:
+        difference: what was not as in the undisturbed run, or why it did not run; empty if all was the same.
+        restored: the step and how, of every rank at each restart.
+    """
+
+    cell: Cell
+    difference: str
+    restored: tuple[tuple[int, str], ...]
+    lost_steps: int
+    seconds: float
+
+
+def choose(names: str) -> tuple[Cell, ...]:
+    """Cells from ``"all"``, ``"quick"`` or a list such as ``"TP2;PP2"``. Raises `ConfigError` for others."""
+    if names == "all":
+        return CELLS
+    if names == "quick":
+        return tuple(cell for cell in CELLS if cell.quick)
+    known = {cell.name: cell for cell in CELLS}
+    asked = [name.strip() for name in names.split(";")]
+    if unknown := [name for name in asked if name not in known]:
+        raise ConfigError(f"there is no cell {unknown[0]!r}: choose of {'; '.join(known)}")
+    return tuple(known[name] for name in asked)
+
+
+def run(cells: Iterable[Cell], seed: int, progress: Callable[[Verdict], None]) -> list[Verdict]:
+    """Run all cells, one after another; `progress` is told of each. 1 to 10 s a cell on two cores."""
+    chosen = list(cells)
+    modules = sorted({cell.job.partition(":")[0] for cell in chosen})
+    preload = [
+        "holdfast.chaos.drill",
+        *modules,
+        *(["holdfast.integrations.adapters.megatron"] if "holdfast.chaos.gpt" in modules else []),
+        "torch.profiler",
+    ]
+    verdicts = []
+    with Launcher(preload) as launcher:
+        launcher.wait_ready()
+        for cell in chosen:
+            verdicts.append(drill(launcher, cell, seed))
+            progress(verdicts[-1])
+    return verdicts
+
+
+def drill(launcher: Launcher, cell: Cell, seed: int) -> Verdict:
+    """Run one cell undisturbed and disturbed, and compare."""
+    began = time.monotonic()
+    try:
+        undisturbed = cluster(launcher, cell, seed, snapshots=False).run()
+        disturbed = cluster(launcher, cell, seed, snapshots=True)
+        disturbed.kill_trainer(cell.ranks - 1, at="train.step", step=TRAINER_STEP)
+        if cell.nodes > 1:
+            disturbed.kill_node(0, at="train.step", step=NODE_STEP)
+        return judge(cell, undisturbed, disturbed.run(), time.monotonic() - began)
+    except HoldfastError as error:
+        return Verdict(cell, f"{type(error).__name__}: {error}", (), 0, time.monotonic() - began)
+
+
+def cluster(launcher: Launcher, cell: Cell, seed: int, *, snapshots: bool) -> VirtualCluster:
+    """A cell's job on its virtual nodes."""
+    args = {"job": cell.job, "seed": seed, "steps": STEPS, "options": dict(cell.options), "drain": cell.drain}
+    return VirtualCluster(
+        launcher,
+        nodes=cell.nodes,
+        ranks_per_node=cell.ranks_per_node,
+        target=TARGET,
+        args=args | {"snapshots": snapshots},
+        job="matrix",
+        smps=snapshots,
+        deadline_s=DEADLINE_S,
+    )
+
+
+def judge(cell: Cell, undisturbed: History, disturbed: History, seconds: float) -> Verdict:
+    """Whether the disturbed run was what it has to be. Pure."""
+    kills = 1 + (cell.nodes > 1)
+    restored = []
+    lost = 0
+    difference = compare(undisturbed, disturbed)
+    for generation in range(1, len(disturbed.restarts) + 1):
+        started = disturbed.of("started", generation=generation)
+        restored += [(event["step"], event["how"]) for event in started]
+        lost += steps_done_again(disturbed, generation)
+    if not difference and len(disturbed.restarts) != kills:
+        difference = f"{len(disturbed.restarts)} restarts after {kills} kills"
+    if not difference and not all(how for _, how in restored):
+        difference = "a rank started from nothing"
+    if not difference and disturbed.leaks:
+        difference = f"left behind: {', '.join(disturbed.leaks)}"
+    return Verdict(cell, difference, tuple(restored), lost, seconds)
+
+
+def show(console: Console, verdicts: Iterable[Verdict]) -> None:
+    """Print a table."""
+    table = Table(
+        "cell", "ranks", "identical", "steps done again", "s", title="killed, restored, compared to the last bit"
+    )
+    for verdict in verdicts:
+        same = verdict.difference or "yes"
+        table.add_row(
+            verdict.cell.name, str(verdict.cell.ranks), same, str(verdict.lost_steps), f"{verdict.seconds:.0f}"
+        )
+    console.print(table)
+
+
+def markdown(verdicts: Iterable[Verdict], when: str, machine: str, seed: int) -> str:
+    """The verdicts as a page."""
+    lines = [
+        "# Killed, restored, compared to the last bit",
+        "",
+        f"{when}: {machine}. Seed {seed}. Each cell trains {STEPS} steps; a trainer is killed in the middle of step "
+        f"{TRAINER_STEP} and, where there are two nodes or more, a whole node in the middle of step {NODE_STEP}. "
+        "*Identical*: all losses of all ranks and all final state are those of an undisturbed run without the hook.",
+        "",
+        "| cell | ranks | identical | steps done again | seconds |",
+        "| --- | ---: | --- | ---: | ---: |",
+    ]
+    for verdict in verdicts:
+        same = verdict.difference.replace("\n", " ") or "yes"
+        lines.append(
+            f"| {verdict.cell.name} | {verdict.cell.ranks} | {same} | {verdict.lost_steps} | {verdict.seconds:.0f} |"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""Networks and clocks between real processes, and what goes wrong with them."""

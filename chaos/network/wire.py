@@ -1,0 +1,83 @@
+"""The network between virtual nodes: each in a namespace of its own, whose only way out is a forwarder's process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.chaos.network.namespaces import inhabitants, unavailable
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
+
+ANSWER_DEADLINE_S = 30.0
+
+
+class Wire:
+    """A running forwarder. Not thread-safe; calls block until it has done what it was told. `close` ends it.
+
+    What it made is gone when it and the processes in its namespaces are, also after a SIGKILL of this process.
+    """
+
+    def __init__(self) -> None:
+        """Start it. Raises `ConfigError` where that is impossible, with the reason."""
+        if reason := unavailable():
+            raise ConfigError(f"faults of the network between nodes cannot be done here: {reason}")
+        self._inodes: set[int] = set()
+        self._channel, theirs = socket.socketpair()
+        self._channel.settimeout(ANSWER_DEADLINE_S)
+        self._answers = self._channel.makefile("rb")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.chaos.network.forwarder", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+
+    def open(self, host: str) -> str:
+        """Give a node a namespace with the address `host`; the path by which processes enter it."""
+        answer = self._ask(op="open", host=host)
+        self._inodes.add(int(answer["inode"]))
+        return str(answer["namespace"])
+
+    def unplug(self, host: str) -> None:
+        """Nothing leaves or reaches a node any more, and nobody is told."""
+        self._ask(op="close", host=host)
+
+    def impair(self, kind: str, hosts: Sequence[str], *, amount: int, seed: int, for_s: float) -> None:
+        """Spoil what goes over the links of `hosts`, in a way that `network.impairments` knows; 0 s: until the end."""
+        self._ask(op="impair", kind=kind, hosts=list(hosts), amount=amount, seed=seed, for_s=for_s)
+
+    def hits(self) -> list[tuple[str, int]]:
+        """Kind, and packets concerned, of each impairment so far."""
+        return [(str(kind), int(count)) for kind, count in self._ask(op="hits")["hits"]]
+
+    def close(self) -> list[str]:
+        """End it. What is left then: an empty list, if every process that was in a namespace has ended before."""
+        left = []
+        self._answers.close()
+        self._channel.close()
+        try:
+            status = self._process.wait(ANSWER_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait(ANSWER_DEADLINE_S)
+        if status != 0:
+            left.append(f"the forwarder ended with status {status}")
+        return left + [f"process {pid} in the namespace of a node" for pid in inhabitants(self._inodes)]
+
+    def _ask(self, **message: Any) -> dict[str, Any]:
+        try:
+            self._channel.sendall(json.dumps(message).encode() + b"\n")
+            line = self._answers.readline()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the forwarder did not answer within {ANSWER_DEADLINE_S:.0f} s") from error
+        except OSError as error:
+            raise HoldfastError(f"the forwarder is gone: {error}") from error
+        if not line:
+            raise HoldfastError(f"the forwarder ended with status {self._process.wait(ANSWER_DEADLINE_S)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer

@@ -1,0 +1,307 @@
+"""A real Ray cluster of several nodes on this machine, each with an arena, and so an SMP, of its own; and what can be
+done to it. Ray's own test cluster starts its processes; a job runs on it as `chaos.ray.job` says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from holdfast.chaos.cluster import History
+from holdfast.chaos.harm import using_arenas
+from holdfast.integrations.ray.crew import Seat
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, read_owner
+from holdfast.smp_daemon.shared.points import ENV as POINTS_ENV
+from holdfast.smp_daemon.shared.spawn import end
+
+JOB = "job"
+NODE_ENV = "HOLDFAST_NODE"
+OBJECT_STORE_BYTES = 80 << 20  # Ray's least is 75 MiB
+END_DEADLINE_S = 20.0
+LOOK_EVERY_S = 0.2
+TRAINERS = ("ray::Member", "ray::RayTrainWorker")
+"""How Ray calls the processes that train."""
+
+CONTROLLER = "ray::TrainController"
+"""How it calls that which restarts them under Ray Train; it is where the driver is."""
+
+HEALTH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+"""A dead raylet is noticed after 1.5 s and a frozen one after 4.5 s; by Ray's defaults, after 13 and 64."""
+
+
+@dataclass(slots=True)
+class RayFault:
+    """Something to be done when the rank on a node comes to a point of a step.
+
+    Attributes:
+        do: what is done; the process waits at the point meanwhile.
+    """
+
+    node: str
+    step: int
+    do: Callable[[VirtualRay], None]
+    point: str = "train.step"
+    done: bool = field(default=False, compare=False)
+
+
+class VirtualRay:
+    """A context manager; leaving it ends all its processes, and the SMPs on its nodes, and frees their memory.
+
+    Args:
+        folder: on tmpfs; of this cluster alone. Its path is short, since sockets lie below it.
+        config: of Ray's GCS, besides `HEALTH`.
+
+    Attributes:
+        seats: of the crew that ran last, by round; none of Ray Train's.
+    """
+
+    def __init__(self, nodes: int, folder: Path, *, config: Mapping[str, Any] | None = None) -> None:
+        self._count, self._folder = nodes, folder
+        self._config = {**HEALTH, **(config or {})}
+        self._raylets: dict[str, psutil.Process] = {}
+        self._driver: subprocess.Popen[bytes] | None = None
+        self._frozen: list[psutil.Process] = []
+        self.seats: list[list[Seat]] = []
+
+    # ------------------------------------------------------------------ nodes
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._folder / "points.sock"))
+        self._listener.listen(64)
+        try:
+            self.begin()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def begin(self) -> None:
+        """Start a head with a node, and the other nodes."""
+        from ray.cluster_utils import Cluster
+
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ["RAY_TMPDIR"] = str(self._folder / "ray")  # else it says in /tmp which cluster is this machine's
+        head = {"include_dashboard": False, "_system_config": self._config}
+        self._cluster = Cluster(initialize_head=True, head_node_args=self._options("node0", **head))
+        self._find("node0")
+        for index in range(1, self._count):
+            self.add(f"node{index}")
+
+    def _options(self, name: str, **more: Any) -> dict[str, Any]:
+        points = {"socket": str(self._folder / "points.sock"), "who": name, "rules": [["train.step", None]]}
+        environment = {
+            NODE_ENV: name,
+            ARENA_ENV: str(self.memory(name)),
+            POINTS_ENV: json.dumps(points),
+            "HOLDFAST_OVERHEAD_BUDGET": "0",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        return {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES, "env_vars": environment, **more}
+
+    def memory(self, name: str) -> Path:
+        """Where a node's arenas lie."""
+        return self._folder / name
+
+    def add(self, name: str) -> None:
+        """A node joins; one of that name that was there before has left its memory, if it has not been lost."""
+        self._cluster.add_node(wait=False, **self._options(name))
+        self._find(name)
+
+    def _find(self, name: str) -> None:
+        known = {each.pid for each in self._raylets.values()}
+        for process in psutil.Process().children():
+            with suppress(psutil.Error):
+                named = process.name() == "raylet" and process.environ().get(NODE_ENV) == name
+                if named and process.pid not in known:
+                    self._raylets[name] = process
+                    return
+        raise HoldfastError(f"{name} has no raylet")
+
+    @property
+    def address(self) -> str:
+        """Of the head, for ``RAY_ADDRESS``."""
+        return str(self._cluster.address)
+
+    def raylets(self) -> set[int]:
+        """Their pids, of all that are not known to be dead."""
+        return {each.pid for each in self._raylets.values()}
+
+    def smp(self, name: str) -> int:
+        """The pid of a node's SMP."""
+        owner = read_owner(arena_path(JOB, self.memory(name)))
+        if owner is None:
+            raise HoldfastError(f"no SMP serves the job on {name}")
+        return owner.pid
+
+    # ------------------------------------------------------------------ what is done to it
+
+    def kill_raylet(self, *names: str) -> None:
+        """SIGKILL; what it started dies of that a moment later, but for the SMP."""
+        for name in names:
+            self._raylets[name].kill()
+        for name in names:
+            self._raylets[name].wait(END_DEADLINE_S)
+
+    def freeze(self, name: str) -> None:
+        """SIGSTOP to a raylet and all that it started; the SMP goes on. To Ray the node is dead after a while."""
+        self._frozen = [*self._on([name]), self._raylets[name]]
+        for process in self._frozen:
+            process.suspend()
+
+    def thaw(self) -> None:
+        """What was frozen goes on, in the middle of what it was about, although others have taken its place."""
+        for process in self._frozen:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    def lose(self, *names: str) -> None:
+        """Cut the power of nodes: raylets, what they started, and SMPs are killed, and their memory is gone."""
+        left = [*self._on(names), *(psutil.Process(self.smp(name)) for name in names)]
+        self.kill_raylet(*names)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, END_DEADLINE_S)
+        for name in names:
+            shutil.rmtree(self.memory(name))
+
+    def kill_actors(self, name: str, kinds: tuple[str, ...] = TRAINERS) -> None:
+        """SIGKILL to all actors on a node that Ray calls so: members of crews, and workers of Ray Train."""
+        for process in self._on([name]):
+            with suppress(psutil.NoSuchProcess):
+                if process.cmdline()[0].startswith(kinds):
+                    process.kill()
+                    process.wait(END_DEADLINE_S)
+
+    def restart(self) -> None:
+        """The head is lost, all that Ray has with it, and the driver; operators start Ray again on the same hosts."""
+        if self._driver is not None:
+            self._driver.kill()
+            self._driver.wait(END_DEADLINE_S)
+        self.end()
+        self.begin()
+
+    def restart_gcs(self) -> None:
+        """The head's GCS dies and is started again; what it had stored is there only if `config` says so."""
+        self._cluster.head_node.kill_gcs_server()
+        self._cluster.head_node.start_gcs_server()
+
+    def _on(self, names: Sequence[str]) -> list[psutil.Process]:
+        """All that raylets of these nodes have started."""
+        return [child for name in names for child in self._raylets[name].children(recursive=True)]
+
+    # ------------------------------------------------------------------ a job on it
+
+    def run(self, plan: Mapping[str, Any], faults: Sequence[RayFault] = (), deadline_s: float = 300.0) -> History:
+        """Run a job to its end, and do `faults` on the way. A driver that dies is started again. Blocks: half a minute
+        on two free processors, minutes on two that others want as well.
+
+        Raises:
+            DeadlineExceeded: it took too long.
+            HoldfastError: the driver failed although nothing was done to it, or a fault never came due.
+        """
+        notes = self._folder / "notes"
+        notes.mkdir()
+        log = self._folder / "driver.log"
+        plan = {**plan, "folder": str(notes)}
+        limit = time.monotonic() + deadline_s
+        self._start_driver(plan, log)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while self._driver is not None and (status := self._driver.poll()) != 0:
+                if time.monotonic() > limit:
+                    raise DeadlineExceeded(f"the job took over {deadline_s:.0f} s\n{_tail(log)}")
+                if status is not None:
+                    if not any(fault.done for fault in faults):
+                        raise HoldfastError(f"the driver ended with status {status}\n{_tail(log)}")
+                    self._start_driver(plan, log)
+                if selector.select(LOOK_EVERY_S):
+                    self._hear(faults)
+        self._driver = None
+        if missed := [fault for fault in faults if not fault.done]:
+            raise HoldfastError(f"{len(missed)} faults never came due, as that of {missed[0].node}")
+        events = [json.loads(line) for path in sorted(notes.glob("rank*.jsonl")) for line in path.open()]
+        seats = notes / "seats.json"
+        rounds = json.loads(seats.read_text()) if seats.exists() else []
+        self.seats = [[Seat(**seat) for seat in seats] for seats in rounds]
+        shutil.rmtree(notes)
+        return History(events)
+
+    def _start_driver(self, plan: Mapping[str, Any], log: Path) -> None:
+        environment = {**os.environ, "RAY_ADDRESS": self._cluster.address, "HOLDFAST_JOB": JOB}
+        with log.open("ab") as out:
+            command = [sys.executable, "-m", "holdfast.chaos.ray.job", json.dumps(plan)]
+            self._driver = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+
+    def _hear(self, faults: Sequence[RayFault]) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            with connection.makefile("r") as lines:
+                said = json.loads(lines.readline() or "null")
+            if said is None:
+                return
+            for fault in faults:
+                if not fault.done and (fault.node, fault.point, fault.step) == (
+                    said["who"],
+                    said["point"],
+                    said["step"],
+                ):
+                    fault.done = True
+                    fault.do(self)
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(b"g")
+
+    # ------------------------------------------------------------------ the end
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._listener.close()
+        if self._driver is not None:
+            self._driver.kill()
+            self._driver.wait(END_DEADLINE_S)
+        self.end()
+        for process in using_arenas(self._folder):  # SMPs, and what killed raylets have left and that was not dead yet
+            end(process)
+        shutil.rmtree(self._folder)
+
+    def end(self) -> None:
+        """Kill all of Ray's processes; SMPs and memory stay."""
+        for process in psutil.Process().children(recursive=True):
+            if _is_rays(process):
+                end(process)
+        self._raylets.clear()
+
+
+def _is_rays(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        line = " ".join(process.cmdline())
+        return "/ray/" in line or line.startswith("ray::")
+    return False
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])

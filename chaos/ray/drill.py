@@ -1,0 +1,223 @@
+"""What is done to a job under Ray, on a real cluster of this machine, and whether it came out the same to the last bit:
+``python -m holdfast.chaos.ray.drill [NAME ...]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from holdfast.chaos.cluster import Event, History, VirtualCluster
+from holdfast.chaos.drill import TARGET, compare
+from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.ray.cluster import CONTROLLER, RayFault, VirtualRay
+from holdfast.smp_daemon.shared.errors import ConfigError
+
+JOB = "examples.plain:Replicas"
+SEED, STEPS = 7, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One job, and what is done to it.
+
+    Attributes:
+        faults: node whose rank sets it off, the step in which it does, and what is done.
+        by: who trains: `chaos.ray.job`.
+        rounds: how often all begin again.
+        config: of Ray's GCS.
+    """
+
+    what: str
+    faults: tuple[tuple[str, int, Callable[[VirtualRay], None]], ...]
+    by: str = "crew"
+    nodes: int = 3
+    rounds: int = 1
+    protect: str = "auto"
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _kill_actor(cluster: VirtualRay) -> None:
+    cluster.kill_actors("node1")
+
+
+def _kill_controller(cluster: VirtualRay) -> None:
+    cluster.kill_actors("node0", (CONTROLLER,))
+
+
+def _raylet_comes_back(cluster: VirtualRay) -> None:
+    cluster.kill_raylet("node1")
+    cluster.add("node1")
+
+
+def _lose(*names: str) -> Callable[[VirtualRay], None]:
+    """Nodes lose power, and as many spares join."""
+
+    def do(cluster: VirtualRay) -> None:
+        cluster.lose(*names)
+        for name in names:
+            cluster.add(f"{name}-spare")
+
+    return do
+
+
+def _freeze(cluster: VirtualRay) -> None:
+    cluster.freeze("node1")
+    cluster.add("spare")
+
+
+SCENARIOS = {
+    "actor": Scenario("an actor is killed", (("node1", 5, _kill_actor),)),
+    "raylet": Scenario("a raylet is killed, and comes back on the same host", (("node1", 5, _raylet_comes_back),)),
+    "node": Scenario("a node is lost, raylet, SMP and memory; a spare joins", (("node1", 5, _lose("node1")),)),
+    "two-nodes": Scenario(
+        "two nodes are lost at once; two spares join", (("node1", 5, _lose("node1", "node2")),), nodes=4, protect="2+2"
+    ),
+    "frozen": Scenario(
+        "a node's raylet and actor freeze; a spare joins; they wake up when it has taken over",
+        (("node1", 5, _freeze), ("spare", 8, VirtualRay.thaw)),
+    ),
+    "head": Scenario(
+        "the head is lost, and all of Ray with it; all is started again", (("node1", 5, VirtualRay.restart),)
+    ),
+    "gcs": Scenario(
+        "the head's GCS is killed and comes back; an actor is killed after that",
+        (("node1", 4, VirtualRay.restart_gcs), ("node1", 6, _kill_actor)),
+        config={"gcs_storage": "rocksdb"},
+    ),
+    "again": Scenario(
+        "an actor is killed, a node is lost after that",
+        (("node1", 4, _kill_actor), ("node1", 7, _lose("node1"))),
+        rounds=2,
+    ),
+    "train-worker": Scenario("a worker of Ray Train is killed", (("node1", 5, _kill_actor),), by="train"),
+    "train-node": Scenario(
+        "a node is lost under Ray Train; a spare joins", (("node1", 5, _lose("node1")),), by="train"
+    ),
+    "train-controller": Scenario(
+        "Ray Train's controller is killed, and the job is submitted again",
+        (("node0", 5, _kill_controller),),
+        by="train",
+    ),
+    "train-head": Scenario(
+        "the head is lost under Ray Train, and all of Ray with it; all is started again",
+        (("node1", 5, VirtualRay.restart),),
+        by="train",
+    ),
+    "train-again": Scenario(
+        "a worker of Ray Train is killed, a node is lost after that",
+        (("node1", 4, _kill_actor), ("node1", 7, _lose("node1"))),
+        by="train",
+        rounds=2,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a scenario.
+
+    Attributes:
+        difference: from the undisturbed run, in any loss or any final state; or what else is wrong; empty if nothing.
+        restored: of each round but the first: the step it began from, and how each rank came by its state.
+        again: finished steps that had to be done again, of each round but the first.
+        same: how many ranks were in the same process as in the round before.
+        gaps_s: from the last thing that anybody did to the start of each later round.
+    """
+
+    name: str
+    difference: str
+    restored: tuple[tuple[int, tuple[str, ...]], ...]
+    again: tuple[int, ...]
+    same: tuple[int, ...]
+    gaps_s: tuple[float, ...]
+    seconds: float
+
+    def line(self) -> str:
+        """For people."""
+        if self.difference:
+            return f"{self.name}: DIFFERS: {self.difference}"
+        rounds = [
+            f"step {step} ({', '.join(how)}; {same} in the same process, {gap:.1f} s, {again} steps again)"
+            for (step, how), again, same, gap in zip(self.restored, self.again, self.same, self.gaps_s, strict=True)
+        ]
+        return f"{self.name}: identical; went on from {' and '.join(rounds)}"
+
+
+def undisturbed(launcher: Launcher, nodes: int) -> History:
+    """The same job on virtual nodes, without Ray and without snapshots."""
+    args = {"job": JOB, "seed": SEED, "steps": STEPS, "snapshots": False, "drain": True}
+    return VirtualCluster(launcher, nodes=nodes, ranks_per_node=1, target=TARGET, args=args, smps=False).run()
+
+
+def plan(nodes: int, protect: str = "auto", by: str = "crew") -> dict[str, Any]:
+    """The same job for `VirtualRay.run`."""
+    args = {"job": JOB, "seed": SEED, "steps": STEPS, "snapshots": True, "drain": True, "hook": {"protect": protect}}
+    return {"nodes": nodes, "by": by, "args": args}
+
+
+def run(name: str, expected: History, folder: Path) -> Verdict:
+    """Run a scenario. Blocks; raises what `VirtualRay.run` does."""
+    scenario = SCENARIOS[name]
+    config = dict(scenario.config)
+    if "gcs_storage" in config:
+        config["gcs_storage_path"] = str(folder / "gcs")
+    began = time.monotonic()
+    faults = [RayFault(node, step, do) for node, step, do in scenario.faults]
+    with VirtualRay(scenario.nodes, folder, config=config) as cluster:
+        history = cluster.run(plan(scenario.nodes, scenario.protect, scenario.by), faults)
+    return judge(name, expected, history, time.monotonic() - began)
+
+
+def judge(name: str, expected: History, history: History, seconds: float) -> Verdict:
+    """The verdict on one run. Pure."""
+    keys = sorted({_round(event) for event in history.of("started")})
+    rounds = [[event for event in history.events if _round(event) == key] for key in keys]
+    restored, again, same, gaps = [], [], [], []
+    for number, (before, after) in enumerate(pairwise(rounds), 1):
+        starts = [event for event in after if event["kind"] == "started"]
+        done = max(event["step"] for events in rounds[:number] for event in events if event["kind"] != "end")
+        restored.append((starts[0]["step"], tuple(sorted({event["how"] for event in starts}))))
+        again.append(max(0, done - starts[0]["step"]))
+        same.append(len({event["pid"] for event in before} & {event["pid"] for event in after}))
+        gaps.append(max(event["wall"] for event in starts) - max(event["wall"] for event in before))
+    difference = compare(expected, history)
+    if not difference and len(restored) != SCENARIOS[name].rounds:
+        difference = f"all began again {len(restored)} times, not {SCENARIOS[name].rounds}"
+    return Verdict(name, difference, tuple(restored), tuple(again), tuple(same), tuple(gaps), seconds)
+
+
+def _round(event: Event) -> tuple[float, int]:
+    return event["life"], event["generation"]
+
+
+def main(names: Sequence[str]) -> int:
+    """Run scenarios, all if none are named; 0 if every one came out the same. Blocks."""
+    if unknown := set(names) - SCENARIOS.keys():
+        raise ConfigError(f"there is no scenario {min(unknown)!r}: choose of {', '.join(SCENARIOS)}")
+    os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
+    failed = 0
+    expected: dict[int, History] = {}
+    for name in names or SCENARIOS:
+        scenario = SCENARIOS[name]
+        print(f"{name}: {scenario.what}", flush=True)
+        if scenario.nodes not in expected:
+            with Launcher([JOB.partition(":")[0]]) as launcher:
+                expected[scenario.nodes] = undisturbed(launcher, scenario.nodes)
+        verdict = run(name, expected[scenario.nodes], Path(f"/dev/shm/hf-ray-{os.getpid()}"))
+        failed += bool(verdict.difference)
+        print(f"  {verdict.line()} ({verdict.seconds:.0f} s)", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SCENARIOS)}; default all")
+    sys.exit(main(parser.parse_args().names))

@@ -1,0 +1,112 @@
+"""The driver of a job on a virtual Ray cluster, a process of its own, and what its ranks do:
+``python -m holdfast.chaos.ray.job JSON``.
+
+JSON: ``nodes``, ``folder``, ``by`` (``crew``, or ``train``: Ray Train), and ``args`` as `chaos.drill.train` takes them.
+Ranks add what they report to files of that folder, so that what a killed process had reported is still there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from holdfast.smp_daemon.shared.errors import HoldfastError
+
+COLLECTIVE_DEADLINE_S = 60.0
+MAX_FAILURES = 5
+
+
+def member(folder: str, life: float, args: dict[str, Any]) -> None:
+    """One member of a crew, one round; `life`: of the driver."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S))
+    follow(folder, args, life, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+
+
+def worker(config: dict[str, Any]) -> None:
+    """One worker of Ray Train, in one worker group, which has no number: it goes by when it began."""
+    import torch.distributed as dist
+
+    began = [time.time()]
+    dist.broadcast_object_list(began)
+    follow(config["folder"], config["args"], began[0], 0)
+
+
+def follow(folder: str, args: dict[str, Any], life: float, generation: int) -> None:
+    """One rank from the start of its process group to the last step."""
+    import torch
+
+    from holdfast.chaos.drill import go_through
+    from holdfast.snapshot.connect import node_from_environment
+
+    rank, node = int(os.environ["RANK"]), node_from_environment()
+    torch.set_num_threads(1)
+    with (Path(folder) / f"rank{rank}.jsonl").open("a") as file:
+
+        def report(kind: str, **what: Any) -> None:
+            about = {"rank": rank, "node": node, "life": life, "generation": generation, "pid": os.getpid()}
+            print(json.dumps({"kind": kind, **about, "wall": time.time(), **what}), file=file, flush=True)
+
+        go_through(args, report)
+
+
+def with_crew(plan: dict[str, Any]) -> None:
+    """Train in a crew, and say where its members were."""
+    from holdfast.integrations.ray.crew import Crew
+
+    with Crew(plan["nodes"]) as crew:
+        crew.run(member, plan["folder"], time.time(), plan["args"])
+    seats = [[asdict(seat) for seat in seats] for seats in crew.seats]
+    (Path(plan["folder"]) / "seats.json").write_text(json.dumps(seats))
+
+
+def with_train(plan: dict[str, Any]) -> None:
+    """Train in worker groups of Ray Train, and see that it kept nothing where it would keep checkpoints."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from holdfast.integrations.ray.train import GiveUp
+
+    storage = Path(plan["folder"]) / "storage"
+    TorchTrainer(
+        worker,
+        train_loop_config={"folder": plan["folder"], "args": plan["args"]},
+        torch_config=TorchConfig(backend="gloo", timeout_s=int(COLLECTIVE_DEADLINE_S)),
+        scaling_config=ScalingConfig(num_workers=plan["nodes"], placement_strategy="STRICT_SPREAD"),
+        run_config=RunConfig(
+            storage_path=str(storage),
+            failure_config=FailureConfig(max_failures=MAX_FAILURES),
+            worker_runtime_env={"env_vars": {"HOLDFAST_JOB": os.environ["HOLDFAST_JOB"]}},
+            callbacks=[GiveUp()],
+        ),
+    ).fit()
+    if kept := [path for path in storage.rglob("*") if path.is_file() and path.stat().st_size]:
+        raise HoldfastError(f"Ray Train kept {len(kept)} files, as {kept[0]}")
+
+
+def drive(plan: dict[str, Any]) -> None:
+    """Start shepherds on the cluster of ``RAY_ADDRESS``, and wait until all have trained."""
+    import ray
+
+    from holdfast.integrations.ray.nodes import start, stop
+
+    ray.init(log_to_driver=False)
+    try:
+        start()
+        {"crew": with_crew, "train": with_train}[plan["by"]](plan)
+        stop(remove=True)
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    from holdfast.chaos.ray import job as ray_job
+
+    ray_job.drive(json.loads(sys.argv[1]))

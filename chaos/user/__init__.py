@@ -1,0 +1,1 @@
+"""Faults in a user's own command."""

@@ -1,0 +1,337 @@
+"""The runs of ``holdfast chaos run --seed N -- COMMAND``: undisturbed, and with faults; see `user.command`."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from holdfast.audit import Notes, read, read_last
+from holdfast.chaos.harm import send_signals
+from holdfast.chaos.user.command import IN_A_RECOVERY, KINDS, PAUSE_S, STEP, OwnFault, OwnPlan, OwnVerdict, draw, judge
+from holdfast.chaos.user.nodes import END_DEADLINE_S, JOB, OwnNode
+from holdfast.sessions import tail
+from holdfast.smp_daemon.ops.overview import look
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_base, arena_path, read_owner
+from holdfast.smp_daemon.shared.points import ENV as POINTS_ENV
+
+PATIENCE_S = 30.0
+"""A command that has neither ended nor trained for so long after a fault is ended, as a scheduler would."""
+
+PATIENCE_OF_SEVERAL_S = 90.0
+"""Launchers that work together first have to find that one is gone, by its silence, and to meet again; what has other
+processes that may be killed, such as raylets, has these to start."""
+
+LOOK_EVERY_S = 0.5
+ANSWER_DEADLINE_S = 5.0
+SAFE_DEADLINE_S = 20.0
+SIGNALS = {"kill-trainer": signal.SIGKILL, "term-trainer": signal.SIGTERM, "segv-trainer": signal.SIGSEGV}
+
+
+def run(plan: OwnPlan, progress: Callable[[str], None]) -> OwnVerdict:
+    """Run the command three times, and judge. Blocks; leaves nothing behind.
+
+    Raises:
+        HoldfastError: an undisturbed run did not do what it should; the message ends with what it printed.
+    """
+    base = arena_base()
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="chaos-", dir=base) as text:
+        folder = Path(text)
+        undisturbed = []
+        for number, name in enumerate(("undisturbed", "undisturbed again")):
+            progress(name)
+            undisturbed.append(_undisturbed(plan, folder / f"run{number}", name))
+        first, second = undisturbed
+        if len(first) != len(second):
+            raise HoldfastError(f"{len(first)} ranks trained undisturbed, and {len(second)} the second time")
+        several = plan.nodes > 1
+        faults = draw(
+            plan.seed, plan.faults, len(first), plan.steps, double=plan.double, other=bool(plan.other), several=several
+        )
+        return _Disturbed(plan, folder / "run2", faults, progress).run(first, second)
+
+
+@contextmanager
+def _nodes(plan: OwnPlan, folder: Path) -> Iterator[list[OwnNode]]:
+    """The nodes of one run, on which nothing is started yet; everything on them is ended and freed at the end."""
+    (folder / "notes").mkdir(parents=True)
+    nodes = [OwnNode(f"node{index}", folder) for index in range(plan.nodes)]
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            node.end()
+        for node in nodes:
+            node.clear()
+
+
+def _undisturbed(plan: OwnPlan, folder: Path, name: str) -> list[Notes]:
+    log = folder / "log"
+    limit = time.monotonic() + plan.deadline_s
+    with _nodes(plan, folder) as nodes:
+        for node in nodes:
+            node.start(plan, {})
+        for node in nodes:
+            status = node.wait(limit - time.monotonic())
+            if status is None:
+                raise DeadlineExceeded(f"the {name} run took over {plan.deadline_s:.0f} s\n{tail(log)}")
+            if status:
+                raise HoldfastError(f"the {name} run ended with status {status}\n{tail(log)}")
+    return read_last(folder / "notes", log, name)
+
+
+class _Disturbed:
+    """The run with faults: starts the command until it ends well, and hears of every point that it comes to."""
+
+    def __init__(
+        self, plan: OwnPlan, folder: Path, faults: Sequence[OwnFault], progress: Callable[[str], None]
+    ) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._faults = faults
+        self._progress = progress
+        self._injected: list[OwnFault] = []
+        self._stopped: list[tuple[float, int]] = []
+        self._ranks: dict[int, int] = {}
+        self._dying: set[int] = set()
+        self._before: set[int] = set()
+        self._lost = 0
+        self._nodes: list[OwnNode] = []
+        rules = sorted({(point, None) for fault in faults for point in (fault.point, STEP)})
+        points = {"socket": str(folder / "points.sock"), "who": "job", "rules": rules}
+        self._environment = {POINTS_ENV: json.dumps(points)}
+
+    def run(self, first: Sequence[Notes], second: Sequence[Notes]) -> OwnVerdict:
+        """Until the command has ended well, hangs, or has ended badly too often for the faults that were done."""
+        notes, began = self._folder / "notes", time.monotonic()
+        with _nodes(self._plan, self._folder) as self._nodes, self._hearing() as selector:
+            try:
+                starts, hang = self._train(selector)
+                statuses = [node.status for node in self._nodes]
+                leaks = self._leaks() if not any(statuses) else ()
+            finally:
+                self._wake(float("inf"))
+        report, again, lost, found = judge(first, second, read(notes), self._plan.ignore, self._plan.steps)
+        problems: list[str] = []
+        if hang:
+            problems.append(f"it did not end within {self._plan.deadline_s:.0f} s")
+        elif any(statuses):
+            said = tail(self._folder / "log")[-600:]
+            problems.append(f"it ended with status {', '.join(map(str, statuses))} in the end: {said}")
+        problems += found
+        if len(self._injected) < len(self._faults):
+            problems.append(f"{len(self._faults)} faults were asked for, {len(self._injected)} were done")
+        problems += [f"left behind: process {leak}" for leak in leaks]
+        epochs = len({process.epoch for processes in read(notes) for process in processes})
+        return OwnVerdict(
+            tuple(self._faults),
+            tuple(self._injected),
+            starts,
+            epochs,
+            again,
+            lost,
+            hang,
+            leaks,
+            time.monotonic() - began,
+            report,
+            tuple(problems),
+        )
+
+    def _leaks(self) -> tuple[str, ...]:
+        left = [process for node in self._nodes for process in node.processes()]
+        _, alive = psutil.wait_procs(left, END_DEADLINE_S)
+        return tuple(f"{process.pid} {process.name()}" for process in alive)
+
+    @contextmanager
+    def _hearing(self) -> Iterator[selectors.BaseSelector]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, selectors.DefaultSelector() as selector:
+            listener.bind(str(self._folder / "points.sock"))
+            listener.listen(64)
+            listener.settimeout(ANSWER_DEADLINE_S)
+            selector.register(listener, selectors.EVENT_READ)
+            try:
+                yield selector
+            finally:
+                for key in list(selector.get_map().values()):
+                    if key.data == "ended":
+                        os.close(key.fd)
+
+    # ------------------------------------------------------------------ starting it, again and again
+
+    def _train(self, selector: selectors.BaseSelector) -> tuple[int, bool]:
+        """Start the command on every node, and again wherever it ends badly: how often, and whether it hung."""
+        most = 1 + len(self._nodes) * sum(KINDS[fault.kind].ends for fault in self._faults)
+        starts, limit = 0, 0.0
+        size, moved, hurt = -1, time.monotonic(), False
+        while True:
+            idle = [node for node in self._nodes if not node.runs and node.status != 0]
+            if idle:
+                if starts == most:
+                    return starts, False
+                starts += 1
+                self._progress("with faults" if starts == 1 else f"started again ({starts - 1})")
+                limit, moved = time.monotonic() + self._plan.deadline_s, time.monotonic()
+                for node in idle:
+                    node.end()
+                    node.start(self._plan, self._environment)
+                    self._watch(selector, node)
+            elif not any(node.runs for node in self._nodes):
+                return starts, False
+            hurt |= self._listen(selector)
+            now = time.monotonic()
+            self._wake(now)
+            noted = sum(file.stat().st_size for file in (self._folder / "notes").iterdir())
+            size, moved = (noted, now) if noted != size else (size, moved)
+            if now > limit:
+                return starts, True
+            patience = PATIENCE_OF_SEVERAL_S if len(self._nodes) > 1 or self._plan.other else PATIENCE_S
+            if hurt and now - moved > patience:
+                self._progress(f"it has not trained for {patience:.0f} s, and is ended")
+                for node in self._nodes:
+                    node.end()
+
+    def _watch(self, selector: selectors.BaseSelector, node: OwnNode) -> None:
+        ended = os.pidfd_open(node.pid)
+        selector.register(ended, selectors.EVENT_READ, "ended")
+
+    def _listen(self, selector: selectors.BaseSelector) -> bool:
+        """Wait a moment for something to happen, and deal with it; whether training ends of it."""
+        hurt = False
+        for key, _ in selector.select(LOOK_EVERY_S):
+            if key.data == "ended":
+                selector.unregister(key.fd)
+                os.close(key.fd)
+            else:
+                hurt |= self._hear(key.fileobj)
+        return hurt
+
+    def _hear(self, listener: Any) -> bool:
+        """A process has come to a point: do what is due there, and let it go on. Whether training ends of it."""
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(ANSWER_DEADLINE_S)
+            with connection.makefile("r") as lines:
+                said = json.loads(lines.readline() or "null")
+            if said is None or not psutil.pid_exists(said["pid"]):
+                return False  # it was killed on its way, or while it waited here
+            node, due = self._node_of(said["pid"]), self._next(said["pid"])
+            if node and due and due.matches(self._rank_of(said["pid"]), said["point"], said["step"]):
+                self._progress(f"{due.kind} at {said['point']} of step {said['step']}, rank {due.rank}, {node.name}")
+                self._inject(due, said["pid"], node)
+                self._injected.append(due)
+            else:
+                due = None
+            with suppress(BrokenPipeError, ConnectionResetError):  # it is dead
+                connection.sendall(b"g")
+            return due is not None and KINDS[due.kind].ends
+
+    def _next(self, pid: int) -> OwnFault | None:
+        """What may be done next where `pid` is. Nothing to what is dying; and a recovery is of other processes."""
+        left = self._faults[len(self._injected) :]
+        if not left or pid in self._dying:
+            return None
+        return None if left[0].point in IN_A_RECOVERY and pid in self._before else left[0]
+
+    def _inject(self, fault: OwnFault, pid: int, node: OwnNode) -> None:
+        """Do it. `pid`: of the process that has come to the point, on `node`."""
+        if KINDS[fault.kind].ends:
+            self._before = self._trainers(pid)
+        match fault.kind:
+            case "kill-trainer" | "term-trainer" | "segv-trainer":
+                self._dying.add(pid)  # which takes a moment: it may come to another point
+                send_signals(pid, SIGNALS[fault.kind])
+            case "kill-trainers":
+                for process in self._trainers(pid):
+                    send_signals(process, signal.SIGKILL)
+            case "kill-launcher":
+                node.kill()  # what it leaves is in no recovery
+            case "stop-trainer":
+                self._stop(pid)
+            case "kill-smp":
+                send_signals(node.smp(), signal.SIGKILL)
+            case "stop-smp":
+                self._stop(node.smp())
+            case "lose-node":
+                self._lose(node)
+            case "kill-other":
+                for other in self._others():
+                    send_signals(other, signal.SIGKILL)
+
+    def _trainers(self, pid: int) -> set[int]:
+        newest = [processes[-1] for processes in read(self._folder / "notes") if processes]
+        return {pid, *(notes.pid for notes in newest)}
+
+    def _node_of(self, pid: int) -> OwnNode | None:
+        """Where a process runs, if its launcher does; None if it has ended, or has another arena than it was given."""
+        with suppress(psutil.Error):
+            memory = psutil.Process(pid).environ().get(ARENA_ENV)
+            return next((node for node in self._nodes if node.runs and str(node.memory) == memory), None)
+        return None
+
+    def _lose(self, node: OwnNode) -> None:
+        """Cut the power of a node once its loss must do no harm, and put a spare in its place."""
+        owner = read_owner(arena_path(JOB, node.memory))
+        limit = time.monotonic() + SAFE_DEADLINE_S
+        while owner is not None:
+            overview = look(JOB, (owner.host, owner.bulk_port))
+            if overview.safest is not None and overview.safest.stands > 0 and not overview.silent:
+                break
+            if time.monotonic() > limit:
+                raise HoldfastError(f"not safe against a loss within {SAFE_DEADLINE_S:.0f} s: {overview.sentence()}")
+            time.sleep(LOOK_EVERY_S)
+        node.lose()
+        self._lost += 1
+        spare = OwnNode(f"node{len(self._nodes) + self._lost - 1}", self._folder)
+        self._nodes[self._nodes.index(node)] = spare
+
+    def _others(self) -> list[int]:
+        """Processes that the plan's word names. Raises `HoldfastError` if there is none."""
+        word, found = self._plan.other, []
+        for process in (process for node in self._nodes for process in node.processes()):
+            with suppress(psutil.Error):  # it has just ended
+                if any(word in part for part in process.cmdline()):
+                    found.append(process.pid)
+        if not found:
+            raise HoldfastError(f"no process of the command has {word!r} in its command line")
+        return found
+
+    def _rank_of(self, pid: int) -> int | None:
+        """Of a process whose launcher said it in the environment, or that noted its pid."""
+        if pid not in self._ranks:
+            rank = _rank_in_environment(pid)
+            if rank is not None:
+                self._ranks[pid] = rank
+            for noted, processes in enumerate(read(self._folder / "notes")):
+                self._ranks |= {notes.pid: noted for notes in processes}
+        return self._ranks.get(pid)
+
+    def _stop(self, pid: int) -> None:
+        send_signals(pid, signal.SIGSTOP)
+        self._stopped.append((time.monotonic() + PAUSE_S, pid))
+
+    def _wake(self, now: float) -> None:
+        """Let those go on whose time has come."""
+        for each in [each for each in self._stopped if each[0] <= now]:
+            self._stopped.remove(each)
+            send_signals(each[1], signal.SIGCONT)
+
+
+def _rank_in_environment(pid: int) -> int | None:
+    try:
+        environment = psutil.Process(pid).environ()
+    except psutil.Error:
+        return None
+    said = [environment.get(name, "") for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")]
+    return next((int(rank) for rank in said if rank.isdigit()), None)

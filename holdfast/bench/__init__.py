@@ -1,0 +1,1 @@
+"""What `holdfast bench` measures."""

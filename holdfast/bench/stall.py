@@ -1,0 +1,300 @@
+"""``holdfast bench stall``: what a snapshot costs the training loop, beside the checkpoints of others.
+
+Every system runs in the same loop (``benchmarks/stall_loop.py``) in processes of its own, one for each rank; a peer has
+a virtual environment of its own, since their pins differ. Needs a checkout: the peers' side is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from holdfast.bench.copy import CopyRow, measure_copies
+from holdfast.bench.ec import describe, machine
+from holdfast.sessions import end
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+
+ROOT = Path(__file__).parent.parent.parent
+LOOP = ROOT / "benchmarks" / "stall_loop.py"
+REQUIREMENTS = ROOT / "benchmarks" / "systems" / "requirements"
+CELL_DEADLINE_S = 1200.0
+INSTALL_DEADLINE_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One way to save the training state.
+
+    Attributes:
+        key: on the command line.
+        spec: ``module:class`` of its side of the loop.
+        peer: name of its virtual environment and requirements; None: this project's own.
+        least_ranks: fewest ranks that it makes sense with.
+    """
+
+    key: str
+    spec: str
+    peer: str | None = None
+    least_ranks: int = 1
+
+
+SYSTEMS = (
+    System("none", "systems.none:Nothing"),
+    System("holdfast", "systems.memory:Alone"),
+    System("protected", "systems.memory:Protected", least_ranks=2),
+    System("dcp-thread", "systems.dcp:AsyncThread", "dcp"),
+    System("dcp-process", "systems.dcp:AsyncProcess", "dcp"),
+    System("torch_checkpointing", "systems.tc:Manager", "tc"),
+    System("torchsnapshot", "systems.ts:AsyncTake", "ts"),
+    System("dlrover", "systems.flash:Flash", "flash"),
+    System("nvrx", "systems.nv:Local", "nv"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        layers: of the model; 32.8 MB of state each.
+        rounds, block: so many times, a block of steps with saves between blocks without.
+        venvs: where the peers' virtual environments are, or are made.
+        copies: one in so many tensors of the plain copies; see `measure_copies`.
+    """
+
+    systems: tuple[System, ...] = SYSTEMS
+    ranks: tuple[int, ...] = (1, 2, 4)
+    every: tuple[int, ...] = (1, 10)
+    layers: int = 16
+    rounds: int = 2
+    block: int = 8
+    venvs: Path = ROOT / ".venv-peers"
+    copies: int = 1
+
+
+@dataclass(slots=True)
+class Report:
+    """What was measured, when and where. `rows` are those of ``benchmarks/stall_loop.py``."""
+
+    date: str
+    machine: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    copies: list[CopyRow] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return asdict(self)
+
+
+def quick() -> Plan:
+    """Only this project, only once and small: a trial of the measurement in half a minute."""
+    return Plan(choose("none,holdfast"), (1,), (2,), layers=2, rounds=1, block=4, copies=16)
+
+
+def choose(keys: str) -> tuple[System, ...]:
+    """Systems from ``"holdfast,dcp-thread"`` or ``"all"``. Raises `ConfigError` for one that is not there."""
+    known = {system.key: system for system in SYSTEMS}
+    names = list(known) if keys == "all" else keys.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"there is no system {unknown[0]!r} to compare with: choose of {', '.join(known)}")
+    return tuple(known[name] for name in names)
+
+
+def run(plan: Plan, console: Console) -> Report:
+    """Measure all cells, one after another. Takes about a minute and a half a cell; the machine should be idle.
+
+    Raises:
+        ConfigError: this is no checkout.
+        HoldfastError: an environment cannot be made. A system that fails in the loop is noted in the report.
+    """
+    if not LOOP.exists():
+        raise ConfigError(f"{LOOP} is not there: the comparison runs from a checkout of the project")
+    report = Report(datetime.now(UTC).isoformat(timespec="seconds"), machine())
+    pythons = {system.key: _python(system, plan.venvs, console) for system in plan.systems}
+    report.copies = measure_copies(plan.copies)
+    for ranks in plan.ranks:
+        for system in plan.systems:
+            if ranks < system.least_ranks:
+                continue
+            console.print(f"{system.key}, {ranks} rank{'s' * (ranks > 1)} ...")
+            try:
+                report.rows += _cell(system, pythons[system.key], ranks, plan)
+            except HoldfastError as error:
+                report.failed[f"{system.key}, {ranks} ranks"] = str(error)
+                console.print(f"  failed: {error}")
+    return report
+
+
+def _cell(system: System, python: str, ranks: int, plan: Plan) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm") as text:
+        folder = Path(text)
+        command = [python, str(LOOP), "--system", system.spec, "--world", str(ranks), "--port", str(_free_port())]
+        command += ["--folder", str(folder), "--out", str(folder / "rows.json"), "--layers", str(plan.layers)]
+        command += ["--every", ",".join(map(str, plan.every)), "--rounds", str(plan.rounds)]
+        command += ["--block", str(plan.block)]
+        environment = os.environ | ({"PYTHONPATH": str(ROOT)} if system.peer is None else {})
+        trainers = []
+        for rank in range(ranks):
+            with (folder / f"rank{rank}.log").open("wb") as log:
+                trainers.append(
+                    subprocess.Popen(
+                        [*command, "--rank", str(rank)],
+                        cwd=folder,
+                        env=environment,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+        try:
+            _await(trainers, folder)
+            rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
+            return rows
+        finally:
+            for trainer in trainers:
+                end(trainer)
+            for leftover in find_leftovers(folder):  # SMPs live on when trainers do not end well
+                remove(leftover)
+
+
+def _await(trainers: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Block until all have ended well. Raises what the first that did not has to say."""
+    limit = time.monotonic() + CELL_DEADLINE_S
+    for rank, trainer in enumerate(trainers):
+        try:
+            status = trainer.wait(max(0.0, limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise DeadlineExceeded(f"rank {rank} did not end within {CELL_DEADLINE_S:.0f} s") from None
+        if status != 0:
+            lines = (folder / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
+            raise HoldfastError(f"rank {rank} ended with status {status}: {lines[-1] if lines else 'without a word'}")
+
+
+def _python(system: System, venvs: Path, console: Console) -> str:
+    """The interpreter of a system's virtual environment, which is made if it is not there."""
+    if system.peer is None:
+        return sys.executable
+    python = venvs / system.peer / "bin" / "python"
+    ready = venvs / system.peer / ".ready"
+    if not ready.exists() and not (venvs / system.peer / "pyvenv.cfg").exists():
+        console.print(f"setting up {venvs / system.peer} (once)")
+        pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+        pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+        _check([sys.executable, "-m", "venv", str(venvs / system.peer)])
+        _check([*pip, *pins])
+        _check([*pip, "-r", str(REQUIREMENTS / f"{system.peer}.txt")])
+        ready.touch()
+    return str(python)
+
+
+def _check(command: Iterable[str]) -> None:
+    try:
+        done = subprocess.run(list(command), capture_output=True, text=True, timeout=INSTALL_DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineExceeded(f"{error.cmd} took over {INSTALL_DEADLINE_S:.0f} s") from error
+    if done.returncode != 0:
+        raise HoldfastError(f"{done.args} failed: {done.stderr.strip()[-1000:]}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+COLUMNS = (
+    ("stall_p50_ms", "stall p50, ms"),
+    ("stall_p99_ms", "p99, ms"),
+    ("lost_s", "lost, s"),
+    ("lost_ratio", "lost / memcpy"),
+    ("inflation", "step time ×"),
+    ("survives_kill_s", "survives kill, s"),
+    ("survives_node_s", "survives node, s"),
+    ("extra", "memory / state"),
+    ("restore_s", "restore, s"),
+)
+
+
+def grid(rows: Iterable[dict[str, Any]], ranks: int, every: int) -> list[list[str]]:
+    """A table of the rows with so many ranks and that interval, cheapest first, with its head."""
+    chosen = sorted((r for r in rows if (r["ranks"], r["every"]) == (ranks, every)), key=lambda row: row["lost_s"])
+    return [
+        ["system", *(title for _, title in COLUMNS)],
+        *([row["system"], *(_text(_value(row, key)) for key, _ in COLUMNS)] for row in chosen),
+    ]
+
+
+def _value(row: dict[str, Any], key: str) -> float | None:
+    if key == "extra":
+        return float(row["extra_bytes"]) / float(row["state_bytes"])
+    return None if row[key] is None else float(row[key])
+
+
+def _text(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+
+
+def tables(report: Report) -> list[tuple[str, list[list[str]]]]:
+    """Every table of a report, with its title."""
+    pairs = sorted({(row["ranks"], row["every"]) for row in report.rows})
+    found = [
+        (
+            f"{ranks} rank{'s' * (ranks > 1)}, a snapshot every {'step' if every == 1 else f'{every} steps'}",
+            grid(report.rows, ranks, every),
+        )
+        for ranks, every in pairs
+    ]
+    head = ["copy of", "memcpy, GB/s", "holdfast, GB/s", "holdfast / memcpy"]
+    copies = [[row.what, _text(row.memcpy_gbps), _text(row.ours_gbps), _text(row.ratio)] for row in report.copies]
+    return [*found, ("Copies into a slot, one thread", [head, *copies])]
+
+
+def show(console: Console, report: Report) -> None:
+    """Print all tables."""
+    for title, (head, *rows) in tables(report):
+        table = Table(*head, title=title)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def markdown(report: Report) -> str:
+    """The report as a page."""
+    lines = [
+        "# What a snapshot costs the training loop",
+        "",
+        f"{report.date}: {describe(report.machine)}.",
+        "",
+        "One loop for all: 16 linear layers with Adam, 524 MB of state a rank, one thread a rank; blocks of steps with "
+        "saves between blocks without. *Lost* is all training time lost to one save, stall and slower steps until it "
+        "is done, of the slowest rank; *memcpy* is one copy of the same tensors at the same time on all ranks, in the "
+        "same run. *Survives kill* and *node*: seconds until the newest state would survive a trainer's SIGKILL, or "
+        "the loss of its node. Medians.",
+    ]
+    for title, (head, *rows) in tables(report):
+        lines += ["", f"## {title}", "", _line(head), _line(["---", *["---:"] * (len(head) - 1)]), *map(_line, rows)]
+    if report.failed:
+        lines += ["", "## Failed", "", *(f"* {what}: {why}" for what, why in report.failed.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,42 @@
+"""``holdfast audit``: whether a job resumes exactly, and what it forgot."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from holdfast.cli.output import add_json, write_json
+
+
+def add(commands: Any) -> None:
+    """Put the command into `commands`."""
+    audit = commands.add_parser(
+        "audit",
+        help="run your job, kill it, resume it: is it exact, and if not, what was forgotten?",
+        description="Runs a training command that uses InMemorySnapshot five times for a few steps: undisturbed, "
+        "again, killed in the middle of a step, resumed and killed a step later, and resumed; then compares everything "
+        "that the training loop can reach at the start of a resumed step, and all outputs and gradients after it. "
+        "Status 0 only if nothing differs.",
+    )
+    audit.add_argument("--steps", type=int, default=8, help="steps of each run (default 8)")
+    audit.add_argument("--kill", type=int, default=4, help="after how many steps to kill (default 4)")
+    audit.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="names that do not matter")
+    audit.add_argument("--deadline", type=float, default=600.0, metavar="SECONDS", help="for each run (default 600)")
+    add_json(audit)
+    audit.add_argument("command", nargs=argparse.REMAINDER, help="such as -- torchrun ... train.py")
+    audit.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from holdfast.audit import Plan, run, show
+
+    console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
+    plan = Plan(tuple(parsed.command), parsed.steps, parsed.kill, tuple(parsed.ignore), parsed.deadline)
+    report = run(plan, lambda name: console.print(f"{name} ..."))
+    show(console, report)
+    write_json(parsed.json, asdict(report))
+    return 0 if report.exact else 1

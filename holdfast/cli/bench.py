@@ -1,0 +1,92 @@
+"""``holdfast bench``: how fast this machine is at what holdfast does."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.output import add_json, write_json
+
+
+def add(commands: Any) -> None:
+    """Put the command into `commands`."""
+    bench = commands.add_parser("bench", help="measure how fast this machine is at what holdfast does")
+    kinds = bench.add_subparsers(title="what to measure", metavar="KIND", required=True)
+    codes = kinds.add_parser(
+        "ec",
+        help="erasure codes, compared with memcpy",
+        description="Measures every operation of every erasure code backend, in turn with memcpy of the same bytes.",
+    )
+    codes.add_argument("--quick", action="store_true", help="a few cells, in seconds instead of minutes")
+    codes.add_argument("--seed", type=int, default=1234, help="seed of the data (default 1234)")
+    codes.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
+    add_json(codes)
+    codes.set_defaults(run=_ec)
+    stall = kinds.add_parser(
+        "stall",
+        help="what a snapshot costs the training loop, beside the checkpoints of others",
+        description="Runs one training loop with each system, a snapshot every step and every 10 steps, each in "
+        "processes of its own, and compares what they cost with memcpy of the same bytes. From a checkout; the "
+        "peers' virtual environments are made once (about 1 GB each). About an hour; the machine should be idle.",
+    )
+    stall.add_argument("--quick", action="store_true", help="a small trial without the peers, in half a minute")
+    stall.add_argument("--systems", default="all", help="such as holdfast,dcp-thread (default all)")
+    stall.add_argument("--ranks", type=_counts, default=(1, 2, 4), help="trainers on this machine (default 1,2,4)")
+    stall.add_argument("--every", type=_counts, default=(1, 10), help="steps between snapshots (default 1,10)")
+    stall.add_argument("--rounds", type=int, default=2, help="blocks of steps with snapshots (default 2)")
+    stall.add_argument("--layers", type=int, default=16, help="32.8 MB of state each (default 16)")
+    stall.add_argument("--venvs", type=Path, help="where the peers' environments are (default .venv-peers)")
+    stall.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
+    stall.add_argument("--plot", type=Path, metavar="FILE", help="also draw the lost time, as SVG")
+    add_json(stall)
+    stall.set_defaults(run=_stall)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive numbers such as 1,2,4")
+    return counts
+
+
+def _ec(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from holdfast.bench.ec import Plan, markdown, quick, run, show
+
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    report = run(quick(parsed.seed) if parsed.quick else Plan(seed=parsed.seed), console)
+    show(console, report)
+    if parsed.markdown:
+        parsed.markdown.write_text(markdown(report))
+    write_json(parsed.json, report.to_json())
+    return 0
+
+
+def _stall(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from holdfast.bench.plot import draw
+    from holdfast.bench.stall import Plan, choose, markdown, quick, run, show
+
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    plan = Plan(
+        choose(parsed.systems),
+        parsed.ranks,
+        parsed.every,
+        parsed.layers,
+        parsed.rounds,
+        **({"venvs": parsed.venvs} if parsed.venvs else {}),
+    )
+    report = run(quick() if parsed.quick else plan, console)
+    show(console, report)
+    if parsed.markdown:
+        parsed.markdown.write_text(markdown(report))
+    if parsed.plot:
+        parsed.plot.write_text(draw(report))
+    write_json(parsed.json, report.to_json())
+    return 1 if report.failed else 0

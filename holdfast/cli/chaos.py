@@ -1,0 +1,231 @@
+"""``holdfast chaos``: break a training job in every way there is, and see that it ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from holdfast.cli.output import add_json, write_json
+from holdfast.smp_daemon.shared.errors import ConfigError
+
+
+def add(commands: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    chaos = commands.add_parser("chaos", help="kill, hang and damage a job in every way there is; is it still exact?")
+    actions = chaos.add_subparsers(title="what to do", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="name the scenarios, and the kinds of faults")
+    add_json(listing)
+    listing.set_defaults(run=show_list)
+    run = actions.add_parser(
+        "run",
+        help="run scenarios",
+        description="Trains a small job on virtual nodes of this machine, undisturbed and with faults, for each "
+        "scenario; or, after --, a training command of your own that enters InMemorySnapshot, with faults drawn from "
+        "--seed. Status 0 only if every run ended identical to the last bit, no protected step was lost, what was "
+        "beyond parity failed loudly, nothing hung, and nothing was left behind.",
+        epilog="Your own: holdfast chaos run --seed 7 --faults 4 -- torchrun --nproc-per-node=2 train.py",
+    )
+    run.add_argument(
+        "scenarios", nargs="?", help="'all', 'quick', 'campaign', names with commas, or a TOML file (default quick)"
+    )
+    run.add_argument("--seed", type=int, help="draw a scenario from this seed")
+    run.add_argument("--faults", type=int, default=4, help="in a drawn scenario (default 4)")
+    run.add_argument("--double", action="store_true", help="drawn: each is followed by one during the recovery")
+    run.add_argument("--beyond", action="store_true", help="drawn: the last takes more than parity makes up for")
+    run.add_argument("--profile", help="drawn: as a published study saw failures: llama3, ft-hsdp, rsc-1, ...")
+    run.add_argument(
+        "--count", type=int, default=1, help="drawn: so many, from consecutive seeds; of all kinds unless said"
+    )
+    run.add_argument("--shard", default="1/1", metavar="I/N", help="only every N-th scenario, from the I-th on")
+    run.add_argument("--html", type=Path, metavar="FILE", help="also write a report that needs nothing else")
+    run.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
+    run.add_argument("--steps", type=int, default=16, help="your own command: how many (default 16)")
+    run.add_argument(
+        "--nodes", type=int, default=1, help="your own command: start it on so many virtual nodes (default 1)"
+    )
+    run.add_argument("--other", default="", metavar="WORD", help="your own command: kill what has WORD in its, too")
+    run.add_argument(
+        "--ignore", action="append", default=[], metavar="PATTERN", help="your own command: names that do not matter"
+    )
+    run.add_argument(
+        "--deadline", type=float, default=600.0, metavar="SECONDS", help="your own command: for each run (default 600)"
+    )
+    add_json(run)
+    run.set_defaults(run=run_scenarios, command=[])
+    replay = actions.add_parser("replay", help="run again what failed in a report")
+    replay.add_argument("report", type=Path, help="a JSON report of `holdfast chaos run`")
+    add_json(replay)
+    replay.set_defaults(run=run_again)
+
+
+def show_list(parsed: argparse.Namespace) -> int:
+    """``holdfast chaos list``."""
+    from holdfast.chaos.faults import CATALOGUE
+    from holdfast.chaos.scenario import built_in
+
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    scenarios = built_in()
+    table = Table("scenario", "what", "faults", box=None, pad_edge=False)
+    for scenario in scenarios:
+        table.add_row(scenario.name, scenario.what, ", ".join(fault.kind for fault in scenario.faults))
+    console.print(table)
+    console.print()
+    kinds = Table("fault", "what", "of", box=None, pad_edge=False)
+    for kind in CATALOGUE.values():
+        kinds.add_row(kind.name, kind.what + (f" (needs {kind.needs})" if kind.needs else ""), kind.of)
+    console.print(kinds)
+    write_json(parsed.json, [{"name": each.name, "what": each.what, "peer": each.peer} for each in scenarios])
+    return 0
+
+
+def run_scenarios(parsed: argparse.Namespace) -> int:
+    """``holdfast chaos run``."""
+    from holdfast.chaos.scenario import choose, draw, several
+    from holdfast.snapshot.interval.profiles import profile
+
+    if parsed.command:
+        return _run_own(parsed)
+    mix = profile(parsed.profile) if parsed.profile else None
+    if parsed.seed is None:
+        if parsed.double or parsed.beyond or mix or parsed.count != 1:
+            raise ConfigError("--double, --beyond, --profile and --count are for drawn scenarios: say --seed, too")
+        return _run(parsed, choose(parsed.scenarios or "quick"))
+    if parsed.scenarios:
+        raise ConfigError(f"--seed draws a scenario; leave out {parsed.scenarios!r}, or --seed")
+    if parsed.count < 1:
+        raise ConfigError(f"--count {parsed.count}: draw at least one")
+    how = {"double": parsed.double, "beyond": parsed.beyond, "profile": mix}
+    if parsed.count > 1:
+        return _run(parsed, list(several(parsed.seed, parsed.count, parsed.faults, **how)))
+    return _run(parsed, [draw(parsed.seed, parsed.faults, **how)])
+
+
+def _run_own(parsed: argparse.Namespace) -> int:
+    """``holdfast chaos run --seed N -- COMMAND``."""
+    from holdfast.audit import show
+    from holdfast.chaos.user.command import OwnPlan
+    from holdfast.chaos.user.run import run
+
+    if parsed.scenarios or parsed.beyond or parsed.profile or parsed.count != 1 or parsed.html or parsed.markdown:
+        raise ConfigError(
+            "a command of your own takes --seed, --faults, --double, --steps, --nodes, --other, --ignore, --deadline, "
+            "--json"
+        )
+    seed = parsed.seed if parsed.seed is not None else random.SystemRandom().randrange(1 << 20)
+    plan = OwnPlan(
+        tuple(parsed.command),
+        seed,
+        parsed.faults,
+        parsed.double,
+        parsed.other,
+        parsed.steps,
+        parsed.nodes,
+        tuple(parsed.ignore),
+        parsed.deadline,
+    )
+    console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
+    console.print(f"seed {seed}")
+    verdict = run(plan, lambda text: console.print(text, markup=False))
+    options = [f"--seed {seed} --faults {plan.faults} --steps {plan.steps}", *["--double"] * plan.double]
+    options += [f"--nodes {plan.nodes}"] * (plan.nodes > 1)
+    options += [f"--other {shlex.quote(plan.other)}"] * bool(plan.other)
+    options += [f"--ignore {shlex.quote(pattern)}" for pattern in plan.ignore]
+    replay = f"holdfast chaos run {' '.join(options)} -- {shlex.join(plan.command)}"
+    write_json(parsed.json, verdict.to_json(replay))
+    for problem in verdict.problems:
+        console.print(f"FAILED: {problem}", style="red", markup=False)
+    if verdict.problems:
+        show(console, verdict.report)
+        console.print(f"to see it again: {replay}", markup=False)
+        return 1
+    again = sum(verdict.steps_again)
+    console.print(
+        f"identical: {len(verdict.injected)} faults, {verdict.starts - 1} times started again, {again} steps done "
+        f"again, {verdict.report.compared:,} values compared"
+    )
+    return 0
+
+
+def run_again(parsed: argparse.Namespace) -> int:
+    """``holdfast chaos replay``."""
+    from holdfast.chaos.scenario import from_json
+
+    try:
+        cases = json.loads(parsed.report.read_text())["cases"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{parsed.report} is no report of `holdfast chaos run --json`: {error!r}") from error
+    failed = [from_json(case["definition"]) for case in cases if case["problems"]]
+    if not failed:
+        raise ConfigError(f"nothing failed in {parsed.report}")
+    parsed.html = parsed.markdown = None
+    parsed.shard = "1/1"
+    return _run(parsed, failed)
+
+
+def shard(scenarios: Sequence[Any], text: str) -> Sequence[Any]:
+    """Every N-th scenario from the I-th on, as ``I/N`` says. Raises `ConfigError`."""
+    first, _, count = text.partition("/")
+    if not (first.isdigit() and count.isdigit() and 1 <= int(first) <= int(count)):
+        raise ConfigError(f"--shard takes I/N, as 1/2 and 2/2 for two halves, not {text!r}")
+    return scenarios[int(first) - 1 :: int(count)]
+
+
+def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
+    from holdfast.chaos.campaign import Campaign, summary
+    from holdfast.chaos.scenario import replay_command, to_json
+    from holdfast.cli.chaos_report import markdown, page
+
+    scenarios = shard(scenarios, parsed.shard)
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    began = time.monotonic()
+    verdicts = []
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Campaign() as campaign, Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(scenarios))
+        try:
+            for number, scenario in enumerate(scenarios, 1):
+                progress.update(bar, description=scenario.name)
+                verdict = campaign.run(scenario, replay_command(scenario))
+                verdicts.append(verdict)
+                progress.advance(bar)
+                console.print(f"[{number}/{len(scenarios)}] {line(verdict)}", soft_wrap=True)
+        except KeyboardInterrupt:
+            console.print(f"interrupted; {len(scenarios) - len(verdicts)} scenarios were not run")
+    figures = summary(verdicts, time.monotonic() - began)
+    console.print()
+    console.print(", ".join(f"{name.replace('_', ' ')} {count}" for name, count in figures.items() if name != "replay"))
+    for command in figures["replay"]:
+        console.print(f"to see it again: {command}", style="red")
+    cases = [{**verdict.to_json(), "definition": to_json(verdict.scenario)} for verdict in verdicts]
+    write_json(parsed.json, {**figures, "cases": cases})
+    if parsed.html:
+        parsed.html.write_text(page(verdicts, figures))
+    if parsed.markdown:
+        parsed.markdown.write_text(markdown(verdicts, figures))
+    return 1 if figures["failed"] else 0
+
+
+def line(verdict: Any) -> str:
+    """A verdict in a line."""
+    name = verdict.scenario.name
+    if verdict.skipped:
+        return f"[yellow]skipped[/] {name}: {verdict.skipped}"
+    if not verdict.held:
+        return f"[red]FAILED[/] {name}: " + "; ".join(verdict.problems)[:2000]
+    again = sum(verdict.steps_again)
+    if verdict.scenario.beyond_parity:
+        return f"[green]failed loudly[/], as it must: {name} ({verdict.injected} faults, {verdict.seconds:.1f} s)"
+    return (
+        f"[green]identical[/] {name} ({verdict.injected} faults, {verdict.restarts} restarts, {again} steps again, "
+        f"{verdict.seconds:.1f} s)"
+    )

@@ -1,0 +1,78 @@
+"""``holdfast demo``: train, kill, compare."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Any
+
+from holdfast import HoldfastError
+from holdfast.cli.output import add_json, write_json
+
+if TYPE_CHECKING:
+    from holdfast.chaos.demo import Kill
+
+
+def add(commands: Any) -> None:
+    """Put the command into `commands`."""
+    demo = commands.add_parser(
+        "demo",
+        help="train a real Megatron GPT on virtual nodes, kill things, compare to the last bit",
+        description="Trains a small megatron-core GPT twice on virtual nodes of this machine: undisturbed, and with a "
+        "trainer and a node killed in the middle of steps. Status 0 only if both runs are identical to the last bit, "
+        "at most one step was lost each time, nothing was written to disk, and nothing is left behind.",
+    )
+    demo.add_argument("--nodes", type=int, default=4, help="virtual nodes (default 4)")
+    demo.add_argument("--ranks", type=int, default=2, help="trainers on each node (default 2)")
+    demo.add_argument("--steps", type=int, default=20, help="training steps (default 20)")
+    demo.add_argument("--seed", type=int, default=1234, help="seed of weights, data and dropout (default 1234)")
+    demo.add_argument("--protect", default="auto", help="k+m such as 2+2, copies:r, auto or none (default auto)")
+    demo.add_argument("--lose", type=int, default=1, help="nodes that are killed at once (default 1)")
+    demo.add_argument(
+        "--kill",
+        type=_kill,
+        action="append",
+        metavar="trainer:RANK[+RANK...]@STEP|node:INDEX[+INDEX...]@STEP",
+        help="what to kill in the middle of which step; may be repeated (default: a trainer, then a node)",
+    )
+    demo.add_argument("--no-kill", action="store_true", help="kill nothing")
+    add_json(demo)
+    demo.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from holdfast.chaos.demo import Plan, run
+    from holdfast.chaos.demo_view import DemoProgress, show
+
+    plan = Plan(parsed.nodes, parsed.ranks, parsed.steps, parsed.seed, parsed.protect, _kills(parsed))
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    with DemoProgress(console, plan) as progress:
+        account = run(plan, progress.tell)
+    show(console, account)
+    write_json(parsed.json, account.to_json())
+    return 0 if account.held else 1
+
+
+def _kills(parsed: argparse.Namespace) -> tuple[Kill, ...]:
+    from holdfast.chaos.demo import Kill
+
+    if parsed.no_kill:
+        return ()
+    if parsed.kill:
+        return tuple(Kill(*kill) for kill in parsed.kill)
+    first, second = max(2, parsed.steps * 3 // 10), max(3, parsed.steps * 6 // 10)
+    if not 0 <= parsed.lose <= parsed.nodes:
+        raise HoldfastError(f"--lose {parsed.lose}: there are {parsed.nodes} nodes")
+    last = max(parsed.lose - 1, min(2, parsed.nodes - 1))
+    lost = tuple(range(last - parsed.lose + 1, last + 1))
+    trainer = Kill("trainer", (parsed.nodes * parsed.ranks // 2 - 1,), first)
+    return (trainer, Kill("node", lost, second)) if lost else (trainer,)
+
+
+def _kill(text: str) -> tuple[str, tuple[int, ...], int]:
+    match = re.fullmatch(r"(trainer|node):(\d+(?:\+\d+)*)@(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither trainer:RANK@STEP nor node:INDEX@STEP")
+    return match[1], tuple(map(int, match[2].split("+"))), int(match[3])

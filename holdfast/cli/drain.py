@@ -1,0 +1,108 @@
+"""``holdfast drain NODE``: have a node's bytes moved to the others before it is taken away."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.output import add_json, write_json
+from holdfast.cli.status import gather
+from holdfast.smp_daemon.coding.drain import Drained, parse_spares
+from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.ops.overview import Overview, look
+from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
+from holdfast.smp_daemon.shared.sources import Address
+
+MARGIN_S = 10.0
+"""How much longer than the drain itself its answer is waited for."""
+
+
+def add(commands: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    drain = commands.add_parser(
+        "drain",
+        help="move what a node holds to other nodes before it is taken away",
+        description="Moves the newest snapshot that a node holds a part of to other nodes of the job, or to spares, "
+        "and has them protect it among themselves; then the node's SMP ends, and the node may be taken away. For a job "
+        "that is stopped: while trainers are connected it is refused. Status 0 only if nothing on the node is needed "
+        "any more.",
+    )
+    drain.add_argument("node", help="name of the node, as `holdfast status` tells it")
+    drain.add_argument("--job", help="only of this job (default: the one that has such a node)")
+    drain.add_argument("--arena", type=Path, help="where an SMP of the job is to be found on this machine")
+    drain.add_argument("--at", metavar="HOST:PORT", help="any SMP of the job, if none is on this machine; needs --job")
+    drain.add_argument("--to", default="", metavar="HOST:PORT,...", help="spares: SMPs that the job does not use yet")
+    drain.add_argument(
+        "--wait",
+        action="store_true",
+        help="wait for trainers to go, for as long as --deadline says, instead of refusing",
+    )
+    drain.add_argument("--deadline", type=float, default=600.0, metavar="SECONDS", help="at most 3600 (default 600)")
+    add_json(drain)
+    drain.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """``holdfast drain``."""
+    overview = _job_of(parsed)
+    address = _address_of(overview, parsed.node)
+    spares = parse_spares(parsed.to)
+    message = {
+        "op": "drain",
+        "job": overview.job,
+        "deadline_s": parsed.deadline,
+        "spares": [list(spare) for spare in spares],
+        "wait": parsed.wait,
+    }
+    with Links(Counters(), parsed.deadline + MARGIN_S) as links:
+        drained = Drained.from_json(links.call(address, message).get("drained"))
+    print(sentence(drained), file=sys.stderr if parsed.json == "-" else sys.stdout)
+    write_json(parsed.json, {"job": overview.job, **drained.to_json()})
+    return 0
+
+
+def sentence(drained: Drained) -> str:
+    """What may be done now, in words."""
+    begin = f"{drained.node} may be taken away: "
+    if drained.snapshot is None:
+        return begin + "no snapshot was ever held"
+    held = f"{drained.snapshot} is held whole by {', '.join(drained.holders)}"
+    if drained.stands == 0:
+        return f"{begin}{held}, and not safe against the loss of any of them"
+    more = "any 1 more node" if drained.stands == 1 else f"any {drained.stands} more nodes"
+    return f"{begin}{held}, and safe against the loss of {more}"
+
+
+def _job_of(parsed: argparse.Namespace) -> Overview:
+    if parsed.at:
+        if not parsed.job:
+            raise ConfigError("--at needs --job, for an SMP answers for its own job only")
+        (first,) = parse_spares(parsed.at)
+        return look(parsed.job, first)
+    found = [overview for _, overview in gather(parsed.arena, parsed.job)]
+    having = [overview for overview in found if parsed.node in _names(overview)]
+    if len(having) > 1:
+        raise ConfigError(f"{parsed.node} is in the jobs {', '.join(o.job for o in having)}: choose one with --job")
+    if not having:
+        known = ", ".join(sorted({name for overview in found for name in _names(overview)})) or "none"
+        raise ConfigError(
+            f"no job on this machine has a node {parsed.node!r}; there are: {known}. Or say --at HOST:PORT"
+        )
+    return having[0]
+
+
+def _names(overview: Overview) -> set[str]:
+    return {status.inventory.node for status in overview.statuses} | set(overview.silent)
+
+
+def _address_of(overview: Overview, node: str) -> Address:
+    for status in overview.statuses:
+        if status.inventory.node == node:
+            return status.inventory.bulk
+    raise SmpUnavailable(
+        f"the SMP of {node} does not answer, so nothing can be moved from it. {overview.sentence()}: "
+        "if that is enough, the survivors re-form their groups by themselves"
+    )

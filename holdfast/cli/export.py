@@ -1,0 +1,157 @@
+"""``holdfast export``: a snapshot, in memory or persisted, as plain safetensors or as a DCP checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.output import add_json, write_json
+from holdfast.smp_daemon.shared.errors import ConfigError
+
+FORMATS = ("safetensors", "dcp")
+
+
+def add(commands: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    export = commands.add_parser(
+        "export",
+        help="turn a snapshot into plain safetensors or a DCP checkpoint",
+        description="Takes the newest snapshot that can be had, or that of --step, out of the memory of a job whose "
+        "SMPs run, whether it trains or not; or, with --from, from where it was persisted. What data-parallel replicas "
+        "have divided among them is put together again.",
+    )
+    export.add_argument("folder", nargs="?", type=Path, help="a new directory for the result; not with --list")
+    export.add_argument("--from", dest="place", metavar="URL", help="where snapshots are persisted; else from memory")
+    export.add_argument("--job", help="of which job; with --from the only one there, else HOLDFAST_JOB, if not given")
+    export.add_argument("--step", type=int, help="which snapshot (default the newest)")
+    export.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="safetensors",
+        help="safetensors: a file of tensors for each coordinate, and all else as JSON beside it; dcp: what "
+        "torch.distributed.checkpoint loads (default safetensors)",
+    )
+    export.add_argument("--list", action="store_true", help="only say what there is")
+    export.add_argument("--arena", type=Path, help="where to look (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)")
+    add_json(export)
+    export.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """``holdfast export``; status 0 if something was exported, or listed."""
+    from rich.console import Console
+
+    console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
+    if parsed.list:
+        return _list(parsed, console)
+    if parsed.folder is None:
+        raise ConfigError("say into which new directory to export, or --list")
+    report = export(
+        parsed.folder, parsed.format, place=parsed.place, job=parsed.job, step=parsed.step, arena=parsed.arena
+    )
+    console.print(f"step {report['step']} of job {report['job']}: {report['tensors']} tensors in {parsed.folder}")
+    write_json(parsed.json, report)
+    return 0
+
+
+def export(
+    folder: Path,
+    kind: str = "safetensors",
+    *,
+    place: str | None = None,
+    job: str | None = None,
+    step: int | None = None,
+    arena: Path | None = None,
+) -> dict[str, Any]:
+    """Write a snapshot into `folder`, which must not be there. Blocks; raises `HoldfastError`.
+
+    The slots are files below `folder` meanwhile, so it takes twice the room of the result, and little memory; a DCP
+    checkpoint takes as much as of its tensors is divided among ranks.
+
+    Args:
+        place: a URL; None: the memory of `job`'s nodes.
+        kind: one of `FORMATS`.
+    """
+    from holdfast.export.source import Source, from_memory, from_place
+    from holdfast.export.tensors import fetch
+    from holdfast.smp_daemon.persist.place import open_place
+
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already: export into a new directory")
+    with ExitStack() as stack:
+        source: Source
+        if place is not None:
+            source = from_place(open_place(place), job, step)
+        else:
+            source = stack.enter_context(from_memory(_job(job), arena, step))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        stack.callback(shutil.rmtree, made, ignore_errors=True)
+        raw, result = made / "slots", made / "result"
+        raw.mkdir()
+        result.mkdir()
+        slots = list(fetch(source, raw))
+        if kind == "dcp":
+            from holdfast.export.dcp import write_dcp
+
+            count = write_dcp(result, slots)
+        else:
+            count = _write_safetensors(result, slots, source)
+        result.rename(folder)
+        return {
+            "job": source.layout.job,
+            "epoch": source.snapshot.epoch,
+            "step": source.snapshot.step,
+            "format": kind,
+            "tensors": count,
+        }
+
+
+def _write_safetensors(folder: Path, slots: Any, source: Any) -> int:
+    from holdfast.export.tensors import whole_tensors, write_safetensors
+
+    by_coord = {slot.coord: slot for slot in slots}
+    count = 0
+    for coord, tensors in whole_tensors(slots).items():
+        notes = {"job": source.layout.job, "coord": coord, "epoch": str(source.snapshot.epoch)}
+        notes |= {"step": str(source.snapshot.step), "format": "pt"}
+        write_safetensors(folder / f"{coord}.safetensors", tensors, by_coord, notes)
+        (folder / f"{coord}.json").write_text(json.dumps(by_coord[coord].record) + "\n")
+        count += len(tensors)
+    return count
+
+
+def _list(parsed: argparse.Namespace, console: Any) -> int:
+    from rich.table import Table
+
+    from holdfast.export.source import list_memory, list_place
+    from holdfast.smp_daemon.persist.place import open_place
+
+    if parsed.place is not None:
+        found = list_place(open_place(parsed.place), parsed.job)
+    else:
+        found = list_memory(_job(parsed.job), parsed.arena)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("job", "step", "epoch", "shards", "bytes", "stored", ""):
+        table.add_column(heading, justify="left" if heading in ("job", "") else "right")
+    for each in found:
+        numbers = (each.snapshot.step, each.snapshot.epoch, each.shards, each.bytes, each.stored_bytes)
+        table.add_row(each.job, *(f"{number:,}" for number in numbers), each.why_not)
+    console.print(table if found else "there is nothing")
+    write_json(parsed.json, [asdict(each) for each in found])
+    return 0 if found else 1
+
+
+def _job(job: str | None) -> str:
+    import os
+
+    name = job or os.environ.get("HOLDFAST_JOB")
+    if not name:
+        raise ConfigError("say of which job, with --job or HOLDFAST_JOB; `holdfast status` names those of this machine")
+    return name

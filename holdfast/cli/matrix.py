@@ -1,0 +1,54 @@
+"""``holdfast matrix``: every kind of job, killed, restored and compared."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.output import add_json, write_json
+
+
+def add(commands: Any) -> None:
+    """Put the command into `commands`."""
+    matrix = commands.add_parser(
+        "matrix",
+        help="kill and restore every kind of job there is, compare to the last bit",
+        description="Runs each cell, one way to train, twice on virtual nodes: undisturbed, and with a trainer and "
+        "then a node killed in the middle of steps. Status 0 only if all losses and all final state are the "
+        "same to the last bit. From a checkout. 1 to 10 seconds a cell on two cores.",
+    )
+    matrix.add_argument("--cells", default="all", help="'all', 'quick', or names such as 'TP2;PP2' (default all)")
+    matrix.add_argument("--list", action="store_true", help="only list the cells")
+    matrix.add_argument("--seed", type=int, default=1234, help="seed of weights, data and dropout (default 1234)")
+    matrix.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
+    add_json(matrix)
+    matrix.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from dataclasses import asdict
+    from datetime import UTC, datetime
+
+    from rich.console import Console
+
+    from holdfast.bench.ec import describe, machine
+    from holdfast.chaos.matrix import Verdict, choose, markdown, run, show
+
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    cells = choose(parsed.cells)
+    if parsed.list:
+        for cell in cells:
+            console.print(f"{cell.name}: {cell.ranks} ranks{', quick' if cell.quick else ''}")
+        return 0
+
+    def tell(verdict: Verdict) -> None:
+        console.print(f"{verdict.cell.name}: {verdict.difference or 'identical'} ({verdict.seconds:.0f} s)")
+
+    verdicts = run(cells, parsed.seed, tell)
+    show(console, verdicts)
+    if parsed.markdown:
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        parsed.markdown.write_text(markdown(verdicts, when, describe(machine()), parsed.seed))
+    write_json(parsed.json, [asdict(verdict) for verdict in verdicts])
+    return 1 if any(verdict.difference for verdict in verdicts) else 0

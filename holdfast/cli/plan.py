@@ -1,0 +1,160 @@
+"""``holdfast plan``: what snapshots of a job would take, as a table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from holdfast.cli.output import add_json, write_json
+from holdfast.planner.shapes import PRESETS, parse_shape
+from holdfast.planner.sizing import BASE_BYTES, RECOMPUTE, STATE_BYTES, Job, Machine, Sizes, size
+from holdfast.smp_daemon.shared.pacer import parse_rate
+from holdfast.snapshot.interval.durations import duration, parse_duration
+from holdfast.snapshot.resume.arrange import parse_protect
+
+Row = tuple[str, Job, Sizes]
+
+
+def add(commands: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    plan = commands.add_parser(
+        "plan",
+        help="what snapshots of a model would take: bytes, seconds, memory, the shortest interval",
+        description="Computes, before anything runs, what snapshots of a job take. Without --model, of several "
+        "models, and of ways to train them. Rates are assumptions until you measure your own.",
+    )
+    models = ", ".join(PRESETS)
+    plan.add_argument("--model", help=f"{models}, or layers=,hidden=,inner=,heads=,kv_heads=,vocab=,experts=ACTIVE/ALL")
+    plan.add_argument("--nodes", type=int, default=8, help="(default 8)")
+    plan.add_argument("--gpus-per-node", type=int, default=8, help="(default 8)")
+    plan.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor parallel size (default 1)")
+    plan.add_argument("--pipeline", type=int, default=1, metavar="N", help="pipeline parallel size (default 1)")
+    plan.add_argument("--zero", type=int, default=1, metavar="STAGE", help="0 to 3 (default 1)")
+    plan.add_argument("--offload", action="store_true", help="optimizer state lives in host memory")
+    plan.add_argument("--optimizer", default="adam", help=f"{', '.join(STATE_BYTES)} (default adam)")
+    plan.add_argument("--base", default="none", help=f"frozen weights, adapters are trained: {', '.join(BASE_BYTES)}")
+    plan.add_argument("--micro-batch", type=int, default=1, help="samples (default 1)")
+    plan.add_argument("--sequence", type=int, default=4096, help="tokens (default 4096)")
+    plan.add_argument("--recompute", default="selective", help=f"{', '.join(RECOMPUTE)} (default selective)")
+    plan.add_argument("--no-flash", action="store_true", help="attention keeps its scores")
+    plan.add_argument("--step", default="0s", help="how long a step takes, such as 12s or 800ms")
+    plan.add_argument("--protect", default="auto", help="k+m such as 6+2, copies:r, auto or none (default auto)")
+    plan.add_argument("--slots", type=int, default=3, help="slots for each shard (default 3)")
+    plan.add_argument("--generations", type=int, default=1, help="protected snapshots that are kept (default 1)")
+    plan.add_argument("--persist", action="store_true", help="snapshots are also written to storage")
+    plan.add_argument("--device-rate", default="25GB/s", help="one GPU to host memory (default 25GB/s)")
+    plan.add_argument("--copy-rate", default="10GB/s", help="memory to memory, for --offload (default 10GB/s)")
+    plan.add_argument("--network-rate", default="25GB/s", help="out of a node, for encoding (default 25GB/s)")
+    plan.add_argument("--host-memory", default="0", help="of a node, such as 2TB; warns where the arena is over half")
+    add_json(plan)
+    plan.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the command."""
+    machine = Machine(
+        parse_rate(parsed.device_rate),
+        parse_rate(parsed.copy_rate),
+        parse_rate(parsed.network_rate),
+        parse_rate(parsed.host_memory),
+    )
+    job = Job(
+        parse_shape(parsed.model or "7b"),
+        parsed.nodes,
+        parsed.gpus_per_node,
+        parsed.tensor,
+        parsed.pipeline,
+        parsed.zero,
+        parsed.offload,
+        parsed.optimizer,
+        parsed.base,
+        parsed.micro_batch,
+        parsed.sequence,
+        parsed.recompute,
+        not parsed.no_flash,
+        parse_duration(parsed.step),
+    )
+    protection = parse_protect(parsed.protect)
+    jobs = [(parsed.model, job)] if parsed.model else variants(job)
+    rows = [
+        (name, each, size(each, machine, protection, parsed.slots, parsed.generations, persists=parsed.persist))
+        for name, each in jobs
+    ]
+    slots = f"{parsed.slots} slots"
+    if parsed.generations > 1:
+        slots += f" and {parsed.generations - 1} for older generations"
+    if parsed.persist:
+        slots += " and one that is written to storage"
+    show(Console(stderr=parsed.json == "-", highlight=False), rows, machine, slots)
+    write_json(parsed.json, [{"name": name, "job": asdict(each), "sizes": asdict(sizes)} for name, each, sizes in rows])
+    return 0
+
+
+def variants(job: Job) -> list[tuple[str, Job]]:
+    """The presets; of 7B, 13B and 70B the ways to train that "Dissecting the Runtime Performance" (arXiv 2311.03687)
+    compares."""
+    found = []
+    for name, shape in PRESETS.items():
+        base = replace(job, shape=shape, zero=3)
+        found.append((f"{name} ZeRO-3", base))
+        if name in ("7b", "13b", "70b"):
+            found += [
+                (f"{name} ZeRO-2", replace(base, zero=2)),
+                (f"{name} offload", replace(base, offload=True)),
+                (f"{name} full recompute", replace(base, recompute="full")),
+                (f"{name} no FlashAttention", replace(base, recompute="none", flash=False)),
+                (f"{name} 8-bit Adam", replace(base, optimizer="adam-8bit")),
+                (f"{name} adapters on 4 bits", replace(base, zero=2, base="4bit")),
+            ]
+    return found
+
+
+def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) -> None:
+    """Print a table, what it rests on (of `slots`, in words), and what does not fit."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for heading in ("GPU holds", "captured", "a node", "arena", "copied", "safe", "every"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, _, sizes in rows:
+        every = f"{sizes.interval_steps} steps" if sizes.interval_steps else duration(sizes.interval_s)
+        table.add_row(
+            name,
+            amount(sizes.device_bytes),
+            amount(sizes.gpu_bytes),
+            amount(sizes.node_bytes),
+            amount(sizes.arena_bytes),
+            duration(sizes.copy_s),
+            duration(sizes.copy_s + sizes.encode_s) if sizes.parity else "-",
+            every,
+        )
+    console.print(table, width=max(console.width, 100), soft_wrap=True)
+    first = rows[0]
+    code = f"{first[2].data}+{first[2].parity}" if first[2].parity else "no parity: processes only"
+    console.print(
+        f"\n{first[1].nodes} nodes of {first[1].gpus_per_node} GPUs, {code}, {slots}; "
+        f"{amount(machine.device_rate)}/s from a GPU, {amount(machine.copy_rate)}/s in memory, "
+        f"{amount(machine.network_rate)}/s to the network. 'captured' is each GPU's share of a snapshot, 'arena' the "
+        "shared memory of a node, 'every' the shortest interval at which each snapshot is protected. 'GPU holds' is an "
+        "estimate.",
+        soft_wrap=True,
+    )
+    for name, _, sizes in rows:
+        if machine.host_memory and sizes.arena_bytes > machine.host_memory / 2:
+            console.print(
+                f"{name}: an arena of {amount(sizes.arena_bytes)} is more than half of a node's "
+                f"{amount(machine.host_memory)}: use more nodes, fewer --slots or --generations or less parity",
+                soft_wrap=True,
+            )
+
+
+def amount(count: float) -> str:
+    """Bytes, to three digits."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}" if count < 999 * scale else f"{count / scale:.0f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,134 @@
+"""``holdfast profile``: what snapshots cost *your* job, measured: the input of ``holdfast tune --measured``.
+
+The command runs for a few dozen steps. A snapshot is taken after each step in which none was worked on, so steps with
+and without one alternate, and what slows the machine meanwhile slows both. Then the job ends by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from holdfast import sessions
+from holdfast.cli.output import add_json, write_json
+from holdfast.cli.plan import amount
+from holdfast.sessions import tail
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from holdfast.snapshot.interval.durations import duration
+from holdfast.snapshot.interval.measured import Measured
+from holdfast.snapshot.interval.profile import Orders
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to profile.
+
+    Attributes:
+        command: as it would be started by hand; it enters `InMemorySnapshot`.
+        output: the profile to write.
+        steps: to record, after those that warm up.
+        deadline_s: for the whole run.
+    """
+
+    command: tuple[str, ...]
+    output: Path
+    steps: int = 40
+    deadline_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("what shall be profiled? holdfast profile -- torchrun ... train.py")
+        if self.steps < 4:
+            raise ConfigError(f"--steps {self.steps}: record 4 or more, two of each kind")
+        if not self.output.parent.is_dir():
+            raise ConfigError(f"--output {self.output}: {self.output.parent} is no directory; make it first")
+
+
+def add(commands: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    profile = commands.add_parser(
+        "profile",
+        help="run your job for a few dozen steps, and measure what snapshots cost it: for holdfast tune",
+        description="Runs a training command that uses InMemorySnapshot, takes a snapshot after each step in which "
+        "none was worked on, and ends it after some steps. Writes how long steps with and without a snapshot take, its "
+        "stall, its copying, sealing and encoding, and sizes: the FILE of holdfast tune --measured. The job begins "
+        "anew, in memory of its own; rank 0 writes the file, so on several hosts it must be on a common file system.",
+    )
+    profile.add_argument("--output", "-o", type=Path, default=Path("profile.json"), help="(default profile.json)")
+    profile.add_argument("--steps", type=int, default=40, help="to record, after those that warm up (default 40)")
+    profile.add_argument("--deadline", type=float, default=1800.0, metavar="SECONDS", help="(default 1800)")
+    add_json(profile)
+    profile.add_argument("command", nargs=argparse.REMAINDER, help="such as -- torchrun ... train.py")
+    profile.set_defaults(run=_command)
+
+
+def run(plan: Plan) -> Measured:
+    """Run the command until it has recorded enough. Blocks; leaves nothing behind but the profile.
+
+    Raises:
+        HoldfastError: it did not do what it should; the message ends with what it printed.
+    """
+    output = plan.output.resolve()
+    written = output.with_name(f".{output.name}.{os.getpid()}")
+    with tempfile.TemporaryDirectory(prefix=f"holdfast-profile-{os.getpid()}-", dir="/dev/shm") as text:
+        folder = Path(text)
+        log = folder / "log"
+        environment = os.environ | Orders(str(written), plan.steps).to_environment()
+        environment |= {ARENA_ENV: str(folder / "arena"), "HOLDFAST_JOB": "profile"}
+        try:
+            status = sessions.run(plan.command, environment, log, plan.deadline_s, "command")
+            if status != 0:
+                raise HoldfastError(f"the command ended with status {status}\n{tail(log)}")
+            if not written.exists():
+                raise HoldfastError(
+                    f"the command ended before {plan.steps} steps were recorded, or never entered InMemorySnapshot: "
+                    f"let it train longer, or give fewer --steps\n{tail(log)}"
+                )
+            measured = Measured.from_json(json.loads(written.read_text()))
+            written.replace(output)
+        finally:
+            written.unlink(missing_ok=True)
+            for leftover in find_leftovers(folder):
+                remove(leftover)
+    return measured
+
+
+def show(console: Console, measured: Measured) -> None:
+    """Print what was measured."""
+    error_s = measured.visible_error_s() or 0.0
+    code = f"{measured.data}+{measured.parity}" if measured.parity else "none"
+    console.print(
+        f"a step takes {duration(measured.step_s)} ({measured.quiet_steps}), with a snapshot beside it "
+        f"{duration(measured.snapshot_step_s)} ({measured.busy_steps})",
+        soft_wrap=True,
+    )
+    console.print(
+        f"one snapshot costs {duration(measured.visible_s())} ± {duration(error_s)} of training, {measured.snapshots} "
+        f"taken; it holds up the loop for {duration(measured.stall_s)}",
+        soft_wrap=True,
+    )
+    console.print(
+        f"copied in {duration(measured.copy_s)}, sealed in {duration(measured.seal_s)}, encoded in "
+        f"{duration(measured.encode_s)}; {amount(measured.state_bytes)} a node on {measured.nodes} nodes, "
+        f"protect {code}",
+        soft_wrap=True,
+    )
+
+
+def _command(parsed: argparse.Namespace) -> int:
+    command = tuple(parsed.command)
+    measured = run(Plan(command, parsed.output, parsed.steps, parsed.deadline))
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    show(console, measured)
+    console.print(f"{parsed.output}: give it to holdfast tune --measured", soft_wrap=True)
+    write_json(parsed.json, measured.to_json())
+    return 0

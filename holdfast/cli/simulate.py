@@ -1,0 +1,263 @@
+"""``holdfast simulate``: what a large job loses to failures over months, with this system and others, as a table."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.cli.output import add_json, write_json
+from holdfast.cli.plan import amount
+from holdfast.planner.shapes import parse_shape
+from holdfast.planner.sizing import STATE_BYTES
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.pacer import parse_rate
+from holdfast.snapshot.interval.durations import duration, parse_duration
+from holdfast.snapshot.interval.profiles import PROFILES, profile
+from holdfast.snapshot.resume.arrange import parse_protect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from holdfast.planner.fleet.strategies import Strategy
+    from holdfast.planner.fleet.sweep import Estimate, Row, Sweep
+
+NAMES = ("holdfast", "gemini", "gemini-racks", "disk-sync", "disk-async", "nothing")
+
+
+def add(commands: Any) -> None:
+    """Add the command to a parser's subcommands."""
+    simulate = commands.add_parser(
+        "simulate",
+        help="what a large job loses to failures over months, with this system and with others",
+        description="Simulates a job of thousands of GPUs over months, failure by failure, with rates that studies "
+        "have published, and compares ways to protect it. Nothing is run; numbers are means over seeds with standard "
+        "errors. What is assumed stands in docs/simulation.md.",
+    )
+    simulate.add_argument("--gpus", default="1024,16384,131072", help="sizes (default 1024,16384,131072)")
+    simulate.add_argument("--gpus-per-node", type=int, default=8, help="(default 8)")
+    simulate.add_argument("--days", type=float, default=90.0, help="simulated (default 90)")
+    simulate.add_argument("--profile", default="llama3", help=f"failures: {', '.join(PROFILES)} (default llama3)")
+    simulate.add_argument(
+        "--bursts", type=float, default=1.0, help="Weibull shape of times between failures (default 1)"
+    )
+    simulate.add_argument("--strategies", default="all", help=f"of {', '.join(NAMES)} (default all)")
+    simulate.add_argument("--protect", default="7+1,6+2", help="codes, k+m, of holdfast (default 7+1,6+2)")
+    simulate.add_argument("--every", default="1", help="steps between its snapshots, such as 1,10 (default 1)")
+    simulate.add_argument("--spares", default="auto", help="machines that stand by (default auto: 4 in 1,024 nodes)")
+    simulate.add_argument("--persist", default="1h", help="between copies of memory to storage; 0s: none (default 1h)")
+    simulate.add_argument("--model", default="405b", help="as of holdfast plan (default 405b)")
+    simulate.add_argument("--step", default="6s", help="how long a step takes (default 6s)")
+    simulate.add_argument("--restart", default="auto", help="new processes on all nodes (default auto: by size)")
+    simulate.add_argument("--rack", type=int, default=2, help="nodes that one shock takes (default 2)")
+    simulate.add_argument("--network-rate", default="25GB/s", help="out of a node (default 25GB/s)")
+    simulate.add_argument("--storage-rate", default="auto", help="of the storage (default auto: 3 MB/s for each GPU)")
+    simulate.add_argument("--seeds", type=int, default=5, help="runs of each (default 5)")
+    simulate.add_argument("--seed", type=int, default=1234, help="of the first (default 1234)")
+    simulate.add_argument("--published", action="store_true", help="also repeat what studies have published")
+    simulate.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
+    simulate.add_argument("--plot", type=Path, metavar="FILE", help="also draw where the time goes, as SVG")
+    add_json(simulate)
+    simulate.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the command. Status 1 if a published number is not reproduced."""
+    from rich.console import Console
+
+    from holdfast.cli.simulate_plot import draw
+    from holdfast.planner.fleet.published import POINTS
+    from holdfast.planner.fleet.sweep import run as run_sweep
+
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    sweep = _sweep(parsed)
+    rows = run_sweep(sweep)
+    points = [(point, point.simulated(parsed.seed)) for point in POINTS] if parsed.published else []
+    checks = [
+        {key: getattr(point, key) for key in ("name", "source", "published", "within", "at_least")}
+        | {"simulated": value, "holds": point.holds(value)}
+        for point, value in points
+    ]
+    show(console, rows, checks, _describe(sweep, parsed))
+    if parsed.markdown:
+        parsed.markdown.write_text(markdown(rows, checks, _describe(sweep, parsed)))
+    if parsed.plot:
+        parsed.plot.write_text(draw([asdict(row) for row in rows], _describe(sweep, parsed)))
+    options = {key: str(value) for key, value in vars(parsed).items() if key not in ("run", "json", "plot", "markdown")}
+    write_json(parsed.json, {"options": options, "rows": [asdict(row) for row in rows], "published": checks})
+    return 0 if all(check["holds"] for check in checks) else 1
+
+
+def _sweep(parsed: argparse.Namespace) -> Sweep:
+    from holdfast.planner.fleet.failures import FailureProcess
+    from holdfast.planner.fleet.job import Job, Site
+    from holdfast.planner.fleet.sweep import Sweep
+
+    state = parse_shape(parsed.model).parameters * STATE_BYTES["adam"]
+    site = Site(network_rate=parse_rate(parsed.network_rate), rack=parsed.rack)
+    return Sweep(
+        gpus=_numbers("--gpus", parsed.gpus),
+        strategies=_strategies(parsed),
+        failures=FailureProcess.of(profile(parsed.profile), shape=parsed.bursts),
+        days=parsed.days,
+        spares=tuple(None if word == "auto" else _numbers("--spares", word)[0] for word in parsed.spares.split(",")),
+        job=Job(1, parsed.gpus_per_node, parse_duration(parsed.step), state),
+        site=site,
+        restart_s=None if parsed.restart == "auto" else parse_duration(parsed.restart),
+        storage_rate=None if parsed.storage_rate == "auto" else parse_rate(parsed.storage_rate),
+        seeds=parsed.seeds,
+        seed=parsed.seed,
+    )
+
+
+def _strategies(parsed: argparse.Namespace) -> tuple[Strategy, ...]:
+    from holdfast.planner.fleet.strategies import DiskAsync, DiskSync, InMemoryCode, Nothing, PairReplication
+
+    names = list(NAMES) if parsed.strategies == "all" else parsed.strategies.split(",")
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ConfigError(f"--strategies: there is no {unknown[0]!r}: choose of {', '.join(NAMES)}")
+    persist_s = parse_duration(parsed.persist) or math.inf
+    codes = [(text, parse_protect(text)) for text in parsed.protect.split(",")]
+    if unfit := [text for text, code in codes if not code.data or not code.parity]:
+        raise ConfigError(
+            f"--protect {unfit[0]}: name codes here, such as 7+1 or copies:1; for none, --strategies nothing"
+        )
+    ours = [
+        InMemoryCode(code.data, code.parity, every, persist_s=persist_s)
+        for _, code in codes
+        for every in _numbers("--every", parsed.every)
+    ]
+    pairs = PairReplication(persist_s=persist_s)
+    known: dict[str, list[Strategy]] = {
+        "holdfast": [*ours],
+        "gemini": [pairs],
+        "gemini-racks": [replace(pairs, spread=True)],
+        "disk-sync": [DiskSync()],
+        "disk-async": [DiskAsync()],
+        "nothing": [Nothing()],
+    }
+    return tuple(strategy for name in names for strategy in known[name])
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} is no list of numbers such as 1,10") from None
+
+
+def _describe(sweep: Sweep, parsed: argparse.Namespace) -> str:
+    shares = ", ".join(f"{share:.1%} {kind}" for kind, share in sweep.failures.shares.items())
+    shape = f", in bursts (Weibull, shape {parsed.bursts:g})" if parsed.bursts != 1 else ""
+    return (
+        f"{parsed.model}, {amount(sweep.job.state_bytes)} of state, steps of {duration(sweep.job.step_s)}, "
+        f"{parsed.days:g} days; failures of {parsed.profile}: {sweep.failures.rate:g} per 1,000 node-days ({shares})"
+        f"{shape}, racks of {parsed.rack} nodes; seeds {parsed.seed}/0 to {parsed.seed}/{parsed.seeds - 1}."
+    )
+
+
+WIDEST = 180
+"""Columns of the tables: on a narrower terminal their lines go on in the next."""
+
+HEAD = (
+    *("strategy", "every", "spares", "ETTR, %", "lost steps", "restarts", "stored", "saving, %", "lost, %"),
+    *("recovery, %", "waiting, %", "memory", "a save sends", "sent"),
+)
+LEGEND = (
+    "ETTR: effective training time ratio, time in steps that were kept over all time; the rest went into saving, lost "
+    "steps, recovery (detecting, new processes, loading) and waiting for machines. 'Stored': restarts from storage or "
+    "from step 0, which memory could not serve. Memory is a node's, reserved for copies; 'sends', 'sent': from a node "
+    "to others, for each save and on average. ± is the standard error over seeds."
+)
+
+
+def grid(rows: Sequence[Row], gpus: int) -> list[list[str]]:
+    """The table of one size, with its head."""
+    return [[*HEAD], *(_cells(row) for row in rows if row.gpus == gpus)]
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.strategy,
+        f"{row.every:,}" if row.every else "–",
+        f"{row.spares:,}",
+        _percent(row.ettr),
+        _count(row.lost_steps),
+        f"{row.restarts.mean:,.0f}",
+        f"{row.stored.mean:,.1f}" if 0 < row.stored.mean < 100 else f"{row.stored.mean:,.0f}",
+        *(f"{part.mean * 100:.2f}" for part in (row.save, row.lost, row.recovery, row.waiting)),
+        amount(row.memory_bytes) if row.memory_bytes else "–",
+        amount(row.network_bytes) if row.network_bytes else "–",
+        f"{amount(row.network_rate)}/s" if row.network_rate else "–",
+    ]
+
+
+def _percent(value: Estimate) -> str:
+    return f"{value.mean * 100:.2f}" + ("" if value.error is None else f" ± {value.error * 100:.2f}")
+
+
+def _count(value: Estimate) -> str:
+    digits = ",.0f" if value.mean >= 100 else ",.1f"
+    return f"{value.mean:{digits}}" + ("" if value.error is None else f" ± {value.error:{digits}}")
+
+
+def _check_grid(checks: Sequence[dict[str, Any]]) -> list[list[str]]:
+    head = ["what", "who", "published", "simulated", ""]
+    return [
+        head,
+        *(
+            [
+                check["name"],
+                check["source"],
+                f"{'≥ ' if check['at_least'] else ''}{check['published']:g}",
+                f"{check['simulated']:.4g}",
+                "✓" if check["holds"] else "✗",
+            ]
+            for check in checks
+        ),
+    ]
+
+
+def show(console: Console, rows: Sequence[Row], checks: Sequence[dict[str, Any]], what: str) -> None:
+    """Print all tables."""
+    from rich.table import Table
+
+    console.width = max(console.width, WIDEST)
+    tables = [(_title(rows, gpus), grid(rows, gpus)) for gpus in dict.fromkeys(row.gpus for row in rows)]
+    tables += [("What studies have published", _check_grid(checks))] if checks else []
+    for title, (head, *cells) in tables:
+        table = Table(
+            title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0)
+        )
+        for place, heading in enumerate(head):
+            table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
+        for line in cells:
+            table.add_row(*line)
+        console.print(table, soft_wrap=True)
+        console.print()
+    console.print(f"{what} {LEGEND}", soft_wrap=True)
+
+
+def markdown(rows: Sequence[Row], checks: Sequence[dict[str, Any]], what: str) -> str:
+    """All tables as a page."""
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    lines = ["# What a large job loses to failures, simulated", "", f"{when}. {what}", "", LEGEND]
+    for gpus in dict.fromkeys(row.gpus for row in rows):
+        lines += ["", f"## {_title(rows, gpus)}", "", *_table(grid(rows, gpus))]
+    if checks:
+        lines += ["", "## What studies have published", "", *_table(_check_grid(checks))]
+    return "\n".join(lines) + "\n"
+
+
+def _title(rows: Sequence[Row], gpus: int) -> str:
+    return f"{gpus:,} GPUs, {next(row.nodes for row in rows if row.gpus == gpus):,} nodes"
+
+
+def _table(cells: Sequence[Sequence[str]]) -> list[str]:
+    head, *rest = cells
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return [f"| {' | '.join(line)} |" for line in (head, rule, *rest)]

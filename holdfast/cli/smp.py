@@ -1,0 +1,174 @@
+"""``holdfast smp start | stop | status``: the SMP of one job on this machine, by hand or by a supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.output import add_json, write_json
+from holdfast.smp_daemon.__main__ import add_options
+from holdfast.smp_daemon.shared.budget import parse_size
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, socket_path
+from holdfast.smp_daemon.shared.spawn import (
+    find_leftovers,
+    launch,
+    remove,
+    running_owner,
+    smp_command,
+    start_deadline_s,
+)
+from holdfast.snapshot.connect import job_from_environment, node_from_environment
+
+NOT_RUNNING = 3
+"""Exit status where there is no SMP, as init scripts have it."""
+
+NO_ANSWER = 4
+"""Exit status where there is one that does not answer."""
+
+
+def add(commands: Any) -> None:
+    """Add the commands to a parser's subcommands."""
+    smp = commands.add_parser("smp", help="start, stop or look at the SMP of a job on this machine")
+    kinds = smp.add_subparsers(title="what to do", metavar="WHAT", required=True)
+    start = kinds.add_parser(
+        "start",
+        parents=[_options()],
+        help="run one here, in the foreground or, with --detach, by itself",
+        description="Runs the SMP of a job on this node; trainers that start later find it by the job's id. In the "
+        "foreground this process becomes the SMP. With --detach it is started in a session of its own, and if one runs "
+        "already that is fine. All other options are those of `python -m holdfast.smp_daemon`.",
+    )
+    start.add_argument("--node", help="name of this node, unique in the job (default HOLDFAST_NODE or the host's)")
+    start.set_defaults(
+        run=_start,
+        host=os.environ.get("HOLDFAST_HOST", "127.0.0.1"),
+        insecure=os.environ.get("HOLDFAST_INSECURE") == "1",
+    )
+    stop = kinds.add_parser(
+        "stop",
+        help="end it; what it holds stays in memory for the next one",
+        description="Ends the SMP orderly. What it holds stays on tmpfs, and the next SMP of the job on this node "
+        "takes it over; --remove deletes it. Refused while trainers are connected. It moves nothing to other nodes: "
+        f"that is what `holdfast drain` does. Status 0: it has ended; {NOT_RUNNING}: none ran; 1: it was refused.",
+    )
+    stop.add_argument("--remove", action="store_true", help="also delete what it holds, or a dead one held")
+    stop.add_argument("--force", action="store_true", help="even while trainers are connected")
+    status = kinds.add_parser(
+        "status",
+        help="say whether it runs, and what it holds",
+        description=f"Status 0: it runs and answers; {NOT_RUNNING}: none runs; {NO_ANSWER}: one does not answer.",
+    )
+    stop.set_defaults(run=_stop)
+    status.set_defaults(run=_status)
+    for parser in (start, stop, status):
+        parser.add_argument("--job", help="id of the training run (default HOLDFAST_JOB, or torchrun's or Slurm's)")
+        parser.add_argument(
+            "--arena", type=Path, help=f"where arenas lie (default {ARENA_ENV} or /dev/shm/holdfast-<uid>)"
+        )
+        add_json(parser)
+
+
+def _options() -> argparse.ArgumentParser:
+    """The SMP's own options, to be had here too."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser)
+    return parser
+
+
+def smp_arguments(parsed: argparse.Namespace) -> list[str]:
+    """The command line of ``python -m holdfast.smp_daemon`` that says the same. Pure."""
+    words = []
+    for name in vars(_options().parse_args([])):
+        value, option = getattr(parsed, name), "--" + name.replace("_", "-")
+        if value is True:
+            words.append(option)
+        elif value not in (None, False):
+            words += [option, str(value)]
+    return words
+
+
+def _start(parsed: argparse.Namespace) -> int:
+    job = parsed.job or job_from_environment()
+    arena = arena_path(job, parsed.arena).absolute()
+    own = smp_command(job, parsed.node or node_from_environment(), arena, parsed.host)
+    command = [*own, *smp_arguments(parsed)]
+    if not parsed.detach:
+        sys.stdout.flush()
+        os.execv(command[0], command)
+    try:
+        owner, verb = launch(command, start_deadline_s(parsed.memory)), "started"
+    except ConfigError:
+        found = running_owner(arena)
+        if found is None or not socket_path(arena).exists():
+            raise
+        owner, verb = found, "runs already"
+    reserved = parse_size(parsed.memory) if verb == "started" else 0
+    where = f"{owner.host}:{owner.bulk_port}" + (f", {reserved:,} bytes reserved" if reserved else "")
+    print(f"SMP {owner.pid} of job {owner.job} on {owner.node}: {verb}, {where}", file=sys.stderr)
+    write_json(parsed.json, {"started": verb == "started", **asdict(owner)})
+    return 0
+
+
+def _stop(parsed: argparse.Namespace) -> int:
+    job = parsed.job or job_from_environment()
+    arena = arena_path(job, parsed.arena).absolute()
+    pid = None
+    try:
+        client = SmpClient(arena, job)
+        try:
+            pid = client.pid
+            client.stop(remove=parsed.remove, force=parsed.force)
+        finally:
+            client.close()
+    except SmpUnavailable as error:
+        if running_owner(arena) is not None:
+            raise HoldfastError(f"the SMP of {arena} runs and does not answer: {error}; kill it by its pid") from error
+        dead = [each for each in find_leftovers(arena, job=job) if each.arena == arena] if parsed.remove else []
+        for leftover in dead:
+            remove(leftover)
+    said = f"SMP {pid} of job {job}: ended" if pid else f"no SMP of job {job} runs here"
+    kept = arena.exists()
+    print(f"{said}; {arena} {'stays for the next one' if kept else 'is removed'}", file=sys.stderr)
+    write_json(parsed.json, {"job": job, "pid": pid, "arena": str(arena), "kept": kept})
+    return 0 if pid else NOT_RUNNING
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    from holdfast.smp_daemon.ops.status import take_statuses
+    from holdfast.smp_daemon.shared.counters import Counters
+
+    job = parsed.job or job_from_environment()
+    arena = arena_path(job, parsed.arena).absolute()
+    owner = running_owner(arena)
+    report: dict[str, Any] = {"job": job, "arena": str(arena), "running": owner is not None, "answers": False}
+    lines, code = [f"no SMP of job {job} runs here" + ("; its arena is there" if arena.exists() else "")], NOT_RUNNING
+    if owner is not None:
+        report |= asdict(owner)
+        lines, code = [f"SMP {owner.pid} of job {job} on {owner.node} does not answer"], NO_ANSWER
+        for status in take_statuses(job, [(owner.host, owner.bulk_port)], Counters()):
+            held = status.inventory
+            newest = max((snapshot for snapshot, _ in held.shards), default=None)
+            lines, code = (
+                [
+                    f"SMP {owner.pid} of job {job} on {owner.node}: up {status.up_s:,.0f} s, epoch {held.epoch}, "
+                    f"{held.trainers} connections of trainers" + (", leaving" if held.leaving else ""),
+                    f"{owner.host}: bytes {owner.bulk_port}, gRPC {owner.control_port}, page {owner.http_port}",
+                    f"{arena}: {status.arena_bytes:,} bytes in slots"
+                    + (f" of {status.memory_bytes:,} reserved" if status.memory_bytes else "")
+                    + f", {len(held.shards)} shards sealed, newest "
+                    f"{newest or 'none'}, protected {held.protected or 'none'}",
+                    *status.troubles,
+                ],
+                0,
+            )
+            report |= {"answers": True, "status": status.to_json()}
+    for line in lines:
+        print(line, file=sys.stderr if parsed.json == "-" else sys.stdout)
+    write_json(parsed.json, report)
+    return code

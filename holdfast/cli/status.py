@@ -1,0 +1,141 @@
+"""``holdfast status`` and ``holdfast top``: the jobs of this machine, and what is safe against what."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.cli.output import add_json, write_json
+from holdfast.smp_daemon.ops.overview import Overview, look
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, find_owners
+
+COLOURS = {-1: "bold red", 0: "yellow"}
+
+
+def add(commands: Any) -> None:
+    """Add the commands to a parser's subcommands."""
+    status = commands.add_parser(
+        "status",
+        help="say which step of which job is safe against what",
+        description="Asks the SMPs of this machine, and those of other nodes that they know, what they hold. Status 0 "
+        "only if there is a job, every SMP of it answers, and no job's snapshot is lost.",
+    )
+    top = commands.add_parser("top", help="the same, again and again")
+    top.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="how often to look (default 2)")
+    top.add_argument("--count", type=int, default=0, help="how many times; 0: until interrupted (default 0)")
+    for parser, run in ((status, show_status), (top, show_top)):
+        parser.add_argument("--job", help="only this job")
+        parser.add_argument(
+            "--arena", type=Path, help=f"where to look (default {ARENA_ENV} or /dev/shm/holdfast-<uid>)"
+        )
+        parser.set_defaults(run=run)
+    add_json(status)
+
+
+def show_status(parsed: argparse.Namespace) -> int:
+    """``holdfast status``."""
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    overviews = gather(parsed.arena, parsed.job)
+    console.print(render(overviews))
+    write_json(parsed.json, [overview.to_json() for _, overview in overviews])
+    return 0 if overviews and all(is_well(overview) for _, overview in overviews) else 1
+
+
+def show_top(parsed: argparse.Namespace) -> int:
+    """``holdfast top``."""
+    if parsed.every <= 0 or parsed.count < 0:
+        raise ConfigError(f"--every {parsed.every} --count {parsed.count}: look every so many seconds, 0 times or more")
+    looked = 0
+    with Live(Text("looking ..."), console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            live.update(render(gather(parsed.arena, parsed.job)), refresh=True)
+            looked += 1
+            if looked == parsed.count:
+                return 0
+            time.sleep(parsed.every)
+
+
+def gather(base: Path | None = None, job: str | None = None) -> list[tuple[Owner, Overview]]:
+    """Every job with an arena below `base`, as one of its SMPs here sees it. Blocks for some seconds at most."""
+    found: dict[str, tuple[Owner, Overview]] = {}
+    for owner in find_owners(base, job):
+        if owner.job not in found or not found[owner.job][1].statuses:
+            found[owner.job] = owner, look(owner.job, (owner.host, owner.bulk_port))
+    return list(found.values())
+
+
+def is_well(overview: Overview) -> bool:
+    """Whether all of its SMPs answer, and nothing is lost."""
+    safe = overview.safest
+    return bool(overview.statuses) and not overview.silent and (safe is None or safe.stands >= 0)
+
+
+def render(overviews: Sequence[tuple[Owner, Overview]]) -> RenderableType:
+    """All jobs, one below the other."""
+    if not overviews:
+        return Text("no job has snapshots on this machine")
+    return Group(*(part for owner, overview in overviews for part in _job(owner, overview)))
+
+
+def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
+    safe = overview.safest
+    if not overview.statuses:
+        gone = f"{overview.job}: the SMP {owner.pid} does not answer at {owner.host}:{owner.bulk_port}"
+        return [Text(gone, style=COLOURS[-1])]
+    style = COLOURS.get(safe.stands, "green") if safe else "yellow"
+    parts: list[RenderableType] = [Text.assemble((overview.job, "bold"), ": ", (overview.sentence(), style))]
+    if owner.http_port:
+        parts.append(Text(f"http://127.0.0.1:{owner.http_port}/", style="dim"))
+    parts += [Text(line, style="yellow" if "not persisted" in line else "") for line in overview.tiers]
+    parts += [Text(overview.repeats, style="yellow")] if overview.repeats else []
+    older = ", ".join(f"{snapshot.step:,}" for snapshot in overview.older)
+    parts += [Text(f"HOLDFAST_RESTORE_STEP could go back to step {older}")] if older else []
+    insecure = [status.inventory.node for status in overview.statuses if status.access == "insecure"]
+    if insecure:
+        parts.append(
+            Text(f"INSECURE: anybody on the network may read and spoil {', '.join(insecure)}", style=COLOURS[-1])
+        )
+    parts += [Text(status.said) for status in overview.statuses if status.said]
+    parts += [Text(trouble, style="yellow") for status in overview.statuses for trouble in status.troubles]
+    parts += [Text(recovery_line(recovery)) for recovery in overview.recoveries[:2]]
+    table = Table(box=None, pad_edge=False)
+    for heading in ("node", "address"):
+        table.add_column(heading)
+    for heading in ("connections", "newest step", "arena", "process", "damaged", "mended"):
+        table.add_column(heading, justify="right")
+    for status in overview.statuses:
+        held = status.inventory
+        newest = max((snapshot for snapshot, _ in held.shards), default=None)
+        table.add_row(
+            held.node,
+            f"{held.host}:{held.bulk_port}",
+            str(held.trainers),
+            f"{newest.step:,}" if newest else "",
+            f"{status.arena_bytes / 1e6:,.1f} MB",
+            f"{status.rss_bytes / 1e6:,.1f} MB",
+            str(status.counters["units_damaged"]),
+            str(status.counters["units_mended"]),
+        )
+    for name in overview.silent:
+        table.add_row(Text(name, style=COLOURS[-1]), Text("silent", style=COLOURS[-1]))
+    return [*parts, table, Text("")]
+
+
+def recovery_line(recovery: dict[str, Any]) -> str:
+    """A recovery of `smp_daemon.recovery.recoveries.summarise`, as its slowest node saw it."""
+    slowest = recovery["nodes"][0]
+    spans = ", ".join(f"{name} {seconds:,.2f}" for name, seconds in slowest["spans"])
+    verb = "went" if recovery["done"] else "is going"
+    return (
+        f"epoch {recovery['epoch']} {verb} back to step {recovery['step']:,} in {recovery['seconds']:,.2f} s "
+        f"({slowest['node']}: {spans}); {recovery['bytes_fetched'] / 1e6:,.1f} MB fetched"
+    )

@@ -1,0 +1,169 @@
+"""Where an export takes a snapshot from: the memory of a job's nodes, or the place where it was persisted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.persist.manifest import Manifest
+from holdfast.smp_daemon.persist.place import Place
+from holdfast.smp_daemon.persist.reading import find, read_shard
+from holdfast.smp_daemon.recovery.census import addresses_of, take_census
+from holdfast.smp_daemon.recovery.fetch import Fetcher
+from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.paths import find_owners
+from holdfast.smp_daemon.shared.plan import candidates, choose_sources, plan_restore, undecodable
+from holdfast.smp_daemon.shared.sources import Sources
+
+
+class Source(Protocol):
+    """One snapshot. Every call blocks."""
+
+    snapshot: SnapshotId
+    layout: Layout
+
+    def fill(self, coord: str, out: memoryview) -> None:
+        """Fill `out`, as long as the shard, with it, checked. Raises `HoldfastError` if it cannot be had."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A snapshot that there is: where, and what it takes. `why_not`: why it cannot be exported; empty if it can."""
+
+    job: str
+    snapshot: SnapshotId
+    shards: int
+    bytes: int
+    stored_bytes: int
+    why_not: str = ""
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class MemorySource:
+    """A snapshot in the memory of a job's SMPs. Lost shards are computed from parity."""
+
+    def __init__(self, sources: Sources, links: Links, counters: Counters) -> None:
+        self.snapshot = sources.snapshot
+        self.layout = sources.layout
+        self._fetcher = Fetcher(sources, links, counters)
+
+    def fill(self, coord: str, out: memoryview) -> None:
+        length = self.layout.unit_bytes
+        for index in range(-(-out.nbytes // length)):
+            self._fetcher.shard_unit(coord, index, out[index * length : (index + 1) * length])
+
+
+@contextmanager
+def from_memory(job: str, arena: Path | None, step: int | None) -> Iterator[MemorySource]:
+    """The newest snapshot that a restart would go back to, or the one of `step`.
+
+    Raises:
+        ConfigError: there is no such job here, or no such step in its memory.
+        Unrecoverable: too much of it is lost.
+    """
+    inventories = _census(job, arena)
+    sources = _choose(job, inventories, step)
+    counters = Counters()
+    with Links(counters) as links:
+        yield MemorySource(sources, links, counters)
+
+
+def list_memory(job: str, arena: Path | None) -> list[Listed]:
+    """Every snapshot that nodes hold some of, the newest first."""
+    inventories = _census(job, arena)
+    found = []
+    for snapshot in candidates(inventories, None):
+        sources = choose_sources(inventories, snapshot)
+        if sources is None:
+            continue
+        shards = [shard.bytes for node in sources.layout.nodes for shard in node.shards]
+        why_not = "; ".join(undecodable(sources))
+        found.append(Listed(job, snapshot, len(shards), sum(shards), sum(shards), why_not))
+    return found
+
+
+def _census(job: str, arena: Path | None) -> list[Inventory]:
+    """What the SMPs of a job hold: those of this machine, and all that they know of."""
+    owners = [(owner.host, owner.bulk_port) for owner in find_owners(arena, job)]
+    if not owners:
+        raise ConfigError(f"no SMP of job {job!r} has an arena on this machine: `holdfast status` names those that do")
+    counters = Counters()
+    here = take_census(job, owners, counters)
+    others = addresses_of([layout for inventory in here for layout in inventory.layouts.values()])
+    known = {inventory.node: inventory for inventory in take_census(job, sorted({*others} - {*owners}), counters)}
+    return list((known | {inventory.node: inventory for inventory in here}).values())
+
+
+def _choose(job: str, inventories: Sequence[Inventory], step: int | None) -> Sources:
+    if step is None:
+        plan = plan_restore(inventories, None)
+        if plan is None:
+            raise ConfigError(f"job {job!r} has no snapshot in memory")
+        return plan.sources
+    for snapshot in candidates(inventories, None):
+        sources = choose_sources(inventories, snapshot)
+        if snapshot.step != step or sources is None:
+            continue
+        if missing := undecodable(sources):
+            raise Unrecoverable(f"{snapshot}: {'; '.join(missing)}")
+        return sources
+    held = ", ".join(str(snapshot.step) for snapshot in candidates(inventories, None)) or "none"
+    raise ConfigError(f"step {step} is not in the memory of job {job!r}: there are {held}")
+
+
+# ---------------------------------------------------------------------- a place
+
+
+class PersistedSource:
+    """A snapshot where it was persisted."""
+
+    def __init__(self, place: Place, whole: Manifest) -> None:
+        self.snapshot = whole.snapshot
+        self.layout = whole.layout
+        self._place = place
+        self._whole = whole
+
+    def fill(self, coord: str, out: memoryview) -> None:
+        read_shard(self._place, self._whole, coord, out)
+
+
+def from_place(place: Place, job: str | None, step: int | None) -> PersistedSource:
+    """The newest whole snapshot at a place, or the one of `step`. Raises `ConfigError` if there is none."""
+    name = job or _only_job(place)
+    found = [each.manifest for each in find(place, name) if each.manifest is not None]
+    for whole in found:
+        if step is None or whole.snapshot.step == step:
+            return PersistedSource(place, whole)
+    held = ", ".join(str(whole.snapshot.step) for whole in found) or "none"
+    wanted = "a snapshot" if step is None else f"step {step}"
+    raise ConfigError(f"{wanted} of job {name!r} is not persisted at {place.name}: there are {held}")
+
+
+def list_place(place: Place, job: str | None) -> list[Listed]:
+    """Everything at a place, by job, the newest first."""
+    found = []
+    for name in [job] if job else sorted(place.directories("")):
+        for each in find(place, name):
+            whole = each.manifest
+            if whole is None:
+                found.append(Listed(name, each.snapshot, 0, 0, 0, each.reason))
+            else:
+                found.append(Listed(name, each.snapshot, len(whole.stored), whole.bytes, whole.stored_bytes))
+    return found
+
+
+def _only_job(place: Place) -> str:
+    jobs = place.directories("")
+    if len(jobs) != 1:
+        raise ConfigError(f"{place.name} has snapshots of {sorted(jobs) or 'no job'}: say which with --job")
+    return jobs[0]

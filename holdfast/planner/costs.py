@@ -1,0 +1,201 @@
+"""What snapshots, restarts and rebuilding cost in one job, measured or assumed; and the levels they make. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
+from holdfast.snapshot.interval.checks import not_negative, positive, within
+from holdfast.snapshot.interval.measured import Measured
+from holdfast.snapshot.interval.waste import Level, Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """Rates and times where nothing was measured; each to be replaced by a measured number.
+
+    Attributes:
+        step_s, state_bytes: of a step without snapshots; of one node. None: a measured profile has them.
+        device_rate: from one GPU to host memory, bytes per second.
+        copy_rate: host memory, bytes per second: at which a snapshot is digested.
+        network_rate: out of a node, what encoding may use.
+        persist_rate: from a node to storage; 0: snapshots are not persisted.
+        interference: share of the time of copying, sending or persisting by which training is slowed meanwhile. This
+            project's copies cost 0.09 of a memcpy with an idle core, 1.2 to 1.6 without one.
+        restart_s, rebuild_s: until the next step after processes died, after a node was lost.
+        slots: for each shard.
+    """
+
+    step_s: float | None = None
+    state_bytes: float | None = None
+    gpus_per_node: int = 8
+    device_rate: float = 25e9
+    copy_rate: float = 10e9
+    network_rate: float = 25e9
+    persist_rate: float = 1e9
+    interference: float = 0.05
+    restart_s: float = 300.0
+    rebuild_s: float = 600.0
+    slots: int = 3
+
+    def __post_init__(self) -> None:
+        if self.step_s is not None:
+            positive("the time of a step", self.step_s, " s")
+        if self.state_bytes is not None:
+            positive("the state of a node", self.state_bytes, " bytes")
+        if self.gpus_per_node < 1:
+            raise ConfigError(f"{self.gpus_per_node} GPUs a node: give 1 or more")
+        for name in ("device_rate", "copy_rate", "network_rate"):
+            positive(f"the {name.replace('_', ' ')}", getattr(self, name), " bytes per second")
+        not_negative("the persist rate", self.persist_rate, " bytes per second")
+        within("the interference", self.interference, 0.0, 1.0)
+        not_negative("the time of a restart", self.restart_s, " s")
+        not_negative("the time to rebuild a node", self.rebuild_s, " s")
+        within("the number of slots", self.slots, MIN_SLOTS, MAX_SLOTS)
+
+
+OVERLAP = 0.9
+"""Share of a step in which the state does not change: forward and backward, without the optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds and bytes that the tuner works with.
+
+    Attributes:
+        snapshot_cost_s: training time that copying and sealing one takes.
+        encode_cost_s, encode_s: training time that encoding takes, and how long it runs; **for each parity unit a
+            stripe**.
+        persist_cost_s, persist_s: the same of a persist; `persist_s` is 0 if there is none.
+        commit_s: from the boundary until a snapshot is sealed.
+        assumed: what of all this was not measured, in words.
+        error_s: standard error of the measured cost of a snapshot; 0 if it is not known.
+        measured_interval: steps between snapshots while it was measured, 0 if it was not; `measured_cost_s` of each.
+    """
+
+    step_s: float
+    state_bytes: float
+    slots: int
+    snapshot_cost_s: float
+    encode_cost_s: float
+    persist_cost_s: float
+    commit_s: float
+    encode_s: float
+    persist_s: float
+    restart_s: float
+    rebuild_s: float
+    assumed: tuple[str, ...] = ()
+    error_s: float = 0.0
+    measured_interval: int = 0
+    measured_cost_s: float = 0.0
+
+    @property
+    def persists(self) -> bool:
+        """Whether there is a storage tier."""
+        return self.persist_s > 0
+
+    def levels(self, parity: int, process: float, memory: float, beyond: float) -> tuple[Level, ...]:
+        """The kinds of snapshots there are with so much parity, lowest first, with the job's rates of what needs them.
+
+        Without parity memory losses are beyond it; without a storage tier what is beyond has no level: it ends the run.
+        """
+        encode_s = parity * self.encode_s
+        commit = [Level("process", self.snapshot_cost_s, self.commit_s, self.restart_s, process)]
+        if parity:
+            latency_s = self.commit_s + encode_s
+            commit.append(Level("memory", parity * self.encode_cost_s, latency_s, self.rebuild_s, memory))
+        if self.persists:
+            latency_s = self.commit_s + encode_s + self.persist_s
+            restart_s = self.rebuild_s + self.persist_s
+            rate = beyond if parity else beyond + memory
+            commit.append(Level("beyond", self.persist_cost_s, latency_s, restart_s, rate))
+        return tuple(commit)
+
+    def limits(self, parity: int, budget: float | None, longest: int) -> Limits:
+        """What plans with so much parity must keep to."""
+        encode_s = parity * self.encode_s if parity else None
+        persist_s = self.persist_s if self.persists else None
+        return Limits(self.step_s, self.commit_s, encode_s, persist_s, self.slots, budget, longest)
+
+
+def assume(assumptions: Assumptions) -> Costs:
+    """Costs from rates alone, where nothing was measured.
+
+    A copy stalls training for what does not fit into the `OVERLAP` of a step, and slows it by the interference while it
+    lasts; so do digesting, sending and persisting. Encoding sends the state once for each parity unit.
+
+    Raises:
+        ConfigError: the time of a step or the state is missing.
+    """
+    step_s, state = assumptions.step_s, assumptions.state_bytes
+    if step_s is None or state is None:
+        raise ConfigError("without a measured profile say --step, such as 12s, and --state of one node, such as 98GB")
+    copy_s = state / (assumptions.device_rate * assumptions.gpus_per_node)
+    seal_s = state / assumptions.copy_rate
+    encode_s = state / assumptions.network_rate
+    persist_s = state / assumptions.persist_rate if assumptions.persist_rate else 0.0
+    slowed = assumptions.interference
+    return Costs(
+        step_s=step_s,
+        state_bytes=state,
+        slots=assumptions.slots,
+        snapshot_cost_s=max(0.0, copy_s - OVERLAP * step_s) + slowed * (copy_s + seal_s),
+        encode_cost_s=slowed * encode_s,
+        persist_cost_s=slowed * persist_s,
+        commit_s=copy_s + seal_s,
+        encode_s=encode_s,
+        persist_s=persist_s,
+        restart_s=assumptions.restart_s,
+        rebuild_s=assumptions.rebuild_s,
+        assumed=("all times", f"interference {slowed:g}"),
+    )
+
+
+def from_measured(measured: Measured, assumptions: Assumptions) -> Costs:
+    """Costs from a measured profile; assumptions only for what it lacks.
+
+    What one snapshot took of training is shared out over copying and sealing, and encoding, as their times are.
+    Encoding goes with the parity: with m times as many units it sends and costs m times as much.
+    """
+    busy_s = measured.copy_s + measured.seal_s + measured.encode_s
+    share = measured.encode_s / busy_s if busy_s and measured.parity else 0.0
+    visible_s = measured.visible_s()
+    assumed = [f"interference {assumptions.interference:g} of persisting"] if assumptions.persist_rate else []
+    encode_s, encode_cost_s = measured.encode_s, visible_s * share
+    if measured.parity:
+        encode_s, encode_cost_s = encode_s / measured.parity, encode_cost_s / measured.parity
+    else:
+        encode_s = measured.state_bytes / assumptions.network_rate
+        encode_cost_s = assumptions.interference * encode_s
+        assumed.append("encoding")
+    persist_s = measured.persist_s
+    if persist_s is None:
+        persist_s = measured.state_bytes / assumptions.persist_rate if assumptions.persist_rate else 0.0
+        assumed.append(
+            f"persisting at {assumptions.persist_rate / 1e9:g} GB/s a node" if persist_s else "no storage tier"
+        )
+    restart_s, rebuild_s = measured.restart_s, measured.rebuild_s
+    if restart_s is None:
+        restart_s = assumptions.restart_s
+        assumed.append(f"restart {restart_s:g} s")
+    if rebuild_s is None:
+        rebuild_s = assumptions.rebuild_s
+        assumed.append(f"rebuild {rebuild_s:g} s")
+    return Costs(
+        step_s=measured.step_s,
+        state_bytes=measured.state_bytes,
+        slots=measured.slots,
+        snapshot_cost_s=visible_s * (1.0 - share),
+        encode_cost_s=encode_cost_s,
+        persist_cost_s=assumptions.interference * persist_s,
+        commit_s=measured.copy_s + measured.seal_s,
+        encode_s=encode_s,
+        persist_s=persist_s,
+        restart_s=restart_s,
+        rebuild_s=rebuild_s,
+        assumed=tuple(assumed),
+        error_s=measured.visible_error_s() or 0.0,
+        measured_interval=measured.interval_steps,
+        measured_cost_s=visible_s,
+    )

@@ -1,0 +1,233 @@
+"""From failure to failure: a heap of events, virtual time, and where every second of it went.
+
+A job trains until something fails. Then it is *detecting*, *waiting* if a place has no machine, *recovering* (new
+processes on all nodes, then loading), and trains again from the newest step that can be had. A failure on the way
+begins that again. What fails on a place without a machine hits nobody, and processes cannot die while none run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from holdfast.planner.fleet.copies import Copies
+from holdfast.planner.fleet.failures import Failure
+from holdfast.planner.fleet.job import Job, Site
+from holdfast.planner.fleet.machines import Machines
+from holdfast.planner.fleet.progress import Pace
+from holdfast.planner.fleet.strategies import Design
+from holdfast.smp_daemon.shared.errors import ConfigError
+
+
+class Phase(Enum):
+    """What a job is doing."""
+
+    TRAINING = "training"
+    DETECTING = "detecting"
+    WAITING = "waiting"
+    RECOVERING = "recovering"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a run. The five times are all of `wall_s`.
+
+    Attributes:
+        steps: at the end, without those lost.
+        useful_s: in steps that were kept.
+        save_s: in saves.
+        lost_s: in steps that were lost, or not finished.
+        recovery_s: in detecting, starting again and loading.
+        waiting_s: for machines.
+        lost_steps: that had to be done again.
+        failures: that hit, by kind.
+        restores: by what was loaded: ``sealed``, ``protected``, ``persisted`` or the ``start``.
+        beyond: how often all copies in memory were lost.
+        longest_s: the longest time without training.
+    """
+
+    wall_s: float
+    steps: int = 0
+    useful_s: float = 0.0
+    save_s: float = 0.0
+    lost_s: float = 0.0
+    recovery_s: float = 0.0
+    waiting_s: float = 0.0
+    lost_steps: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    restores: Counter[str] = field(default_factory=Counter)
+    beyond: int = 0
+    longest_s: float = 0.0
+
+    @property
+    def ettr(self) -> float:
+        """Effective training time ratio: useful over all time."""
+        return self.useful_s / self.wall_s
+
+
+def simulate(job: Job, site: Site, design: Design, failures: Iterable[Failure], seconds: float) -> Outcome:
+    """Run a job for `seconds` of virtual time.
+
+    Args:
+        failures: in order of time.
+
+    Raises:
+        ConfigError: there is no time to simulate, or a failure hits a node that there is not.
+    """
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{seconds} s to simulate: use more than 0")
+    return _Run(job, site, design, seconds).to_the_end(failures)
+
+
+class _Run:
+    def __init__(self, job: Job, site: Site, design: Design, seconds: float) -> None:
+        self.job, self.site, self.design = job, site, design
+        self.pace = Pace(job.step_s, design.saves)
+        self.copies = Copies(design.groups)
+        self.machines = Machines(site.spares)
+        self.outcome = Outcome(seconds)
+        self.events: list[tuple[float, int, str, tuple[int, ...]]] = []
+        self.order = 0
+        self.phase = Phase.TRAINING
+        self.since_s = self.stopped_s = 0.0
+        self.first = self.step = 0
+        self.attempt = 0
+        self.moved = False
+        self.loading = ("start", 0)
+        self.on: dict[str, Callable[..., None]] = {
+            "detected": self._on_detected,
+            "arrived": self._on_arrived,
+            "repaired": self._on_repaired,
+            "missing": self._on_missing,
+            "whole": self._on_whole,
+            "restored": self._on_restored,
+        }
+
+    def to_the_end(self, failures: Iterable[Failure]) -> Outcome:
+        wall_s = self.outcome.wall_s
+        for failure in failures:
+            if failure.at_s >= wall_s:
+                break
+            if not all(0 <= node < self.job.nodes for node in failure.nodes):
+                raise ConfigError(f"{failure} hits a node that is not there: the job has {self.job.nodes}")
+            self._until(failure.at_s)
+            self._fail(failure)
+        self._until(wall_s)
+        if self.phase is Phase.TRAINING:
+            self._stop(wall_s)
+        else:
+            self._enter(self.phase, wall_s)
+            self.outcome.longest_s = max(self.outcome.longest_s, wall_s - self.stopped_s)
+            self._roll_back(self.copies.best()[1])
+        self.outcome.steps, self.outcome.beyond = self.step, self.copies.beyond
+        return self.outcome
+
+    def _until(self, limit_s: float) -> None:
+        while self.events and self.events[0][0] <= limit_s:
+            now_s, _, event, about = heapq.heappop(self.events)
+            self.on[event](now_s, *about)
+
+    def _at(self, when_s: float, event: str, *about: int) -> None:
+        if when_s < math.inf:
+            self.order += 1
+            heapq.heappush(self.events, (when_s, self.order, event, about))
+
+    def _fail(self, failure: Failure) -> None:
+        now_s = failure.at_s
+        nodes = [node for node in failure.nodes if node not in self.machines.empty]
+        if not nodes or (failure.kind == "process" and self.phase is Phase.WAITING):
+            return
+        self.outcome.failures[failure.kind] += 1
+        if self.phase is Phase.TRAINING:
+            self._stop(now_s)
+            self.stopped_s = now_s
+        self._enter(Phase.DETECTING, now_s)
+        self.attempt += 1
+        detected_s = now_s + self.job.detect_s
+        self._at(detected_s, "detected", self.attempt)
+        if failure.kind in ("memory", "shock"):
+            self.copies.lose(nodes, now_s)
+        if failure.kind != "process":
+            for node in nodes:
+                if self.machines.breaks(node):
+                    self._at(detected_s + self.site.replace_s, "arrived", node)
+                self._at(now_s + self.site.repair_s, "repaired")
+
+    def _stop(self, now_s: float) -> None:
+        """Training has ended; account for it."""
+        elapsed = now_s - self.since_s
+        spent = self.pace.spent(self.first, elapsed)
+        self.copies.trained(self.pace, self.first, self.since_s, now_s)
+        self.step = self.first + spent.steps
+        self.outcome.useful_s += spent.steps * self.job.step_s
+        self.outcome.save_s += spent.stall_s
+        self.outcome.lost_s += spent.unfinished_s
+        self.since_s = now_s
+
+    def _enter(self, phase: Phase, now_s: float) -> None:
+        """Account for the phase that ends, unless it was training."""
+        passed = now_s - self.since_s
+        if self.phase is Phase.WAITING:
+            self.outcome.waiting_s += passed
+        elif self.phase is not Phase.TRAINING:
+            self.outcome.recovery_s += passed
+        self.phase, self.since_s = phase, now_s
+
+    def _roll_back(self, step: int) -> None:
+        lost = self.step - step
+        self.outcome.lost_steps += lost
+        self.outcome.useful_s -= lost * self.job.step_s
+        self.outcome.lost_s += lost * self.job.step_s
+        self.step = step
+
+    def _recover(self, now_s: float) -> None:
+        self._enter(Phase.RECOVERING, now_s)
+        self.loading = self.copies.best()
+        source = "protected" if self.loading[0] == "sealed" and self.moved else self.loading[0]
+        self._at(now_s + self.job.restart_s + self.design.load_s[source], "restored", self.attempt)
+
+    def _on_detected(self, now_s: float, attempt: int) -> None:
+        if attempt != self.attempt:
+            return
+        if not self.machines.empty:
+            self._recover(now_s)
+            return
+        self._enter(Phase.WAITING, now_s)
+        for node, ticket in self.copies.degraded.items():
+            self._at(now_s + self.design.reform_after_s, "missing", node, ticket)
+
+    def _on_arrived(self, now_s: float, node: int) -> None:
+        self.machines.arrives(node)
+        self.moved = True
+        if self.phase is Phase.WAITING and not self.machines.empty:
+            self._recover(now_s)
+
+    def _on_repaired(self, now_s: float) -> None:
+        place = self.machines.repaired()
+        if place is not None:
+            self._at(now_s + self.site.replace_s, "arrived", place)
+
+    def _on_missing(self, now_s: float, node: int, ticket: int) -> None:
+        """The others have waited long enough: they protect each other without it."""
+        if self.phase is Phase.WAITING and self.copies.is_open(node, ticket):
+            self._at(now_s + self.design.reform_s, "whole", node, ticket)
+
+    def _on_whole(self, now_s: float, node: int, ticket: int) -> None:
+        self.copies.made_up(node, ticket)
+
+    def _on_restored(self, now_s: float, attempt: int) -> None:
+        if attempt != self.attempt:
+            return
+        self._enter(Phase.TRAINING, now_s)
+        source, step = self.loading
+        self.outcome.restores[source] += 1
+        self.outcome.longest_s = max(self.outcome.longest_s, now_s - self.stopped_s)
+        self._roll_back(step)
+        self.copies.restored(source, step)
+        self.first, self.moved = step, False
+        for node, ticket in self.copies.degraded.items():
+            self._at(now_s + self.design.heal_s, "whole", node, ticket)

@@ -1,0 +1,168 @@
+"""A table of simulations: each strategy at each size of the job, over several seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.planner.fleet.engine import Outcome, simulate
+from holdfast.planner.fleet.failures import DAY_S, Failure, FailureProcess
+from holdfast.planner.fleet.job import SPARES_PER_NODE, STORAGE_RATE_PER_GPU, Job, Site, restart_s
+from holdfast.planner.fleet.strategies import Strategy
+from holdfast.smp_daemon.shared.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What is simulated.
+
+    Attributes:
+        gpus: sizes of the job.
+        spares: machines that stand by; None: `SPARES_PER_NODE` of the nodes, at least one.
+        job, site: everything but what follows from the size: nodes, time to restart, spares, rate of the storage.
+        storage_rate: bytes per second; None: `STORAGE_RATE_PER_GPU`.
+        restart_s: seconds; None: those of `restart_s` for the size.
+        seeds: how many runs of each; run i has the failures of ``seed/i``, whatever the strategy.
+    """
+
+    gpus: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+    failures: FailureProcess
+    days: float = 90.0
+    spares: tuple[int | None, ...] = (None,)
+    job: Job = Job(nodes=1)  # noqa: RUF009
+    site: Site = Site()  # noqa: RUF009
+    storage_rate: float | None = None
+    restart_s: float | None = None
+    seeds: int = 5
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if not self.gpus or not self.strategies or not self.spares or self.seeds < 1:
+            raise ConfigError("there is nothing to simulate: name at least one size, strategy, number of spares, seed")
+        if not 0 < self.days <= 36_500:
+            raise ConfigError(f"{self.days} days: use more than 0, and no more than 36500")
+        for gpus in self.gpus:
+            if gpus < 1 or gpus % self.job.gpus_per_node:
+                raise ConfigError(f"{gpus} GPUs do not make nodes of {self.job.gpus_per_node}: use a multiple of it")
+
+    def job_of(self, gpus: int) -> Job:
+        """The job on so many GPUs."""
+        restart = restart_s(gpus) if self.restart_s is None else self.restart_s
+        return replace(self.job, nodes=gpus // self.job.gpus_per_node, restart_s=restart)
+
+    def site_of(self, gpus: int, spares: int | None) -> Site:
+        """The site of that job."""
+        chosen = max(1, math.ceil(gpus // self.job.gpus_per_node * SPARES_PER_NODE)) if spares is None else spares
+        storage = STORAGE_RATE_PER_GPU * gpus if self.storage_rate is None else self.storage_rate
+        return replace(self.site, spares=chosen, storage_rate=storage)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds and its standard error; None where there is one seed."""
+
+    mean: float
+    error: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Of one value for each seed."""
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(statistics.fmean(values), error)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One strategy at one size. Bytes are a node's; `save` to `waiting` are shares of all time, and with `ettr` make 1.
+
+    Attributes:
+        strategy: its name; with the spares that were asked for, where there are several choices of them.
+        every: steps between snapshots or checkpoints; 0: none are made.
+        ettr: effective training time ratio.
+        lost_steps, restarts: in all the time.
+        stored: how many restarts loaded from storage, or began at step 0.
+        longest_s: the longest time without training.
+        memory_bytes: reserved for copies.
+        network_bytes: sent to other nodes for each save; `network_rate`: on average, per second.
+        storage_rate: sent to storage by all nodes, on average, in bytes per second.
+    """
+
+    gpus: int
+    nodes: int
+    strategy: str
+    spares: int
+    every: int
+    ettr: Estimate
+    lost_steps: Estimate
+    restarts: Estimate
+    stored: Estimate
+    save: Estimate
+    lost: Estimate
+    recovery: Estimate
+    waiting: Estimate
+    longest_s: Estimate
+    memory_bytes: float
+    network_bytes: float
+    network_rate: float
+    storage_rate: float
+
+
+def run(sweep: Sweep, tell: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """Simulate all of it, and tell of each row as it is done.
+
+    Raises:
+        ConfigError: a strategy cannot be had at a size.
+    """
+    rows = []
+    for gpus in sweep.gpus:
+        seconds = sweep.days * DAY_S
+        nodes = gpus // sweep.job.gpus_per_node
+        traces = [
+            sweep.failures.trace(nodes, sweep.site.rack, seconds, f"{sweep.seed}/{index}")
+            for index in range(sweep.seeds)
+        ]
+        for spares in sweep.spares:
+            for strategy in sweep.strategies:
+                rows.append(_row(sweep, gpus, spares, strategy, traces))
+                tell(rows[-1])
+    return rows
+
+
+def _row(sweep: Sweep, gpus: int, spares: int | None, strategy: Strategy, traces: Sequence[Sequence[Failure]]) -> Row:
+    job, site = sweep.job_of(gpus), sweep.site_of(gpus, spares)
+    design = strategy.design(job, site, sweep.failures.mtbf_s(job.nodes))
+    outcomes = [simulate(job, site, design, trace, sweep.days * DAY_S) for trace in traces]
+
+    def over(value: Callable[[Outcome], float]) -> Estimate:
+        return Estimate.of([value(outcome) for outcome in outcomes])
+
+    stored = [save for save in design.saves if save.persisted_s < math.inf]
+    return Row(
+        gpus=gpus,
+        nodes=job.nodes,
+        strategy=strategy.name + _spares(sweep, spares),
+        spares=site.spares,
+        every=design.saves[0].every if design.saves else 0,
+        ettr=over(lambda o: o.ettr),
+        lost_steps=over(lambda o: o.lost_steps),
+        restarts=over(lambda o: o.restores.total()),
+        stored=over(lambda o: o.restores["persisted"] + o.restores["start"]),
+        save=over(lambda o: o.save_s / o.wall_s),
+        lost=over(lambda o: o.lost_s / o.wall_s),
+        recovery=over(lambda o: o.recovery_s / o.wall_s),
+        waiting=over(lambda o: o.waiting_s / o.wall_s),
+        longest_s=over(lambda o: o.longest_s),
+        memory_bytes=design.memory_bytes,
+        network_bytes=design.network_bytes,
+        network_rate=design.network_bytes / (design.saves[0].every * job.step_s) if design.saves else 0.0,
+        storage_rate=sum(job.nodes * design.storage_bytes / (save.every * job.step_s) for save in stored),
+    )
+
+
+def _spares(sweep: Sweep, spares: int | None) -> str:
+    if len(sweep.spares) == 1 or spares is None:
+        return ""
+    return f", {spares or 'no'} spare{'s' * (spares != 1)}"

@@ -1,0 +1,162 @@
+"""The same quantities as `waste` and `survival`, found by playing failure after failure; shares no formula with them.
+
+Many independent runs, *lanes*, are played side by side with numpy. Times are exponential, everything follows from a
+seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.snapshot.interval.checks import positive
+from holdfast.snapshot.interval.waste import Level
+
+Floats = NDArray[np.float64]
+Steps = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A mean over lanes with its standard error, and how many failures (or losses) it rests on."""
+
+    mean: float
+    error: float
+    events: int
+
+
+def play(
+    levels: Sequence[Level],
+    periods: Sequence[int],
+    step_s: float,
+    *,
+    seed: int,
+    lanes: int = 256,
+    failures: int = 200,
+    anchored: bool = True,
+) -> Played:
+    """Effective training time ratio of runs that fail, fall back, and go on, in whole steps.
+
+    Each lane runs for the time in which `failures` are expected. A step takes `step_s`; at the boundary after step s
+    every level whose period divides s starts a snapshot, which holds up training for the level's cost and counts once
+    its latency is over, if no failure comes before. A failure of class i ends the step in progress; after its restart,
+    which failures may end, too, the lane goes on from the youngest snapshot that counts of level i or above. What that
+    left of younger ones is gone.
+
+    Args:
+        periods: steps between snapshots of each level.
+        anchored: levels count step numbers; if not, steps since the last recovery.
+    """
+    positive("the time of a step", step_s, " s")
+    rates = np.array([level.rate for level in levels])
+    if not rates.sum():
+        spent = sum(level.cost_s / period for level, period in zip(levels, periods, strict=True))
+        return Played(step_s / (step_s + spent), 0.0, 0)
+    generator = np.random.default_rng(seed)
+    horizon = failures / float(rates.sum())
+    costs = np.array([level.cost_s for level in levels])
+    clock = _Clock(step_s, costs, np.array(periods, dtype=np.int64))
+    lane = _Lanes(len(levels), lanes, horizon)
+    count = 0
+    while lane.running.any():
+        gap = generator.exponential(1.0 / rates.sum(), lanes)
+        kind = generator.choice(len(levels), lanes, p=rates / rates.sum())
+        count += lane.fail(levels, clock, gap, kind, anchored)
+    share = lane.done * step_s / horizon
+    return Played(float(share.mean()), float(share.std(ddof=1) / math.sqrt(lanes)), count)
+
+
+class _Clock:
+    """When which step is reached, if nothing fails: steps and the costs of snapshots add up."""
+
+    def __init__(self, step_s: float, costs: Floats, periods: Steps) -> None:
+        self._step_s, self._costs, self.periods = step_s, costs, periods
+        self._pace = step_s + float((costs / periods).sum())
+        self._slack = int(costs.sum() / self._pace) + 2
+
+    def at(self, step: Steps, *, before: bool = False) -> Floats:
+        """Seconds from step 0 until after this step and its snapshots' costs; or `before` these."""
+        counted = np.maximum(step - before, 0)[:, None] // self.periods
+        return np.asarray(step * self._step_s + counted @ self._costs)
+
+    def reached(self, seconds: Floats, *, before: bool = False) -> Steps:
+        """The last step that is over by then; 0 if none."""
+        low = np.maximum(seconds / self._pace, 0.0).astype(np.int64)
+        low -= np.minimum(low, 1)
+        high = low + self._slack + 2
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            over = self.at(middle, before=before) <= seconds
+            low, high = np.where(over, middle, low), np.where(over, high, middle)
+        return low
+
+
+class _Lanes:
+    def __init__(self, levels: int, lanes: int, horizon: float) -> None:
+        self._horizon = horizon
+        self._now = np.zeros(lanes)
+        self._restart = np.zeros(lanes)
+        self._step = np.zeros(lanes, dtype=np.int64)
+        self._counts = np.zeros((levels, lanes), dtype=np.int64)  # step of the youngest snapshot that counts
+        self.running = np.ones(lanes, dtype=bool)
+        self.done = np.zeros(lanes, dtype=np.int64)
+
+    def fail(self, levels: Sequence[Level], clock: _Clock, gap: Floats, kind: NDArray[Any], anchored: bool) -> int:
+        """Play on to each lane's next failure or to the end; how many failed."""
+        ends = self._now + gap >= self._horizon
+        busy = np.where(ends, self._horizon - self._now, gap) - self._restart
+        origin = np.zeros_like(self._step) if anchored else self._step
+        start = self._step - origin
+        elapsed = clock.at(start) + np.maximum(busy, 0.0)
+        works = self.running & (busy > 0)
+        at_end = np.where(works, origin + np.maximum(clock.reached(elapsed), start), self._step)
+        self.done = np.where(self.running & ends, at_end, self.done)
+        for index, level in enumerate(levels):
+            last = clock.reached(elapsed - level.latency_s, before=True)
+            last -= last % clock.periods[index]
+            fresh = works & (last > start)
+            self._counts[index] = np.where(fresh, np.maximum(self._counts[index], origin + last), self._counts[index])
+        fails = self.running & ~ends
+        self._fall_back(fails, kind, np.array([level.restart_s for level in levels]))
+        self._now = np.where(fails, self._now + gap, self._now)
+        self.running = fails
+        return int(fails.sum())
+
+    def _fall_back(self, fails: NDArray[np.bool_], kind: NDArray[Any], restarts: Floats) -> None:
+        usable = np.where(np.arange(len(restarts))[:, None] >= kind, self._counts, 0).max(axis=0)
+        below = np.arange(len(restarts))[:, None] < kind
+        self._counts = np.where(fails & below, usable, self._counts)
+        self._step = np.where(fails, usable, self._step)
+        self._restart = np.where(fails, restarts[kind], np.where(self.running, 0.0, self._restart))
+
+
+def play_group(
+    size: int, tolerated: int, rate: float, window_s: float, *, seed: int, losses: int = 1000, lanes: int = 512
+) -> Played:
+    """How often a group loses data, per second, and the standard error: node by node, until `losses` were seen.
+
+    Every node that is up fails at `rate`; one that failed is up again, its bytes rebuilt, after exactly `window_s`.
+    When more than `tolerated` are down at once the data is lost; then the group starts anew with all nodes up.
+    """
+    generator = np.random.default_rng(seed)
+    now = np.zeros(lanes)
+    lived = 0.0
+    up_again = np.zeros((lanes, size))
+    seen = 0
+    lane = np.arange(lanes)
+    while seen < losses:
+        gap = generator.exponential(1.0 / (size * rate), lanes)
+        now += gap
+        lived += float(gap.sum())
+        node = generator.integers(size, size=lanes)
+        fails = up_again[lane, node] <= now
+        up_again[lane, node] = np.where(fails, now + window_s, up_again[lane, node])
+        dead = (up_again > now[:, None]).sum(axis=1) > tolerated
+        seen += int(dead.sum())
+        up_again[dead] = 0.0
+    return Played(seen / lived, math.sqrt(seen) / lived, seen)

@@ -1,0 +1,256 @@
+"""From costs and failures to a recommendation: code, interval, levels, spare nodes, and why. Pure but for its seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.planner.codes import Code, Domains, candidates, judge
+from holdfast.planner.costs import Costs
+from holdfast.planner.montecarlo import Played, play
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.limits import MIN_SLOTS
+from holdfast.snapshot.interval.checks import positive, within
+from holdfast.snapshot.interval.failures import DAY_S, FailureModel, spare_nodes
+from holdfast.snapshot.interval.periods import LONGEST_STEPS, Interval, choose_interval
+from holdfast.snapshot.interval.waste import Level, best_periods, first_order, lost, overhead
+
+CLOSE = 2e-4
+"""Plans whose effective training time differs by no more count as equal: the simpler one wins, and the one of least
+memory."""
+
+ROUGH = 0.05
+"""What first order neglects is of the order of the waste squared. Below this it moves no interval by a tenth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the user wants kept.
+
+    Attributes:
+        overhead_budget: largest share of training time for snapshots; None: any.
+        memory_budget: bytes of shared memory of a node; None: any.
+        target_survival: of what is in memory, over 30 days.
+        code: (k, m) if it is not to be chosen; (0, 0): no parity.
+        repair_window_s: until a lost node's bytes are protected again; None: rebuilt and encoded.
+        node_repair_s: until a node that was taken out is back.
+        seed: of the Monte Carlo.
+
+    Raises:
+        ConfigError: one is out of its range.
+    """
+
+    overhead_budget: float | None = 0.01
+    memory_budget: float | None = None
+    target_survival: float = 0.999
+    code: tuple[int, int] | None = None
+    repair_window_s: float | None = None
+    node_repair_s: float = DAY_S
+    longest_steps: int = LONGEST_STEPS
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if self.overhead_budget is not None and not 0 < self.overhead_budget < 1:
+            raise ConfigError(
+                f"an overhead budget of {self.overhead_budget:g}: give a fraction between 0 and 1, such as 0.01"
+            )
+        if self.memory_budget is not None:
+            positive("the memory budget", self.memory_budget, " bytes")
+        within("the target survival", self.target_survival, 0.0, 1.0)
+        if self.repair_window_s is not None:
+            positive("the repair window", self.repair_window_s, " s")
+        positive("the time to repair a node", self.node_repair_s, " s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """What to do, and what to expect.
+
+    Attributes:
+        periods: steps between snapshots, encoded ones, persisted ones, as far as there are such.
+        levels: what each costs and serves.
+        interval: the exact single-level answer for all that is served from memory, and what bounds it.
+        overhead: visible cost over useful work, without failures.
+        waste: first-order share of wall time lost, failures included; `lost` by class.
+        played: effective training time ratio by Monte Carlo.
+        others: every code that was judged, with the memory it takes in bytes for each node.
+        rarer: in how many snapshots it would be best to encode one, and what share of time that would gain: SMPs
+            encode all of them, so `periods` do.
+    """
+
+    nodes: int
+    code: Code
+    periods: tuple[int, ...]
+    levels: tuple[Level, ...]
+    interval: Interval
+    overhead: float
+    waste: float
+    lost: tuple[float, ...]
+    played: Played
+    memory_bytes: float
+    network_rate: float
+    storage_rate: float
+    spares: int
+    step_s: float
+    seed: int
+    others: tuple[tuple[Code, float], ...]
+    met: bool
+    rarer: tuple[int, float] = (1, 0.0)
+    why: tuple[str, ...] = ()
+
+    @property
+    def encode_every(self) -> int:
+        """Snapshots from one encoded to the next; 0 if none is."""
+        return self.periods[1] // self.periods[0] if self.code.parity else 0
+
+    @property
+    def persist_every(self) -> int:
+        """Snapshots from one persisted to the next; 0 if none is."""
+        return self.periods[-1] // self.periods[0] if self.levels[-1].name == "beyond" else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values: bytes, seconds, shares; `encode_every` and `persist_every` count snapshots, 0: never."""
+        sizes = self.code.sizes if self.code.parity else ()
+        return {
+            "interval_steps": self.periods[0],
+            "interval_s": self.periods[0] * self.step_s,
+            "k": self.code.data,
+            "m": self.code.parity,
+            "encode_every": self.encode_every,
+            "persist_every": self.persist_every,
+            "overhead": self.overhead,
+            "ettr": self.played.mean,
+            "memory_bytes_per_node": self.memory_bytes,
+            "survival_30d": self.code.survival,
+            "why": list(self.why),
+            "ettr_error": self.played.error,
+            "ettr_first_order": 1.0 - self.waste,
+            "lost": {level.name: share for level, share in zip(self.levels, self.lost, strict=True)},
+            "lost_s_per_day": (1.0 - self.played.mean) * DAY_S,
+            "groups": [[size, sizes.count(size)] for size in sorted(set(sizes))],
+            "spare_nodes": self.spares,
+            "network_bytes_per_s_per_node": self.network_rate,
+            "storage_bytes_per_s_per_node": self.storage_rate,
+            "target_met": self.met,
+            "seed": self.seed,
+        }
+
+
+def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, wishes: Wishes) -> Recommendation:
+    """The plan of most useful work within the wishes; of plans that are `CLOSE`, the one of least memory.
+
+    Codes that do not fit the memory are out. Of the others those that reach the target survival are in; if none does,
+    those of the best survival, and `met` is False. For each the levels' periods follow to first order; the winner's are
+    then refined by Monte Carlo.
+
+    Raises:
+        ConfigError: no code fits the memory, no interval is feasible, or a number is out of its range.
+    """
+    codes = [wishes.code] if wishes.code is not None else candidates(nodes)
+    windows = {m: wishes.repair_window_s or costs.rebuild_s + m * costs.encode_s for _, m in codes}
+    judged = [judge(k, m, nodes, model, domains, windows[m]) for k, m in codes]
+    fitting = [code for code in judged if memory(costs, code) <= (wishes.memory_budget or float("inf"))]
+    if not fitting:
+        least = min(memory(costs, code) for code in judged)
+        fewer = "fewer slots or " if costs.slots > MIN_SLOTS else ""
+        raise ConfigError(
+            f"a memory budget of {wishes.memory_budget:,.0f} bytes a node: the least that is possible with "
+            f"{costs.slots} "
+            f"slots is {least:,.0f}; give as much, or use {fewer}more nodes"
+        )
+    good = [code for code in fitting if code.survival >= wishes.target_survival]
+    best = max(code.survival for code in fitting)
+    plans = [_plan(costs, code, model, nodes, wishes) for code in good or [c for c in fitting if c.survival >= best]]
+    least = min(plan.waste for plan in plans)
+    chosen = min((p for p in plans if p.waste <= least + CLOSE), key=lambda p: (memory(costs, p.code), p.waste))
+    periods, played = _refine(chosen, costs, wishes)
+    levels = chosen.levels
+    periods_s = [p * costs.step_s for p in periods]
+    code = chosen.code
+    persisted = levels[-1].name == "beyond"
+    return Recommendation(
+        nodes=nodes,
+        code=code,
+        periods=periods,
+        levels=levels,
+        interval=from_memory(levels, costs, wishes),
+        overhead=overhead(levels, periods_s),
+        waste=first_order(levels, periods_s),
+        lost=lost(levels, periods_s),
+        played=played,
+        memory_bytes=memory(costs, code),
+        network_rate=code.parity * costs.state_bytes / periods_s[1] if code.parity else 0.0,
+        storage_rate=costs.state_bytes / periods_s[-1] if persisted else 0.0,
+        spares=spare_nodes(model, nodes, wishes.node_repair_s),
+        step_s=costs.step_s,
+        seed=wishes.seed,
+        others=tuple((other, memory(costs, other)) for other in judged),
+        met=bool(good),
+        rarer=chosen.rarer,
+    )
+
+
+def memory(costs: Costs, code: Code) -> float:
+    """Shared memory of a node in bytes: ``slots S (1 + m/k)``."""
+    return costs.slots * costs.state_bytes * code.memory
+
+
+def levels_of(costs: Costs, code: Code, model: FailureModel, nodes: int) -> tuple[Level, ...]:
+    """Levels and the job's rates of failures that need each: shocks that the code survives are memory losses."""
+    rates = model.job(nodes)
+    if not code.parity:
+        return costs.levels(0, rates["process"], rates["memory"] + rates["shock"], rates["beyond"])
+    survived = rates["memory"] + rates["shock"] - code.loss_rate
+    return costs.levels(code.parity, rates["process"], max(0.0, survived), code.loss_rate + rates["beyond"])
+
+
+def from_memory(levels: Sequence[Level], costs: Costs, wishes: Wishes) -> Interval:
+    """The exact best interval of snapshots that are all encoded, and what bounds it (`choose_interval`)."""
+    kept = [level for level in levels if level.name != "beyond"]
+    return choose_interval(
+        step_s=costs.step_s,
+        cost_s=sum(level.cost_s for level in kept),
+        failure_rate=sum(level.rate for level in kept),
+        commit_s=costs.commit_s,
+        encode_s=kept[-1].latency_s - costs.commit_s,
+        slots=max(2, costs.slots - costs.persists),
+        budget=wishes.overhead_budget,
+        longest=wishes.longest_steps,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Every snapshot is encoded, as SMPs do. `rarer`: see `Recommendation`."""
+
+    code: Code
+    levels: tuple[Level, ...]
+    periods: tuple[int, ...]
+    waste: float
+    rarer: tuple[int, float]
+
+
+def _plan(costs: Costs, code: Code, model: FailureModel, nodes: int, wishes: Wishes) -> _Plan:
+    levels = levels_of(costs, code, model, nodes)
+    limits = costs.limits(code.parity, wishes.overhead_budget, wishes.longest_steps)
+    all_, some = (best_periods(levels, each) for each in (replace(limits, encode_every=(1,)), limits))
+    waste, less = (first_order(levels, [p * costs.step_s for p in periods]) for periods in (all_, some))
+    return _Plan(code, levels, all_, waste, (some[1] // some[0] if code.parity else 1, waste - less))
+
+
+def _refine(plan: _Plan, costs: Costs, wishes: Wishes) -> tuple[tuple[int, ...], Played]:
+    """Play the plan, and where first order is `ROUGH` feasible neighbours of it, with the same failures; one of them
+    wins only by two standard errors."""
+    limits = costs.limits(plan.code.parity, wishes.overhead_budget, wishes.longest_steps)
+    best, played = plan.periods, play(plan.levels, plan.periods, costs.step_s, seed=wishes.seed)
+    for factor in (0.5, 0.7, 1.4, 2.0) if plan.waste > ROUGH else ():
+        first = max(1, round(plan.periods[0] * factor))
+        periods = tuple(first * (p // plan.periods[0]) for p in plan.periods)
+        spent = overhead(plan.levels, [p * costs.step_s for p in periods])
+        if periods == best or spent > (wishes.overhead_budget or 1.0) + 1e-12 or not limits.feasible(periods):
+            continue
+        other = play(plan.levels, periods, costs.step_s, seed=wishes.seed)
+        if other.mean > played.mean + 2.0 * (other.error**2 + played.error**2) ** 0.5:
+            best, played = periods, other
+    return best, played

@@ -1,0 +1,263 @@
+"""Months of a job whose steps, costs and failures change, played with fixed intervals and with `Online`. Pure but for
+its seed.
+
+Every way to choose the interval lives through the same *weather*: regimes of a few days, each with its own step time,
+cost and latency of a snapshot, and failure rate; and the same failures, at the same times. There is memory only: a
+process's death falls back to the newest sealed snapshot, the loss of a node's memory to the newest protected one.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.snapshot.interval.failures import DAY_S
+from holdfast.snapshot.interval.online import Online
+from holdfast.snapshot.interval.periods import daly
+from holdfast.snapshot.interval.rates import FailureRate
+from holdfast.snapshot.interval.samples import Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Climate:
+    """What is usual, and how far it goes from there. Seconds.
+
+    Attributes:
+        cost_s: training time of a snapshot; commit_s, encode_s: until it is sealed, and then protected.
+        mtbf_s: between failures of the job; memory: share of them that take a node's memory.
+        restart_s: of the two classes.
+        regime_s: mean length of a regime.
+        steps, costs, failures: in a regime a quantity is up to so many times more, or less, than usual; all ratios
+            alike on a logarithmic scale. Costs and latencies go together, as they do with bandwidth.
+        noise: standard deviation of a step, as a share of it.
+    """
+
+    step_s: float = 10.0
+    cost_s: float = 0.5
+    commit_s: float = 10.0
+    encode_s: float = 15.0
+    mtbf_s: float = 6 * 3600.0
+    memory: float = 0.12
+    restart_s: tuple[float, float] = (60.0, 180.0)
+    regime_s: float = 3 * DAY_S
+    steps: float = 3.0
+    costs: float = 3.0
+    failures: float = 3.0
+    noise: float = 0.02
+    slots: int = 3
+    month_s: float = 30 * DAY_S
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """What holds from `start_s` on."""
+
+    start_s: float
+    step_s: float
+    cost_s: float
+    commit_s: float
+    encode_s: float
+    mtbf_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """One month. `failures`: when, and whether a node's memory is lost."""
+
+    climate: Climate
+    regimes: tuple[Regime, ...]
+    starts: tuple[float, ...]
+    failures: tuple[tuple[float, bool], ...]
+
+    def at(self, now_s: float) -> Regime:
+        """What holds now."""
+        return self.regimes[bisect_right(self.starts, now_s) - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Wasted:
+    """Where the time of a month went that was not useful work, in seconds.
+
+    Attributes:
+        snapshots, lost, restarts: costs of snapshots, steps done again or in vain, and restarts.
+    """
+
+    snapshots: float
+    lost: float
+    restarts: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.snapshots + self.lost + self.restarts
+
+
+def draw(climate: Climate, seed: int) -> Weather:
+    """A month's weather."""
+    source = random.Random(seed)
+
+    def times(most: float) -> float:
+        return float(most ** source.uniform(-1.0, 1.0))
+
+    regimes, failures, now = [], [], 0.0
+    while now < climate.month_s:
+        slow = times(climate.costs)
+        regime = Regime(
+            now,
+            climate.step_s * times(climate.steps),
+            climate.cost_s * slow,
+            climate.commit_s * slow,
+            climate.encode_s * slow,
+            climate.mtbf_s / times(climate.failures),
+        )
+        regimes.append(regime)
+        end = now + source.expovariate(1.0 / climate.regime_s)
+        at = now + source.expovariate(1.0 / regime.mtbf_s)
+        while at < min(end, climate.month_s):
+            failures.append((at, source.random() < climate.memory))
+            at += source.expovariate(1.0 / regime.mtbf_s)
+        now = end
+    return Weather(climate, tuple(regimes), tuple(regime.start_s for regime in regimes), tuple(failures))
+
+
+def by_daly(weather: Weather, *, whole: bool) -> int:
+    """Steps between snapshots by Daly's formula, from what is so on the first day.
+
+    Args:
+        whole: take how long a snapshot takes until it is protected for its cost, as for checkpoints that training waits
+            for; if not, what it costs training.
+    """
+    first = weather.regimes[0]
+    cost_s = first.commit_s + first.encode_s if whole else first.cost_s
+    return max(1, round(daly(cost_s, first.mtbf_s) / first.step_s))
+
+
+def play_fixed(weather: Weather, interval: int) -> Wasted:
+    """A month with a snapshot every `interval` steps."""
+    return _Month(weather).run_fixed(interval)
+
+
+def play_online(
+    weather: Weather,
+    seed: int,
+    budget: float | None = None,
+    on_change: Callable[[float, int], None] = lambda now_s, steps: None,
+) -> Wasted:
+    """A month with `Online`, which begins with the usual failure rate, and nothing else known.
+
+    Args:
+        seed: of the noise of steps.
+        on_change: called with the time and the interval whenever it has changed.
+    """
+    return _Month(weather).run_online(random.Random(seed), budget, on_change)
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """One that holds a slot: `done_s` is the useful work up to it."""
+
+    step: int
+    done_s: float
+    sealed_s: float
+    protected_s: float
+    notes: dict[str, Any] | None = None
+
+
+class _Month:
+    """One run through a month."""
+
+    def __init__(self, weather: Weather) -> None:
+        self._weather = weather
+        self._climate = weather.climate
+        self._now_s = self._done_s = self._spent_s = self._restarts_s = 0.0
+        self._step = 0
+        self._held = [_Snapshot(0, 0.0, 0.0, 0.0)]  # newest last
+        self._next = 0
+
+    def run_fixed(self, interval: int) -> Wasted:
+        owed_s = 0.0  # what the last snapshot costs the steps after it
+        while self._now_s < self._climate.month_s:
+            regime = self._weather.at(self._now_s)
+            work_s = interval * regime.step_s
+            if self._fails_within(owed_s + work_s):
+                self._fail()
+                owed_s = 0.0
+                continue
+            self._advance(interval, work_s, owed_s)
+            owed_s = regime.cost_s if self._snap(regime, None) else 0.0
+        return self._end()
+
+    def run_online(self, noise: random.Random, budget: float | None, on_change: Callable[[float, int], None]) -> Wasted:
+        online = self._start(budget)
+        owed_s, agreed = 0.0, True
+        while self._now_s < self._climate.month_s:
+            regime = self._weather.at(self._now_s)
+            work_s = regime.step_s * max(0.1, noise.gauss(1.0, self._climate.noise))
+            if self._fails_within(owed_s + work_s):
+                notes = self._fail().notes
+                online = self._start(budget)
+                if notes:
+                    online.resume(notes)
+                owed_s, agreed = 0.0, True
+                continue
+            busy = self._held[-1].protected_s > self._now_s
+            self._advance(1, work_s, owed_s)
+            online.observe(work_s + owed_s, owed_s / 4.0, busy)
+            owed_s = 0.0
+            if not agreed:
+                agreed, before = True, online.interval
+                online.agree(online.wanted())
+                if online.interval != before:
+                    on_change(self._now_s, online.interval)
+            if online.takes(self._step) and self._snap(regime, online):
+                owed_s, agreed = regime.cost_s, False
+                online.timed(Timing(self._step, regime.commit_s / 2, regime.commit_s / 2, regime.encode_s))
+        return self._end()
+
+    def _start(self, budget: float | None) -> Online:
+        return Online(budget, FailureRate(1.0 / self._climate.mtbf_s), self._climate.slots)
+
+    def _fails_within(self, seconds: float) -> bool:
+        failures = self._weather.failures
+        return self._next < len(failures) and failures[self._next][0] <= self._now_s + seconds
+
+    def _advance(self, steps: int, work_s: float, owed_s: float) -> None:
+        self._step += steps
+        self._done_s += work_s
+        self._now_s += work_s + owed_s
+        self._spent_s += owed_s
+
+    def _snap(self, regime: Regime, online: Online | None) -> bool:
+        """Take a snapshot if a slot is free, which it is in all but those of the newest protected one and younger."""
+        newest = max(i for i, held in enumerate(self._held) if held.protected_s <= self._now_s)
+        del self._held[:newest]
+        if len(self._held) >= self._climate.slots:
+            return False
+        sealed_s = self._now_s + regime.commit_s
+        notes = online.notes() if online else None
+        self._held.append(_Snapshot(self._step, self._done_s, sealed_s, sealed_s + regime.encode_s, notes))
+        return True
+
+    def _fail(self) -> _Snapshot:
+        """The next failure strikes: back to the newest snapshot that serves it. Others that strike during its restart
+        make that longer."""
+        at_s, memory = self._weather.failures[self._next]
+        kept = [i for i, held in enumerate(self._held) if (held.protected_s if memory else held.sealed_s) <= at_s][-1]
+        self._now_s = max(self._now_s, at_s)
+        while self._fails_within(0.0):
+            again_s, loses = self._weather.failures[self._next]
+            self._next += 1
+            until_s = again_s + self._climate.restart_s[loses]
+            self._restarts_s += max(0.0, until_s - self._now_s)
+            self._now_s = max(self._now_s, until_s)
+        del self._held[kept + 1 :]
+        newest = self._held[-1]
+        newest.protected_s = min(newest.protected_s, self._now_s)
+        self._step, self._done_s = newest.step, newest.done_s
+        return newest
+
+    def _end(self) -> Wasted:
+        return Wasted(self._spent_s, self._now_s - self._done_s - self._spent_s - self._restarts_s, self._restarts_s)

@@ -1,0 +1,224 @@
+"""What a job's snapshots take before anything runs: bytes, seconds, memory. Pure functions.
+
+Every byte of state is captured once: what data-parallel ranks hold alike is divided among them, as the optimizer's
+shards are by themselves. So a node's share is all state over the number of nodes, however it is sharded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.planner.shapes import Shape
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
+from holdfast.snapshot.resume.arrange import Protection
+from holdfast.snapshot.resume.wishes import MAX_GENERATIONS
+
+STATE_BYTES = {"adam": 12.0, "adam-16bit": 6.0, "adam-8bit": 6.0, "sgd": 8.0}
+"""Of each trained parameter: its main copy and moments, fp32; all in 16 bits; fp32 and two moments of a byte each
+(Dettmers et al., arXiv 2110.02861; their scales, 0.4 %, left out); fp32 and one moment. 16-bit weights follow from main
+copies and are not captured."""
+
+BASE_BYTES = {"none": 0.0, "16bit": 2.0, "8bit": 1.0, "4bit": 0.5}
+"""Of each frozen parameter: captured once, with the first snapshot."""
+
+ADAPTER_RANK = 16
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """How a model is trained.
+
+    Attributes:
+        tensor, pipeline: parallel sizes; all other ranks are data parallel.
+        zero: what data-parallel ranks share out: 1 optimizer state, 2 gradients, too, 3 parameters, too; 0 nothing.
+        offload: whether optimizer state lives in host memory.
+        base: how frozen weights are kept, if only adapters of rank `ADAPTER_RANK` are trained; ``none`` if all are.
+        micro_batch, sequence: samples in a micro-batch, tokens in a sample.
+        recompute, flash: what activations are kept; see `activation_bytes`.
+        step_s: seconds of a training step; 0 if not known.
+    """
+
+    shape: Shape
+    nodes: int
+    gpus_per_node: int = 8
+    tensor: int = 1
+    pipeline: int = 1
+    zero: int = 1
+    offload: bool = False
+    optimizer: str = "adam"
+    base: str = "none"
+    micro_batch: int = 1
+    sequence: int = 4096
+    recompute: str = "selective"
+    flash: bool = True
+    step_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.gpus_per_node < 1:
+            raise ConfigError(f"{self.nodes} nodes of {self.gpus_per_node} GPUs: there must be one of each at least")
+        if self.tensor < 1 or self.pipeline < 1 or self.gpus % (self.tensor * self.pipeline):
+            raise ConfigError(
+                f"tensor {self.tensor} x pipeline {self.pipeline} does not divide {self.gpus} GPUs: use sizes that do"
+            )
+        if self.optimizer not in STATE_BYTES or self.base not in BASE_BYTES or self.recompute not in RECOMPUTE:
+            raise ConfigError(
+                f"{self.optimizer!r}, {self.base!r} or {self.recompute!r} is not known: optimizers are "
+                f"{', '.join(STATE_BYTES)}, bases {', '.join(BASE_BYTES)}, recompute {', '.join(RECOMPUTE)}"
+            )
+        if not 0 <= self.zero <= 3 or self.step_s < 0 or self.micro_batch < 1 or self.sequence < 1:
+            raise ConfigError("ZeRO stages are 0 to 3; steps take no less than 0 s; batches and sequences 1 or more")
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel size."""
+        return self.gpus // (self.tensor * self.pipeline)
+
+    @property
+    def trained(self) -> int:
+        """Parameters that the optimizer changes: all, or two adapter matrices at each of a layer's linear parts."""
+        shape = self.shape
+        if self.base == "none":
+            return shape.parameters
+        kv = shape.hidden // shape.heads * shape.kv_heads
+        widths = [(shape.hidden, shape.hidden)] * 2 + [(shape.hidden, kv)] * 2
+        widths += [(shape.hidden, shape.inner)] * 3 * shape.experts
+        return shape.layers * ADAPTER_RANK * sum(one + other for one, other in widths)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the nodes can do, in bytes per second; each of it a measured number or an assumption to be replaced.
+
+    Attributes:
+        device_rate: from one GPU to pinned host memory.
+        copy_rate: host memory to host memory, one thread (for offloaded state).
+        network_rate: out of a node, what encoding may use of it.
+        host_memory: of a node, in bytes; 0 if not known.
+    """
+
+    device_rate: float = 25e9
+    copy_rate: float = 10e9
+    network_rate: float = 25e9
+    host_memory: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.device_rate, self.copy_rate, self.network_rate) <= 0 or self.host_memory < 0:
+            raise ConfigError("rates are more than 0 bytes per second, and memory is not less than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What `size` finds.
+
+    Attributes:
+        state_bytes: that every snapshot captures, of the whole job.
+        static_bytes: that only the first does.
+        gpu_bytes, node_bytes: a rank's and a node's share of both.
+        arena_bytes: shared memory reserved on each node.
+        device_bytes: of each GPU, taken by weights, gradients, optimizer state and activations; an estimate.
+        copy_s: until a snapshot is in host memory, at full speed.
+        encode_s: until it is protected, after that.
+        interval_s: shortest time between snapshots at which each is protected before its slot is needed.
+        interval_steps: the same in steps; 0 if the step time is not known.
+        data, parity: k and m in effect.
+    """
+
+    state_bytes: float
+    static_bytes: float
+    gpu_bytes: float
+    node_bytes: float
+    arena_bytes: float
+    device_bytes: float
+    copy_s: float
+    encode_s: float
+    interval_s: float
+    interval_steps: int
+    data: int
+    parity: int
+
+
+def size(
+    job: Job, machine: Machine, protection: Protection, slots: int = 3, generations: int = 1, *, persists: bool = False
+) -> Sizes:
+    """What snapshots of `job` take.
+
+    Args:
+        persists: snapshots are also written to storage, and one more slot for each shard holds what is being written.
+
+    Raises:
+        ConfigError: the protection needs more nodes than there are, or the number of slots is not 3 to 16, or of
+            generations not 1 to 8.
+    """
+    if not MIN_SLOTS <= slots <= MAX_SLOTS:
+        raise ConfigError(f"{slots} slots: {SLOTS_RULE}")
+    if not 1 <= generations <= MAX_GENERATIONS:
+        raise ConfigError(f"{generations} generations: keep 1 to {MAX_GENERATIONS}")
+    chosen = protection.for_nodes(job.nodes)
+    parity = chosen.parity if job.nodes > 1 else 0
+    if parity and protection.data and protection.data + parity > job.nodes:
+        raise ConfigError(
+            f"{protection.data}+{parity} needs {protection.data + parity} nodes, and there are {job.nodes}: "
+            "use a smaller code or more nodes"
+        )
+    kept = slots + generations - 1
+    state = job.trained * STATE_BYTES[job.optimizer]
+    static = job.shape.parameters * BASE_BYTES[job.base]
+    node = (state + static) / job.nodes
+    moving = state / job.nodes
+    rate = machine.copy_rate if job.offload else machine.device_rate * job.gpus_per_node
+    copy_s = moving / rate
+    encode_s = parity * moving / machine.network_rate
+    interval = max(copy_s, (copy_s + encode_s) / (slots - 1), encode_s)
+    return Sizes(
+        state_bytes=state,
+        static_bytes=static,
+        gpu_bytes=node / job.gpus_per_node,
+        node_bytes=node,
+        arena_bytes=kept * node * (1 + parity / chosen.data if parity else 1) + node * persists,
+        device_bytes=device_bytes(job),
+        copy_s=copy_s,
+        encode_s=encode_s,
+        interval_s=interval,
+        interval_steps=max(1, -int(-interval // job.step_s)) if job.step_s else 0,
+        data=chosen.data if parity else 0,
+        parity=parity,
+    )
+
+
+def device_bytes(job: Job) -> float:
+    """What a GPU holds, by ZeRO's account (Rajbhandari et al., SC 2020): 2 bytes a weight, 2 a gradient, and the
+    optimizer's; each shared out from its stage on."""
+    slices = job.tensor * job.pipeline
+    weights = job.shape.parameters * (BASE_BYTES[job.base] or 2.0) / slices
+    trained = job.trained / slices
+    share = job.replicas
+    parts = [
+        0.0 if job.offload else trained * STATE_BYTES[job.optimizer] / (share if job.zero >= 1 else 1),
+        trained * 2.0 / (share if job.zero >= 2 else 1),
+        weights / (share if job.zero >= 3 else 1),
+        activation_bytes(job),
+    ]
+    return sum(parts)
+
+
+def activation_bytes(job: Job) -> float:
+    """Activations that wait for the backward pass, of a pipeline's first stage, sequence parallel over tensor ranks.
+
+    Korthikanti et al. (arXiv 2205.05198), sections 4 and 5: s b h (34 + 5 a s / h) / t a layer, of which the second
+    term is attention's, gone with selective recomputation or with FlashAttention; 2 s b h / t with full recomputation.
+    A first stage of p holds as many micro-batches as there are stages, that is, all layers' worth.
+    """
+    shape = job.shape
+    plain = job.sequence * job.micro_batch * shape.hidden / job.tensor * shape.layers
+    if job.recompute == "full":
+        return 2 * plain
+    attention = 0.0 if job.flash or job.recompute == "selective" else 5 * shape.heads * job.sequence / shape.hidden
+    return (34 + attention) * plain

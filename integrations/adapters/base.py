@@ -1,0 +1,260 @@
+"""What the adapters of all frameworks have in common; see `state.adapter.Adapter` for what the methods mean."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.slotfile import Leaf
+from holdfast.snapshot.copy.tensors import block_of, local
+from holdfast.snapshot.state import rng, tracked
+from holdfast.snapshot.state.flags import GRADIENTS, Flags
+from holdfast.snapshot.state.live import Change, Container, LiveTensor, Stateful, Tree, Updated
+from holdfast.snapshot.state.optimizers import OptimizerState, check_names
+from holdfast.snapshot.state.steppers import Steppers
+from holdfast.snapshot.state.tracked import Tracked, containers
+
+log = get_log(__name__)
+
+
+class BaseAdapter:
+    """Modules, the states of their optimizers, schedules, extras, and what the user tracks."""
+
+    def __init__(
+        self,
+        model: Any,
+        states: Sequence[OptimizerState],
+        scheduler: Stateful | Sequence[Stateful] | None,
+        extra: Mapping[str, Stateful | None] | None,
+    ) -> None:
+        self._modules = check_modules(model)
+        self._states = states
+        several = isinstance(scheduler, list | tuple)
+        schedulers: Sequence[Any] = scheduler if several else [] if scheduler is None else [scheduler]  # type: ignore[assignment]
+        self._schedulers: list[Stateful] = [
+            _check_stateful(f"scheduler[{i}]" if several else "scheduler", each) for i, each in enumerate(schedulers)
+        ]
+        self._extra: dict[str, Stateful] = {
+            name: _check_stateful(f"extra[{name!r}]", part)
+            for name, part in ({} if extra is None else extra).items()
+            if part is not None
+        }
+        self._flags = Flags(self._modules)
+        self._tracked: dict[str, Tracked] = {}
+        self._with_extra_state = _with_extra_state(self._roots())
+        self.carried: dict[str, Tree] = {}
+        self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+
+    def track(self, piece: Tracked) -> None:
+        if piece.name in self._tracked:
+            raise ConfigError(f"track({piece.name!r}): there is one of that name already")
+        self._tracked[piece.name] = piece
+
+    def modules(self) -> Sequence[torch.nn.Module]:
+        return self._modules
+
+    def optimizers(self) -> Sequence[Any]:
+        """Each framework's own."""
+        raise NotImplementedError
+
+    def scalers(self) -> Sequence[GradScaler]:
+        return [part for part in self._extra.values() if isinstance(part, GradScaler)]
+
+    def extras(self) -> Collection[str]:
+        return self._extra.keys()
+
+    def steppers(self) -> Steppers:
+        """What watches for optimizers that step parameters of this job, and of which nothing is captured."""
+        parameters = [p for module in self._modules for p in module.parameters()]
+        updated = [p for state in self._states for _, p in state.parameters()]
+        return Steppers(self.optimizers(), [state.optimizer for state in self._states], [*parameters, *updated])
+
+    def updated(self) -> dict[str, Updated]:
+        return {stem: parameter for state in self._states for stem, parameter in state.updated().items()}
+
+    def watched(self) -> Iterator[Container]:
+        for module in self._modules:
+            yield from containers(module)
+        for state in self._states:
+            yield from state.watched()
+        for piece in self._tracked.values():
+            yield from piece.watched()
+
+    def fixed(self) -> Tree:
+        self._flags = Flags(self._modules)
+        return {
+            "flags": self._flags.names(),
+            "optim": [state.fixed() for state in self._states],
+            "schedulers": [type(each).__qualname__ for each in self._schedulers],
+        }
+
+    def early(self) -> Tree:
+        return {
+            "rng": rng.capture(),
+            "extra": self._extras(late=False),
+            "tracked": tracked.values(self._tracked, late=False),
+            **({"streams": self.carried} if self.carried else {}),
+        }
+
+    def late(self) -> Tree:
+        return {
+            "optim": [state.plain() for state in self._states],
+            "scheduler": [each.state_dict() for each in self._schedulers],
+            "extra": self._extras(late=True),
+            "get_extra_state": {name: _hooked(module).get_extra_state() for name, module in self._with_extra_state},
+            "flags": self._flags.state(),
+            GRADIENTS: self._flags.gradients(),
+            "tracked": tracked.values(self._tracked, late=True),
+        }
+
+    def verify(self) -> None:
+        """Nothing to check: all of the state is captured."""
+
+    def materialise(self, leaves: Mapping[str, Leaf]) -> None:
+        for state in self._states:
+            state.materialise(leaves)
+        device = next((p.device for module in self._modules for p in module.parameters()), torch.device("cpu"))
+        self._before = [(p.tensors, dict(p.tensors)) for p in self._tracked.values() if isinstance(p.tensors, dict)]
+        for piece in self._tracked.values():
+            piece.materialise(leaves, device)
+
+    def withdraw(self) -> None:
+        for state in self._states:
+            state.withdraw()
+        for tensors, before in self._before:
+            tensors.clear()
+            tensors.update(before)
+
+    def check(self, early: Tree, late: Tree, fixed: Tree) -> None:
+        check_names("extra", {**early["extra"], **late["extra"]}, self._extra)
+        held, have = fixed["schedulers"], [type(each).__qualname__ for each in self._schedulers]
+        if held != have:
+            raise StateMismatch(f"scheduler is {held or 'none'} in the snapshot, {have or 'none'} in this job")
+        self._with_extra_state = _with_extra_state(self._roots())
+        self._flags = Flags(self._modules)
+        names = [name for name, _ in self._with_extra_state]
+        check_names("what has get_extra_state", late["get_extra_state"], names)
+        tracked.check(self._tracked, {**early["tracked"], **late["tracked"]})
+        if len(late["optim"]) != len(self._states):
+            raise StateMismatch(f"{len(late['optim'])} optimizers in the snapshot, {len(self._states)} in this job")
+        for state, plain, kept in zip(self._states, late["optim"], fixed["optim"], strict=True):
+            state.check(plain, kept)
+
+    def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
+        self._before = []
+        for scheduler, saved in zip(self._schedulers, late["scheduler"], strict=True):
+            scheduler.load_state_dict(saved)
+        for state, plain, kept in zip(self._states, late["optim"], fixed["optim"], strict=True):
+            state.load(plain, kept)
+        held = {**early["extra"], **late["extra"]}
+        for name, part in self._extra.items():
+            part.load_state_dict(held[name])
+        self._flags.load(fixed["flags"], late["flags"], late[GRADIENTS])
+        for name, module in self._with_extra_state:
+            _hooked(module).set_extra_state(late["get_extra_state"][name])
+        tracked.load(self._tracked, {**early["tracked"], **late["tracked"]})
+        self.carried = early.get("streams", {})
+        rng.restore(early["rng"])
+
+    def rewinding(self, early: Tree) -> Callable[[], None]:
+        return partial(rng.restore, early["rng"])
+
+    def _extras(self, *, late: bool) -> Tree:
+        """States of those extras that settle late, or of the others."""
+        return {n: part.state_dict() for n, part in self._extra.items() if settles_late(part) is late}
+
+    def _of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The modules, by name; called where a walk over all tensors begins."""
+        self._with_extra_state = _with_extra_state(self._roots())
+        yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
+
+    def _roots(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """All modules that were given, and what they are called."""
+        yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
+        for name, piece in self._tracked.items():
+            if isinstance(piece.tensors, torch.nn.Module):
+                yield f"tracked.{name}", piece.tensors
+
+    def _tracked_tensors(self) -> Iterator[LiveTensor]:
+        for piece in self._tracked.values():
+            yield from piece.live()
+
+
+def buffers(module: torch.nn.Module, prefix: str) -> Iterator[LiveTensor]:
+    """A module's buffers, persistent or not. Forward may change them."""
+    for name, buffer in module.named_buffers():
+        yield LiveTensor(f"{prefix}.{name}", local(buffer), Change.ANY, block=block_of(buffer))
+
+
+def check_modules(model: Any) -> list[torch.nn.Module]:
+    """`model` as a list of modules. Raises `ConfigError` if it is anything else."""
+    modules = list(model) if isinstance(model, list | tuple) else [model]
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"model is a {type(module).__qualname__}: give a torch.nn.Module or a list of them")
+    return modules
+
+
+def parameter_names(modules: Sequence[torch.nn.Module]) -> dict[torch.Tensor, str]:
+    """What parameters are called in the job; one that has several names, by the first."""
+    names: dict[torch.Tensor, str] = {}
+    for i, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            names.setdefault(parameter, f"model{i}.{name}")
+    return names
+
+
+def warn_of_unnamed(states: Sequence[OptimizerState]) -> None:
+    """Say that parameters which are in no module are known by their place, if there are some that look alike."""
+    for state in states:
+        shapes = Counter(tuple(parameter.shape) for _, parameter in state.unnamed())
+        if alike := sum(count for count in shapes.values() if count > 1):
+            text = (
+                "%d parameters that %s updates are in none of the modules given, and alike in shape: a restart tells "
+                "them apart by their place in it alone. Give the module that they are in, too, or keep their order"
+            )
+            log.warning(text, alike, type(state.optimizer).__qualname__)
+
+
+def settles_late(part: Stateful) -> bool:
+    """Whether an extra goes on between two steps, as schedules, gradient scalers and averages do; what can be iterated
+    over, such as data loaders, goes on when data is read."""
+    return not any(hasattr(type(part), name) for name in ("__iter__", "__next__", "__getitem__"))
+
+
+def _with_extra_state(roots: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[str, torch.nn.Module]]:
+    """The modules in `roots`, by name, whose classes have a ``get_extra_state``, as TransformerEngine's have.
+
+    Raises:
+        ConfigError: one could not take back what it gives.
+    """
+    found = []
+    for path, root in roots:
+        for inner, module in root.named_modules():
+            kind = type(module)
+            if kind.get_extra_state is torch.nn.Module.get_extra_state:
+                continue
+            name = f"{path}.{inner}" if inner else path
+            if kind.set_extra_state is torch.nn.Module.set_extra_state:
+                raise ConfigError(f"{name}: {kind.__qualname__} has get_extra_state without set_extra_state: add it")
+            found.append((name, module))
+    return found
+
+
+def _hooked(module: torch.nn.Module) -> Any:
+    """For mypy: torch declares these methods as ones that only raise."""
+    return module
+
+
+def _check_stateful(what: str, part: Any) -> Stateful:
+    """`part`, if it has a state. Raises `ConfigError` if it is not `Stateful`."""
+    if not isinstance(part, Stateful):
+        raise ConfigError(f"{what} is a {type(part).__qualname__} without state_dict and load_state_dict")
+    return part

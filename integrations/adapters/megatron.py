@@ -1,0 +1,194 @@
+"""megatron-core: model chunks and its optimizers, distributed or not.
+
+Captured in place: main parameters, moments, frozen parameters, buffers, scaler, schedule, every random generator.
+Not captured: 16-bit weights, which are casts of the main parameters (checked once, bit for bit) and are made again
+on restore. Between steps they may not even be current: with overlapped parameter gathering only each rank's own
+part of them is.
+
+Never goes through ``optimizer.load_state_dict``: with torch's AdamW, Megatron's gives all parameters one shared step
+counter there, and training goes on with wrong bias corrections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+
+from holdfast.integrations.adapters.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
+from holdfast.smp_daemon.shared.errors import StateMismatch
+from holdfast.smp_daemon.shared.slotfile import Leaf
+from holdfast.snapshot.copy.tensors import Block, set_dtype
+from holdfast.snapshot.state.live import Change, LiveTensor, Stateful, Tree
+from holdfast.snapshot.state.optimizers import OptimizerState
+
+
+class MegatronAdapter(BaseAdapter):
+    """`snapshot.state.adapter.Adapter` for megatron-core 0.15 and 0.16."""
+
+    def __init__(
+        self,
+        model: Any,
+        optim: Any,
+        scheduler: Stateful | Sequence[Stateful] | None = None,
+        extra: Mapping[str, Stateful | None] | None = None,
+    ) -> None:
+        self._optimizer = optim
+        self._parts: list[Any] = [
+            part
+            for part in getattr(optim, "chained_optimizers", [optim])
+            if not getattr(part, "is_stub_optimizer", False)
+        ]
+        self._replicated = [not hasattr(part, "shard_fp32_from_float16_groups") for part in self._parts]
+        weights = parameter_names(check_modules(model))
+        states = []
+        for i, part in enumerate(self._parts):
+            shards = {main: block for _, main, block in _shards(part)}
+            mains = {main: weights[weight] for weight, main in _mains(part) if weight in weights}
+            states.append(
+                OptimizerState(
+                    part.optimizer,
+                    f"optim{i}",
+                    replicated=self._replicated[i],
+                    names=weights | mains,
+                    blocks=lambda main, shards=shards: shards.get(main),  # type: ignore[misc]
+                )
+            )
+        super().__init__(model, states, scheduler, extra)
+        warn_of_unnamed(states)
+
+    def coordinate(self) -> str:
+        return (
+            f"pp{mpu.get_pipeline_model_parallel_rank()}-tp{mpu.get_tensor_model_parallel_rank()}"
+            f"-cp{mpu.get_context_parallel_rank()}-ep{mpu.get_expert_model_parallel_rank()}"
+            f"-dp{mpu.get_data_parallel_rank()}"
+        )
+
+    def replica_set(self) -> str:
+        """The ranks that differ in their data-parallel place only."""
+        return self.coordinate().rpartition("-dp")[0]
+
+    def optimizers(self) -> Sequence[Any]:
+        return [self._optimizer]
+
+    def tensors(self) -> Iterator[LiveTensor]:
+        for prefix, chunk in self._of_modules():
+            for name, parameter in chunk.named_parameters():
+                if not parameter.requires_grad:
+                    yield LiveTensor(f"{prefix}.{name}", parameter, Change.STEP, replicated=True)
+            yield from buffers(chunk, prefix)
+        for i, state in enumerate(self._states):
+            updated = state.updated()
+            for name, main in state.parameters():
+                of = updated[f"optim{i}.{name}"]
+                yield LiveTensor(f"optim{i}.{name}.main", main, Change.STEP, self._replicated[i], of.block)
+            yield from state.tensors()
+        yield from self._tracked_tensors()
+
+    def early(self) -> Tree:
+        tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+        generators = {
+            name: tensor_parallel.random.convert_cuda_rng_state(state, to_graphable=False)
+            for name, state in tracker.items()
+        }
+        return super().early() | {"tracker": generators}
+
+    def late(self) -> Tree:
+        scalers = [scaler.state_dict() if scaler else None for scaler in map(_scaler, self._parts)]
+        return super().late() | {"scaler": scalers}
+
+    def verify(self) -> None:
+        for part in self._parts:
+            for name, weight, main in _casts(part):
+                if not torch.equal(weight.view(torch.uint8), main.detach().to(weight.dtype).view(torch.uint8)):
+                    raise StateMismatch(f"{name}: the model's weight is not the cast of its main parameter")
+
+    def materialise(self, leaves: Mapping[str, Leaf]) -> None:
+        super().materialise({name: leaf for name, leaf in leaves.items() if not name.endswith(".main")})
+        for i, chunk in enumerate(self._modules):
+            for name, buffer in chunk.named_buffers():
+                leaf = leaves.get(f"model{i}.{name}")
+                if leaf is not None and name.endswith(".expert_bias"):
+                    set_dtype(buffer, leaf)  # 16 bits wide when it is built, 32 from the first forward on
+
+    def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
+        self._derive()
+        schedulers: list[Any] = list(self._schedulers)
+        for scheduler in schedulers:
+            if hasattr(scheduler, "num_steps"):
+                scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
+        for part, scaler in zip(self._parts, late["scaler"], strict=True):
+            if scaler is not None:
+                part.grad_scaler.load_state_dict(scaler)
+        super().load(early, late, fixed)
+        self.rewinding(early)()
+
+    def rewinding(self, early: Tree) -> Callable[[], None]:
+        ours, tracker = super().rewinding(early), early["tracker"]
+
+        def rewind() -> None:
+            ours()
+            # Its generators draw from these tensors: they are copied, or the next draws would change what is kept.
+            states = {
+                name: state.clone() if isinstance(state, torch.Tensor) else state for name, state in tracker.items()
+            }
+            tensor_parallel.get_cuda_rng_tracker().set_states(states)
+
+        return rewind
+
+    def _derive(self) -> None:
+        """Make the model's weights from the main parameters, as ``optimizer.step()`` does."""
+        for part in self._parts:
+            if hasattr(part, "_copy_main_params_to_model_params"):
+                part._copy_main_params_to_model_params()
+        chunks: list[Any] = list(self._modules)
+        for chunk in chunks:
+            if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
+                chunk.start_param_sync(force_sync=True)
+
+
+def _mains(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(weight, main parameter) where these are two tensors."""
+    yield from ((weight, main) for weight, main, _ in _shards(part))
+    if hasattr(part, "fp32_from_float16_groups"):
+        for weights, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from zip(weights, mains, strict=True)
+
+
+def _shards(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, Block]]:
+    """(weight, main parameter, which part of the flattened weight that is) of a distributed optimizer, as its ranks cut
+    weights at any element and number the pieces anew; nothing of others, which are alike on all ranks."""
+    if not hasattr(part, "shard_fp32_from_float16_groups"):
+        return
+    pairs = (
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        (part.model_fp32_groups, part.shard_fp32_groups),
+    )
+    for weights, mains in pairs:
+        for group, shards in zip(weights, mains, strict=True):
+            for weight, main in zip(group, shards, strict=True):
+                if main is not None:
+                    piece = part._get_model_param_range_map(weight)["param"]
+                    yield weight, main, Block((weight.numel(),), (piece.start,))
+
+
+def _scaler(part: Any) -> Any:
+    return getattr(part, "grad_scaler", None)
+
+
+def _casts(part: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, 16-bit weight, main parameter), flat and of equal length, for each weight that is not captured."""
+    if hasattr(part, "shard_fp32_from_float16_groups"):
+        for g, group in enumerate(part.model_float16_groups):
+            for i, weight in enumerate(group):
+                piece = part._get_model_param_range_map(weight)["param"]
+                main = part.shard_fp32_from_float16_groups[g][i]
+                yield f"group {g} parameter {i}", weight.detach().view(-1)[piece.start : piece.end], main.view(-1)
+    elif hasattr(part, "fp32_from_float16_groups"):
+        for g, group in enumerate(part.float16_groups):
+            for i, weight in enumerate(group):
+                main = part.fp32_from_float16_groups[g][i]
+                yield f"group {g} parameter {i}", weight.detach().reshape(-1), main.detach().reshape(-1)

@@ -1,0 +1,112 @@
+"""Plain PyTorch: modules and `torch.optim` optimizers, each rank holding its own state.
+
+Of distributed tensors, as FSDP2's ``fully_shard`` makes them, each rank's own part is captured and restored in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.integrations.adapters.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.snapshot.copy.tensors import block_of, local, piece_of
+from holdfast.snapshot.state.live import Change, LiveTensor, Stateful, Tree
+from holdfast.snapshot.state.optimizers import OptimizerState, unwrapped
+
+
+class TorchAdapter(BaseAdapter):
+    """`snapshot.state.adapter.Adapter` for modules and optimizers. A rank's coordinate is its rank."""
+
+    def __init__(
+        self,
+        model: Any,
+        optim: Any,
+        scheduler: Stateful | Sequence[Stateful] | None = None,
+        extra: Mapping[str, Stateful | None] | None = None,
+    ) -> None:
+        self._optimizers = _check_optimizers(optim)
+        modules = check_modules(model)
+        self._replicated = all(isinstance(module, DistributedDataParallel) for module in modules)
+        self._names = parameter_names(modules)
+        states = [
+            OptimizerState(optimizer, f"optim{i or ''}", replicated=self._replicated, names=self._names)
+            for i, optimizer in enumerate(unwrapped(*self._optimizers))
+        ]
+        super().__init__(model, states, scheduler, extra)
+        self._once: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        warn_of_unnamed(states)
+
+    def coordinate(self) -> str:
+        return f"dp{dist.get_rank() if dist.is_available() and dist.is_initialized() else 0}"
+
+    def replica_set(self) -> str:
+        """All ranks, if DDP keeps all modules alike; else each is alone."""
+        return "all" if self._replicated else self.coordinate()
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self._optimizers
+
+    def fixed(self) -> Tree:
+        """And, for those who export a snapshot: whether names begin with DDP's own part, and where in the whole a
+        rank's part of a distributed parameter stands."""
+        export = {
+            "wrapped": self._replicated,
+            "pieces": {
+                f"model{i}.{name}": piece
+                for i, module in enumerate(self._modules)
+                for name, parameter in module.named_parameters()
+                if (piece := piece_of(parameter)) is not None
+            },
+        }
+        return {**super().fixed(), "export": export}
+
+    def tensors(self) -> Iterator[LiveTensor]:
+        self._names.clear()
+        self._names.update(parameter_names(self._modules))  # parameters may have become others
+        self._check_names()
+        for prefix, module in self._of_modules():
+            for name, parameter in module.named_parameters():
+                block = block_of(parameter)
+                yield LiveTensor(f"{prefix}.{name}", local(parameter), Change.STEP, self._replicated, block=block)
+            yield from buffers(module, prefix)
+        of_no_module = {
+            p: f"loose.optim{i or ''}.{name}" for i, s in enumerate(self._states) for name, p in s.unnamed()
+        }
+        for loose, name in of_no_module.items():
+            yield LiveTensor(name, local(loose), Change.STEP, block=block_of(loose))
+        for state in self._states:
+            yield from state.tensors()
+        yield from self._tracked_tensors()
+
+    def _check_names(self) -> None:
+        """Raises `StateMismatch` if an optimizer's sharded parameter was the model's and is not any more."""
+        for state in self._states:
+            for place, parameter in state.unnamed():
+                known, called = self._once.get(id(parameter), (None, ""))
+                if known is not None and known() is parameter and local(parameter) is not parameter:
+                    raise StateMismatch(
+                        f"parameter {place} of an optimizer was {called}, and just now the model has another tensor "
+                        "there, as between FSDP2's unshard() and reshard(): say `snap.begin()` before parameters are "
+                        "gathered"
+                    )
+            for _, parameter in state.parameters():
+                if name := self._names.get(parameter):
+                    self._once[id(parameter)] = weakref.ref(parameter), name
+
+
+def _check_optimizers(optim: Any) -> list[torch.optim.Optimizer]:
+    optimizers = list(optim) if isinstance(optim, list | tuple) else [optim]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optim is a {type(optimizer).__qualname__}: give a torch.optim.Optimizer, some of them, or Megatron's"
+            )
+    if not optimizers:
+        raise ConfigError("optim is an empty list: the step of an optimizer is the boundary between snapshots")
+    return optimizers

@@ -1,0 +1,158 @@
+"""What the callbacks of a trainer keep for themselves: averaged models go with a snapshot, what else changes is named.
+
+Trainers ask callbacks for plain values only. An averaged model lies in an attribute, and where it is written in a
+checkpoint the trainer is told of it in ways of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from holdfast.hook import InMemorySnapshot
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.copy.tensors import local
+
+DEEPEST = 3
+"""Containers in containers in attributes are looked into so far."""
+
+SAMPLE = 256
+"""Elements of each tensor are looked at."""
+
+SHOWN = 4
+
+StateOf = Callable[[Any], Any]
+
+log = get_log(__name__)
+
+
+def keep_averages(snap: InMemorySnapshot, callbacks: Iterable[Any], state_of: StateOf = lambda callback: None) -> None:
+    """Track modules and dicts of tensors in attributes of callbacks, unless they are captured anyway. Before entering.
+
+    Args:
+        state_of: gives what is captured of a callback by asking it.
+    """
+    held = _memory_of(snap)
+    for name, callback in _named(callbacks).items():
+        asked = held | {_memory(tensor) for _, tensor in _inside("", state_of(callback))}
+        for place, kept in _kept(callback):
+            tensors = kept.values() if isinstance(kept, dict) else (tensor for _, tensor in _tensors_of(kept))
+            memory = {_memory(tensor) for tensor in tensors}
+            if memory and not memory & asked:
+                held |= memory
+                snap.track(f"{name}{place}", tensors=kept, changes="after step")
+
+
+class Overlooked:
+    """Finds tensors of callbacks that change while no snapshot holds them, and says so once.
+
+    Args:
+        state_of: gives what is captured of a callback by asking it.
+    """
+
+    def __init__(
+        self, snap: InMemorySnapshot, callbacks: Iterable[Any], state_of: StateOf = lambda callback: None
+    ) -> None:
+        self._snap = weakref.ref(snap)
+        self._named = _named(callbacks)
+        self._state_of = state_of
+        self._seen: dict[str, bytes] = {}
+        self._turn = 0
+
+    def look(self) -> None:
+        """A step begins. The first, the second, the fourth one and so on are looked at: that waits for a device."""
+        self._turn += 1
+        if self._turn & (self._turn - 1):
+            return
+        now = {name: _sample(tensor) for name, tensor in self._found()}
+        changed = sorted(name for name in now if now[name] != self._seen.get(name, now[name]))
+        self._seen |= now
+        if changed:
+            more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+            log.warning(
+                "%s%s: changed by callbacks while they train, and held by no snapshot: a restart begins with what the "
+                "callbacks make anew. If it matters, give it to `track`, or let the callback have it before training "
+                "begins, as a module or a dict of tensors",
+                ", ".join(changed[:SHOWN]),
+                more,
+            )
+            self._turn = 1 << 62  # once is enough
+
+    def _found(self) -> Iterator[tuple[str, torch.Tensor]]:
+        snap = self._snap()
+        if snap is None:
+            return
+        held = _memory_of(snap)
+        for name, callback in self._named.items():
+            asked = held | {_memory(tensor) for _, tensor in _inside("", self._state_of(callback))}
+            for place, value in vars(callback).items():
+                for each, tensor in _inside(f"{name}.{place}", value):
+                    if _memory(tensor) not in asked:
+                        yield each, tensor
+
+
+def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """By the name of their class, and by number where there are several."""
+    named: dict[str, Any] = {}
+    for callback in callbacks:
+        kind = type(callback).__qualname__.replace(".", "-")
+        name, number = kind, 1
+        while name in named:
+            number += 1
+            name = f"{kind}-{number}"
+        named[name] = callback
+    return named
+
+
+def _kept(callback: Any) -> Iterator[tuple[str, torch.nn.Module | dict[str, torch.Tensor]]]:
+    """What can be tracked as a whole."""
+    if isinstance(callback, torch.nn.Module):
+        yield "", callback
+    for attribute, value in vars(callback).items():
+        for place, part in enumerate(value) if isinstance(value, list | tuple) else [("", value)]:
+            if isinstance(part, torch.nn.Module) or (
+                isinstance(part, dict)
+                and all(isinstance(key, str) and isinstance(tensor, torch.Tensor) for key, tensor in part.items())
+            ):
+                yield f"/{attribute}/{place}".removesuffix("/"), part
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _inside(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, torch.nn.Module):
+        yield from ((f"{name}.{inner}", tensor) for inner, tensor in _tensors_of(value))
+    elif depth < DEEPEST and isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _inside(f"{name}[{key!r}]", part, depth + 1)
+    elif depth < DEEPEST and isinstance(value, list | tuple):
+        for i, part in enumerate(value):
+            yield from _inside(f"{name}[{i}]", part, depth + 1)
+
+
+def _memory_of(snap: InMemorySnapshot) -> set[int]:
+    return {_memory(item.tensor) for item in snap._adapter.tensors()}
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Tells whether two tensors share memory."""
+    if tensor.layout is torch.strided and tensor.numel() and tensor.device.type != "meta":
+        return local(tensor).untyped_storage().data_ptr()
+    return id(tensor)
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Some of its elements, from end to end."""
+    if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
+        return b""
+    flat = local(tensor).detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].contiguous().cpu()
+    return some.view(torch.uint8).numpy().tobytes()

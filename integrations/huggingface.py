@@ -1,0 +1,255 @@
+"""Hugging Face's ``transformers.Trainer``: ``protect(trainer); trainer.train()`` goes on with a run that died.
+
+A callback alone cannot do it: it can neither say in which epoch the loop begins, nor hear of exceptions. So three of
+the trainer's methods are wrapped as well. Batches that were seen are skipped by the trainer's own means.
+
+A snapshot is complete in ``on_step_begin`` of the next step, when logs, evaluation and callbacks have had their turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from holdfast.hook import InMemorySnapshot, SettledSnapshot
+from holdfast.integrations.callbacks import Overlooked, keep_averages
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.state import rng
+
+NAME = "huggingface"
+"""What the trainer's state is tracked under."""
+
+STATE = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+"""Of `TrainerState`; ``log_history`` too. The rest follows from the arguments."""
+
+TRAINER = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+"""What the trainer itself adds up, besides ``_tr_loss``."""
+
+
+def protect(
+    trainer: Trainer, *, track: Callable[[InMemorySnapshot, Trainer], None] | None = None, **options: Any
+) -> InMemoryCallback:
+    """Keep what `trainer` trains in memory. Call it once, before ``trainer.train()``, after other callbacks are added.
+
+    Carried, so that a run that was killed and started again ends as if nothing had happened: parameters, buffers,
+    optimizer, schedule and gradient scaler; the random generators; `TrainerState` with its ``log_history``; the losses
+    and operations that were added up since the last log; the attributes that stateful callbacks export; modules and
+    dicts of tensors in attributes of callbacks, such as averages; the epoch, and how many steps of it are done.
+
+    Not carried: memory and speed metrics, which count from the last start, as with Trainer's own resuming; what is
+    not exported by other callbacks: tensors that they change are named in a warning, once. The epoch's data loader is
+    made again with the random numbers that it was made with, and the trainer skips what was seen, by index where the
+    data set has indices. So batches are the same as long as they do not depend on random numbers drawn while they are
+    made: a collator that masks at random, or a data set that keeps state of its own, needs seeds that follow from the
+    example. Give what else there is to `track`.
+
+    An evaluation that was cut short is done again, with the step before it. Callbacks hear ``on_epoch_begin`` of
+    finished epochs again, and nothing else of them. A snapshot wins over ``train(resume_from_checkpoint=...)``.
+
+    For one process, and for DDP. Training blocks as `holdfast.InMemorySnapshot` says.
+
+    Args:
+        track: called with the snapshot and the trainer before the state is restored, for `InMemorySnapshot.track`.
+        options: for `holdfast.InMemorySnapshot`.
+
+    Returns:
+        The callback that was added. Its ``snapshot`` is what keeps the state, while the trainer trains.
+
+    Raises:
+        ConfigError: the trainer cannot be protected: ``auto_find_batch_size``, FSDP and DeepSpeed; or it is already.
+        HoldfastError: from ``train``, whatever `InMemorySnapshot` raises on entering, and at the first step.
+    """
+    if trainer.args.auto_find_batch_size:
+        raise ConfigError("auto_find_batch_size: a step would not be the same step after a restart; fix the size")
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ConfigError("FSDP and DeepSpeed under transformers.Trainer are not supported: use one process, or DDP")
+    if any(isinstance(callback, InMemoryCallback) for callback in trainer.callback_handler.callbacks):
+        raise ConfigError("this trainer is protected already")
+    callback = InMemoryCallback(trainer, track, options)
+    trainer.add_callback(callback)
+    trainer._inner_training_loop = callback.guard(trainer._inner_training_loop)
+    trainer._run_epoch = callback.place(trainer._run_epoch)
+    trainer._load_rng_state = callback.without_files(trainer._load_rng_state)
+    return callback
+
+
+class InMemoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Made by `protect`. Restores in ``on_train_begin``, and completes a snapshot in ``on_step_begin``."""
+
+    def __init__(
+        self, trainer: Trainer, track: Callable[[InMemorySnapshot, Trainer], None] | None, options: dict[str, Any]
+    ) -> None:
+        self.snapshot: InMemorySnapshot | None = None
+        self._trainer = trainer
+        self._track = track
+        self._options = options
+        self._snap: SettledSnapshot | None = None
+        self._overlooked: Overlooked | None = None
+        self._history = _History()
+        self._held: dict[str, Any] | None = None
+        self._begin_epoch(0, 0, 1)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        extra = {**({"scaler": scaler} if scaler is not None else {}), **self._options.get("extra", {})}
+        self._snap = self.snapshot = SettledSnapshot(
+            trainer.model_wrapped,
+            _innermost(trainer.optimizer),
+            scheduler=trainer.lr_scheduler,
+            **{**self._options, "extra": extra},
+        )
+        self._snap.track(NAME, get=self._get, set=self._set)
+        if self._track is not None:
+            self._track(self._snap, trainer)
+        others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
+        keep_averages(self._snap, others)
+        self._overlooked = Overlooked(self._snap, others)
+        self._snap.__enter__()
+        if self._held is not None:
+            self._load(self._held, state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._held = None
+        if self._snap is not None and self._overlooked is not None:
+            self._snap.settle()  # the first time, puts the generators back
+            self._overlooked.look()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step - self._first >= self._steps:
+            self._begin_epoch(self._epoch + 1, state.global_step, self._steps)
+        if self._snap is not None:
+            self._snap.settle()
+
+    # What stands in for the trainer's methods.
+
+    def guard(self, loop: Callable[..., Any]) -> Callable[..., Any]:
+        """``_inner_training_loop``, which says how training ended."""
+
+        @functools.wraps(loop)
+        def training(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = loop(*args, **kwargs)
+            except BaseException as error:
+                self._leave(error)
+                raise
+            self._leave(None)
+            return result
+
+        return training
+
+    def place(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``_run_epoch``, which goes on where the run that died was."""
+
+        @functools.wraps(run)
+        def run_epoch(**kwargs: Any) -> Any:
+            epoch, steps, held = kwargs["epoch"], kwargs["num_update_steps_per_epoch"], self._held
+            each = self._trainer.args.gradient_accumulation_steps
+            if held is None:
+                skipped = kwargs["steps_trained_in_current_epoch"] if epoch == kwargs["epochs_trained"] else 0
+                self._begin_epoch(epoch, self._trainer.state.global_step - skipped // each, steps)
+                return run(**kwargs)
+            if epoch < held["epoch"]:
+                return None
+            if epoch > held["epoch"]:
+                raise ConfigError(
+                    f"the checkpoint is of epoch {epoch}, the snapshot of epoch {held['epoch']}: remove one"
+                )
+            rng.restore(held["rng"])
+            self._begin_epoch(epoch, self._trainer.state.global_step - held["done"], steps)
+            done = held["done"] * each
+            here = {
+                "epochs_trained": epoch,
+                "steps_trained_in_current_epoch": done,
+                "resume_from_checkpoint": "memory" if done else None,
+            }
+            return run(**{**kwargs, **here})
+
+        return run_epoch
+
+    def without_files(self, load: Callable[[Any], None]) -> Callable[[Any], None]:
+        """``_load_rng_state``, where there is a file."""
+        return lambda checkpoint: load(checkpoint) if self._held is None else None
+
+    # Inside.
+
+    def _begin_epoch(self, epoch: int, first: int, steps: int) -> None:
+        self._epoch, self._first, self._steps, self._at_epoch = epoch, first, steps, rng.capture()
+
+    def _get(self) -> dict[str, Any]:
+        """Called in ``on_step_begin`` of the next step, and at the end."""
+        trainer, state = self._trainer, self._trainer.state
+        return {
+            "state": {name: getattr(state, name) for name in STATE},
+            "history": self._history.text(state.log_history),
+            "trainer": {name: getattr(trainer, name) for name in TRAINER},
+            "loss": trainer._tr_loss,
+            "callbacks": [callback.state()["attributes"] for callback in self._stateful()],
+            "epoch": self._epoch,
+            "done": state.global_step - self._first,
+            "rng": self._at_epoch,
+        }
+
+    def _set(self, held: dict[str, Any]) -> None:
+        self._held = held
+
+    def _load(self, held: dict[str, Any], state: Any) -> None:
+        for name, value in held["state"].items():
+            setattr(state, name, value)
+        state.log_history = [json.loads(line) for line in held["history"].splitlines()]
+        for name, value in held["trainer"].items():
+            setattr(self._trainer, name, value)
+        with torch.no_grad():
+            self._trainer._tr_loss.copy_(held["loss"])
+        for callback, attributes in zip(self._stateful(), held["callbacks"], strict=True):
+            vars(callback).update(attributes)
+
+    def _stateful(self) -> list[Any]:
+        return [part for part in self._trainer.callback_handler.callbacks if isinstance(part, ExportableState)]
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self._snap is None:
+            return
+        try:
+            self._snap.__exit__(type(error) if error is not None else None, error, None)
+        finally:
+            self._snap = self.snapshot = None
+            self._held = None
+            self._begin_epoch(0, 0, 1)
+
+
+class _History:
+    """``log_history`` as lines of JSON. Only what is new is written: the list grows for as long as a run lasts."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._count = 0
+
+    def text(self, history: list[dict[str, Any]]) -> str:
+        if len(history) < self._count:
+            self._text, self._count = "", 0
+        self._text += "".join(json.dumps(entry, default=float) + "\n" for entry in history[self._count :])
+        self._count = len(history)
+        return self._text
+
+
+def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer in Accelerate's wrapper, which is one by type only."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    result: torch.optim.Optimizer = optimizer
+    return result

@@ -1,0 +1,308 @@
+"""A training job as actors of Ray's, of which only those that died are made again.
+
+Ray restarts actors and moves bundles of a placement group off dead nodes; a *crew* asks for that, and goes round: in
+each *round* every member calls the same function, which is written as for torchrun and enters `InMemorySnapshot`. When
+a member dies, the others' collectives fail, and they return; their processes stay. As soon as Ray has made the dead one
+again, the next round begins, from the newest snapshot in memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, Repeated, StateMismatch, Unrecoverable
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.connect import job_from_environment, node_from_environment
+
+GRACE_S = 5.0
+"""How long members may take to return after another one has died; then Ray restarts them, too."""
+
+MUSTER_DEADLINE_S = 600.0
+FINAL = (ConfigError, Repeated, StateMismatch, Unrecoverable)
+"""What would only happen again."""
+
+log = get_log(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a member is in a round.
+
+    Attributes:
+        node: how holdfast calls it; `ray_node`: Ray's id of it; `pid`: of the member's process.
+        rounds: how many rounds that process took part in before.
+    """
+
+    rank: int
+    node: str
+    ray_node: str
+    pid: int
+    rounds: int
+
+
+class Crew:
+    """Actors that train together, `per_node` on each of `nodes` distinct nodes.
+
+    A context manager: leaving ends the actors. The SMPs are not its own: see `integrations.ray.nodes.start`.
+
+    Args:
+        nodes: how many, all distinct (``STRICT_SPREAD``), so that the nodes of a protection group are, too.
+        per_node: members on each; ranks go node by node, in the order of the nodes' names at first.
+        resources: of one member, in Ray's words; default a processor.
+        job: id of the training run; default from the environment, as for `InMemorySnapshot`.
+        environment: of the members, besides what torchrun would set; what a node's own raylet was started with comes
+            first.
+        deadline_s: how long to wait for nodes: at the start, and for one that takes a lost one's place.
+        grace_s: see `GRACE_S`.
+        restarts: how many rounds may fail.
+        reuse: whether processes that survive go on; if not, Ray restarts all of them, as where a broken communicator
+            spoils the process.
+        options: more of Ray's for each actor, such as a ``runtime_env``.
+
+    Attributes:
+        seats: of every round so far, those of all ranks.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        per_node: int = 1,
+        *,
+        resources: Mapping[str, float] | None = None,
+        job: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        deadline_s: float = MUSTER_DEADLINE_S,
+        grace_s: float = GRACE_S,
+        restarts: int = 100,
+        reuse: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if nodes < 1 or per_node < 1:
+            raise ConfigError(f"a crew of {nodes} x {per_node}: at least one member on at least one node")
+        self._nodes, self._per_node = nodes, per_node
+        self._resources = dict(resources or {"CPU": 1})
+        self._job = job or job_from_environment()
+        self._environment = dict(environment or {})
+        self._deadline_s, self._grace_s = deadline_s, grace_s
+        self._restarts, self._reuse = restarts, reuse
+        self._options = dict(options or {})
+        self.seats: list[tuple[Seat, ...]] = []
+
+    def __enter__(self) -> Self:
+        """Ask Ray for the nodes and the actors; returns before they are there."""
+        bundle = {name: amount * self._per_node for name, amount in self._resources.items()}
+        self._group = placement_group([bundle] * self._nodes, strategy="STRICT_SPREAD")
+        self._members = [self._make(index) for index in range(self._nodes * self._per_node)]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for member in self._members:
+            ray.kill(member)
+        remove_placement_group(self._group)
+
+    def _make(self, index: int) -> Any:
+        place = PlacementGroupSchedulingStrategy(self._group, index // self._per_node)
+        amounts = dict(self._resources)
+        return (
+            ray.remote(Member)
+            .options(
+                num_cpus=amounts.pop("CPU", 0),
+                num_gpus=amounts.pop("GPU", 0),
+                resources=amounts,
+                max_restarts=-1,
+                max_task_retries=0,
+                scheduling_strategy=place,
+                **self._options,
+            )
+            .remote(index % self._per_node, self._per_node, self._job, self._environment)
+        )
+
+    def run(self, train: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``train(*args)`` in every member, in rounds, until all return; what they return, by rank. Blocks.
+
+        `train` makes its process group, model and optimizer anew each time, as a script under torchrun does; what is
+        dear to load may be kept in globals of a module.
+
+        Raises:
+            HoldfastError: of those, what would only happen again.
+            DeadlineExceeded: Ray had no node for a member within the crew's `deadline_s`.
+            RayTaskError: `train` raised on some member, twice in a row, and none had died.
+        """
+        raised = 0
+        for number in range(self._restarts + 1):
+            self._muster()
+            results, error = self._round(number, train, args)
+            if error is None:
+                return results
+            if isinstance(error, FINAL):
+                raise error
+            raised = 0 if isinstance(error, RayActorError) else raised + 1
+            if raised > 1 or number == self._restarts:
+                raise error
+            log.warning("round %d has failed, and another one begins: %s", number, _first_line(error))
+        raise AssertionError("a round either returns or raises")
+
+    def _muster(self) -> None:
+        """Wait until every member is there, and note where it is."""
+        limit = time.monotonic() + self._deadline_s
+        waiting = [member.sit.options(max_task_retries=-1).remote() for member in self._members]
+        try:
+            found = ray.get(waiting, timeout=max(0.0, limit - time.monotonic()))
+            if not self.seats:
+                order = by_node([node for node, *_ in found], self._per_node)
+                self._members = [self._members[index] for index in order]
+                found = [found[index] for index in order]
+        except GetTimeoutError:
+            _, missing = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+            raise DeadlineExceeded(
+                f"{len(missing)} of {len(waiting)} members have no place within {self._deadline_s:.0f} s: the crew "
+                f"needs {self._nodes} distinct nodes with {self._resources} for each of {self._per_node} members"
+            ) from None
+        self.seats.append(tuple(Seat(rank, *seat) for rank, seat in enumerate(found)))
+
+    def _round(
+        self, number: int, train: Callable[..., Any], args: tuple[Any, ...]
+    ) -> tuple[list[Any], Exception | None]:
+        """One round: what members returned, and what was the matter: a death if there was any."""
+        try:
+            store = ray.get(self._members[0].host.remote(), timeout=self._deadline_s)
+        except RayActorError as error:
+            return [], error
+        world = len(self._members)
+        calls = {
+            member.call.remote(number, rank, world, store, train, args): rank
+            for rank, member in enumerate(self._members)
+        }
+        results: list[Any] = [None] * world
+        found: Exception | None = None
+        waiting = list(calls)
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=None if found is None else self._grace_s)
+            if not done:
+                log.warning("%d members do not return, and are restarted", len(waiting))
+                for each in waiting:
+                    ray.kill(self._members[calls[each]], no_restart=False)
+            for each in done:
+                try:
+                    results[calls[each]] = ray.get(each)
+                except (RayActorError, RayTaskError) as error:
+                    found = worse(found, error)
+        if found is not None and not self._reuse:
+            for member in self._members:
+                ray.kill(member, no_restart=False)
+        return results, found
+
+
+class Member:
+    """One process of a crew. Runs in Ray."""
+
+    def __init__(self, local_rank: int, local_size: int, job: str, environment: Mapping[str, str]) -> None:
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        self._rounds = 0
+        self._store: Any = None
+        os.environ |= {
+            "HOLDFAST_JOB": job,
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(local_size),
+        }
+
+    def sit(self) -> tuple[str, str, int, int]:
+        """Of `Seat`."""
+        return node_from_environment(), ray.get_runtime_context().get_node_id(), os.getpid(), self._rounds
+
+    def host(self) -> tuple[str, int]:
+        """Host a store for one round; where it is."""
+        from torch._C._distributed_c10d import TCPStore
+
+        address = ray.util.get_node_ip_address()
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return address, self._store.port
+
+    def call(
+        self, number: int, rank: int, world: int, store: tuple[str, int], train: Callable[..., Any], args: Any
+    ) -> Any:
+        """Take part in a round, as a worker that torchrun started in an agent's store."""
+        import torch.distributed as dist
+
+        from holdfast.snapshot.state.audit import Ended, raise_at_the_end
+
+        raise_at_the_end()
+        self._rounds += 1
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": store[0],
+            "MASTER_PORT": str(store[1]),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(number),
+        }
+        try:
+            done = train(*args)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            return done
+        except Ended:
+            hang_up()
+            return None
+        except BaseException as error:
+            hang_up()
+            forget(error)
+            raise
+
+
+def hang_up() -> None:
+    """Break this process's connections of `torch.distributed`, if it has any, so that nobody goes on to wait for it."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    if dist.is_initialized():
+        _abort_process_group()
+
+
+def forget(error: BaseException | None) -> None:
+    """Free what the functions that `error` came through, and those before it, still hold: a model, say."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+
+
+def by_node(nodes: Sequence[str], per_node: int) -> list[int]:
+    """In which order members take ranks, so that a crew on the same nodes has the same ranks on them. Pure.
+
+    Args:
+        nodes: of each member, `per_node` in a row on the same.
+    """
+    firsts = sorted(range(0, len(nodes), per_node), key=lambda first: (nodes[first], first))
+    return [first + local for first in firsts for local in range(per_node)]
+
+
+def worse(one: Exception | None, other: Exception) -> Exception:
+    """Which of two says more: what would only happen again, then that a member died, then what came first. Pure."""
+
+    def rank(error: Exception) -> int:
+        return 0 if isinstance(error, FINAL) else 1 if isinstance(error, RayActorError) else 2
+
+    return other if one is None or rank(other) < rank(one) else one
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+
+
+__all__ = ["Crew", "Seat"]

@@ -1,0 +1,383 @@
+"""SMPs on a Ray cluster: one per node, out of Ray's reach, looked after by a *shepherd*, an actor of Ray's.
+
+Whatever Ray starts dies with the raylet that started it. So the SMP is a process of its own, in a session of its own,
+and the shepherd only starts it, adopts one that runs, and starts another if it dies while its arena counts. A *head
+shepherd* sees which nodes there are. All are detached, named, and need no processor; none is needed by a recovery: a
+trainer that finds no SMP on its node starts one by itself.
+
+An arena is this host's, not Ray's: a raylet that comes back as another Ray node finds the SMP that it left.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from holdfast.smp_daemon.ops.overview import look
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.limits import is_identifier
+from holdfast.smp_daemon.shared.logs import Episodes, get_log
+from holdfast.smp_daemon.shared.paths import arena_path, read_owner
+from holdfast.smp_daemon.shared.spawn import running_owner
+from holdfast.snapshot.connect import job_from_environment, node_from_environment, start_here
+
+NAMESPACE = "holdfast"
+"""Of Ray's named actors."""
+
+START_DEADLINE_S = 120.0
+ANSWER_DEADLINE_S = 10.0
+LOOK_EVERY_S = 1.0
+REFUSED_AGAIN_S = 0.2
+PREFIX = "HOLDFAST_"
+SUBREAPER_ENV = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
+
+log = get_log(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Herded:
+    """The SMP of one Ray node.
+
+    Attributes:
+        ray_node: Ray's id of the node.
+        node: how holdfast calls it; empty if nobody answered there.
+        pid: of the SMP; 0: none runs.
+        trouble: why there is none, or no answer; empty if all is well.
+    """
+
+    ray_node: str
+    node: str = ""
+    pid: int = 0
+    host: str = ""
+    bulk_port: int = 0
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `status` found.
+
+    Attributes:
+        sentence: which step of the job is safe against what, as ``holdfast status`` says it; empty if no SMP runs.
+    """
+
+    job: str
+    smps: tuple[Herded, ...]
+    sentence: str = ""
+
+
+def start(
+    job: str | None = None,
+    *,
+    on: str = "",
+    environment: Mapping[str, str] | None = None,
+    deadline_s: float = START_DEADLINE_S,
+) -> Report:
+    """Have an SMP on every node of the cluster that this process is connected to, and on nodes that join later.
+
+    Blocks until each node has one. What runs already is left as it is, whatever `environment` says.
+
+    Args:
+        job: id of the training run; default from the environment, as for `InMemorySnapshot`.
+        on: only on nodes that have this resource of Ray's, such as ``"GPU"``.
+        environment: ``HOLDFAST_...`` for the SMPs; what a node's own raylet was started with comes first.
+
+    Raises:
+        ConfigError: an argument is wrong, or a node's set-up is, in the SMP's own words.
+        DeadlineExceeded: not all nodes had one within `deadline_s`; those that have keep theirs.
+    """
+    name, given = _job(job), dict(environment or {})
+    if wrong := sorted(key for key in given if not key.startswith(PREFIX)):
+        raise ConfigError(f"environment has {wrong[0]!r}: only {PREFIX}... is for SMPs; set others in a runtime_env")
+    limit = time.monotonic() + deadline_s
+    head = (
+        ray.remote(HeadShepherd)
+        .options(**_options(_head_name(name)), max_concurrency=4)
+        .remote(name, on, given, LOOK_EVERY_S)
+    )
+    while True:
+        _answer(head.tend.remote(again=True), limit)
+        found = [_ask(name, node, limit, begin=True) for node in nodes(on)]
+        broken = [smp for smp in found if not smp.pid]
+        if not broken:
+            return status(name, on=on)
+        if time.monotonic() > limit:
+            said = "; ".join(f"{smp.node or smp.ray_node}: {smp.trouble}" for smp in broken)
+            raise DeadlineExceeded(f"no SMP on {len(broken)} nodes within {deadline_s:.0f} s: {said}")
+
+
+def status(job: str | None = None, *, on: str = "") -> Report:
+    """How the SMPs of a job are, node by node. Blocks for some seconds at most."""
+    name = _job(job)
+    smps = tuple(_ask(name, node, time.monotonic() + ANSWER_DEADLINE_S) for node in nodes(on))
+    first = next((smp for smp in smps if smp.pid), None)
+    sentence = ""
+    if first is not None:
+        shepherd = _find(_name(name, first.ray_node))
+        try:
+            sentence = _answer(shepherd.overview.remote(), time.monotonic() + ANSWER_DEADLINE_S) if shepherd else ""
+        except (RayActorError, DeadlineExceeded) as error:
+            sentence = f"not known: {error}"
+    return Report(name, smps, sentence)
+
+
+def stop(job: str | None = None, *, remove: bool = False, force: bool = False) -> Report:
+    """End the shepherds of a job, and its SMPs. What these hold stays in memory, unless `remove`.
+
+    Args:
+        force: even while trainers are connected, which then start other SMPs.
+
+    Raises:
+        HoldfastError: an SMP refused; it, its shepherd and those of later nodes are still there.
+    """
+    name = _job(job)
+    found = tuple(_ask(name, node, time.monotonic() + ANSWER_DEADLINE_S) for node in nodes())
+    head = _find(_head_name(name))
+    if head is not None:
+        ray.kill(head)
+    for node in nodes():
+        shepherd = _find(_name(name, node))
+        if shepherd is not None:
+            _end(shepherd, remove, force)
+            ray.kill(shepherd)
+    return Report(name, found)
+
+
+def nodes(on: str = "") -> list[str]:
+    """Ray's ids of the nodes that it takes to be alive, and that have the resource `on`, if one is named."""
+    return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and (not on or on in node["Resources"]))
+
+
+# ---------------------------------------------------------------------- the actors
+
+
+class Shepherd:
+    """Looks after the SMP of the node that it is on. Runs in Ray."""
+
+    def __init__(self, job: str, environment: Mapping[str, str], look_every_s: float) -> None:
+        """Start the SMP, or adopt it. Raises `HoldfastError`."""
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        self._job, self._arena = job, arena_path(job).absolute()
+        self._look_every_s = look_every_s
+        self._over = threading.Event()
+        self._one = threading.Lock()
+        self._episodes = Episodes(log)
+        if os.environ.get(SUBREAPER_ENV, "").lower() in ("1", "true"):
+            log.warning("%s is set: raylets kill whatever their workers leave, SMPs too: unset it", SUBREAPER_ENV)
+        self.report(begin=True)
+        threading.Thread(target=self._watch, name="shepherd", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._look_every_s):
+            try:
+                self._tend()
+                self._episodes.end("smp", "the SMP runs")
+            except HoldfastError as error:
+                self._episodes.begin("smp", "the SMP is gone, and none could be started: %s", error)
+
+    def _tend(self) -> None:
+        """Start an SMP if one died here. A job that has ended leaves no arena."""
+        with self._one:
+            if read_owner(self._arena) is not None and not self._over.is_set():
+                self._begin()
+
+    def _begin(self) -> None:
+        if running_owner(self._arena) is None:
+            start_here(self._arena, self._job)
+
+    def report(self, begin: bool = False) -> dict[str, Any]:
+        """Of `Herded`, what is known here. With `begin` an SMP is started if none runs. Raises `HoldfastError`."""
+        if begin:
+            with self._one:
+                self._begin()
+        owner = running_owner(self._arena)
+        if owner is None:
+            return {"node": node_from_environment(), "trouble": "none runs: its job has ended, or has not begun"}
+        return {"node": owner.node, "pid": owner.pid, "host": owner.host, "bulk_port": owner.bulk_port}
+
+    def overview(self) -> str:
+        """Which step is safe against what; blocks for some seconds."""
+        owner = running_owner(self._arena)
+        return look(self._job, (owner.host, owner.bulk_port)).sentence() if owner else ""
+
+    def suspect(self, node: str) -> None:
+        """Tell the SMP here that Ray takes a node for dead. Raises `HoldfastError`."""
+        if running_owner(self._arena) is not None:
+            client = SmpClient(self._arena, self._job)
+            try:
+                client.suspect(node)
+            finally:
+                client.close()
+
+    def stop(self, remove: bool, force: bool) -> None:
+        """End the SMP. Raises `HoldfastError` if it refuses; then it is looked after as before."""
+        with self._one:
+            if running_owner(self._arena) is not None:
+                client = SmpClient(self._arena, self._job)
+                try:
+                    client.stop(remove=remove, force=force)
+                finally:
+                    client.close()
+            self._over.set()
+
+
+class HeadShepherd:
+    """Sees to it that every node has a shepherd. Runs in Ray, once per job, anywhere."""
+
+    def __init__(self, job: str, on: str, environment: Mapping[str, str], look_every_s: float) -> None:
+        self._job, self._on = job, on
+        self._environment = dict(environment)
+        self._look_every_s = look_every_s
+        self._one = threading.Lock()
+        self._shepherds: dict[str, Any] = {}
+        self._names: dict[str, str] = {}
+        self._asked: dict[str, Any] = {}
+        threading.Thread(target=self._watch, name="head-shepherd", daemon=True).start()
+
+    def _watch(self) -> None:
+        never = threading.Event()
+        while not never.wait(self._look_every_s):
+            try:
+                self.tend()
+            except RayActorError as error:
+                log.warning("a shepherd could not be made, which is tried again: %s", error)
+
+    def tend(self, again: bool = False) -> None:
+        """Make shepherds for nodes that are new.
+
+        Args:
+            again: and for nodes whose shepherd is dead for good; wait for all that are made.
+
+        Raises:
+            ConfigError: one that was waited for could not start an SMP, in the SMP's own words.
+        """
+        made = {}
+        with self._one:
+            alive = nodes(self._on)
+            gone = self._shepherds.keys() - set(alive)
+            self._shepherds = {node: actor for node, actor in self._shepherds.items() if node in alive}
+            self._tell(gone)
+            for node in alive:
+                if node not in self._shepherds or (again and _find(_name(self._job, node)) is None):
+                    made[node] = self._shepherds[node] = self._make(node)
+            self._learn_names()
+        for node, shepherd in made.items() if again else ():
+            try:
+                ray.get(shepherd.report.remote())
+            except RayActorError as error:
+                if error.actor_init_failed:
+                    raise ConfigError(f"the shepherd of {node} could not start an SMP: {error}") from error
+                log.warning("the shepherd of %s is gone again: %s", node, error)
+
+    def _tell(self, gone: Collection[str]) -> None:
+        """Have every SMP know that these nodes may be dead; whoever does not hear of it finds out by itself, later."""
+        for node in sorted(gone):
+            name = self._names.pop(node, "")
+            self._asked.pop(node, None)
+            for shepherd in self._shepherds.values() if name else ():
+                shepherd.suspect.remote(name)
+
+    def _learn_names(self) -> None:
+        """How holdfast calls the nodes that have shepherds, once these have answered."""
+        for node, shepherd in self._shepherds.items():
+            if node in self._names:
+                continue
+            if node not in self._asked:
+                self._asked[node] = shepherd.report.remote()
+            answer = self._asked[node]
+            if ray.wait([answer], timeout=0)[0]:
+                del self._asked[node]
+                try:
+                    self._names[node] = ray.get(answer)["node"]
+                except (RayActorError, RayTaskError) as error:
+                    log.info("the shepherd of %s does not say its name: %s", node, error)
+
+    def _make(self, node: str) -> Any:
+        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = _options(_name(self._job, node))
+        actor = ray.remote(Shepherd).options(**options, max_concurrency=4, scheduling_strategy=pinned)
+        return actor.remote(self._job, self._environment, self._look_every_s)
+
+
+def _options(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_restarts": -1,
+    }
+
+
+def _name(job: str, node: str) -> str:
+    return f"shepherd-{job}-{node}"
+
+
+def _head_name(job: str) -> str:
+    return f"head-shepherd-{job}"
+
+
+def _job(job: str | None) -> str:
+    name = job or job_from_environment()
+    if not is_identifier(name):
+        raise ConfigError(
+            f"{name!r} cannot be a job id: use 1-64 of A-Z a-z 0-9 . _ -, starting with a letter or digit"
+        )
+    return name
+
+
+def _find(name: str) -> Any:
+    try:
+        return ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _ask(job: str, node: str, limit: float, *, begin: bool = False) -> Herded:
+    """What the shepherd of a node says, once it has begun if need be."""
+    shepherd = _find(_name(job, node))
+    if shepherd is None:
+        return Herded(node, trouble="it has no shepherd")
+    try:
+        return Herded(node, **_answer(shepherd.report.remote(begin), limit))
+    except (RayActorError, DeadlineExceeded) as error:
+        return Herded(node, trouble=f"its shepherd does not answer: {error}")
+
+
+def _end(shepherd: Any, remove: bool, force: bool) -> None:
+    """Have a shepherd end its SMP; trainers that have just been told to end are given some time to do so."""
+    limit = time.monotonic() + ANSWER_DEADLINE_S
+    while True:
+        try:
+            _answer(shepherd.stop.remote(remove, force), limit)
+            return
+        except ConfigError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(REFUSED_AGAIN_S)
+
+
+def _answer(reference: Any, limit: float) -> Any:
+    """What an actor answers. Raises the `HoldfastError` that it raised, or `DeadlineExceeded`."""
+    try:
+        return ray.get(reference, timeout=max(0.0, limit - time.monotonic()))
+    except GetTimeoutError as error:
+        raise DeadlineExceeded(f"no answer in time: {error}") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, HoldfastError):
+            raise error.cause from error
+        raise
+
+
+__all__ = ["Herded", "Report", "nodes", "start", "status", "stop"]

@@ -1,0 +1,1 @@
+"""Keeping snapshots protected: encoding, scrubbing, regrouping, rejoining."""

@@ -1,0 +1,152 @@
+"""What a restarted SMP sees to by itself: that this node holds again what its group counts on.
+
+Its predecessor may have died while it mended a unit, took in a shard or computed parity again. Units that do not match
+their digests were noted when the arena was adopted. Here they are mended, missing shards are brought back, and missing
+parity is encoded anew: of the newest snapshot that lies here, and of the one that the job was promised.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.recovery.census import addresses_of, take_census
+from holdfast.smp_daemon.recovery.rebuild import heal, mend_units, recover
+from holdfast.smp_daemon.shared.errors import HoldfastError, Unrecoverable
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.plan import choose_sources, healer
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
+from holdfast.smp_daemon.storage.store import Store
+
+AGAIN_S = 5.0
+"""After so long it is tried again, for as long as something is missing and no newer epoch has begun: the other SMPs
+may have been restarted too."""
+
+ATTEMPTS = 24
+ENV = "HOLDFAST_REJOIN"
+
+log = get_log(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What this node should hold of a snapshot and does not, and units of what it holds that are damaged."""
+
+    shards: tuple[str, ...] = ()
+    parities: tuple[tuple[int, int], ...] = ()
+    damaged: tuple[tuple[Key, tuple[int, ...]], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.shards or self.parities or self.damaged)
+
+
+class Rejoiner:
+    """The thread that does it, once, when an SMP starts in an arena that holds something."""
+
+    def __init__(self, method: str) -> None:
+        """`method`: how lost shards are computed, see `rebuild.recover`."""
+        self._method = method
+        self._closed = threading.Event()
+
+    def start(self, store: Store) -> None:
+        """Begin to work for `store`, if there is anything in it and ``HOLDFAST_REJOIN`` is not 0."""
+        if store.holdings.held() and os.environ.get(ENV) != "0":
+            threading.Thread(target=self._run, args=(store, store.epoch), name="rejoin", daemon=True).start()
+
+    def close(self) -> None:
+        """Do not try again."""
+        self._closed.set()
+
+    def _run(self, store: Store, epoch: int) -> None:
+        reach("rejoin.before")
+        episodes = Episodes(log)
+        for _ in range(ATTEMPTS):
+            try:
+                if rejoin(store, epoch, self._method):
+                    episodes.end("rejoin", "all is here again that can be had")
+                    break
+            except HoldfastError as error:
+                if store.epoch != epoch:
+                    log.info("the rest is the new epoch's to bring back: %s", error)
+                    return
+                episodes.begin("rejoin", "not all is here again: %s", error)
+            if self._closed.wait(AGAIN_S):
+                return
+        reach("rejoin.done")
+
+
+def rejoin(store: Store, epoch: int, method: str) -> bool:
+    """Bring back what is missing here. Blocks while bytes travel, and holds no lock meanwhile.
+
+    Returns whether nothing is missing any more that can be had.
+
+    Raises:
+        HoldfastError: something cannot be had now, or another epoch has begun.
+    """
+    whole = True
+    newest = max((key.snapshot for key in store.holdings.held()), default=None)
+    for snapshot in sorted({snapshot for snapshot in (newest, store.protected) if snapshot is not None}):
+        store.check_epoch(epoch)
+        with store.changed:
+            layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == snapshot.epoch]
+        if not layouts or not find_missing(store, max(layouts, key=lambda each: each.revision), snapshot):
+            continue
+        sources = choose_sources(take_census(store.job, addresses_of(layouts), store.counters, layouts), snapshot)
+        if sources is None:
+            whole = False  # others may come back that hold the rest
+            continue
+        try:
+            _bring_back(store, epoch, sources, method)
+        except Unrecoverable as error:
+            if snapshot == store.protected:
+                raise
+            log.info("%s was not whole anywhere: %s", snapshot, error, extra=about(snapshot))
+    return whole
+
+
+def find_missing(store: Store, layout: Layout, snapshot: SnapshotId) -> Missing:
+    """What this node lacks of a snapshot in a layout: of its place, and of those of lost nodes that it has taken."""
+    holdings, node = store.holdings, store.node
+    keys: list[Key] = [key for key in holdings.held() if key.snapshot == snapshot]
+    shards = {key.coord for key in keys if isinstance(key, ShardKey)}
+    places = [
+        (group, position)
+        for group in range(len(layout.groups))
+        for position, member in enumerate(layout.members(group))
+        if member.name == node or healer(layout, group, position) in shards
+    ]
+    damaged = [(key, tuple(holdings.known_damage(key))) for key in keys]
+    return Missing(
+        tuple(s.coord for each in layout.nodes if each.name == node for s in each.shards if s.coord not in shards),
+        tuple(
+            (group, position)
+            for group, position in places
+            if layout.has_parity(group, position)
+            and not holdings.holds(ParityKey(snapshot, layout.tag(group), position))
+        ),
+        tuple((key, units) for key, units in damaged if units),
+    )
+
+
+def _bring_back(store: Store, epoch: int, sources: Sources, method: str) -> None:
+    """What nobody holds any more; what moved to another node, with its ranks, is not missing."""
+    snapshot, missing = sources.snapshot, find_missing(store, sources.layout, sources.snapshot)
+    for key, units in missing.damaged:
+        mended = mend_units(store, key, units)
+        text, extra = "%s: %d of %d damaged units are mended", about(snapshot, mended=mended)
+        log.warning(text, key, mended, len(units), extra=extra)
+    for coord in missing.shards:
+        if coord not in sources.shards:
+            store.check_epoch(epoch)
+            how = recover(store, sources, coord, method).how
+            log.warning("%s of %s was missing, and is %s", coord, snapshot, how, extra=about(snapshot, coord=coord))
+    for group, position in missing.parities:
+        if (group, position) not in sources.parities:
+            store.check_epoch(epoch)
+            count = heal(store, sources, group, position)
+            text = "parity of %s was missing, and is encoded again: %d bytes fetched"
+            log.warning(text, snapshot, count, extra=about(snapshot, bytes=count))

@@ -1,0 +1,41 @@
+"""A fixed number of buffers for units that arrive: what an SMP receives at once is bounded, whoever sends."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
+
+BUFFERS = 3
+
+
+class Scratch:
+    """`BUFFERS` buffers, each as long as the longest unit it has held. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        for _ in range(BUFFERS):
+            self._free.put(bytearray())
+
+    @contextmanager
+    def borrow(self, length: int) -> Iterator[memoryview]:
+        """A buffer of `length` bytes, with anything in it. Blocks until one is free.
+
+        Whoever has one must not wait for another SMP with it, other than for the bytes that go into it.
+
+        Raises:
+            DeadlineExceeded: none became free in time.
+        """
+        try:
+            buffer = self._free.get(timeout=CALL_DEADLINE_S)
+        except queue.Empty:
+            raise DeadlineExceeded(f"no buffer for a unit became free in {CALL_DEADLINE_S:.0f} s") from None
+        try:
+            if len(buffer) < length:
+                buffer = bytearray(length)
+            yield memoryview(buffer)[:length]
+        finally:
+            self._free.put(buffer)

@@ -1,0 +1,92 @@
+"""The scrub: reads everything that is sealed, slowly and for ever, and mends units that went bad."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.recovery.rebuild import mend_units
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.logs import Episodes, get_log
+from holdfast.smp_daemon.shared.pacer import Pacer
+from holdfast.smp_daemon.shared.priority import make_background
+from holdfast.smp_daemon.storage.store import Store
+
+PASS_EVERY_S = 60.0
+"""A pass begins no sooner than this after the one before."""
+
+log = get_log(__name__)
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one pass found: units read, units that were bad, and of those how many are whole again."""
+
+    units: int = 0
+    damaged: int = 0
+    mended: int = 0
+
+
+class Scrubber:
+    """The thread that scrubs. A rate of 0 in `pacer` means that it does not run by itself."""
+
+    def __init__(self, pacer: Pacer, priority: str = "normal") -> None:
+        """`priority`: see `smp_daemon.shared.priority`."""
+        self._pacer = pacer
+        self._priority = priority
+        self._closed = threading.Event()
+
+    def start(self, store: Store) -> None:
+        """Begin to work for `store`."""
+        if self._pacer.rate:
+            threading.Thread(target=self._run, args=(store,), name="scrub", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop after the unit at hand."""
+        self._closed.set()
+
+    def _run(self, store: Store) -> None:
+        make_background(self._priority)
+        episodes = Episodes(log)
+        while not self._closed.wait(PASS_EVERY_S):
+            try:
+                scrub(store, self._pace)
+                episodes.end("scrub", "the scrub comes to its end again")
+            except HoldfastError as error:
+                episodes.begin("scrub", "the scrub gave up this pass: %s", error)
+
+    def _pace(self, count: int) -> None:
+        if self._closed.wait(self._pacer.wait_s(count, time.monotonic())):
+            raise ProtocolError("the SMP ends")
+
+
+def scrub(store: Store, pace: Callable[[int], None]) -> Pass:
+    """Read and check every sealed unit once; mend what can be mended. Blocks.
+
+    Args:
+        pace: called with the length of each unit in bytes before it is read.
+    """
+    found = Pass()
+    for key in store.holdings.held():
+        damaged = []
+        try:
+            _, record = store.holdings.open(key)
+            for index in range(len(record.digests)):
+                length = record.unit(index)[1]
+                if not length:
+                    continue
+                pace(length)
+                try:
+                    store.holdings.checked_unit(key, index)
+                except DamagedSnapshot:
+                    damaged.append(index)
+                found.units += 1
+                store.counters.add(bytes_scrubbed=length)
+        except ProtocolError:
+            continue  # it was released meanwhile
+        found.damaged += len(damaged)
+        if damaged:
+            found.mended += mend_units(store, key, damaged)
+    return found

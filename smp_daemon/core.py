@@ -1,0 +1,194 @@
+"""What an SMP holds and does, without the sockets over which it is asked: `service` adds those."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from holdfast.ec import choose_codec
+from holdfast.smp_daemon.coding.drain import Drain, Drained
+from holdfast.smp_daemon.coding.protect import Protector
+from holdfast.smp_daemon.coding.rejoin import Rejoiner
+from holdfast.smp_daemon.coding.scratch import Scratch
+from holdfast.smp_daemon.coding.scrub import Scrubber
+from holdfast.smp_daemon.monitor import Monitor
+from holdfast.smp_daemon.net.peers import PeerClient
+from holdfast.smp_daemon.persist.options import Options
+from holdfast.smp_daemon.persist.persister import Persister
+from holdfast.smp_daemon.recovery.rebuild import METHODS
+from holdfast.smp_daemon.recovery.recoveries import Recoveries
+from holdfast.smp_daemon.shared.credentials import current
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.pacer import MAX_TURNS, Pacer
+from holdfast.smp_daemon.shared.paths import Owner
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.records import write_json
+from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.holdings import ParityKey, ShardKey
+from holdfast.smp_daemon.storage.store import Store
+from holdfast.smp_daemon.watchdog.attendance import Attendance
+from holdfast.smp_daemon.watchdog.liveness import Deadlines
+from holdfast.smp_daemon.watchdog.on_hang import OnHang
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How an SMP works, as far as it is not the job's to say.
+
+    Attributes:
+        backend: erasure code backend, see `ec.choose_codec`.
+        bandwidth: most bytes per second that encoding sends; 0: no limit.
+        turns: in how many turns the groups encode, see `smp_daemon.shared.pacer.turn_delay_s`; 1: all at once.
+        scrub: bytes per second that the scrub reads; 0: it does not run by itself.
+        reform_after_s: how long a node may be missing before the survivors re-form their groups; 0: they never do.
+        rebuild: how lost shards are computed, see `smp_daemon.recovery.rebuild.recover`.
+        memory: most bytes that slots may take, reserved from the start; 0: what the layout needs, at the first step.
+        deadlines: how long trainers may be quiet.
+        on_hang: shell command for each hang of a trainer; empty: none.
+        zero: what is given up is overwritten with zeros.
+        priority: how much encoding, folding and the scrub press on the trainers, see `smp_daemon.shared.priority`.
+        persist: the persist tier; None: it is off.
+    """
+
+    backend: str = "auto"
+    bandwidth: float = 0.0
+    turns: int = 1
+    scrub: float = 64e6
+    reform_after_s: float = 30.0
+    rebuild: str = "chain"
+    memory: int = 0
+    zero: bool = False
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    on_hang: str = ""
+    priority: str = "normal"
+    persist: Options | None = None
+
+    def __post_init__(self) -> None:
+        if self.rebuild not in METHODS:
+            raise ConfigError(f"{self.rebuild!r} is no way to rebuild: use one of {', '.join(METHODS)}")
+        if not 1 <= self.turns <= MAX_TURNS:
+            raise ConfigError(f"{self.turns} turns: use 1 to {MAX_TURNS}, 1 for all groups at once")
+        try:
+            choose_codec(2, 1, self.backend)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+class Core:
+    """The parts of one SMP, at work.
+
+    Attributes:
+        owner: who serves the arena, and where; known once the sockets are bound.
+        stopped: set when the SMP is to end. `finished`: nothing of the job is needed any more.
+        trainers: how many are connected. `said`: what the training loop last asked to be told to operators.
+    """
+
+    owner: Owner
+
+    def __init__(self, job: str, node: str, arena: Path, settings: Settings, access: str) -> None:
+        """Take over the arena and start the threads. Raises as `Smp`."""
+        self.settings = settings
+        self.stopped = threading.Event()
+        self.access = access
+        self.trainers = 0
+        self.said = ""
+        self.finished = False
+        self.arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero)
+        self.credentials = current()
+        self.peers = PeerClient(self.credentials, job)
+        self._protector = Protector(
+            self.peers, Pacer(self.settings.bandwidth), self.settings.turns, self.settings.priority
+        )
+        self._scrubber = Scrubber(Pacer(self.settings.scrub), self.settings.priority)
+        self.persister = Persister(self.settings.persist, self.settings.priority)
+        self.monitor = Monitor(self.peers, self.settings.reform_after_s, self.settings.rebuild, lambda: self.trainers)
+        self.rejoiner = Rejoiner(self.settings.rebuild)
+        self.recoveries = Recoveries()
+        self.store = Store(
+            self.arena,
+            job,
+            node,
+            backend=self.settings.backend,
+            on_sealed=self._sealed,
+            on_parity=self._protector.announce,
+            on_protected=self.recoveries.protected,
+            on_epoch=self._begun,
+            spare=self.persister.spare,
+        )
+        self.arena.settle()
+        reach("start.adopted")
+        self.attendance = Attendance(
+            lambda: self.store.board,
+            self.settings.deadlines,
+            OnHang(self.settings.on_hang, job, node) if self.settings.on_hang else None,
+            self.recoveries.lost,
+        )
+        self.scratch = Scratch()
+        self.drainer = Drain(job, self.store.counters, self.inventory, self.monitor.move)
+        for thread in (self._protector, self._scrubber, self.monitor, self.persister):
+            thread.start(self.store)
+
+    def inventory(self) -> Inventory:
+        """What it holds."""
+        with self.store.changed:
+            keys = self.store.holdings.held()
+            return Inventory(
+                node=self.owner.node,
+                host=self.owner.host,
+                control_port=self.owner.control_port,
+                bulk_port=self.owner.bulk_port,
+                epoch=self.store.epoch,
+                protected=self.store.protected,
+                trainers=self.trainers,
+                layouts=dict(self.arena.layouts),
+                shards=frozenset((key.snapshot, key.coord) for key in keys if isinstance(key, ShardKey)),
+                parities=frozenset((key.snapshot, key.tag, key.position) for key in keys if isinstance(key, ParityKey)),
+                unpromised=frozenset(self.store.unpromised()),
+                leaving=self.drainer.leaving,
+                record=self.store.record,
+            )
+
+    def shown_at(self, port: int) -> None:
+        """It shows itself over HTTP on that port of loopback: tell those who look into the arena."""
+        self.owner = replace(self.owner, http_port=port)
+        self.write_owner()
+
+    def finish(self) -> None:
+        """The job has ended well: nothing of it is needed any more."""
+        self.finished = True
+        reach("finish.told")
+        self.stopped.set()
+
+    def stop(self, *, remove: bool = False) -> None:
+        """End. What is held stays for a successor, unless it is to be removed."""
+        self.finished = self.finished or remove
+        self.stopped.set()
+
+    def drain(self, deadline_s: float, spares: Collection[Address], wait: bool) -> Drained:
+        """Move what is held here to other nodes; see `smp_daemon.ops.drain.Drain.run`. `stop` is up to the caller."""
+        return self.drainer.run(deadline_s, spares, wait=wait)
+
+    def end(self) -> None:
+        """End the threads. What is held stays."""
+        self.drainer.end()
+        self.attendance.close()
+        for part in (self.persister, self.rejoiner, self.monitor, self._scrubber, self._protector):
+            part.close()
+
+    def _sealed(self, snapshot: SnapshotId, must_encode: bool) -> None:
+        self.recoveries.sealed(snapshot)
+        if must_encode:
+            self._protector.protect(snapshot)
+
+    def _begun(self, epoch: int) -> None:
+        self.recoveries.joined(epoch)
+        self._protector.hang_up()
+
+    def write_owner(self) -> None:
+        """Note in the arena who serves it, and where."""
+        write_json(self.arena.path / "smp.json", asdict(self.owner))

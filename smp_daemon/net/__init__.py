@@ -1,0 +1,1 @@
+"""Other SMPs: connections, authentication, gRPC."""

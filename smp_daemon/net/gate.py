@@ -1,0 +1,168 @@
+"""Who may talk to an SMP over TCP. Nothing is read as a message, and no memory taken, before that is known.
+
+With a token or certificates: whoever has them. Without: on loopback this user's processes alone; off loopback
+(``--insecure``) anybody. At most `PLACES` connections are being asked at a time, and `PLACES_OF_SOURCE` of one address:
+the oldest gives way, so that those who say nothing cannot keep others out.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from holdfast.smp_daemon.shared.credentials import Credentials
+from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S, NoToken, check_client
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.transport import frame
+from holdfast.smp_daemon.shared.uids import SCARCE, is_of_this_user
+
+PLACES = 64
+PLACES_OF_SOURCE = 16
+ASK_AGAIN_S = 0.2
+PENALTY_S = 1.0
+"""How long whoever fails keeps its place, before the connection ends."""
+
+MAX_DISCARDED_BYTES = 1 << 16
+COMPLAIN_EVERY_S = 60.0
+MAX_SOURCES = 1024
+
+log = get_log(__name__)
+
+
+class Complaints:
+    """Logs what came from an address that was not let in: once, then at most every `COMPLAIN_EVERY_S`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._said: dict[str, tuple[float, int]] = {}
+
+    def note(self, source: str, why: object, now_s: float) -> bool:
+        """Count it; whether it was logged."""
+        with self._lock:
+            at, count = self._said.pop(source, (float("-inf"), 0))
+            due = now_s - at >= COMPLAIN_EVERY_S
+            self._said[source] = (now_s, 0) if due else (at, count + 1)
+            while len(self._said) > MAX_SOURCES:
+                del self._said[next(iter(self._said))]
+        if due:
+            more = f" ({count} more since the last time)" if count else ""
+            log.warning("a connection from %s was not let in: %s%s", source, why, more)
+        return due
+
+
+class Gate:
+    """Lets connections in. `enter` is called in a thread of each connection."""
+
+    def __init__(self, credentials: Credentials, job: str) -> None:
+        self._credentials = credentials
+        self._job = job
+        self._lock = threading.Lock()
+        self._entering: dict[int, tuple[str, socket.socket]] = {}
+        self._closed = threading.Event()
+        self._complaints = Complaints()
+
+    def enter(self, sock: socket.socket) -> socket.socket | None:
+        """The socket to talk over, which takes the place of `sock`; None, and `sock` is closed, if it may not come in.
+
+        Blocks for at most twice `HANDSHAKE_DEADLINE_S` and `PENALTY_S`; reads at most `MAX_DISCARDED_BYTES`.
+        """
+        if not self._credentials:
+            return self._of_this_user(sock)
+        source = str(sock.getpeername()[0])
+        with self._place(source, sock) as number:
+            try:
+                sock.settimeout(HANDSHAKE_DEADLINE_S)
+                tls = self._credentials.tls
+                if tls is not None:
+                    secured = tls.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                    with self._lock:
+                        self._entering[number] = source, secured
+                    sock = secured
+                    secured.do_handshake()
+                    check_name(secured.getpeercert(), tls.name)
+                if self._credentials.token:
+                    check_client(sock, self._credentials.token, self._job)
+                return sock
+            except (ProtocolError, EOFError, OSError) as error:
+                self._complaints.note(source, error, time.monotonic())
+                if isinstance(error, NoToken):
+                    _say(
+                        sock,
+                        "SmpUnavailable",
+                        "this SMP asks for a token: set HOLDFAST_TOKEN_FILE as it was for the job",
+                    )
+                _punish(sock)
+                return None
+
+    def close(self) -> None:
+        """End what is at the door."""
+        with self._lock:
+            self._closed.set()
+            for _, sock in self._entering.values():
+                _end(sock)
+
+    def _of_this_user(self, sock: socket.socket) -> socket.socket | None:
+        limit = time.monotonic() + HANDSHAKE_DEADLINE_S
+        while True:
+            try:
+                if is_of_this_user(sock):
+                    return sock
+                self._complaints.note(str(sock.getpeername()[0]), "it is another user's process", time.monotonic())
+            except OSError as error:
+                if error.errno in SCARCE and time.monotonic() < limit and not self._closed.wait(ASK_AGAIN_S):
+                    continue
+                log.debug("a connection ended at once: %s", error)
+            sock.close()
+            return None
+
+    @contextmanager
+    def _place(self, source: str, sock: socket.socket) -> Iterator[int]:
+        number = id(sock)
+        with self._lock:
+            mine = [each for each, (of, _) in self._entering.items() if of == source]
+            too_many = max(0, len(mine) - PLACES_OF_SOURCE + 1), max(0, len(self._entering) - PLACES + 1)
+            for oldest in [*mine[: too_many[0]], *list(self._entering)[: too_many[1]]]:
+                _end(self._entering.pop(oldest, ("", sock))[1])
+            self._entering[number] = source, sock
+            if self._closed.is_set():
+                _end(sock)
+        try:
+            yield number
+        finally:
+            with self._lock:
+                self._entering.pop(number, None)
+
+
+def _punish(sock: socket.socket) -> None:
+    """Wait a little before the end: guesses are slow then. What still comes is read, so that our answer is heard."""
+    limit, left = time.monotonic() + PENALTY_S, MAX_DISCARDED_BYTES
+    with suppress(OSError):
+        while left > 0 and (wait_s := limit - time.monotonic()) > 0:
+            sock.settimeout(wait_s)
+            got = len(socket.socket.recv(sock, min(left, 4096)))  # as it comes, not as TLS reads it
+            left -= got
+            if not got:
+                break
+    with suppress(OSError):
+        sock.close()
+
+
+def _say(sock: socket.socket, error: str, message: str) -> None:
+    with suppress(OSError):
+        sock.sendall(frame({"error": error, "message": message}))
+
+
+def check_name(certificate: object, name: str) -> None:
+    """Raises `ProtocolError` unless a certificate, as `ssl.SSLSocket.getpeercert` gives it, carries the DNS name."""
+    names = certificate.get("subjectAltName", ()) if isinstance(certificate, dict) else ()
+    if ("DNS", name) not in names:
+        raise ProtocolError(f"its certificate is not for {name!r} but for {[text for _, text in names]}")
+
+
+def _end(sock: socket.socket) -> None:
+    with suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,0 +1,182 @@
+"""Listening: a thread for each connection, and a `Conversation` in it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.shared.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_BYTES
+from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.transport import Message, SocketStream, Stream
+
+ACCEPT_AGAIN_S = 0.5
+
+log = get_log(__name__)
+
+
+class Conversation(Protocol):
+    """What a listener does with one connection, in a thread of its own."""
+
+    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+        """The reply to one message; must consume its `payload` bytes. A `HoldfastError` becomes an error reply."""
+        ...
+
+    def ended(self) -> None:
+        """The other side is gone."""
+        ...
+
+
+class Gate(Protocol):
+    """Who may talk."""
+
+    def enter(self, sock: socket.socket) -> socket.socket | None:
+        """The socket to talk over; None, and `sock` is closed, if it may not come in. Blocks, but not for long."""
+        ...
+
+    def close(self) -> None:
+        """End what waits to come in."""
+        ...
+
+
+class Listener:
+    """Accepts connections and runs a `Conversation` for each, one thread per connection, `MAX_CONNECTIONS` at most."""
+
+    def __init__(
+        self, sock: socket.socket, converse: Callable[[socket.socket], Conversation], gate: Gate | None = None
+    ) -> None:
+        """`gate`: who may talk; else whoever can connect."""
+        self._sock = sock
+        self._converse = converse
+        self._gate = gate
+        self._live: dict[SocketStream, None] = {}
+        """In the order in which they came, so that they always end in that order too."""
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._episodes = Episodes(log)
+        self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The TCP port listened on."""
+        return int(self._sock.getsockname()[1])
+
+    def close(self) -> None:
+        """Stop listening and end every connection."""
+        with self._lock:
+            self._closed.set()
+            live = list(self._live)
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes `accept`; without it the socket would go on listening
+        except OSError:
+            pass
+        self._thread.join()
+        self._sock.close()
+        if self._gate is not None:
+            self._gate.close()
+        for stream in live:
+            stream.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._sock.accept()
+            except OSError as error:
+                if not self._closed.is_set():
+                    text = "a connection could not be accepted: %s"
+                    self._episodes.begin("accept", text, error, level=logging.ERROR)
+                self._closed.wait(ACCEPT_AGAIN_S)  # out of files or of memory, as a rule: others may free some
+                continue
+            self._episodes.end("accept", "connections are accepted again")
+            if len(self._live) >= MAX_CONNECTIONS:
+                text = "a connection was closed: there are %d already"
+                self._episodes.begin("full", text, MAX_CONNECTIONS, level=logging.ERROR)
+                sock.close()
+                continue
+            self._episodes.end("full", "there is room for connections again")
+            threading.Thread(target=self._admit, args=(sock,), name="connection", daemon=True).start()
+
+    def _admit(self, sock: socket.socket) -> None:
+        if self._gate is None:
+            self._serve(sock)
+            return
+        try:
+            admitted = self._gate.enter(sock)
+        except OSError:  # it has ended already
+            sock.close()
+            return
+        if admitted is not None:
+            self._serve(admitted)
+
+    def _serve(self, sock: socket.socket) -> None:
+        stream = SocketStream(sock, deadline_s=None)
+        with self._lock:
+            self._live[stream] = None
+            if self._closed.is_set():
+                stream.close()
+        conversation = None
+        try:
+            conversation = self._converse(sock)
+            while (received := stream.receive()) is not None:
+                reply: Message
+                try:
+                    reply, payload = conversation.answer(*received, stream)
+                except HoldfastError as error:
+                    reply, payload = {"error": type(error).__name__, "message": str(error)}, None
+                stream.send(reply, payload)
+        except (HoldfastError, OSError) as error:  # the socket may be closed under us at any moment
+            if not self._closed.is_set():
+                extra = about(error=type(error).__name__)
+                self._episodes.begin("connection", "connection ended: %s", error, extra=extra)
+        else:
+            self._episodes.end("connection", "connections end well again")
+        finally:
+            with self._lock:
+                self._live.pop(stream, None)
+            stream.close()
+            if conversation is not None:
+                conversation.ended()
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """A unix socket listening at `path`, for this user only.
+
+    Raises:
+        ConfigError: the path is too long for a unix socket.
+    """
+    if len(str(path).encode()) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"{path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes a unix socket allows: "
+            "choose a shorter HOLDFAST_ARENA or job id"
+        )
+    path.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(str(path))
+    path.chmod(0o600)
+    sock.listen(128)
+    return sock
+
+
+def bind_tcp(host: str, port: int) -> socket.socket:
+    """A TCP socket listening on `host`; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the port is taken or the address is not this machine's.
+    """
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.bind((host, port))
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"the SMP cannot listen on {host}:{port}: {error.strerror}; choose another with --host or --bulk-port"
+        ) from error
+    return sock

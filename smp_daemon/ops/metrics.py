@@ -1,0 +1,101 @@
+"""What an SMP exports to Prometheus: its own status, and how the job stands as it sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from holdfast.smp_daemon.ops.overview import Overview
+from holdfast.smp_daemon.ops.status import Status
+
+GAUGES = {
+    "holdfast_up_seconds": "how long the SMP has run",
+    "holdfast_epoch": "newest epoch, which is one more at every start of the job",
+    "holdfast_connections": "of trainers to this SMP: two each",
+    "holdfast_sealed_step": "newest step that this node has sealed",
+    "holdfast_sealed_age_seconds": "since it was sealed",
+    "holdfast_protected_step": "newest step that the whole job agreed is protected, as far as this SMP was told",
+    "holdfast_arena_bytes": "memory reserved for slots",
+    "holdfast_memory_bytes": "memory that slots may take, reserved from the start; 0: no limit",
+    "holdfast_rss_bytes": "memory of the process, with what it has mapped of the arena",
+    "holdfast_silent_nodes": "nodes of the job whose SMP does not answer this one",
+    "holdfast_trainers": "of this node, as far as they said that they are here",
+    "holdfast_trainers_late": "of them, those that have been quiet for over half of their phase's deadline",
+    "holdfast_trainers_hung": "of them, those that have been quiet for longer than their phase's deadline",
+    "holdfast_trainers_dead": "of them, those that have died and are not back",
+    "holdfast_quiet_seconds": "since the quietest of them was last heard of",
+    "holdfast_lease_age_seconds": "since the quietest other member of the group was last heard of",
+    "holdfast_safe_step": "the newest step that stands most losses of nodes",
+    "holdfast_stands_nodes": "how many more nodes may be lost before that step cannot be had; -1: it cannot",
+    "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
+    "holdfast_persist_failing": "1 if the last snapshot that was to be persisted was not, 0 if it was, or none was",
+}
+COUNTERS = {
+    "bytes_sent": "bytes sent to other SMPs",
+    "bytes_received": "bytes received from other SMPs",
+    "units_folded": "units of others folded into parity",
+    "units_damaged": "units that did not match their digest",
+    "units_mended": "damaged units that were computed again",
+    "bytes_scrubbed": "bytes read by the scrub",
+    "reconnects": "connections to other SMPs made anew",
+    "units_asked_again": "asks for units that somebody else, late or failed, had been asked for",
+    "pauses": "times that encoding made way for a trainer that communicates",
+    "reforms": "times that this node took part in re-forming groups",
+    "snapshots_persisted": "snapshots persisted, with this node's part in them",
+    "bytes_persisted": "bytes written for them",
+    "persist_failures": "snapshots that were to be persisted and were not",
+}
+
+
+def exposition(mine: Status, overview: Overview) -> bytes:
+    """In Prometheus' text format. Pure."""
+    registry = CollectorRegistry()
+    registry.register(_Snapshot(mine, overview))
+    return generate_latest(registry)
+
+
+class _Snapshot(Collector):
+    def __init__(self, mine: Status, overview: Overview) -> None:
+        self._mine = mine
+        self._overview = overview
+
+    def collect(self) -> Iterator[Metric]:
+        labels = {"job": self._overview.job, "node": self._mine.inventory.node}
+        for name, value in _gauges(self._mine, self._overview).items():
+            if value is not None:
+                gauge = GaugeMetricFamily(name, GAUGES[name], labels=list(labels))
+                gauge.add_metric(list(labels.values()), value)
+                yield gauge
+        for name, what in COUNTERS.items():
+            counter = CounterMetricFamily(f"holdfast_{name}", what, labels=list(labels))
+            counter.add_metric(list(labels.values()), self._mine.counters[name])
+            yield counter
+
+
+def _gauges(mine: Status, overview: Overview) -> dict[str, float | None]:
+    inventory, safe = mine.inventory, overview.safest
+    persisted = mine.tier.persisted if mine.tier else None
+    sealed = max((snapshot for snapshot, _ in inventory.shards), default=None)
+    return {
+        "holdfast_up_seconds": mine.up_s,
+        "holdfast_epoch": inventory.epoch,
+        "holdfast_connections": inventory.trainers,
+        "holdfast_sealed_step": sealed.step if sealed else None,
+        "holdfast_sealed_age_seconds": mine.ages_s.get(sealed) if sealed else None,
+        "holdfast_protected_step": inventory.protected.step if inventory.protected else None,
+        "holdfast_arena_bytes": mine.arena_bytes,
+        "holdfast_memory_bytes": mine.memory_bytes,
+        "holdfast_rss_bytes": mine.rss_bytes,
+        "holdfast_silent_nodes": len(overview.silent),
+        "holdfast_trainers": len(mine.trainers),
+        **{f"holdfast_trainers_{h}": sum(t.health == h for t in mine.trainers) for h in ("late", "hung", "dead")},
+        "holdfast_quiet_seconds": max((trainer.quiet_s for trainer in mine.trainers), default=0.0),
+        "holdfast_lease_age_seconds": max(mine.leases.values(), default=0.0),
+        "holdfast_safe_step": safe.snapshot.step if safe else None,
+        "holdfast_stands_nodes": safe.stands if safe else None,
+        "holdfast_persisted_step": persisted.step if persisted else -1,
+        "holdfast_persist_failing": bool(mine.tier and mine.tier.problem),
+    }

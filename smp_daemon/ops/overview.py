@@ -1,0 +1,139 @@
+"""One job as a whole, as operators see it: nodes, groups, and which step is safe against what."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from holdfast.smp_daemon.ops.status import Status, take_statuses
+from holdfast.smp_daemon.recovery.census import addresses_of
+from holdfast.smp_daemon.recovery.recoveries import summarise
+from holdfast.smp_daemon.recovery.standing import Standing, safest, standings
+from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.shared.crash_loop import standing_streak
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.logs import Event
+from holdfast.smp_daemon.shared.plan import newest_protected, whole_snapshots
+from holdfast.smp_daemon.shared.sources import Address
+
+EVENTS_SHOWN = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What the SMPs of a job say together.
+
+    Attributes:
+        statuses: of those that answer, by node.
+        silent: nodes of the newest layout whose SMP does not answer.
+        standings: every snapshot that a restart might go back to, the newest first.
+    """
+
+    job: str
+    statuses: tuple[Status, ...]
+    silent: tuple[str, ...]
+    standings: tuple[Standing, ...]
+
+    @property
+    def safest(self) -> Standing | None:
+        """The newest snapshot that stands most."""
+        return safest(self.standings)
+
+    @property
+    def repeats(self) -> str:
+        """How the last starts of the job ended, if it is over or came no further since; empty if there is no such."""
+        streak = standing_streak([status.inventory for status in self.statuses])
+        return str(streak) if streak is not None else ""
+
+    @property
+    def older(self) -> list[SnapshotId]:
+        """Whole snapshots that only ``HOLDFAST_RESTORE_STEP`` goes back to, the newest first."""
+        inventories = [status.inventory for status in self.statuses]
+        protected = newest_protected(inventories)
+        return [each for each in whole_snapshots(inventories) if protected is not None and each < protected]
+
+    @property
+    def tiers(self) -> list[str]:
+        """How the persist tier is, in words: one line if it is on and well, and one for every node with a problem."""
+        tiers = [(status.inventory.node, status.tier) for status in self.statuses if status.tier is not None]
+        if not tiers:
+            return []
+        known = [(tier.persisted, tier) for _, tier in tiers if tier.persisted is not None]
+        line = f"nothing is persisted yet at {tiers[0][1].place}"
+        if known:
+            snapshot, tier = max(known, key=lambda pair: pair[0])
+            ago_s = max(0.0, time.time() - tier.at_s)
+            line = f"step {snapshot.step:,} is persisted at {tier.place}, {ago_s:,.0f} s ago"
+        return [line, *(f"{node}: not persisted: {tier.problem}" for node, tier in tiers if tier.problem)]
+
+    @property
+    def recoveries(self) -> list[dict[str, Any]]:
+        """The last recoveries of the job, the newest first, see `smp_daemon.recovery.recoveries.summarise`."""
+        return summarise({status.inventory.node: list(status.recoveries) for status in self.statuses})
+
+    @property
+    def events(self) -> list[tuple[str, Event]]:
+        """(node, event): the last lines of all nodes' logs, the newest first."""
+        found = [(status.inventory.node, event) for status in self.statuses for event in status.events]
+        return sorted(found, key=lambda pair: -pair[1].at)[:EVENTS_SHOWN]
+
+    def age_s(self, standing: Standing) -> float | None:
+        """Seconds since the last shard of a snapshot was sealed; None if no SMP that answers knows."""
+        ages = [status.ages_s[standing.snapshot] for status in self.statuses if standing.snapshot in status.ages_s]
+        return min(ages, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """For people's programs, and the page. Layouts are named by their digests alone."""
+        digests = {layout.digest for status in self.statuses for layout in status.inventory.layouts.values()}
+        return {
+            "job": self.job,
+            "at": time.time(),
+            "safe": self.sentence(),
+            "silent": self.silent,
+            "persisted": self.tiers,
+            "recoveries": self.recoveries,
+            "events": [[node, *event.to_json()] for node, event in self.events],
+            "repeats": self.repeats,
+            "older": [list(snapshot) for snapshot in self.older],
+            "snapshots": [
+                {
+                    "epoch": standing.snapshot.epoch,
+                    "step": standing.snapshot.step,
+                    "protected": standing.protected,
+                    "stands": standing.stands,
+                    "age_s": self.age_s(standing),
+                    "groups": [asdict(group) for group in standing.groups],
+                }
+                for standing in self.standings
+            ],
+            "nodes": [status.to_json(digests) for status in self.statuses],
+        }
+
+    def sentence(self) -> str:
+        """What is safe against what, in words."""
+        standing = self.safest
+        if standing is None:
+            return "nothing is held yet"
+        age = self.age_s(standing)
+        when = "" if age is None else f"; sealed {age:,.1f} s ago"
+        what = f"step {standing.snapshot.step:,}"
+        if standing.stands < 0:
+            return f"{what} cannot be had: too much of it is lost{when}"
+        if standing.stands == 0:
+            return f"{what} is here, and not safe against the loss of any node{when}"
+        nodes = "1 node" if standing.stands == 1 else f"{standing.stands} nodes"
+        return f"{what} is safe against the loss of any {nodes}{when}"
+
+
+def look(job: str, first: Address) -> Overview:
+    """Ask the SMP at `first` about the job, and then all that it knows of. Blocks for some seconds at most."""
+    counters = Counters()
+    statuses = take_statuses(job, [first], counters)
+    known = [layout for status in statuses for layout in status.inventory.layouts.values()]
+    newest = max(known, key=lambda layout: (layout.epoch, layout.revision), default=None)
+    others = [address for address in addresses_of([newest] if newest else []) if address != first]
+    statuses = sorted([*statuses, *take_statuses(job, others, counters, known)], key=lambda each: each.inventory.node)
+    answering = {status.inventory.node for status in statuses}
+    silent = [node.name for node in newest.nodes if node.name not in answering] if newest else []
+    return Overview(job, tuple(statuses), tuple(silent), tuple(standings([status.inventory for status in statuses])))

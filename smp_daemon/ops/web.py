@@ -1,0 +1,217 @@
+"""What an SMP shows to people and monitoring, over HTTP on loopback: a page, ``/status.json`` and ``/metrics``.
+
+Read-only. A browser is answered only under a name of this machine's own, so that no web page elsewhere can read it
+through a name that it controls (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from typing import Any
+
+from holdfast.smp_daemon.core import Core
+from holdfast.smp_daemon.ops.metrics import exposition
+from holdfast.smp_daemon.ops.overview import Overview, look
+from holdfast.smp_daemon.ops.status import take_status
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.logs import get_log
+
+HOST = "127.0.0.1"
+REQUEST_DEADLINE_S = 5.0
+MAX_REQUESTS = 32
+FRESH_S = 1.0
+"""Other SMPs are asked no more often than that, however many requests come."""
+
+SHARE = 4.0
+"""Nor for more than a fifth of the time."""
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+log = get_log(__name__)
+
+
+def parse_port(text: str) -> int | None:
+    """What ``--http`` says: a port; 0 for ``auto``; None for ``off``. Raises `ConfigError`."""
+    if text == "off":
+        return None
+    if text == "auto":
+        return 0
+    if not text.isdigit() or not 0 < int(text) < 1 << 16:
+        raise ConfigError(f"--http takes a port from 1 to 65535, auto or off, not {text!r}")
+    return int(text)
+
+
+def show(smp: Core, port: int | None) -> Web | None:
+    """Have `smp` show itself on `port`; 0: where its predecessor did, if that is free, or anywhere; None: not at all.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    if port is None:
+        smp.shown_at(0)
+        return None
+    try:
+        web = Web(smp, port or smp.owner.http_port)
+    except ConfigError:
+        if port:
+            raise
+        web = Web(smp)
+    smp.shown_at(web.port)
+    return web
+
+
+class Web:
+    """The server, in threads of its own until `close`."""
+
+    def __init__(self, smp: Core, port: int = 0) -> None:
+        """Serve on `port` of loopback; 0: any free one. Raises `ConfigError` if it is taken."""
+        self._smp = smp
+        self._lock = threading.Lock()
+        self._overview: Overview | None = None
+        self._fresh_until = 0.0
+        self._bodies: dict[str, tuple[Overview, bytes]] = {}
+        try:
+            self._server = _Server((HOST, port), self)
+        except OSError as error:
+            raise ConfigError(
+                f"the SMP cannot show itself on {HOST}:{port}: {error.strerror}; choose another with --http"
+            ) from error
+        threading.Thread(target=self._server.serve_forever, name="web", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.server_address[1])
+
+    def overview(self) -> Overview:
+        """The job now, or up to `FRESH_S` ago, or `SHARE` times as long as it takes to look, which in a large job is
+        seconds. Blocks for some seconds at most, if other SMPs do not answer."""
+        if not self._is_fresh() and self._lock.acquire(blocking=self._overview is None):
+            try:  # the others are shown what there was: they would all wait for an SMP that does not answer
+                if not self._is_fresh():
+                    owner, began = self._smp.owner, time.monotonic()
+                    self._overview = look(owner.job, (owner.host, owner.bulk_port))
+                    now = time.monotonic()
+                    self._fresh_until = now + max(FRESH_S, SHARE * (now - began))
+            finally:
+                self._lock.release()
+        assert self._overview is not None
+        return self._overview
+
+    def _is_fresh(self) -> bool:
+        return self._overview is not None and time.monotonic() <= self._fresh_until
+
+    def pages(self) -> dict[str, Callable[[], tuple[str, bytes]]]:
+        """What is there: by path, the content type and the body."""
+        return {
+            "/": lambda: ("text/html; charset=utf-8", page()),
+            "/status.json": lambda: ("application/json", self._rendered(_status_json)),
+            "/metrics": lambda: ("text/plain; version=0.0.4; charset=utf-8", self._rendered(self._metrics)),
+        }
+
+    def _rendered(self, render: Callable[[Overview], bytes]) -> bytes:
+        """Made once of each overview, however many ask."""
+        overview = self.overview()
+        known = self._bodies.get(render.__name__)
+        if known is None or known[0] is not overview:
+            known = self._bodies[render.__name__] = overview, render(overview)
+        return known[1]
+
+    def _metrics(self, overview: Overview) -> bytes:
+        node = self._smp.owner.node
+        mine = next((status for status in overview.statuses if status.inventory.node == node), None)
+        return exposition(mine or take_status(self._smp), overview)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _status_json(overview: Overview) -> bytes:
+    return json.dumps(overview.to_json()).encode()
+
+
+@cache
+def page() -> bytes:
+    """The page: it asks for ``/status.json`` by itself, and needs nothing else."""
+    return resources.files(__package__).joinpath("page.html").read_bytes()
+
+
+def is_local(host: str) -> bool:
+    """Whether a request's Host header names this machine by address, or ``localhost``."""
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    try:
+        return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024  # a connection that finds no room waits for a second before it tries again
+
+    def __init__(self, address: tuple[str, int], web: Web) -> None:
+        self.web = web
+        self._lock = threading.Lock()
+        self._open: dict[int, Any] = {}
+        super().__init__(address, _Request)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve at most `MAX_REQUESTS` at a time: the oldest gives way, for it may be one that says nothing."""
+        with self._lock:
+            for oldest in list(self._open)[: max(0, len(self._open) - MAX_REQUESTS + 1)]:
+                with suppress(OSError):
+                    self._open.pop(oldest).shutdown(socket.SHUT_RDWR)
+            self._open[id(request)] = request
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(id(request), None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """It went away, as a rule."""
+        log.debug("a request from %s failed", client_address, exc_info=True)
+
+
+class _Request(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = REQUEST_DEADLINE_S
+    protocol_version = "HTTP/1.1"  # who asks again uses the same connection, and the same thread
+    wbufsize = -1
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        if not is_local(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.FORBIDDEN, "ask for 127.0.0.1 or localhost")
+            return
+        made = self.server.web.pages().get(self.path.partition("?")[0])
+        if made is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        kind, body = made()
+        self.send_response(HTTPStatus.OK)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        log.debug(format, *args)

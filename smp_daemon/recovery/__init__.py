@@ -1,0 +1,1 @@
+"""Finding and rebuilding what was lost."""

@@ -1,0 +1,192 @@
+"""Getting bytes back: from this arena, from another SMP, or computed from what the group still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.recovery.census import addresses_of, take_census
+from holdfast.smp_daemon.recovery.fetch import Fetcher
+from holdfast.smp_daemon.recovery.load import Load
+from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, ProtocolError, Unrecoverable
+from holdfast.smp_daemon.shared.layout import Layout
+from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.plan import choose_sources
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.records import digest
+from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.smp_daemon.shared.stored import Place, place_of
+from holdfast.smp_daemon.storage.codings import Coding
+from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
+from holdfast.smp_daemon.storage.store import Store
+
+METHODS = ("chain", "decode")
+
+log = get_log(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A shard that is here again: its slot file, how it came, and the bytes that came over the network for it.
+
+    Attributes:
+        how: ``held``, ``mended`` (units of it were damaged), ``fetched`` from another node, ``rebuilt``, or read from
+            where it was ``persisted``.
+        unit_bytes, digests: of its commit record.
+    """
+
+    file: str
+    how: str
+    bytes_fetched: int
+    unit_bytes: int
+    digests: tuple[int, ...]
+
+
+def recover(store: Store, sources: Sources, coord: str, method: str = "chain", check: bool = True) -> Recovered:
+    """Make sure that `store` holds `coord`. Blocks while bytes travel.
+
+    Args:
+        method: how a lost shard is computed: ``decode`` fetches k units for each of its own; ``chain`` has the helpers
+            add up, and fetches one.
+        check: read a shard that is held already, and mend what does not match its digest. If not, that is up to
+            whoever reads it.
+
+    Raises:
+        DamagedSnapshot: it is damaged here beyond mending, and no longer counted.
+        Unrecoverable: too little is left to compute it from.
+    """
+    if method not in METHODS:
+        raise ConfigError(f"{method!r} is no way to rebuild: use one of {', '.join(METHODS)}")
+    key = ShardKey(sources.snapshot, coord)
+    if store.holdings.holds(key):
+        if not check:
+            return recovered(store, key, "held", 0)
+        damaged = store.holdings.damaged_units(key)
+        with Links(store.counters) as links:
+            fetcher = _fetcher(store, sources, links)
+            for index in damaged:
+                try:
+                    mend_unit(store, fetcher, key, index)
+                except (Unrecoverable, DamagedSnapshot) as error:
+                    store.holdings.drop(key)
+                    raise DamagedSnapshot(f"{key} is damaged and cannot be mended: {error}") from error
+            return recovered(store, key, "mended" if damaged else "held", links.bytes_received)
+    store.keep_layout(sources.layout)
+    with store.receiving_shard(key, sources.layout) as view:
+        how = "fetched" if coord in sources.shards else "rebuilt"
+        count = Load(
+            sources,
+            coord,
+            view,
+            store.counters,
+            store.holdings.backend,
+            by_chain=method == "chain",
+            midway=lambda: reach("rebuild.middle", sources.snapshot.step),
+        ).run()
+    return recovered(store, key, how, count)
+
+
+def verify(store: Store) -> None:
+    """Check the shards of the newest snapshot sealed here, and mend what can be mended. Blocks for about one read of
+    them; holds no lock while it reads or fetches.
+    """
+    for key in store.holdings.newest_shards():
+        try:
+            damaged = store.holdings.damaged_units(key)
+        except ProtocolError as error:
+            extra = about(key.snapshot, coord=key.coord)
+            log.info("%s is checked no further: %s", key, error, extra=extra)  # it was released meanwhile
+            continue
+        mended = mend_units(store, key, damaged) if damaged else 0
+        extra = about(key.snapshot, coord=key.coord, damaged=len(damaged), mended=mended)
+        log.info("%s was checked: %d units damaged, %d mended", key, len(damaged), mended, extra=extra)
+
+
+def mend_units(store: Store, key: Key, damaged: Collection[int]) -> int:
+    """Mend what can be mended, from wherever the rest of the stripes is now; how many units are whole again. Blocks.
+
+    The others stay noted as damaged: their stripe may not be protected yet.
+    """
+    with store.changed:
+        layouts = list(store.arena.layouts.values())
+    inventories = take_census(store.job, addresses_of(layouts), store.counters, layouts)
+    sources = choose_sources(inventories, key.snapshot)
+    if sources is None:
+        return 0
+    mended, last = 0, None
+    with Links(store.counters) as links:
+        fetcher = _fetcher(store, sources, links)
+        for index in damaged:
+            try:
+                mend_unit(store, fetcher, key, index)
+                mended += 1
+            except (Unrecoverable, DamagedSnapshot, ProtocolError) as error:
+                last = error
+    if last is not None:
+        left = len(damaged) - mended
+        log.warning("%d units of %s are not mended: %s", left, key, last, extra=about(key.snapshot, units=left))
+    return mended
+
+
+def mend_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
+    """Compute a damaged unit again from the rest of its stripe, and put it back in place.
+
+    Raises:
+        Unrecoverable, DamagedSnapshot: it cannot be had.
+    """
+    _, record = store.holdings.open(key)
+    group, stripe, number = _place(fetcher.sources.layout, key, index)
+    unit = memoryview(bytearray(record.unit(index)[1]))
+    fetcher.compute(group, stripe, number, unit, record.digests[index])
+    store.holdings.mend(key, index, unit)
+
+
+def heal(store: Store, sources: Sources, group: int, position: int) -> int:
+    """Compute the parity that a lost node held, so that the group can lose another. Returns bytes fetched."""
+    store.keep_layout(sources.layout)
+    layout = sources.layout
+    stripes, members = layout.stripes(group), layout.members(group)
+    key = ParityKey(sources.snapshot, layout.tag(group), position)
+    try:
+        with Links(store.counters) as links:
+            fetcher = _fetcher(store, sources, links)
+            with store.holdings.receiving_parity(key, layout, group) as gathering:
+                for stripe in stripes.parity_stripes(position):
+                    for _, contributor, piece in stripes.contributors(stripe):
+                        unit = memoryview(bytearray(piece.length))
+                        coord = members[contributor].shards[piece.segment].coord
+                        fetcher.shard_unit(coord, piece.offset // layout.unit_bytes, unit)
+                        gathering.fold(stripe, contributor, unit, digest(unit))
+            reach("heal.done", sources.snapshot.step)
+            return links.bytes_received
+    finally:
+        store.codings.heal_over(Coding(sources.snapshot, key.tag))
+
+
+def _fetcher(store: Store, sources: Sources, links: Links) -> Fetcher:
+    return Fetcher(sources, links, store.counters, store.holdings.backend)
+
+
+def _place(layout: Layout, key: Key, index: int) -> Place:
+    """Where a unit stands.
+
+    Raises:
+        Unrecoverable: it stands in no stripe of this layout.
+    """
+    if isinstance(key, ParityKey):
+        group = layout.group_of(key.tag)
+        if group is None:
+            raise Unrecoverable(f"{key} is of no group of this layout")
+        stripes = layout.stripes(group)
+        stripe = stripes.parity_stripes(key.position)[index]
+        return Place(group, stripe, stripes.data + stripes.parity_positions(stripe).index(key.position))
+    return place_of(layout, key.coord, index)
+
+
+def recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> Recovered:
+    """A shard that is held again. Raises `ProtocolError` if it was given up meanwhile."""
+    with store.changed:
+        _, record = store.holdings.open(key)
+        file = store.arena.shard_pool(key.coord).path_of(key.snapshot)
+        return Recovered(file, how, bytes_fetched, record.unit_bytes, record.digests)

@@ -1,0 +1,178 @@
+"""What recoveries looked like from this node: when its trainers were lost, and how long each part of the way back took.
+
+The SMP sees all of it by itself: it learns at once that a trainer's process has ended, every epoch begins with `join`,
+shards are asked for once each, and the first snapshot that is protected ends it. An epoch in which nothing is brought
+back, such as a job's first, is no recovery.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from holdfast.smp_daemon.shared.layout import SnapshotId
+
+KEPT = 4
+
+SPANS = (
+    ("restart", "lost", "joined"),
+    ("restore", "joined", "restored"),
+    ("first snapshot", "restored", "sealed"),
+    ("protect", "sealed", "protected"),
+)
+"""(name, from, to): the parts of a recovery, between the moments that `Recovery` has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """One, on one node. Moments are seconds since 1970 by this node's clock; 0: not yet, or never seen.
+
+    Attributes:
+        epoch: that began with it. `step`: that it went back to; -1: nothing was brought back yet.
+        lost: when the first of this node's trainers was lost; 0 on a node that was not there, or lost nobody.
+        coords: who was lost here, as far as this SMP saw it.
+        joined: when the trainers of the new epoch came.
+        restored: when the last of this node's shards was at hand.
+        sealed, protected: when the first snapshot of the new epoch was.
+        how: how each coordinate's shard was had, see `smp_daemon.recovery.rebuild.Recovered`.
+        bytes_fetched: from other nodes, for all of them.
+    """
+
+    epoch: int
+    joined: float
+    lost: float = 0.0
+    coords: tuple[str, ...] = ()
+    step: int = -1
+    restored: float = 0.0
+    sealed: float = 0.0
+    protected: float = 0.0
+    how: tuple[tuple[str, str], ...] = ()
+    bytes_fetched: int = 0
+
+    @property
+    def spans(self) -> list[tuple[str, float]]:
+        """Its parts and how many seconds each took, as far as it has come."""
+        found = []
+        for name, start, end in SPANS:
+            began, ended = getattr(self, start), getattr(self, end)
+            if began and ended:
+                found.append((name, max(0.0, ended - began)))
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """From the loss, as far as it was seen here, to the last of its moments."""
+        return sum(seconds for _, seconds in self.spans)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Recovery:
+        """Raises `KeyError`, `TypeError` or `ValueError` if `data` is not what `to_json` makes."""
+        return cls(
+            epoch=int(data["epoch"]),
+            **{name: float(data[name]) for name in ("joined", "lost", "restored", "sealed", "protected")},
+            coords=tuple(str(coord) for coord in data["coords"]),
+            step=int(data["step"]),
+            how=tuple((str(coord), str(how)) for coord, how in data["how"]),
+            bytes_fetched=int(data["bytes_fetched"]),
+        )
+
+
+class Recoveries:
+    """The last `KEPT` of this node, and the one under way. Thread-safe; no call blocks."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._lost: dict[str, float] = {}
+        self._done: deque[Recovery] = deque(maxlen=KEPT)
+        self._now: Recovery | None = None
+
+    def lost(self, coord: str) -> None:
+        """A trainer has died."""
+        with self._lock:
+            self._lost.setdefault(coord, self._clock())
+
+    def joined(self, epoch: int) -> None:
+        """A newer epoch has begun."""
+        with self._lock:
+            self._keep()
+            first = min(self._lost.values(), default=0.0)
+            self._now = Recovery(epoch, self._clock(), lost=first, coords=tuple(sorted(self._lost)))
+            self._lost.clear()
+
+    def restored(self, epoch: int, snapshot: SnapshotId, coord: str, how: str, bytes_fetched: int) -> None:
+        """A shard is at hand for the trainers of `epoch`."""
+        with self._lock:
+            now = self._now
+            if now is None or now.epoch > epoch:
+                return
+            self._now = replace(
+                now,
+                step=snapshot.step,
+                restored=self._clock(),
+                how=(*(each for each in now.how if each[0] != coord), (coord, how)),
+                bytes_fetched=now.bytes_fetched + bytes_fetched,
+            )
+
+    def sealed(self, snapshot: SnapshotId) -> None:
+        """All shards of this node are sealed."""
+        with self._lock:
+            if self._now is not None and self._now.epoch == snapshot.epoch and not self._now.sealed:
+                self._now = replace(self._now, sealed=self._clock())
+
+    def protected(self, snapshot: SnapshotId) -> None:
+        """Its group has committed all parity."""
+        with self._lock:
+            if self._now is not None and self._now.epoch == snapshot.epoch and not self._now.protected:
+                self._now = replace(self._now, protected=self._clock())
+
+    def last(self) -> list[Recovery]:
+        """The newest first."""
+        with self._lock:
+            now = [self._now] if self._now is not None and self._now.restored else []
+            return [*now, *reversed(self._done)]
+
+    def _keep(self) -> None:
+        if self._now is not None and self._now.restored:
+            self._done.append(self._now)
+
+
+def summarise(recoveries: dict[str, list[Recovery]], most: int = KEPT, nodes: int = 8) -> list[dict[str, Any]]:
+    """The recoveries of a whole job, by epoch, the newest first, from those of its nodes.
+
+    Each has the `nodes` that took longest; how many others there were is told.
+    """
+    epochs = sorted({each.epoch for found in recoveries.values() for each in found}, reverse=True)[:most]
+    summary = []
+    for epoch in epochs:
+        of = [(node, each) for node, found in sorted(recoveries.items()) for each in found if each.epoch == epoch]
+        of.sort(key=lambda pair: -pair[1].seconds)
+        summary.append(
+            {
+                "epoch": epoch,
+                "step": max(each.step for _, each in of),
+                "seconds": round(of[0][1].seconds, 3),
+                "done": all(each.protected for _, each in of),
+                "bytes_fetched": sum(each.bytes_fetched for _, each in of),
+                "others": max(0, len(of) - nodes),
+                "nodes": [
+                    {
+                        "node": node,
+                        "lost": each.coords,
+                        "how": sorted({how for _, how in each.how}),
+                        "bytes_fetched": each.bytes_fetched,
+                        "spans": [[name, round(seconds, 3)] for name, seconds in each.spans],
+                    }
+                    for node, each in of[:nodes]
+                ],
+            }
+        )
+    return summary

@@ -1,0 +1,420 @@
+"""The trainer's side of its node's SMP. Imports neither torch nor grpc.
+
+A trainer may fork data loader workers at any time, so nothing here starts a thread or a runtime of its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, Outcome, Phase
+from holdfast.smp_daemon.shared.errors import (
+    DamagedSnapshot,
+    DeadlineExceeded,
+    HoldfastError,
+    ProtocolError,
+    SmpUnavailable,
+    StaleEpoch,
+)
+from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import (
+    CALL_DEADLINE_S,
+    MAX_SAYING,
+    MOVE_DEADLINE_S,
+    PROTOCOL_VERSION,
+    move_deadline,
+)
+from holdfast.smp_daemon.shared.paths import socket_path
+from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.records import digest
+from holdfast.smp_daemon.shared.sources import Address, Sources
+from holdfast.smp_daemon.shared.starts import End, Start
+from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
+
+ANSWER_S = 5.0
+"""How much longer than it was told to wait the SMP may take to say that it has."""
+
+END_DEADLINE_S = 5.0
+PLACE_DEADLINE_S = 60.0
+"""How long the storage of persisted snapshots may take to say what is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredShard:
+    """A shard that this node's SMP holds again.
+
+    Attributes:
+        view: its slot file, mapped.
+        how: ``held``, ``mended``, ``fetched``, ``rebuilt`` or ``persisted``.
+        bytes_fetched: what came over the network for it.
+        unit_bytes: length of its units; the last may be shorter.
+        digests: of each unit, as it was sealed.
+    """
+
+    view: memoryview
+    how: str
+    bytes_fetched: int
+    unit_bytes: int
+    digests: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Raises `ProtocolError` unless there is a digest for every byte."""
+        if self.unit_bytes < 1 or len(self.digests) != -(-self.view.nbytes // self.unit_bytes):
+            raise ProtocolError(
+                f"{len(self.digests)} digests of units of {self.unit_bytes} bytes are not those of a slot of "
+                f"{self.view.nbytes} bytes"
+            )
+
+    def matches(self, unit: int) -> bool:
+        """Whether a unit is what was sealed. Reads it, the GIL released."""
+        offset = unit * self.unit_bytes
+        return digest(self.view[offset : offset + self.unit_bytes]) == self.digests[unit]
+
+
+class SmpClient:
+    """A connection to this node's SMP. Calls from several threads take turns; each blocks for the answer.
+
+    Every call raises `SmpUnavailable` if the SMP is gone, `DeadlineExceeded` if it does not answer in time, and
+    whatever error the SMP replies with.
+    """
+
+    def __init__(self, arena: Path, job: str, coord: str | None = None) -> None:
+        """Connect. Blocks for seconds if processes of an earlier start of the job are still ending.
+
+        Args:
+            coord: of the trainer, if the SMP shall watch over it: it then must `beat`.
+
+        Raises:
+            SmpUnavailable: no SMP serves `arena`.
+            ConfigError: it serves another job; or, with `coord`, another run of this job is at work here.
+        """
+        self.arena = arena
+        self._coord = coord
+        self._row: int | None = None
+        self._job = job
+        self._lock = threading.Lock()
+        self._maps: dict[str, tuple[int, memoryview]] = {}
+        self._stream: SocketStream | None = None
+        self._connections = 0
+        self._epoch: int | None = None
+        self.reconnect()
+
+    def reconnect(self, deadline_s: float = CALL_DEADLINE_S) -> None:
+        """Connect anew, after `SmpUnavailable`; raises what making the client raises, and `DeadlineExceeded`."""
+        self._hang_up()
+        self._connections += 1
+        if not socket_path(self.arena).exists():
+            raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m holdfast.smp_daemon`")
+        self._stream = connect(socket_path(self.arena), deadline_s)
+        hello = self._call(
+            {
+                "op": "hello",
+                "job": self._job,
+                "version": PROTOCOL_VERSION,
+                "coord": self._coord,
+                "epoch": self._epoch,  # who has joined one comes back; who has not begins
+            },
+            deadline_s,
+        )
+        self.node = str(hello["node"])
+        self.pid = int(hello["pid"])
+        self._board = Board(self.arena / "board")
+        row = hello.get("row")
+        self._row = row if isinstance(row, int) and 0 <= row < BEAT_ROWS else None
+
+    @property
+    def connection(self) -> int | None:
+        """A number of its own for each connection; None while there is none. A slot is had for one connection."""
+        stream = self._stream
+        return None if stream is None or stream.closed else self._connections
+
+    def inventory(self) -> Inventory:
+        """What the SMP holds."""
+        return Inventory.from_json(self._call({"op": "inventory"}))
+
+    def census(self, addresses: Collection[Address]) -> list[Inventory]:
+        """What those SMPs hold that answer, without their layouts. Blocks while they are asked."""
+        reply = self._call({"op": "census", "addresses": list(addresses)}, MOVE_DEADLINE_S)
+        return [Inventory.from_json(each) for each in reply["inventories"]]
+
+    def join(self, epoch: int, start: Start | None = None, *, deadline_s: float | None = None) -> None:
+        """Enter an epoch; fences every older one.
+
+        Args:
+            start: if the job starts with it.
+            deadline_s: for another thread's call to be over, and for the answer; default that of any call.
+        """
+        message = {"op": "join", "epoch": epoch, "start": start.to_json() if start else None}
+        if deadline_s is None:
+            self._call(message)
+        else:
+            self._call(message, deadline_s, turn_s=deadline_s)
+        self._epoch = epoch
+        self._board = Board(self.arena / "board")
+
+    def configure(self, layout: Layout) -> None:
+        """Have the SMP reserve its memory for `layout`. May take as long as zeroing that memory."""
+        self._call({"op": "configure", "layout": layout.to_json()}, move_deadline(layout.node(self.node).state_bytes))
+
+    def begin(
+        self, snapshot: SnapshotId, coord: str, keep: Collection[SnapshotId], protected: SnapshotId | None
+    ) -> memoryview:
+        """A slot to write `coord` of `snapshot` into; frees what is not in `keep`."""
+        message = {
+            "op": "begin",
+            "snapshot": snapshot,
+            "coord": coord,
+            "keep": list(keep),
+            "protected": protected,
+        }
+        return self._map(self._call(message))
+
+    def seal(self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None) -> None:
+        """All bytes are written: have them checked and committed. `protected`: as for `begin`."""
+        message = {"op": "seal", "snapshot": snapshot, "coord": coord, "protected": protected}
+        self._call(message, MOVE_DEADLINE_S)
+
+    def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
+        """Give back a slot that will not be sealed. `unused`: nothing was to be written into it after all."""
+        self._call({"op": "abandon", "snapshot": snapshot, "coord": coord, "unused": unused})
+
+    def outcome(self, snapshot: SnapshotId) -> Outcome:
+        """What became of a snapshot, as far as this node knows. Reads shared memory; never blocks."""
+        return self._board.outcome(*snapshot)
+
+    def pause(self, index: int, until_s: float) -> None:
+        """Trainer `index` of this node wants no encoding traffic until then, by `time.monotonic`; see `Board.pause`."""
+        self._board.pause(index, until_s)
+
+    def resume(self, index: int) -> None:
+        """Trainer `index` does not mind traffic any more."""
+        self._board.resume(index)
+
+    def beat(self, phase: Phase, step: int) -> None:
+        """The training thread is alive, with `step` steps finished. Writes shared memory; never blocks."""
+        if self._row is not None:
+            self._board.beat(self._row, phase, step)
+
+    def copying(self, step: int | None) -> None:
+        """The snapshot of `step` is being copied; None: it is sealed, or given up. As `beat`."""
+        if self._row is not None:
+            self._board.copying(self._row, step)
+
+    def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> Outcome:
+        """Block until `snapshot` is protected or has failed, at most `deadline_s`; `ANSWER_S` more if the SMP stands
+        still."""
+        message = {"op": "await", "snapshot": snapshot, "deadline_s": deadline_s}
+        return Outcome(self._call(message, deadline_s + ANSWER_S)["outcome"])
+
+    def recover(self, sources: Sources, coord: str, *, check: bool = True) -> RecoveredShard:
+        """Have the SMP hold `coord` again, from wherever it can be had; its bytes, mapped.
+
+        Args:
+            check: have a shard that it holds already read, and mended in place. If not, it answers at once, and the
+                caller must compare each unit with its digest before it is used.
+        """
+        message = self._in_epoch() | {"op": "recover", "sources": sources.to_json(), "coord": coord, "check": check}
+        reply = self._call(message, sources.layout.move_deadline(coord))
+        return RecoveredShard(
+            self._map(reply),
+            str(reply["how"]),
+            int(reply["bytes_fetched"]),
+            int(reply["unit_bytes"]),
+            tuple(map(int, reply["digests"])),
+        )
+
+    def lend(self, sources: Sources) -> None:
+        """From now on `unit` gives units of that snapshot, whoever holds them."""
+        self._call(self._in_epoch() | {"op": "lend", "sources": sources.to_json()})
+
+    def unit(self, coord: str, index: int, out: memoryview) -> int:
+        """Fill `out`, which is as long as that unit of a shard, with it, checked. Blocks while it is got.
+
+        Returns the bytes that the SMP has fetched over the network since `lend`.
+
+        Raises:
+            Unrecoverable, DamagedSnapshot: it cannot be had whole.
+        """
+        message = self._in_epoch() | {"op": "unit", "coord": coord, "unit": index}
+        with self._lock:
+            stream = self._connected()
+            stream.set_deadline(MOVE_DEADLINE_S)
+            due = False
+            try:
+                reply, payload = call(stream, message)
+                due = True
+                if payload != out.nbytes:
+                    raise ProtocolError(f"unit {index} of {coord} has {payload} bytes there, and {out.nbytes} here")
+                stream.receive_into(out)
+            except BaseException as error:
+                if due or not isinstance(error, HoldfastError):
+                    stream.close()  # what is left of the unit would be taken for the next reply
+                raise
+        if digest(out) != reply.get("digest"):
+            raise DamagedSnapshot(f"unit {index} of {coord} was damaged on its way from the SMP")
+        return int(reply.get("bytes_fetched", 0))
+
+    @property
+    def persist_due(self) -> bool:
+        """Whether this node is ready to persist a snapshot. Reads shared memory; never blocks."""
+        return self._board.due
+
+    def persist(self, snapshot: SnapshotId) -> bool:
+        """Have the SMP persist its part of a snapshot that it holds, in the background; whether it does."""
+        return bool(self._call({"op": "persist", "snapshot": snapshot})["accepted"])
+
+    def persisted(self) -> Persisted:
+        """What is persisted, as the SMP sees it. Raises `PlaceError` if the storage fails."""
+        return Persisted.from_json(self._call({"op": "persisted"}, PLACE_DEADLINE_S))
+
+    def persisted_layout(self, snapshot: SnapshotId) -> Layout:
+        """The layout that a persisted snapshot was taken in. Raises `PlaceError`, `DamagedSnapshot`."""
+        reply = self._call({"op": "persisted_layout", "snapshot": snapshot}, PLACE_DEADLINE_S)
+        return Layout.from_json(reply["layout"])
+
+    def verify(self) -> bool:
+        """Have the newest sealed shards that the SMP holds checked, and mended where they are bad, in the background.
+
+        Returns at once: False if such a check is under way already, and no other was started.
+        """
+        return bool(self._call({"op": "verify"})["started"])
+
+    def heal(self, sources: Sources, group: int, position: int) -> None:
+        """Have the SMP compute the parity of a lost node in the background."""
+        message = {"op": "heal", "sources": sources.to_json(), "group": group, "position": position}
+        self._call(self._in_epoch() | message)
+
+    def say(self, text: str) -> None:
+        """Have the SMP show the first `MAX_SAYING` characters of `text` to whoever looks, not what was said before."""
+        self._call(self._in_epoch() | {"op": "say", "text": text[:MAX_SAYING]})
+
+    def suspect(self, node: str) -> None:
+        """Tell the SMP that `node` seems to be dead. It goes by what it sees itself, only sooner."""
+        self._call({"op": "suspect", "node": node})
+
+    def ended(self, coord: str, end: End) -> None:
+        """Tell how the job ends for this trainer, if it has joined an epoch. Blocks for seconds at most."""
+        if self._epoch is not None:
+            said = {"op": "ended", "coord": coord, "step": end.step, "failure": end.failure}
+            self._call(self._in_epoch() | said, END_DEADLINE_S, turn_s=END_DEADLINE_S)
+
+    def counters(self) -> dict[str, int]:
+        """What the SMP has counted since it started; see `smp_daemon.shared.counters.Counts`."""
+        return {str(name): int(count) for name, count in self._call({"op": "counters"}).items()}
+
+    def scrub(self) -> dict[str, int]:
+        """Have every sealed unit checked now, and mended where it is bad: how many ``units``, ``damaged``, ``mended``.
+
+        Blocks for about one read of the arena.
+        """
+        return {str(name): int(count) for name, count in self._call({"op": "scrub"}, MOVE_DEADLINE_S).items()}
+
+    def finish(self, epoch: int) -> None:
+        """The job has ended well: the SMP removes its arena and ends. Blocks until it has.
+
+        Raises:
+            SmpUnavailable: it ended before it had removed all of it.
+        """
+        self._end({"op": "finish", "epoch": epoch}, removes=True)
+
+    def stop(self, *, remove: bool, force: bool) -> None:
+        """Have the SMP end, and its arena stay for a successor, or not. Blocks until it has.
+
+        Raises:
+            ConfigError: other trainers are connected, and `force` was not said.
+        """
+        self._end({"op": "stop", "remove": remove, "force": force}, removes=remove)
+
+    def _end(self, message: Message, *, removes: bool) -> None:
+        try:
+            ended = os.pidfd_open(self.pid)
+        except OSError as error:  # it runs in another pid namespace, or is gone
+            raise SmpUnavailable(f"the SMP of {self.arena} is no process here: {error}") from error
+        try:
+            try:
+                self._call(message)
+            except SmpUnavailable:
+                pass  # it may be gone before its answer is on the way
+            if not await_end(ended, CALL_DEADLINE_S):
+                raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
+            if removes and (self.arena / "smp.json").exists():
+                raise SmpUnavailable(f"SMP {self.pid} ended and left {self.arena} behind")
+        finally:
+            os.close(ended)
+            self.close()
+
+    def close(self) -> None:
+        """End the connection and let go of the slots. Those begun and not sealed become free."""
+        self.beat(Phase.GONE, 0)
+        self._row = None
+        self._hang_up()
+        self._maps.clear()
+
+    def _call(self, message: Message, deadline_s: float = CALL_DEADLINE_S, turn_s: float = -1) -> Message:
+        """`turn_s`: how long to wait until another thread's call is over; -1: as long as that may take."""
+        if turn_s < 0:
+            with self._lock:  # in one piece: the handler of a signal cannot raise between taking it and this block
+                return self._ask(message, deadline_s)
+        if not self._lock.acquire(timeout=turn_s):
+            raise DeadlineExceeded(f"the SMP of {self.arena} is still at another call of this trainer's")
+        try:
+            return self._ask(message, deadline_s)
+        finally:
+            self._lock.release()
+
+    def _ask(self, message: Message, deadline_s: float) -> Message:
+        stream = self._connected()
+        stream.set_deadline(deadline_s)
+        reply, payload = call(stream, message)
+        if payload:
+            stream.close()
+            raise ProtocolError("the SMP sent bytes that nobody asked for")
+        return reply
+
+    def _connected(self) -> SocketStream:
+        if self._stream is None:
+            raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
+        return self._stream
+
+    def _in_epoch(self) -> Message:
+        """For what names no snapshot of this epoch: the SMP refuses it once the epoch that was joined is over."""
+        return {} if self._epoch is None else {"epoch": self._epoch}
+
+    def _hang_up(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def _map(self, reply: dict[str, Any]) -> memoryview:
+        """Map the slot file that a reply names, or the mapping of it that is there already."""
+        name, inode, length = str(reply["file"]), int(reply["inode"]), int(reply["bytes"])
+        known = self._maps.get(name)
+        if known is not None and known[0] == inode and known[1].nbytes == length:
+            return known[1]
+        if Path(name).name != name:
+            raise ProtocolError(f"{name!r} is not a file of the arena")
+        try:
+            fd = os.open(self.arena / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError as error:
+            raise StaleEpoch(f"the slot {name} was taken away before it was opened") from error
+        except OSError as error:
+            raise ProtocolError(f"{name!r} is not a file of the arena: {error.strerror}") from error
+        try:
+            status = os.fstat(fd)
+            if status.st_ino != inode:
+                raise StaleEpoch(f"the slot {name} was taken away before it was opened")
+            if status.st_size != length or length < 1:
+                raise ProtocolError(f"the slot {name} has {status.st_size} bytes, not {length}")
+            mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        finally:
+            os.close(fd)
+        mapped.madvise(mmap.MADV_DONTDUMP)
+        self._maps[name] = (inode, memoryview(mapped))
+        return self._maps[name][1]

@@ -1,0 +1,295 @@
+"""What a job looks like to its SMPs: nodes, shards, groups, geometry. Pure data, the same on every node.
+
+A shard is named by its coordinate, a string such as ``pp0-tp1-cp0-ep0-dp3``; the SMP does not look inside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import xxhash
+
+from holdfast.ec import Stripes
+from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.limits import (
+    MAX_COUNT,
+    MAX_NODES,
+    MAX_PORT,
+    MAX_SHARD_BYTES,
+    MAX_SLOTS,
+    MAX_TEXT_BYTES,
+    MAX_UNIT_BYTES,
+    MAX_UNITS,
+    is_identifier,
+    move_deadline,
+)
+
+
+class SnapshotId(NamedTuple):
+    """Names a snapshot; orders by age: a higher epoch is newer, then a higher step."""
+
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} (epoch {self.epoch})"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One coordinate's slot file: `bytes` long."""
+
+    coord: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node: its name, where its SMP listens, the shards that live on it, and the failure domains it is in."""
+
+    name: str
+    host: str
+    control_port: int
+    bulk_port: int
+    shards: tuple[Shard, ...]
+    domains: tuple[str, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all its shards."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def bulk(self) -> tuple[str, int]:
+        """Where the SMP serves raw bytes."""
+        return (self.host, self.bulk_port)
+
+    @property
+    def control(self) -> str:
+        """Where the SMP answers gRPC."""
+        return f"{self.host}:{self.control_port}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A job in one epoch. Groups hold indices into `nodes`; a node's place in its group is its position.
+
+    Attributes:
+        revision: 0 as the trainers arranged it; counts how often the SMPs re-formed their groups since.
+        data: k, data units per stripe; fewer in a group that is too small for k + m.
+        parity: m, parity units per stripe; 0 means that nodes do not protect each other.
+        slots: slot files per shard, and parity slots per node.
+    """
+
+    job: str
+    epoch: int
+    revision: int
+    nodes: tuple[Node, ...]
+    groups: tuple[tuple[int, ...], ...]
+    data: int
+    parity: int
+    unit_bytes: int
+    slots: int
+
+    def __post_init__(self) -> None:
+        names = [n.name for n in self.nodes]
+        coords = [s.coord for n in self.nodes for s in n.shards]
+        for text in (self.job, *names, *coords):
+            if not is_identifier(text):
+                raise ProtocolError(f"{text!r} cannot name a job, a node or a shard")
+        if len(set(names)) != len(names) or len(set(coords)) != len(coords):
+            raise ProtocolError("a layout names a node or a shard twice")
+        if sorted(i for g in self.groups for i in g) != list(range(len(self.nodes))):
+            raise ProtocolError("every node of a layout belongs to exactly one group")
+        if not 0 < self.unit_bytes <= MAX_UNIT_BYTES or not 2 <= self.slots <= MAX_SLOTS:
+            raise ProtocolError("a layout's unit or slots are out of range")
+        if self.revision < 0 or self.data < 1 or self.parity < 0 or self.data + self.parity > 255:
+            raise ProtocolError("a layout's revision or code is out of range")
+        if any(not 1 <= s.bytes <= MAX_SHARD_BYTES for n in self.nodes for s in n.shards):
+            raise ProtocolError(f"a shard has at least one byte, and at most {MAX_SHARD_BYTES}")
+        if not 0 <= self.epoch <= MAX_COUNT or self.revision > MAX_COUNT or len(self.nodes) > MAX_NODES:
+            raise ProtocolError("a layout's epoch, revision or number of nodes is out of range")
+        for node in self.nodes:
+            if sum(-(-s.bytes // self.unit_bytes) for s in node.shards) > MAX_UNITS:
+                raise ProtocolError(f"node {node.name!r} has more than {MAX_UNITS} units: use longer ones")
+            if not 0 <= node.control_port <= MAX_PORT or not 0 <= node.bulk_port <= MAX_PORT:
+                raise ProtocolError(f"a port of node {node.name!r} is out of range")
+            if any(len(text) > MAX_TEXT_BYTES for text in (node.host, *node.domains)):
+                raise ProtocolError(f"the host or a domain of node {node.name!r} is too long a text")
+
+    @property
+    def coords(self) -> tuple[str, ...]:
+        """Every coordinate of the job, node by node."""
+        return tuple(s.coord for n in self.nodes for s in n.shards)
+
+    def node(self, name: str) -> Node:
+        """The node called `name`."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise ProtocolError(f"node {name!r} is not part of job {self.job!r} in epoch {self.epoch}")
+
+    def place(self, name: str) -> tuple[int, int]:
+        """(group, position) of the node called `name`."""
+        try:
+            return self._places[name]
+        except KeyError:
+            raise ProtocolError(f"node {name!r} is not part of job {self.job!r} in epoch {self.epoch}") from None
+
+    def members(self, group: int) -> tuple[Node, ...]:
+        """The nodes of a group, by position."""
+        return tuple(self.nodes[i] for i in self.groups[group])
+
+    def code(self, group: int) -> tuple[int, int]:
+        """(k, m) of a group: as asked for, or less in a group that is too small; m = 0 if it protects nothing."""
+        size = len(self.groups[group])
+        parity = min(self.parity, size - 1)
+        return max(1, min(self.data, size - parity)), parity
+
+    def protects(self, group: int) -> bool:
+        """Whether the nodes of `group` protect each other."""
+        return self.code(group)[1] > 0
+
+    def has_parity(self, group: int, position: int) -> bool:
+        """Whether there is such a position, and parity on it."""
+        if not 0 <= group < len(self.groups) or not 0 <= position < len(self.groups[group]):
+            return False
+        return self.protects(group) and self.stripes(group).parity_bytes(position) > 0
+
+    def stripes(self, group: int) -> Stripes:
+        """The geometry of a group that `protects`."""
+        return self._stripes[group]
+
+    def tag(self, group: int) -> str:
+        """Names a group by what is in it: equal in two layouts exactly if its parity is."""
+        return self._tags[group]
+
+    def group_of(self, tag: str) -> int | None:
+        """The group with that tag, if it is one of this layout's."""
+        return self._by_tag.get(tag)
+
+    def shard_bytes(self, coord: str) -> int:
+        """Length of the slot file of `coord`."""
+        return self.locate(coord).bytes
+
+    def move_deadline(self, coord: str) -> float:
+        """See `limits.move_deadline`: for the state of the node that has `coord`."""
+        place = self.locate(coord)
+        return move_deadline(self.members(place.group)[place.position].state_bytes)
+
+    def locate(self, coord: str) -> Located:
+        """Where `coord` stands in the layout."""
+        try:
+            return self._located[coord]
+        except KeyError:
+            raise ProtocolError(f"shard {coord!r} is not part of epoch {self.epoch}") from None
+
+    @cached_property
+    def digest(self) -> str:
+        """Names it: who knows it already need not be sent it again."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.to_json()).encode())
+
+    @cached_property
+    def _stripes(self) -> dict[int, Stripes]:
+        return {
+            g: Stripes(
+                tuple(tuple(s.bytes for s in node.shards) for node in self.members(g)),
+                *self.code(g),
+                self.unit_bytes,
+            )
+            for g in range(len(self.groups))
+            if self.protects(g)
+        }
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        return {self.nodes[i].name: (g, p) for g, members in enumerate(self.groups) for p, i in enumerate(members)}
+
+    @cached_property
+    def _tags(self) -> tuple[str, ...]:
+        def content(group: int) -> list[Any]:
+            members = [[node.name, [[s.coord, s.bytes] for s in node.shards]] for node in self.members(group)]
+            return [self.code(group), self.unit_bytes, members]
+
+        contents = map(content, range(len(self.groups)))
+        return tuple(xxhash.xxh3_64_hexdigest(json.dumps(each).encode()) for each in contents)
+
+    @cached_property
+    def _by_tag(self) -> Mapping[str, int]:
+        return {tag: group for group, tag in enumerate(self._tags)}
+
+    @cached_property
+    def _located(self) -> dict[str, Located]:
+        return {
+            shard.coord: Located(g, p, i, shard.bytes)
+            for g in range(len(self.groups))
+            for p, node in enumerate(self.members(g))
+            for i, shard in enumerate(node.shards)
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return {
+            "job": self.job,
+            "epoch": self.epoch,
+            "revision": self.revision,
+            "nodes": [
+                {
+                    "name": node.name,
+                    "host": node.host,
+                    "control_port": node.control_port,
+                    "bulk_port": node.bulk_port,
+                    "shards": [{"coord": shard.coord, "bytes": shard.bytes} for shard in node.shards],
+                    "domains": node.domains,
+                }
+                for node in self.nodes
+            ],
+            "groups": self.groups,
+            "data": self.data,
+            "parity": self.parity,
+            "unit_bytes": self.unit_bytes,
+            "slots": self.slots,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes.
+
+        Equal layouts are read once: every rank is told of every node's, and they are the same as a rule.
+        """
+        try:
+            return _read(json.dumps(data))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise ProtocolError(f"not a layout: {error!r}") from error
+
+
+@lru_cache(16)
+def _read(text: str) -> Layout:
+    data = json.loads(text)
+    nodes = tuple(
+        Node(
+            str(n["name"]),
+            str(n["host"]),
+            int(n["control_port"]),
+            int(n["bulk_port"]),
+            tuple(Shard(str(s["coord"]), int(s["bytes"])) for s in n["shards"]),
+            tuple(str(label) for label in n["domains"]),
+        )
+        for n in data["nodes"]
+    )
+    groups = tuple(tuple(int(i) for i in g) for g in data["groups"])
+    numbers = {k: int(data[k]) for k in ("epoch", "revision", "data", "parity", "unit_bytes", "slots")}
+    return Layout(job=str(data["job"]), nodes=nodes, groups=groups, **numbers)
+
+
+class Located(NamedTuple):
+    """A shard's group, its node's position in it, and which of the node's segments it is."""
+
+    group: int
+    position: int
+    segment: int
+    bytes: int

@@ -1,0 +1,253 @@
+"""Structured logs: one line per event, with job, node, epoch and step; of trainers with rank and coordinate too.
+
+What an event is about is given beside its text (`about`), never in it alone. What goes wrong again and again is one
+event that lasts (`Episodes`): it is logged when it begins and when it is over, and counted in between.
+
+A line is logfmt, ``time=... level=... job=... node=... epoch=... step=... at=... msg="..."``, or JSON with the same
+fields if ``HOLDFAST_LOG=json``. In a process that is not ours nothing is set up: the fields are attributes of the
+`logging.LogRecord`, for whatever formatter the job has, and ``HOLDFAST_LOG`` makes the lines go to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, MutableMapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from holdfast.smp_daemon.shared.layout import SnapshotId  # which imports NumPy, and that makes threads
+
+ENV = "HOLDFAST_LOG"
+FORMATS = ("logfmt", "json")
+IDENTITY = ("job", "node", "epoch", "step", "rank", "coord")
+MAX_BYTES = 256 << 10
+MAX_EPISODES = 1024
+"""That are remembered; the one that began first is forgotten first."""
+
+EVENTS_KEPT = 12
+MAX_EVENT_CHARACTERS = 160
+
+_identity: dict[str, Any] = {}
+
+
+def identify(**fields: Any) -> None:
+    """Say who this process is, once: some of `IDENTITY`. A callable is asked for each line; None: not known now."""
+    unknown = fields.keys() - set(IDENTITY)
+    if unknown:
+        raise ValueError(f"{sorted(unknown)} are not fields of every line: use one of {IDENTITY}")
+    _identity.update(fields)
+
+
+def about(snapshot: SnapshotId | None = None, **fields: Any) -> dict[str, Any]:
+    """What an event is about, as ``extra`` of a logging call."""
+    place = {"epoch": snapshot.epoch, "step": snapshot.step} if snapshot is not None else {}
+    return {**place, "fields": fields}
+
+
+class Log(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose records say who this process is. Thread-safe."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        given = kwargs.get("extra") or {}
+        known = {name: value() if callable(value) else value for name, value in _identity.items()}
+        kwargs["extra"] = dict.fromkeys(IDENTITY) | {"fields": {}} | known | dict(given)
+        return msg, kwargs
+
+
+def get_log(name: str) -> Log:
+    """The logger of a module."""
+    return Log(logging.getLogger(name))
+
+
+@dataclass(slots=True)
+class _Episode:
+    began_s: float
+    count: int = 1
+
+
+class Episodes:
+    """Failures that repeat, each named by a key. Thread-safe.
+
+    ``begin`` logs the first of them and counts the others, until ``end`` says how many there were.
+    """
+
+    def __init__(self, log: Log, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._going_on: dict[Hashable, _Episode] = {}
+
+    def begin(
+        self, key: Hashable, text: str, *args: Any, level: int = logging.WARNING, extra: dict[str, Any] | None = None
+    ) -> bool:
+        """It failed. Returns whether this is the first time, and so was logged."""
+        with self._lock:
+            known = self._going_on.get(key)
+            if known is not None:
+                known.count += 1
+                return False
+            if len(self._going_on) >= MAX_EPISODES:
+                del self._going_on[next(iter(self._going_on))]
+            self._going_on[key] = _Episode(self._clock())
+        self._log.log(level, text, *args, extra=extra)
+        return True
+
+    def end(self, key: Hashable, text: str, *args: Any, extra: dict[str, Any] | None = None) -> None:
+        """It works. Says so if it did not before; costs next to nothing if it did."""
+        if key not in self._going_on:
+            return
+        with self._lock:
+            known = self._going_on.pop(key, None)
+        if known is not None:
+            fields = {"times": known.count, "for_s": round(self._clock() - known.began_s, 3)}
+            merged = {**(extra or {}), "fields": {**(extra or {}).get("fields", {}), **fields}}
+            self._log.info(text, *args, extra=merged)
+
+
+class Formatter(logging.Formatter):
+    """Makes a line of a record, of ours or of anybody's."""
+
+    def __init__(self, kind: str) -> None:
+        """`kind`: one of `FORMATS`."""
+        super().__init__()
+        self._kind = kind
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, whatever is in the message."""
+        fields = self._fields(record)
+        if self._kind == "json":
+            return json.dumps(fields, default=str, separators=(",", ":"))
+        return " ".join(f"{name}={_quoted(value)}" for name, value in fields.items())
+
+    def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields: dict[str, Any] = {"time": f"{stamp}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
+        for name in IDENTITY:
+            value = getattr(record, name, None)
+            if value is None:
+                value = _identity.get(name)
+                value = value() if callable(value) else value
+            if value is not None or name in ("job", "node", "epoch", "step"):
+                fields[name] = value
+        fields |= {"at": record.name, "msg": record.getMessage()}
+        for name, value in (getattr(record, "fields", None) or {}).items():
+            fields.setdefault(name, value)
+        if record.exc_info:
+            fields["trace"] = self.formatException(record.exc_info)
+        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A line of the log, for operators: when (seconds since 1970), how bad, and the first of its text."""
+
+    at: float
+    level: str
+    text: str
+
+    def to_json(self) -> list[Any]:
+        """JSON that `from_json` reads back."""
+        return [self.at, self.level, self.text]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Event:
+        """Raises `TypeError` or `ValueError` if `data` is not what `to_json` makes."""
+        at, level, text = data
+        return cls(float(at), str(level), str(text))
+
+
+class _LastEvents(logging.Handler):
+    """Keeps the last lines that this process has logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()[:MAX_EVENT_CHARACTERS]
+        self.events.appendleft(Event(record.created, record.levelname.lower(), text))
+
+
+_last = _LastEvents()
+
+
+def last_events() -> tuple[Event, ...]:
+    """The last `EVENTS_KEPT` lines that this process has logged by `log_to`, the newest first. Thread-safe."""
+    with _last.lock or nullcontext():
+        return tuple(_last.events)
+
+
+def _quoted(value: Any) -> str:
+    if value is None:
+        return "-"
+    text = str(value)
+    plain = text and all(c.isprintable() and c not in ' "=' for c in text) and text != "-"
+    return text if plain else json.dumps(text)
+
+
+def parse_line(line: str) -> dict[str, Any]:
+    """The fields of a line of either kind; in logfmt all are texts, but for None. Raises `ValueError`."""
+    if line.startswith("{"):
+        found: dict[str, Any] = json.loads(line)
+        return found
+    fields: dict[str, Any] = {}
+    decoder = json.JSONDecoder()
+    at = 0
+    while at < len(line):
+        name, equals, _ = line[at:].partition("=")
+        at += len(name) + 1
+        if not equals or not name or " " in name:
+            raise ValueError(f"no field at {line[at:][:40]!r}")
+        if line[at : at + 1] == '"':
+            fields[name], at = decoder.raw_decode(line, at)
+        else:
+            value = line[at:].partition(" ")[0]
+            fields[name] = None if value == "-" else value
+            at += len(value)
+        if at < len(line) and line[at] != " ":
+            raise ValueError(f"no space after {name}")
+        at += 1
+    return fields
+
+
+def chosen_format() -> str:
+    """What ``HOLDFAST_LOG`` says, or logfmt. Raises `ConfigError`."""
+    kind = os.environ.get(ENV) or FORMATS[0]
+    if kind not in FORMATS:
+        raise ConfigError(f"{ENV}={kind!r}: use one of {', '.join(FORMATS)}")
+    return kind
+
+
+def log_to(path: Path, **identity: Any) -> None:
+    """Have this process log to a file that is never larger than `MAX_BYTES`, beside one older one of that size."""
+    identify(**identity)
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=MAX_BYTES, backupCount=1)
+    handler.setFormatter(Formatter(chosen_format()))
+    logging.basicConfig(level=logging.INFO, handlers=[handler, _last])
+
+
+def log_here(**identity: Any) -> None:
+    """In a trainer: lines of ours go to standard error, if ``HOLDFAST_LOG`` is set; else they stay the job's own."""
+    identify(**identity)
+    if not os.environ.get(ENV):
+        return
+    kind = chosen_format()
+    logger = logging.getLogger("holdfast")
+    if not any(isinstance(handler.formatter, Formatter) for handler in logger.handlers):
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(Formatter(kind))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

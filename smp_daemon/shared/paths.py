@@ -1,0 +1,80 @@
+"""Where an SMP's arena lies and what stands in it for others to find."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.limits import is_identifier
+from holdfast.smp_daemon.shared.records import read_json
+
+ARENA_ENV = "HOLDFAST_ARENA"
+
+
+def arena_base() -> Path:
+    """The directory that holds this user's arenas: ``HOLDFAST_ARENA``, or ``/dev/shm/holdfast-<uid>``."""
+    return Path(os.environ.get(ARENA_ENV) or f"/dev/shm/holdfast-{os.getuid()}")
+
+
+def arena_path(job: str, base: Path | None = None) -> Path:
+    """The arena of `job` on this node.
+
+    Raises:
+        ConfigError: the job id cannot be a name.
+    """
+    if not is_identifier(job):
+        raise ConfigError(f"{job!r} cannot be a job id: use 1-64 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+    return (base or arena_base()) / job
+
+
+def socket_path(arena: Path) -> Path:
+    """The unix socket on which the arena's SMP talks to its trainers."""
+    return arena / "smp.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who owns an arena, as its ``smp.json`` says.
+
+    Attributes:
+        created: start time of the process in seconds since 1970, so that a reused pid is not taken for it.
+        http_port: where it shows itself on loopback; 0: nowhere.
+    """
+
+    pid: int
+    created: float
+    job: str
+    node: str
+    host: str
+    control_port: int
+    bulk_port: int
+    http_port: int = 0
+
+
+_TYPES = {field.name: {"int": (int,), "float": (int, float), "str": (str,)}[str(field.type)] for field in fields(Owner)}
+
+
+def read_owner(arena: Path) -> Owner | None:
+    """Who owns `arena`, or None if nobody ever did. Raises `ProtocolError` if ``smp.json`` is not readable."""
+    data = read_json(arena / "smp.json")
+    try:
+        owner = Owner(**data) if data else None
+        if owner is not None and any(type(value) not in _TYPES[name] for name, value in asdict(owner).items()):
+            raise TypeError(f"{owner} has fields of other types")
+        return owner
+    except TypeError as error:
+        raise ProtocolError(f"{arena / 'smp.json'} does not describe an owner: {error}") from error
+
+
+def find_owners(base: Path | None = None, job: str | None = None) -> Iterator[Owner]:
+    """Who owns the arenas below `base`, of `job` or of any, in order of their paths; other files are passed over."""
+    for path in sorted((base or arena_base()).glob("**/smp.json")):
+        try:
+            owner = read_owner(path.parent)
+        except HoldfastError:
+            continue  # it is no arena
+        if owner is not None and (job is None or owner.job == job):
+            yield owner

@@ -1,0 +1,199 @@
+"""Which snapshot to go back to, and where each byte of it comes from. A pure function of the SMPs' inventories."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.shared.errors import StateMismatch, Unrecoverable
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.sources import Sources, sources_of
+from holdfast.smp_daemon.shared.starts import Choice
+
+RESHARD = (
+    ", or, if only the number of data-parallel ranks has changed, with elastic=True or HOLDFAST_ELASTIC=1, which cuts "
+    "the snapshot anew"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What to restore.
+
+    Attributes:
+        sources: who holds what of the chosen snapshot.
+        decoded: coordinates that nobody holds and that are computed from parity.
+        heal: (group, position) whose parity nobody holds, to be computed again.
+    """
+
+    sources: Sources
+    decoded: tuple[str, ...]
+    heal: tuple[tuple[int, int], ...]
+
+    @property
+    def snapshot(self) -> SnapshotId:
+        """The snapshot to go back to."""
+        return self.sources.snapshot
+
+
+def plan_restore(
+    inventories: Sequence[Inventory],
+    coords: Collection[str] | None,
+    without: Collection[SnapshotId] = frozenset(),
+    choice: Choice | None = None,
+) -> RestorePlan | None:
+    """The newest snapshot of which every byte is held or can be decoded; None if none was ever protected.
+
+    Args:
+        inventories: one per SMP that answers.
+        coords: the coordinates of the ranks that are to be restored; None: any.
+        without: snapshots that turned out not to be had, and that were never promised: they are passed over.
+        choice: which snapshots may be gone back to; None: any.
+
+    Raises:
+        Unrecoverable: a snapshot was protected, and neither it nor a younger one can be had any more. Never an
+            older one: that would silently undo what was promised.
+        StateMismatch: the snapshot is of other coordinates than `coords`.
+    """
+    protected = newest_protected(inventories, choice)
+    reasons: list[str] = []
+    for snapshot in candidates(inventories, protected):
+        if choice is not None and not choice.admits(snapshot):
+            continue
+        if snapshot in without and snapshot != protected:
+            continue
+        sources = choose_sources(inventories, snapshot)
+        if sources is None:
+            reasons.append(f"{snapshot}: no SMP knows the layout of epoch {snapshot.epoch}")
+            continue
+        missing = undecodable(sources)
+        if missing:
+            reasons.extend(f"{snapshot}: {reason}" for reason in missing)
+            continue
+        if coords is not None:
+            check_world(sources.layout, coords, RESHARD)
+        return RestorePlan(
+            sources,
+            tuple(c for c in sources.layout.coords if c not in sources.shards),
+            tuple(missing_parities(sources)),
+        )
+    if protected is None:
+        return None
+    how = "chosen" if choice is not None and protected == choice.snapshot else "protected"
+    raise Unrecoverable(
+        f"{protected} was {how}, and too much of it is lost. "
+        + "; ".join(reasons or ["no SMP that answers holds any of it"])
+        + ". Bring the lost nodes' SMPs back, or give this run up with `holdfast gc` and start from a checkpoint"
+    )
+
+
+def plan_persisted(snapshot: SnapshotId, layout: Layout, coords: Collection[str]) -> RestorePlan:
+    """Every shard from where it was persisted. Raises `StateMismatch` if it is of other coordinates."""
+    check_world(layout, coords)
+    return RestorePlan(Sources(snapshot, layout, {}, {}, persisted=True), (), ())
+
+
+def newest_protected(inventories: Sequence[Inventory], choice: Choice | None = None) -> SnapshotId | None:
+    """The newest snapshot that any SMP was told to be protected; None if none was. With a choice, of those that it
+    admits; what was chosen counts as such.
+    """
+    known = [inventory.protected for inventory in inventories if inventory.protected]
+    if choice is not None:
+        known = [choice.snapshot, *(snapshot for snapshot in known if choice.admits(snapshot))]
+    return max(known, default=None)
+
+
+def candidates(inventories: Sequence[Inventory], protected: SnapshotId | None) -> list[SnapshotId]:
+    """Every snapshot that anybody holds some of and that is not older than `protected`, the newest first."""
+    found = {s for inv in inventories for s, _ in inv.shards} | {s for inv in inventories for s, _, _ in inv.parities}
+    return sorted((s for s in found if protected is None or s >= protected), reverse=True)
+
+
+def newest_whole(inventories: Sequence[Inventory]) -> SnapshotId | None:
+    """The newest snapshot of which every byte is held or can be computed, not older than what was protected."""
+    protected = newest_protected(inventories)
+    for snapshot in candidates(inventories, protected):
+        sources = choose_sources(inventories, snapshot)
+        if sources is not None and not undecodable(sources):
+            return snapshot
+    return None
+
+
+def whole_snapshots(inventories: Sequence[Inventory]) -> list[SnapshotId]:
+    """Every snapshot of which every byte is held or can be computed, older ones too, the newest first."""
+    found = []
+    for snapshot in candidates(inventories, None):
+        sources = choose_sources(inventories, snapshot)
+        if sources is not None and not undecodable(sources):
+            found.append(snapshot)
+    return found
+
+
+def choose_sources(inventories: Sequence[Inventory], snapshot: SnapshotId) -> Sources | None:
+    """Who holds what, in the layout of the snapshot's epoch that serves best; None if nobody knows one.
+
+    That is the first of: every byte can be had and no parity is missing; every byte can be had; the newest.
+    """
+    known = {key: layout for inv in inventories for key, layout in inv.layouts.items() if key[0] == snapshot.epoch}
+    choices = [sources_of(inventories, snapshot, known[key]) for key in sorted(known, reverse=True)]
+    return max(choices, key=_merit, default=None)
+
+
+def _merit(sources: Sources) -> tuple[bool, bool]:
+    whole = not undecodable(sources)
+    return whole, whole and not missing_parities(sources)
+
+
+def undecodable(sources: Sources) -> list[str]:
+    """Why the snapshot cannot be had, group by group; empty if it can."""
+    layout = sources.layout
+    reasons = []
+    for group in range(len(layout.groups)):
+        members = layout.members(group)
+        lost = {
+            (position, segment)
+            for position, node in enumerate(members)
+            for segment, shard in enumerate(node.shards)
+            if shard.coord not in sources.shards
+        }
+        if not lost:
+            continue
+        parities = {p for p in range(len(members)) if (group, p) not in sources.parities}
+        if layout.protects(group) and layout.stripes(group).decodable(lost, parities):
+            continue
+        nodes = ", ".join(sorted({members[position].name for position, _ in lost}))
+        _, count = layout.code(group)
+        reasons.append(
+            f"group {group} lost shards of {nodes} and parity of {len(parities)} nodes, and has {count} parity "
+            f"unit{'s' * (count != 1)} a stripe"
+        )
+    return reasons
+
+
+def missing_parities(sources: Sources) -> list[tuple[int, int]]:
+    """(group, position) whose parity nobody holds."""
+    layout = sources.layout
+    return [
+        (group, position)
+        for group in range(len(layout.groups))
+        for position in range(len(layout.groups[group]))
+        if (group, position) not in sources.parities and layout.has_parity(group, position)
+    ]
+
+
+def healer(layout: Layout, group: int, position: int) -> str:
+    """The coordinate whose node computes that parity again: one of the lost node's, which has taken its place."""
+    own = layout.members(group)[position].shards
+    return own[0].coord if own else layout.coords[0]
+
+
+def check_world(layout: Layout, coords: Collection[str], otherwise: str = "") -> None:
+    """Raises `StateMismatch` unless a layout is of just these coordinates. `otherwise`: what else can be done."""
+    wanted, held = set(coords), set(layout.coords)
+    if wanted != held:
+        raise StateMismatch(
+            f"the snapshot is of {len(held)} ranks and this job has {len(wanted)}; "
+            f"not in the snapshot: {sorted(wanted - held)[:8]}; not in this job: {sorted(held - wanted)[:8]}. "
+            f"Start with the same parallel sizes{otherwise}"
+        )

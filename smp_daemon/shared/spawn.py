@@ -1,0 +1,260 @@
+"""Starting an SMP, and removing what dead jobs left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from holdfast.smp_daemon.shared.budget import parse_size, wipe_file
+from holdfast.smp_daemon.shared.errors import (
+    BY_NAME,
+    ConfigError,
+    DeadlineExceeded,
+    HoldfastError,
+    ProtocolError,
+    SmpUnavailable,
+)
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.paths import Owner, arena_base, read_owner
+from holdfast.smp_daemon.shared.pidfds import await_end
+
+START_DEADLINE_S = 30.0
+STOP_DEADLINE_S = 10.0
+ZEROED_PER_S = 500e6
+"""Bytes of memory that the kernel makes ready in a second, at the least."""
+
+RUBBISH_AGE_S = 60.0
+"""An arena in which nothing counts is removed by another SMP once it is so old: its own may be about to start."""
+
+_OURS = re.compile(r"lock|board|reserve|smp\.(json|sock|log(\.1)?)|.*\.(json|safetensors|parity)(\.part)?")
+
+log = get_log(__name__)
+
+
+def start_deadline_s(memory: str | None = None) -> float:
+    """How long an SMP may take to start: longer, the more memory it reserves (default ``HOLDFAST_MEMORY``)."""
+    return START_DEADLINE_S + parse_size(memory or os.environ.get("HOLDFAST_MEMORY", "0")) / ZEROED_PER_S
+
+
+def start_smp(job: str, node: str, arena: Path, *, host: str = "127.0.0.1", insecure: bool = False) -> Owner:
+    """Start an SMP that outlives this process, and wait until it serves.
+
+    Of several processes that start one in the same arena, one does; the others are told so once it serves.
+
+    Raises:
+        HoldfastError: what the SMP could not do, in its own words.
+        DeadlineExceeded: it said nothing for `start_deadline_s`.
+    """
+    command = [*smp_command(job, node, arena, host), "--detach", *(["--insecure"] if insecure else [])]
+    with _one_at_a_time(arena.parent):
+        return launch(command, start_deadline_s())
+
+
+def launch(command: Sequence[str], deadline_s: float) -> Owner:
+    """Run a command line that starts an SMP and returns; what it reports.
+
+    Raises:
+        HoldfastError: what the SMP could not do, in its own words.
+        DeadlineExceeded: it said nothing for `deadline_s`.
+    """
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=deadline_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineExceeded(f"the SMP did not start within {deadline_s:.0f} s") from error
+    return parse_report(done.stdout, done.stderr)
+
+
+@contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory, which leaves no file behind; nobody holds it longer than one start takes."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"cannot use {directory}: {error.strerror}; choose another with HOLDFAST_ARENA") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def smp_command(job: str, node: str, arena: Path, host: str, module: str = "holdfast.smp_daemon") -> list[str]:
+    """The command line that runs an SMP, or what stands in for it, in the foreground."""
+    return [
+        sys.executable,
+        "-m",
+        module,
+        *("--job", job),
+        *("--node", node),
+        *("--arena", str(arena)),
+        *("--host", host),
+    ]
+
+
+def parse_report(text: str, errors: str = "") -> Owner:
+    """What an SMP said when it started. Raises the error that it reported."""
+    try:
+        report = json.loads(text)
+    except ValueError as error:
+        raise SmpUnavailable(f"the SMP ended without a word: {errors.strip()[-2000:] or repr(text)}") from error
+    if "error" in report:
+        raise BY_NAME.get(report["error"], HoldfastError)(report["message"])
+    return Owner(**report["ready"])
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """An arena that nobody trains with: its directory, job, bytes, and its SMP if that still runs."""
+
+    arena: Path
+    job: str
+    bytes: int
+    smp: psutil.Process | None
+
+
+def find_leftovers(
+    base: Path | None = None, *, job: str | None = None, older_than_s: float = 0.0
+) -> Iterator[Leftover]:
+    """Arenas below `base` whose trainers are all gone, and which nothing wrote to for `older_than_s`."""
+    base = base or arena_base()
+    now = time.time()
+    owned = {path.parent for path in base.glob("**/smp.json")}
+    begun = {path.parent for path in base.glob("**/lock") if is_arena(path.parent)}
+    for arena in sorted(owned | begun):
+        try:
+            owner = read_owner(arena)
+        except (ProtocolError, TypeError):
+            owner = None
+        found_job = owner.job if owner else arena.name
+        if job is not None and found_job != job:
+            continue
+        try:
+            files = [file.stat() for file in arena.iterdir() if file.is_file()]
+        except FileNotFoundError:
+            continue  # its job has just finished
+        newest = max((file.st_mtime for file in files), default=0.0)
+        smp = _running(owner)
+        if now - newest < older_than_s or _has_trainers(arena, smp):
+            continue
+        yield Leftover(arena, found_job, sum(file.st_blocks * 512 for file in files), smp)
+
+
+def is_arena(path: Path) -> bool:
+    """Whether a directory is, or was, an arena: this user's alone, and of files that we know."""
+    try:
+        status = path.stat()
+        names = [entry.name for entry in path.iterdir()]
+    except OSError:
+        return False  # it has just been removed, or is somebody else's
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        return False
+    known = [name for name in names if _OURS.fullmatch(name)]
+    return len(known) == len(names) and any(name not in ("lock", "smp.log") for name in names)
+
+
+def remove(leftover: Leftover, *, zero: bool = False) -> None:
+    """End the leftover's SMP, if it runs, and delete its arena; with `zero` its slots are overwritten first.
+
+    Raises:
+        DeadlineExceeded: the SMP did not end.
+    """
+    if leftover.smp is not None:
+        end(leftover.smp)
+    if zero:
+        for pattern in ("*.safetensors", "*.parity"):
+            for path in leftover.arena.glob(pattern):
+                wipe_file(path)
+    shutil.rmtree(leftover.arena)
+
+
+def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S) -> list[Path]:
+    """Remove arenas in `base` that no restart can go back to: dead ones that no trainer ever joined, or that were being
+    removed when their SMP was killed. Others stay, whatever their age: `holdfast gc` is for those. Which were removed.
+    """
+    removed = []
+    for lock in sorted(base.glob("*/lock")):
+        arena = lock.parent
+        try:
+            if (
+                not is_arena(arena)
+                or (arena / "node.json").exists()
+                or time.time() - arena.stat().st_mtime < older_than_s
+            ):
+                continue
+            with lock.open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                dead = [each for each in find_leftovers(arena, older_than_s=older_than_s) if each.smp is None]
+                if dead and not (arena / "node.json").exists():
+                    remove(dead[0], zero=zero)
+                    removed.append(arena)
+                    log.warning("removed %s, in which nothing counted: %d bytes", arena, dead[0].bytes)
+        except OSError as error:
+            log.info("%s is left alone: %s", arena, error)  # an SMP has it, or it is somebody else's, or just gone
+    return removed
+
+
+def end(process: psutil.Process) -> None:
+    """Kill a process and wait until it has ended. It need not be reaped for that: not every container's init does.
+
+    Raises:
+        DeadlineExceeded: it does not end.
+    """
+    try:
+        ended = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    try:
+        process.kill()
+        if not await_end(ended, STOP_DEADLINE_S):
+            raise DeadlineExceeded(f"process {process.pid} did not end within {STOP_DEADLINE_S:.0f} s")
+    except psutil.NoSuchProcess:
+        pass  # it was faster
+    finally:
+        os.close(ended)
+
+
+def running_owner(arena: Path) -> Owner | None:
+    """Who owns `arena`, if that process is there. Raises `ProtocolError` if ``smp.json`` is not readable."""
+    owner = read_owner(arena)
+    return owner if _running(owner) is not None else None
+
+
+def _running(owner: Owner | None) -> psutil.Process | None:
+    """The owner's process, if it is still that process and not one that got its pid."""
+    if owner is None:
+        return None
+    try:
+        process = psutil.Process(owner.pid)
+        same = abs(process.create_time() - owner.created) < 0.01 and process.status() != psutil.STATUS_ZOMBIE
+        return process if same else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _has_trainers(arena: Path, smp: psutil.Process | None) -> bool:
+    """Whether another process than the SMP has files of the arena mapped."""
+    needle = f"{arena.resolve()}/"
+    for process in psutil.process_iter():
+        if smp is not None and process.pid == smp.pid:
+            continue
+        try:
+            if needle in Path(f"/proc/{process.pid}/maps").read_text():
+                return True
+        except (OSError, psutil.Error):
+            continue  # it ended, or it is another user's and cannot use this arena
+    return False

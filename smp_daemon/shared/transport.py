@@ -1,0 +1,317 @@
+"""Messages over sockets: a JSON object and, if any, raw bytes. Listening is `smp_daemon.net.listener`.
+
+Frame: magic ``HFST``, length of the JSON (4 bytes), length of the raw bytes (8 bytes), both little endian; then
+the JSON; then the bytes, straight from and into the caller's memory. A reply that carries ``error`` becomes an
+exception again on the asking side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from holdfast.smp_daemon.shared.credentials import current
+from holdfast.smp_daemon.shared.errors import (
+    BY_NAME,
+    DeadlineExceeded,
+    HoldfastError,
+    ProtocolError,
+    SmpUnavailable,
+)
+from holdfast.smp_daemon.shared.handshake import MAGIC as TOKEN_MAGIC
+from holdfast.smp_daemon.shared.handshake import prove_to_server
+from holdfast.smp_daemon.shared.limits import (
+    CALL_DEADLINE_S,
+    MAX_MESSAGE_BYTES,
+    MAX_UNIT_BYTES,
+)
+from holdfast.smp_daemon.shared.uids import peer_of
+
+Message = dict[str, Any]
+_FRAME = struct.Struct("<4sIQ")
+_MAGIC = b"HFST"
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` would make an encoder for each message
+_decode = json.JSONDecoder().decode
+FIRST_PIECE_BYTES = 1 << 16
+
+
+class Stream(Protocol):
+    """One ordered two-way connection. Not thread-safe."""
+
+    def send(self, message: Message, payload: memoryview | None = None) -> None:
+        """Send a message and, if given, raw bytes. Blocks until handed to the network; may raise as `receive`."""
+        ...
+
+    def receive(self) -> tuple[Message, int] | None:
+        """The next message and how many raw bytes follow it (0 if none); None if the other side is gone.
+
+        Raises:
+            DeadlineExceeded: nothing came in time.
+            ProtocolError: what came is no message, or larger than the limits.
+            SmpUnavailable: the connection broke in the middle.
+        """
+        ...
+
+    def receive_into(self, payload: memoryview) -> None:
+        """Fill `payload` with the raw bytes that follow the last message; raises as `receive`."""
+        ...
+
+    def set_deadline(self, seconds: float | None) -> None:
+        """How long each further call may wait for the network."""
+        ...
+
+    def close(self) -> None:
+        """End the connection; harmless if it is over."""
+        ...
+
+
+class SocketStream:
+    """`Stream` over a connected TCP or unix socket."""
+
+    def __init__(self, sock: socket.socket, deadline_s: float | None = CALL_DEADLINE_S) -> None:
+        self._sock = sock
+        self._use = _Use(sock)
+        self._deadline_s = deadline_s
+        sock.settimeout(deadline_s)
+
+    def send(self, message: Message, payload: memoryview | None = None) -> None:
+        data = frame(message, payload.nbytes if payload else 0)
+        with self._use:
+            self._sock.sendall(data)
+            if payload:
+                self._sock.sendall(payload)
+
+    def receive(self) -> tuple[Message, int] | None:
+        head = bytearray(_FRAME.size)
+        with self._use:
+            first = self._sock.recv_into(head)
+            if first == 0:
+                return None
+            if self._deadline_s is None:  # a message may be waited for without end, the rest of one may not
+                self._sock.settimeout(CALL_DEADLINE_S)
+            if first < len(head):
+                self._fill(memoryview(head)[first:])
+            length, payload = _lengths(head)
+            body = bytearray()
+            while len(body) < length:  # takes no more memory than twice what has come
+                start = len(body)
+                body += bytes(min(length - start, max(start, FIRST_PIECE_BYTES)))
+                self._fill(memoryview(body)[start:])
+            if self._deadline_s is None:
+                self._sock.settimeout(None)
+        try:
+            message = _decode(str(body, "utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"a message is not JSON: {error}") from error
+        if not isinstance(message, dict):
+            raise ProtocolError("a message is not a JSON object")
+        return message, payload
+
+    def receive_into(self, payload: memoryview) -> None:
+        with self._use:
+            self._fill(payload)
+
+    def _fill(self, buffer: memoryview) -> None:
+        limit = time.monotonic() + (self._deadline_s or CALL_DEADLINE_S)
+        while buffer:
+            count = self._sock.recv_into(buffer)
+            if count == 0:
+                raise SmpUnavailable("the connection ended in the middle of a message")
+            buffer = buffer[count:]
+            if buffer and time.monotonic() > limit:  # it comes byte by byte, to keep us waiting
+                raise TimeoutError
+
+    def set_deadline(self, seconds: float | None) -> None:
+        self._deadline_s = seconds
+        with self._use:
+            self._sock.settimeout(seconds)
+
+    def close(self) -> None:
+        self._use.end()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this side has closed it."""
+        return self._use.over
+
+
+class _Use:
+    """Calls under way on a socket that another thread may end.
+
+    Those are woken at once, and the last of them gives the descriptor back: were it closed before, its number could
+    be another file's by the time a thread on its way into the kernel waits on it, and that thread would wait for ever.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.over = False
+        self._sock = sock
+        self._calls = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self.over:
+                raise SmpUnavailable("the connection was closed")
+            self._calls += 1
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with self._lock:
+            self._calls -= 1
+            if self.over:
+                self._release()
+        if isinstance(error, OSError):
+            raise _mapped(error) from error
+
+    def end(self) -> None:
+        with self._lock:
+            if not self.over:
+                self.over = True
+                with suppress(OSError):  # the other side was faster
+                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # TLS's own would pull it from under a call
+                self._release()
+
+    def _release(self) -> None:
+        if not self._calls:
+            self._sock.close()
+
+
+def frame(message: Message, payload: int = 0) -> bytes:
+    """A message as it stands on the wire, before its `payload` raw bytes. Raises `ProtocolError` if it is too long."""
+    body = _encode(message).encode()
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    return _FRAME.pack(_MAGIC, len(body), payload) + body
+
+
+def _lengths(head: bytearray) -> tuple[int, int]:
+    """Of the JSON and of the raw bytes, checked. Raises `ProtocolError`."""
+    magic, length, payload = _FRAME.unpack(head)
+    if magic == TOKEN_MAGIC:
+        raise ProtocolError(
+            "the other side offers a token, and none is asked for here: set HOLDFAST_TOKEN_FILE on both"
+        )
+    if magic != _MAGIC:
+        raise ProtocolError("this is not a holdfast message")
+    if length > MAX_MESSAGE_BYTES or payload > MAX_UNIT_BYTES:
+        raise ProtocolError(f"a message of {length} + {payload} bytes is above the limits")
+    return length, payload
+
+
+def _mapped(error: OSError) -> HoldfastError:
+    """What a socket raised, as our exception."""
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded("the other side did not answer in time")
+    return SmpUnavailable(f"the connection broke: {error}")
+
+
+def connect(address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S, job: str = "") -> SocketStream:
+    """Connect to a TCP address or a unix socket. Over TCP both sides show their credentials, if this process has any.
+
+    Args:
+        job: whose SMP is expected there.
+
+    Raises:
+        SmpUnavailable: nobody listens there, or somebody who is not of this job or, on a unix socket, of this user.
+        DeadlineExceeded: no answer within `deadline_s`.
+    """
+    unix = isinstance(address, Path)
+    target = str(address) if isinstance(address, Path) else address
+    sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(deadline_s)
+        try:
+            sock.connect(target)
+        except OSError as error:
+            raise _mapped(error) from error
+        except (OverflowError, TypeError, ValueError) as error:
+            raise SmpUnavailable(f"{target!r} is no address: {error}") from error
+        if unix:
+            _check_server(sock, target)
+            return SocketStream(sock, deadline_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            sock = _shown_credentials(sock, job)
+        except OSError as error:
+            raise _mapped(error) from error
+        return SocketStream(sock, deadline_s)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _shown_credentials(sock: socket.socket, job: str) -> socket.socket:
+    """The connection, once both sides know each other; `sock` itself if this process has no credentials."""
+    credentials = current()
+    try:
+        if credentials.tls is not None:
+            sock = credentials.tls.client.wrap_socket(sock, server_hostname=credentials.tls.name)
+        if credentials.token:
+            prove_to_server(sock, credentials.token, job)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _check_server(sock: socket.socket, path: object) -> None:
+    pid, uid = peer_of(sock)
+    if uid not in (os.getuid(), 0):
+        raise SmpUnavailable(f"{path} is served by process {pid} of user {uid}, which may be anybody's: remove it")
+
+
+def call(stream: Stream, message: Message, payload: memoryview | None = None) -> tuple[Message, int]:
+    """Send a message and wait for its reply: the reply, and how many raw bytes follow it.
+
+    Whatever is raised before the reply is here, by the handler of a signal for example, ends the connection: the reply
+    would be taken for that of the next call.
+
+    Raises:
+        HoldfastError: the error that the other side replied with, or what `Stream.receive` raises.
+    """
+    outstanding = True
+    try:
+        stream.send(message, payload)
+        reply = _next_reply(stream)
+        outstanding = False
+    except ProtocolError:
+        outstanding = False  # the message is too long, and nothing of it was sent; or `_next_reply` has seen to it
+        raise
+    finally:
+        if outstanding:
+            stream.close()
+    return _checked(reply)
+
+
+def receive_reply(stream: Stream) -> tuple[Message, int]:
+    """Wait for the reply to the oldest message that has none yet: the reply, and how many raw bytes follow it.
+
+    Whatever is raised before it is here ends the connection; see `call`.
+
+    Raises:
+        HoldfastError: the error that the other side replied with, or what `Stream.receive` raises.
+    """
+    return _checked(_next_reply(stream))
+
+
+def _next_reply(stream: Stream) -> tuple[Message, int]:
+    try:
+        reply = stream.receive()
+        if reply is None:
+            raise SmpUnavailable("the SMP closed the connection")
+        return reply
+    except BaseException:
+        stream.close()
+        raise
+
+
+def _checked(reply: tuple[Message, int]) -> tuple[Message, int]:
+    if "error" in reply[0]:
+        raise BY_NAME.get(str(reply[0]["error"]), HoldfastError)(str(reply[0].get("message")))
+    return reply

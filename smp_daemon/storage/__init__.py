@@ -1,0 +1,1 @@
+"""The arena of a node: slots, shards, parity."""

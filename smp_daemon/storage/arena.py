@@ -1,0 +1,276 @@
+"""The arena: one SMP's directory of slot files on tmpfs. All pools, and the layouts that say what they hold.
+
+::
+
+    <arena>/                  0700, locked by the SMP that owns it
+      smp.json                who owns it: pid, addresses
+      node.json               the newest epoch seen, the newest snapshot protected job-wide; without it nothing counts
+      reserve                 memory that slots may still take, where there is a limit (`smp_daemon.shared.budget`)
+      layout-<epoch>-<revision>.json     the job's layout in that epoch, and as its SMPs re-formed it
+      board                   what became of recent snapshots; mapped by the trainers (`smp_daemon.shared.board`)
+      <coord>.<i>.safetensors     a shard's slot i, and its commit record <same>.json
+      <tag>-<p>.<i>.parity        parity slot i of position p in the group with that tag, and its commit record
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from holdfast.smp_daemon.shared.budget import Budget, pages
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import is_identifier
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.records import PART, read_json, write_json
+from holdfast.smp_daemon.storage.pool import Pool, room, too_small
+from holdfast.smp_daemon.storage.slots import Slot, SlotState
+
+OVERFLOW_UID = 65534
+"""Whom the kernel names where a user of the host has no name in a container."""
+
+SHARD_SUFFIX = "safetensors"
+PARITY_SUFFIX = "parity"
+OWNERSHIP = ("lock", "smp.json")
+"""Files that say whose the arena is."""
+
+log = get_log(__name__)
+
+
+class Arena:
+    """All pools of one SMP. Not thread-safe, except that views may be read by any thread."""
+
+    def __init__(self, path: Path, *, memory: int = 0, zero: bool = False) -> None:
+        """Create or take over the directory `path`.
+
+        Args:
+            memory: most bytes that slots may take; 0: as many as there are. `settle` reserves them.
+            zero: overwrite what is given up with zeros.
+
+        Raises:
+            ConfigError: another SMP owns it, it is somebody else's, or it cannot be made.
+        """
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.mkdir(exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the arena {path}: {error.strerror}; choose another with HOLDFAST_ARENA"
+            ) from error
+        status = path.lstat()
+        if path.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise ConfigError(
+                f"the arena {path} must be a directory of this user with mode 0700, not a link: remove it"
+            )
+        _check_parent(path.parent)
+        reach("arena.made")
+        self._lock = (path / "lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"another SMP owns the arena {path}: use it, or stop it first") from error
+        for part in list(path.glob(f"*{PART}")):
+            part.unlink()  # a predecessor was killed while it wrote a record
+        self.budget = Budget(path, memory)
+        self._zero = zero
+        self.shards: dict[str, Pool] = {}
+        self.parities: dict[tuple[str, int], Pool] = {}
+        self.layouts: dict[tuple[int, int], Layout] = {}
+        self._wanted: dict[Pool, tuple[int, int]] = {}
+
+    def shard_pool(self, coord: str) -> Pool:
+        """The pool of a shard, empty if it is new."""
+        return self.shards.setdefault(coord, Pool(self.path, coord, SHARD_SUFFIX, self.budget, self._zero))
+
+    def parity_pool(self, tag: str, position: int) -> Pool:
+        """The pool of the parity of one position of the group with that tag, empty if it is new."""
+        name = f"{tag}-{position}"
+        return self.parities.setdefault((tag, position), Pool(self.path, name, PARITY_SUFFIX, self.budget, self._zero))
+
+    def pools(self) -> Iterator[Pool]:
+        """Every pool."""
+        yield from self.shards.values()
+        yield from self.parities.values()
+
+    def reserve(self, wanted: dict[Pool, tuple[int, int]]) -> None:
+        """Give each pool `count` slots of `length` bytes; ``wanted[pool] = (length, count)``.
+
+        Free slots that nobody wants are deleted first. Slots that hold a snapshot stay, whatever their length.
+        Nothing is created unless there is room for all.
+
+        Raises:
+            ArenaTooSmall: the message names the need, the room and the fix.
+        """
+        for pool in list(self.pools()):
+            length, _ = wanted.get(pool, (None, 0))
+            for slot in [s for s in pool.slots if s.state is SlotState.FREE and s.bytes != length]:
+                pool.remove(slot)
+        missing = [
+            (pool, length)
+            for pool, (length, count) in wanted.items()
+            if length
+            for _ in range(count - sum(slot.bytes == length for slot in pool.slots))
+        ]
+        need = sum(pages(length) for _, length in missing)
+        self.budget.check(need)
+        left = room(self.path)
+        if need > left + self.budget.held:
+            raise too_small(self.path, need, left)
+        created: list[tuple[Pool, Slot]] = []
+        try:
+            for pool, length in missing:
+                created.append((pool, pool.create(length)))
+                pool.view(created[-1][1])
+        except BaseException:
+            for pool, slot in created:
+                pool.remove(slot)
+            raise
+        self._wanted = wanted
+        self.settle()
+
+    def settle(self) -> None:
+        """Reserve what slots may still take; see `Budget.top_up`."""
+        self.budget.top_up()
+
+    def release(
+        self, keep: Collection[SnapshotId], before: SnapshotId, held: Collection[SnapshotId] = frozenset()
+    ) -> None:
+        """Free sealed slots of snapshots older than `before` that are not in `keep`, nor shards of one that is `held`.
+
+        Slots that `reserve` was not asked for go with their files, and so do layouts that nothing refers to.
+        """
+        for pool in self.pools():
+            length, _ = self._wanted.get(pool, (None, 0))
+            is_shard = pool.suffix == SHARD_SUFFIX
+            for slot in pool.outdated({*keep, *held} if is_shard else keep, before):
+                if slot.bytes == length:
+                    pool.discard(slot)
+                else:
+                    pool.remove(slot)
+        newest = max((epoch for epoch, _ in self.layouts), default=0)
+        for epoch, revision in list(self.layouts):
+            if epoch < newest and all(epoch != snapshot.epoch for snapshot in (*keep, *held)):
+                del self.layouts[epoch, revision]
+                self._layout_path(epoch, revision).unlink(missing_ok=True)
+                reach("layout.removed")
+
+    def make_room(self, length: int, wanted: Pool) -> int:
+        """Delete free slots of other pools until `length` bytes are free again; how many are.
+
+        What is received for another node takes the place of slots that wait for snapshots; `reserve` makes new ones.
+        """
+        freed = 0
+        spare = [(slot.bytes, pool, slot) for pool in self.pools() if pool is not wanted for slot in pool.slots]
+        for _, pool, slot in sorted(spare, key=lambda item: -item[0]):
+            if freed >= length:
+                break
+            if slot.state is SlotState.FREE:
+                freed += slot.bytes
+                pool.remove(slot)
+        return freed
+
+    def fence(self) -> None:
+        """Take the slots that somebody is writing, or may be writing, out of their hands."""
+        for pool in self.pools():
+            for slot in list(pool.slots):
+                if pool.is_abandoned(slot):
+                    pool.remove(slot)
+                elif slot.is_being_filled:
+                    pool.replace(slot)
+
+    def add_layout(self, layout: Layout) -> None:
+        """Remember a layout."""
+        write_json(self._layout_path(layout.epoch, layout.revision), layout.to_json())
+        self.layouts[layout.epoch, layout.revision] = layout
+
+    def _layout_path(self, epoch: int, revision: int) -> Path:
+        return self.path / f"layout-{epoch}-{revision}.json"
+
+    def adopt(self) -> Iterator[tuple[Pool, Slot, Any]]:
+        """Find what a predecessor left: yields every slot with its commit record, to be accepted or discarded.
+
+        Slots without a commit record become free; a record that cannot be read is none.
+        """
+        for path in sorted(self.path.glob("layout-*.json")):
+            try:
+                layout = Layout.from_json(read_json(path))
+                if path == self._layout_path(layout.epoch, layout.revision):
+                    self.layouts[layout.epoch, layout.revision] = layout
+            except ProtocolError as error:
+                log.warning("left alone: %s", error)
+        for suffix in (SHARD_SUFFIX, PARITY_SUFFIX):
+            for path in sorted(self.path.glob(f"*.*.{suffix}")):
+                yield from self._adopt_file(path, suffix)
+
+    def _adopt_file(self, path: Path, suffix: str) -> Iterator[tuple[Pool, Slot, Any]]:
+        name, index, _ = path.name.rsplit(".", 2)
+        tag, _, position = name.rpartition("-")
+        status = path.lstat()
+        named = is_identifier(name) and _is_count(index) and (suffix == SHARD_SUFFIX or _is_count(position))
+        if not named or not stat.S_ISREG(status.st_mode) or not status.st_size or status.st_uid != os.getuid():
+            log.warning("%s is no slot file of this arena: it is deleted", path.name)
+            if not stat.S_ISDIR(status.st_mode):
+                path.unlink()
+            path.with_name(path.name + ".json").unlink(missing_ok=True)
+            return
+        pool = self.shard_pool(name) if suffix == SHARD_SUFFIX else self.parity_pool(tag, int(position))
+        slot = Slot(int(index), status.st_size)
+        pool.slots.append(slot)
+        self.budget.note(slot.bytes)
+        try:
+            record = read_json(pool.record_path(slot))
+        except ProtocolError as error:
+            log.warning("slot treated as free: %s", error)
+            record = None
+        if record is None:
+            pool.abandon(slot)
+        else:
+            yield pool, slot, record
+
+    def clear(self) -> None:
+        """Delete what counts for nothing: a predecessor was killed while it removed the arena."""
+        for pattern in (f"*.{SHARD_SUFFIX}*", f"*.{PARITY_SUFFIX}*", "layout-*"):
+            for path in list(self.path.glob(pattern)):
+                log.info("%s is left of an arena that was removed, and is deleted", path.name)
+                path.unlink(missing_ok=True)
+
+    def destroy(self) -> None:
+        """Remove the directory and all it holds.
+
+        What says that there is something goes first, and what says whose it is goes last: whenever this ends too
+        early, a successor finds nothing to adopt, and `holdfast gc` still finds the directory.
+        """
+        (self.path / "node.json").unlink(missing_ok=True)
+        for pool in self.pools():
+            for slot in list(pool.slots):
+                pool.remove(slot)
+        for path in list(self.path.glob("*")):
+            if path.name not in OWNERSHIP:
+                path.unlink(missing_ok=True)
+        reach("arena.emptied")
+        (self.path / "lock").unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=False)
+        reach("arena.removed")
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+def _check_parent(path: Path) -> None:
+    """Raises `ConfigError` if the directory with the arena is somebody else's, who could put another in its place."""
+    status = path.lstat()
+    if status.st_uid not in (os.getuid(), 0, OVERFLOW_UID):
+        raise ConfigError(
+            f"{path} belongs to user {status.st_uid}, who could replace the arena in it: remove it, or choose another "
+            "with HOLDFAST_ARENA"
+        )
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX and not stat.S_ISLNK(status.st_mode):
+        log.warning("others may write to %s, and replace the arena in it: chmod go-w it", path)

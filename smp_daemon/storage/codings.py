@@ -1,0 +1,269 @@
+"""Parity that is being gathered on this node, and how far the rest of each group is with theirs.
+
+Every public method is thread-safe. `changed` is the store's lock, and notified as there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, DeadlineExceeded, NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.holdings import Holdings, ParityKey
+from holdfast.smp_daemon.storage.parity import ParityGathering
+from holdfast.smp_daemon.storage.pool import Pool
+from holdfast.smp_daemon.storage.slots import Slot
+
+
+class Coding(NamedTuple):
+    """The parity of one snapshot in one group, named by its tag (see `Layout.tag`)."""
+
+    snapshot: SnapshotId
+    tag: str
+
+
+@dataclass(slots=True)
+class Gathering:
+    """Parity that is being gathered here, and the slot it grows in."""
+
+    pool: Pool
+    slot: Slot
+    view: memoryview
+    parity: ParityGathering
+
+
+class Codings:
+    """All codings that this node takes part in."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        node: str,
+        changed: threading.Condition,
+        holdings: Holdings,
+        *,
+        epoch: Callable[[], int],
+        on_own: Callable[[SnapshotId, Layout], None],
+        on_done: Callable[[SnapshotId], None],
+    ) -> None:
+        """
+        Args:
+            epoch: tells the current one; whoever says another is refused.
+            on_own: called once this node's own parity is committed, to tell the group of that layout.
+            on_done: called when any member's parity of a snapshot is committed.
+        """
+        self._epoch = epoch
+        self.changed = changed
+        self._arena = arena
+        self._node = node
+        self._holdings = holdings
+        self._on_own = on_own
+        self._on_done = on_done
+        self._gatherings: dict[Coding, Gathering] = {}
+        self._done: dict[Coding, set[int]] = {}
+
+    def fold(self, epoch: int, coding: Coding, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
+        """Fold a group member's data unit into this node's parity.
+
+        Call `await_gathering` first: it waits until there is a slot.
+
+        Raises:
+            StaleEpoch, ProtocolError, DamagedSnapshot, DeadlineExceeded.
+        """
+        self._check_epoch(epoch)
+        gathering = self._gather(coding)
+        if gathering is None:
+            return
+        try:
+            gathering.parity.fold(stripe, position, unit, unit_digest)
+        except DamagedSnapshot:
+            self._holdings.counters.add(units_damaged=1)
+            raise
+        self._holdings.counters.add(units_folded=1)
+        reach("parity.folded", coding.snapshot.step)
+        if gathering.parity.complete:
+            self._commit_parity(coding, gathering)
+
+    def await_gathering(self, epoch: int, coding: Coding) -> None:
+        """Block until the group is known here and its parity has a slot. Parity of nothing but padding is then done.
+
+        Raises:
+            StaleEpoch, ProtocolError, DeadlineExceeded.
+        """
+        deadline = time.monotonic() + CALL_DEADLINE_S
+        with self.changed:
+            while True:
+                if epoch < self._epoch():
+                    self._check_epoch(epoch)
+                if epoch == self._epoch() and self.find_layout(coding) is not None:
+                    try:
+                        gathering = self._gather(coding)
+                        if gathering is not None and gathering.parity.complete:
+                            self._commit_parity(coding, gathering)
+                        return
+                    except NoFreeSlot:
+                        pass  # the next `begin` releases one
+                left = deadline - time.monotonic()
+                if left <= 0 or not self.changed.wait(left):
+                    raise DeadlineExceeded(f"no free parity slot for {coding.snapshot} in {CALL_DEADLINE_S:.0f} s")
+
+    def heal_over(self, coding: Coding) -> None:
+        """An attempt to compute parity of that group again is over. It took the slot of what was gathered, if anything.
+
+        Until this call, what still arrives is folded into nothing. If the attempt failed, it can be gathered anew.
+        """
+        with self.changed:
+            gathering, layout = self._gatherings.get(coding), self.find_layout(coding)
+            if gathering is None or layout is None or gathering.pool.is_at(gathering.slot, gathering.view):
+                return
+            del self._gatherings[coding]
+            if not self._holdings.holds(ParityKey(*coding, gathering.parity.position)):
+                return
+            self._own_parity_done(coding, gathering.parity.position, layout)
+        self._on_done(coding.snapshot)
+
+    def parity_done(self, epoch: int, coding: Coding, position: int) -> None:
+        """The group member at `position` has committed its parity."""
+        with self.changed:
+            self._check_epoch(epoch)
+            if coding not in self._done and len(self._done) >= MAX_CODINGS:
+                raise ProtocolError(f"node {self._node!r} has {MAX_CODINGS} parities in mind already")
+            self._done.setdefault(coding, set()).add(position)
+            reach("parity.told", coding.snapshot.step)
+            self.changed.notify_all()
+        self._on_done(coding.snapshot)
+
+    def await_parities(self, epoch: int, coding: Coding, deadline_s: float) -> None:
+        """Block until every member of the group has committed its parity.
+
+        Raises:
+            StaleEpoch, DeadlineExceeded.
+        """
+        layout = self.find_layout(coding)
+        group = layout.group_of(coding.tag) if layout is not None else None
+        if layout is None or group is None:
+            raise ProtocolError(f"node {self._node!r} knows no group {coding.tag}")
+        everyone = set(range(len(layout.groups[group])))
+
+        def over() -> bool:
+            return epoch != self._epoch() or self._is_superseded(coding)
+
+        with self.changed:
+            done = self.changed.wait_for(lambda: over() or self._done.get(coding, set()) >= everyone, deadline_s)
+            if over():
+                raise StaleEpoch(f"group {coding.tag} was re-formed, or its epoch is over")
+            if not done:
+                missing = sorted(everyone - self._done.get(coding, set()))
+                raise DeadlineExceeded(f"no parity of positions {missing} in {deadline_s:.0f} s")
+
+    def find_layout(self, coding: Coding) -> Layout | None:
+        """The layout in which the group of `coding` stands, if it is known here."""
+        with self.changed:
+            for (epoch, _), layout in self._arena.layouts.items():
+                if epoch == coding.snapshot.epoch and layout.group_of(coding.tag) is not None:
+                    return layout
+        return None
+
+    def is_done(self, coding: Coding, positions: Collection[int]) -> bool:
+        """Whether the members at `positions` have committed their parity."""
+        with self.changed:
+            return self._done.get(coding, set()) >= set(positions)
+
+    def forget(self, gone: Callable[[SnapshotId], bool]) -> None:
+        """Stop all work for snapshots that are given up."""
+        with self.changed:
+            for coding in [coding for coding in self._gatherings if gone(coding.snapshot)]:
+                self._stop(coding)
+            self._done = {coding: done for coding, done in self._done.items() if not gone(coding.snapshot)}
+
+    def reformed(self, layout: Layout) -> None:
+        """A layout came that replaces others of its epoch: stop what nobody will finish."""
+        with self.changed:
+            for coding in [coding for coding in self._gatherings if self._is_superseded(coding)]:
+                self._stop(coding)
+            # A group may form again that was there before: who has its parity now is asked anew.
+            for coding in [k for k in self._done if k.snapshot.epoch == layout.epoch]:
+                if layout.group_of(coding.tag) is not None:
+                    del self._done[coding]
+            self.changed.notify_all()
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch():
+            what = "is over" if epoch < self._epoch() else "has not begun"
+            raise StaleEpoch(f"epoch {epoch} {what}: node {self._node!r} is in epoch {self._epoch()}")
+
+    def _gather(self, coding: Coding) -> Gathering | None:
+        """The gathering of this node's parity, begun if need be; None if it is committed.
+
+        Raises:
+            NoFreeSlot: every parity slot holds a snapshot that is kept.
+        """
+        with self.changed:
+            known = self._gatherings.get(coding)
+            if known is not None:
+                return known
+            layout = self.find_layout(coding)
+            group = layout.group_of(coding.tag) if layout is not None else None
+            if layout is None or group is None or not layout.protects(group):
+                raise ProtocolError(
+                    f"node {self._node!r} knows no parity of group {coding.tag} in epoch {coding.snapshot.epoch}"
+                )
+            members = [node.name for node in layout.members(group)]
+            if self._node not in members:
+                raise ProtocolError(f"node {self._node!r} is not in group {coding.tag}")
+            position = members.index(self._node)
+            key, stripes = ParityKey(*coding, position), layout.stripes(group)
+            length = stripes.parity_bytes(position)
+            if not length or self._holdings.holds(key):
+                self._own_parity_done(coding, position, layout)
+                return None
+            pool = self._arena.parity_pool(coding.tag, position)
+            pool, slot, view = self._holdings.take(pool, coding.snapshot, length, make_room=layout.revision > 0)
+            reach("parity.taken", coding.snapshot.step)
+            self._gatherings[coding] = Gathering(pool, slot, view, self._holdings.gathering(key, stripes, view))
+            return self._gatherings[coding]
+
+    def _commit_parity(self, coding: Coding, gathering: Gathering) -> None:
+        record = gathering.parity.record()
+        reach("parity.complete", coding.snapshot.step)
+        with self.changed:
+            layout = self.find_layout(coding)
+            if layout is None or self._gatherings.get(coding) is not gathering:
+                return  # another thread folded in the last unit too, or the snapshot was given up
+            if not gathering.pool.is_at(gathering.slot, gathering.view):
+                return  # somebody is at work to compute it from the shards of others: see `heal_over`
+            self._holdings.commit_parity(gathering.pool, gathering.slot, record)
+            reach("parity.committed", coding.snapshot.step)
+            del self._gatherings[coding]
+            self._own_parity_done(coding, record.position, layout)
+        self._on_done(coding.snapshot)
+
+    def _own_parity_done(self, coding: Coding, position: int, layout: Layout) -> None:
+        done = self._done.setdefault(coding, set())
+        if position not in done:
+            done.add(position)
+            self.changed.notify_all()
+            self._on_own(coding.snapshot, layout)
+
+    def _stop(self, coding: Coding) -> None:
+        gathering = self._gatherings.pop(coding)
+        gathering.parity.cancel()
+        self._holdings.give_back(gathering.pool, gathering.slot, gathering.view)
+
+    def _is_superseded(self, coding: Coding) -> bool:
+        """Whether its groups were re-formed, and again since."""
+        layout = self.find_layout(coding)
+        newest = max((at for at in self._arena.layouts if at[0] == coding.snapshot.epoch), default=None)
+        return (
+            layout is not None
+            and newest is not None
+            and 0 < layout.revision < newest[1]
+            and self._arena.layouts[newest].group_of(coding.tag) is None
+        )

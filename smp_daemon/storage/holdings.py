@@ -1,0 +1,354 @@
+"""The sealed shards and complete parities of one SMP: reading them, checking them, taking in more, mending them.
+
+A unit that does not match its digest is an erasure. It is noted as damaged, counted, and not given to anybody, until
+it is mended in place with bytes that match.
+
+Every public method is thread-safe; `lock` is the store's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holdfast.ec import Stripes, choose_codec
+from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.records import (
+    ParityRecord,
+    ShardRecord,
+    digest,
+    digest_units,
+    parity_from_json,
+    parity_to_json,
+    shard_from_json,
+    shard_to_json,
+)
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.parity import ParityGathering
+from holdfast.smp_daemon.storage.pool import Pool
+from holdfast.smp_daemon.storage.slots import Slot, SlotState
+
+log = get_log(__name__)
+
+
+class ShardKey(NamedTuple):
+    """Names a sealed shard."""
+
+    snapshot: SnapshotId
+    coord: str
+
+    def __str__(self) -> str:
+        return f"{self.coord} of {self.snapshot}"
+
+
+class ParityKey(NamedTuple):
+    """Names a complete parity slot."""
+
+    snapshot: SnapshotId
+    tag: str
+    position: int
+
+    def __str__(self) -> str:
+        return f"parity {self.tag}-{self.position} of {self.snapshot}"
+
+
+Key = ShardKey | ParityKey
+Record = ShardRecord | ParityRecord
+
+
+class Holdings:
+    """What is sealed in an arena."""
+
+    def __init__(self, arena: Arena, lock: threading.Condition, counters: Counters, backend: str) -> None:
+        """`backend`: see `ec.choose_codec`."""
+        self.arena = arena
+        self.counters = counters
+        self.backend = backend
+        self.verifying = threading.Lock()
+        """Taken by whoever checks the newest shards in the background: one at a time is enough."""
+        self._lock = lock
+        self._records: dict[Key, Record] = {}
+        self._damaged: set[tuple[Key, int]] = set()
+        self._episodes = Episodes(log)
+
+    def held(self) -> list[Key]:
+        """Everything held."""
+        with self._lock:
+            return list(self._records)
+
+    def newest_shards(self) -> list[ShardKey]:
+        """The shards held of the newest snapshot of which any are."""
+        shards = [key for key in self.held() if isinstance(key, ShardKey)]
+        newest = max((key.snapshot for key in shards), default=None)
+        return [key for key in shards if key.snapshot == newest]
+
+    def holds(self, key: Key) -> bool:
+        """Whether it is here, sealed."""
+        with self._lock:
+            return key in self._records
+
+    def open(self, key: Key) -> tuple[memoryview, Record]:
+        """The bytes, mapped, and the commit record. Raises `ProtocolError` if it is not here."""
+        with self._lock:
+            record = self._records.get(key)
+            slot = self._pool(key).find(key.snapshot, SlotState.SEALED) if record is not None else None
+            if record is None or slot is None:
+                raise ProtocolError(f"{key} is not held here")
+            return self._pool(key).view(slot), record
+
+    def shard_unit(self, key: ShardKey, index: int) -> tuple[memoryview, int]:
+        """A unit of a shard, for sending, and the digest it was sealed with; the receiver checks it."""
+        view, record = self.open(key)
+        offset, length = record.unit(index)
+        return view[offset : offset + length], record.digests[index]
+
+    def checked_unit(self, key: Key, index: int) -> tuple[memoryview, Record]:
+        """A unit that was just checked, and the record it is in.
+
+        Raises:
+            ProtocolError: there is no such unit here.
+            DamagedSnapshot: it does not match its digest; from now on it counts as erased.
+        """
+        view, record = self.open(key)
+        if not 0 <= index < len(record.digests):
+            raise ProtocolError(f"there is no unit {index}: {key} has {len(record.digests)}")
+        offset, length = record.unit(index)
+        unit = view[offset : offset + length]
+        if digest(unit) != record.digests[index]:
+            self._note_damage(key, index, record)
+            raise DamagedSnapshot(f"unit {index} of {key} does not match its digest")
+        return unit, record
+
+    def damaged_units(self, key: Key) -> list[int]:
+        """Reads all of it; which units do not match their digests. Blocks for about one read of the bytes."""
+        _, record = self.open(key)
+        damaged = []
+        for index in range(len(record.digests)):
+            try:
+                self.checked_unit(key, index)
+            except DamagedSnapshot:
+                damaged.append(index)
+        return damaged
+
+    def known_damage(self, key: Key) -> list[int]:
+        """Which units are known not to match their digests, and are not mended. Reads nothing."""
+        with self._lock:
+            return sorted(index for of, index in self._damaged if of == key)
+
+    def mend(self, key: Key, index: int, content: memoryview) -> None:
+        """Put a unit's bytes back in place.
+
+        Raises:
+            DamagedSnapshot: these are not the bytes it was sealed with.
+            ProtocolError: it is not held here any more.
+        """
+        with self._lock:  # or the slot could be somebody else's before the copy is made
+            view, record = self.open(key)
+            offset, length = record.unit(index)
+            if content.nbytes != length or digest(content) != record.digests[index]:
+                raise DamagedSnapshot(f"what was computed for unit {index} of {key} does not match its digest")
+            reach("mend.before", key.snapshot.step)
+            np.copyto(np.frombuffer(view[offset : offset + length], np.uint8), np.frombuffer(content, np.uint8))
+            self._damaged.discard((key, index))
+            left = any(of == key for of, _ in self._damaged)
+        reach("mend.done", key.snapshot.step)
+        self.counters.add(units_mended=1)
+        if not left:
+            self._episodes.end(key, "all units of %s are whole again", key, extra=about(key.snapshot))
+
+    def drop(self, key: Key) -> None:
+        """It is damaged beyond mending, or not needed: this node does not hold it any more."""
+        with self._lock:
+            pool = self._pool(key)
+            slot = pool.find(key.snapshot, SlotState.SEALED)
+            if slot is not None:
+                pool.discard(slot)
+                reach("drop.done", key.snapshot.step)
+            self._forget(key)
+
+    def keep_only(self, stays: Callable[[Key], bool]) -> None:
+        """Forget what the arena has released."""
+        with self._lock:
+            for key in [key for key in self._records if not stays(key)]:
+                self._forget(key)
+
+    # ------------------------------------------------------------------ taking in
+
+    def commit_shard(self, pool: Pool, slot: Slot, record: ShardRecord) -> None:
+        """A shard is sealed."""
+        with self._lock:
+            pool.commit(slot, shard_to_json(record))
+            self._add(ShardKey(record.snapshot, record.coord), record)
+
+    def commit_parity(self, pool: Pool, slot: Slot, record: ParityRecord) -> None:
+        """A parity slot is complete."""
+        with self._lock:
+            pool.commit(slot, parity_to_json(record))
+            self._add(ParityKey(record.snapshot, record.group, record.position), record)
+
+    @contextmanager
+    def receiving_shard(
+        self, key: ShardKey, layout: Layout, check: Callable[[memoryview], None]
+    ) -> Iterator[memoryview]:
+        """A slot to receive a shard from elsewhere; committed with fresh digests if the block ends well.
+
+        Args:
+            check: raises if what was received is not what a trainer may have written.
+
+        Raises:
+            StaleEpoch: the slot was taken away meanwhile, by a newer epoch, by another attempt, or by its trainer.
+            NoFreeSlot: its trainer is writing it.
+        """
+        length, unit_bytes = layout.shard_bytes(key.coord), layout.unit_bytes
+        with self._lock:
+            self.drop(key)
+            pool, slot, view = self.take(self.arena.shard_pool(key.coord), key.snapshot, length)
+        try:
+            reach("receive.taken", key.snapshot.step)
+            yield view
+            check(view)
+            record = ShardRecord(key.snapshot, key.coord, length, unit_bytes, digest_units(view, unit_bytes))
+            reach("receive.checked", key.snapshot.step)
+            with self._lock:
+                _check_mine(pool, slot, view, key.snapshot)
+                self.commit_shard(pool, slot, record)
+            reach("receive.done", key.snapshot.step)
+        except BaseException:
+            self.give_back(pool, slot, view)
+            raise
+
+    @contextmanager
+    def receiving_parity(self, key: ParityKey, layout: Layout, group: int) -> Iterator[ParityGathering]:
+        """A gathering of a parity that this node was not there for; committed if the block leaves it complete.
+
+        Raises:
+            StaleEpoch: the slot was taken away meanwhile, by a newer epoch or by another attempt.
+        """
+        stripes = layout.stripes(group)
+        with self._lock:
+            self.drop(key)
+            pool = self.arena.parity_pool(key.tag, key.position)
+            pool, slot, view = self.take(pool, key.snapshot, stripes.parity_bytes(key.position))
+        try:
+            reach("heal.taken", key.snapshot.step)
+            gathering = self.gathering(key, stripes, view)
+            yield gathering
+            record = gathering.record()
+            reach("heal.folded", key.snapshot.step)
+            with self._lock:
+                _check_mine(pool, slot, view, key.snapshot)
+                self.commit_parity(pool, slot, record)
+        except BaseException:
+            self.give_back(pool, slot, view)
+            raise
+
+    def gathering(self, key: ParityKey, stripes: Stripes, view: memoryview) -> ParityGathering:
+        """A gathering that grows in `view`."""
+        codec = choose_codec(stripes.data, stripes.parity, self.backend)
+        return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view)
+
+    def take(
+        self, pool: Pool, snapshot: SnapshotId, length: int, *, make_room: bool = True
+    ) -> tuple[Pool, Slot, memoryview]:
+        """A slot to receive into. An earlier attempt that is still at work loses its slot, and writes into nothing.
+
+        Args:
+            make_room: where none is free, use the memory of free slots of other pools, and then take more.
+
+        Raises:
+            NoFreeSlot: none is, and no room is to be made; or its trainer is writing that snapshot.
+        """
+        with self._lock:
+            if pool.find(snapshot, SlotState.WRITING) is not None:
+                raise NoFreeSlot(f"{pool.name} of {snapshot} is not received: its trainer is writing it")
+            earlier = pool.find(snapshot, SlotState.RECEIVING)
+            if earlier is not None:
+                pool.replace(earlier)
+            try:
+                slot = pool.begin(snapshot, length, SlotState.RECEIVING)
+            except NoFreeSlot:
+                if not make_room:
+                    raise
+                self.arena.make_room(length, pool)
+                pool.create(length)
+                slot = pool.begin(snapshot, length, SlotState.RECEIVING)
+            return pool, slot, pool.view(slot)
+
+    def give_back(self, pool: Pool, slot: Slot, view: memoryview) -> None:
+        """Free the slot that was received into, unless it was taken away before."""
+        with self._lock:
+            if pool.is_at(slot, view):
+                pool.discard(slot)
+
+    def adopt(self) -> None:
+        """Take over what a predecessor left in the arena; units that do not match their digests are noted."""
+        for pool, slot, data in self.arena.adopt():
+            try:
+                self._adopt_slot(pool, slot, data)
+            except ProtocolError as error:
+                log.warning("slot %s freed: %s", pool.path(slot).name, error, extra=about(file=pool.path(slot).name))
+                pool.discard(slot)
+
+    # ------------------------------------------------------------------ inside
+
+    def _adopt_slot(self, pool: Pool, slot: Slot, data: Any) -> None:
+        key: Key
+        record: Record
+        if pool in self.arena.parities.values():
+            record = parity_from_json(data)
+            key = ParityKey(record.snapshot, record.group, record.position)
+        else:
+            record = shard_from_json(data)
+            key = ShardKey(record.snapshot, record.coord)
+        if self._pool(key) is not pool or not _fits(record, slot.bytes):
+            raise ProtocolError(f"the commit record of {key} does not fit its slot")
+        slot.snapshot = record.snapshot
+        slot.state = SlotState.SEALED
+        self._records[key] = record
+        reach("adopt.slot", key.snapshot.step)
+        self.damaged_units(key)  # notes them: others can help to mend them
+
+    def _pool(self, key: Key) -> Pool:
+        if isinstance(key, ShardKey):
+            return self.arena.shard_pool(key.coord)
+        return self.arena.parity_pool(key.tag, key.position)
+
+    def _add(self, key: Key, record: Record) -> None:
+        self._records[key] = record
+        self._lock.notify_all()
+
+    def _forget(self, key: Key) -> None:
+        self._records.pop(key, None)
+        self._damaged = {(of, index) for of, index in self._damaged if of != key}
+
+    def _note_damage(self, key: Key, index: int, record: Record) -> None:
+        """Raises `ProtocolError` if the slot was given up while the unit was read: then it is not damaged, but gone."""
+        with self._lock:
+            if self._records.get(key) is not record:
+                raise ProtocolError(f"{key} is not held here any more")
+            if (key, index) in self._damaged:
+                return
+            self._damaged.add((key, index))
+        self.counters.add(units_damaged=1)
+        text, extra = "unit %d of %s is damaged", about(key.snapshot, unit=index)
+        self._episodes.begin(key, text, index, key, extra=extra)
+
+
+def _fits(record: Record, length: int) -> bool:
+    """Whether a commit record can be of a slot of that length."""
+    if isinstance(record, ShardRecord):
+        return record.bytes == length and len(record.digests) == -(-length // record.unit_bytes)
+    return all(sum(record.unit(i)) <= length for i in range(len(record.digests)))
+
+
+def _check_mine(pool: Pool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:
+    if not pool.is_at(slot, view):
+        raise StaleEpoch(f"the slot that {snapshot} was received into was taken away")

@@ -1,0 +1,217 @@
+"""The slots of one shard, or of one parity, and their files on tmpfs: made, mapped, committed, given up, taken away."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+from holdfast.smp_daemon.shared.budget import Budget, wipe
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ProtocolError
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.records import write_json
+from holdfast.smp_daemon.storage.slots import Slot, SlotPool, SlotState
+
+MADV_POPULATE_WRITE = 23
+
+SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+log = get_log(__name__)
+
+
+class Pool(SlotPool):
+    """A slot pool and its files. Slots of other lengths may remain for as long as their snapshots are kept."""
+
+    def __init__(self, arena: Path, name: str, suffix: str, budget: Budget, zero: bool) -> None:
+        """`zero`: what is given up is overwritten with zeros."""
+        super().__init__(name)
+        self._budget = budget
+        self._zero = zero
+        self.arena = arena
+        self.suffix = suffix
+        self._maps: dict[int, mmap.mmap] = {}
+        self._abandoned: set[int] = set()
+
+    def path(self, slot: Slot) -> Path:
+        """The slot's file."""
+        return self.arena / f"{self.name}.{slot.index}.{self.suffix}"
+
+    def path_of(self, snapshot: SnapshotId) -> str:
+        """Name of the file that holds `snapshot`, sealed. Raises `ProtocolError` if none does."""
+        slot = self.find(snapshot, SlotState.SEALED)
+        if slot is None:
+            raise ProtocolError(f"{snapshot} of {self.name} is not here")
+        return self.path(slot).name
+
+    def record_path(self, slot: Slot) -> Path:
+        """The slot's commit record."""
+        return self.arena / f"{self.name}.{slot.index}.{self.suffix}.json"
+
+    def view(self, slot: Slot) -> memoryview:
+        """The slot's bytes, mapped."""
+        mapped = self._maps.get(slot.index)
+        if mapped is None:
+            mapped = self._maps[slot.index] = _map(self.path(slot), slot.bytes)
+        return memoryview(mapped)
+
+    def create(self, length: int) -> Slot:
+        """A new slot whose file has all its memory reserved.
+
+        Raises:
+            ArenaTooSmall: the file system is full, or more than the arena may take would be taken.
+        """
+        self._budget.take(length)
+        slot = self.add(length)
+        self.record_path(slot).unlink(missing_ok=True)  # of a file that somebody else has deleted
+        try:
+            _reserve(self.path(slot), length)
+        except BaseException:
+            self._drop(slot)
+            raise
+        return slot
+
+    def commit(self, slot: Slot, record: Any) -> None:
+        """Write the commit record: from here on the slot counts.
+
+        Raises:
+            ArenaTooSmall: it cannot be written; the slot is as it was.
+        """
+        before = slot.state
+        self.seal(slot)
+        try:
+            write_json(self.record_path(slot), record)
+        except ArenaTooSmall:
+            slot.state = before
+            raise
+
+    def discard(self, slot: Slot) -> None:
+        """Free the slot. Its commit record goes first, so a crash in between leaves a free slot."""
+        self.record_path(slot).unlink(missing_ok=True)
+        if slot.state is not SlotState.FREE:
+            self._wipe(slot)
+        reach("slot.freed", slot.snapshot.step if slot.snapshot else -1)
+        slot.free()
+
+    def abandon(self, slot: Slot) -> None:
+        """Free the slot of a writer that may not have noticed. In this epoch nobody else writes; see `Arena.fence`."""
+        self.discard(slot)
+        self._wipe(slot)
+        self._abandoned.add(slot.index)
+
+    def is_abandoned(self, slot: Slot) -> bool:
+        """Whether a writer of this epoch may still write into the slot, which is free."""
+        return slot.state is SlotState.FREE and slot.index in self._abandoned
+
+    def is_at(self, slot: Slot, view: memoryview) -> bool:
+        """Whether `view` is still the slot's memory: not once somebody took the slot away."""
+        return slot in self.slots and self._maps.get(slot.index) is view.obj
+
+    def replace(self, slot: Slot) -> None:
+        """Free the slot and give it a new file, so that whoever still maps the old one writes into nothing."""
+        self.discard(slot)
+        self._forget(slot)
+        try:
+            _reserve(self.path(slot), slot.bytes)
+        except BaseException:  # whoever maps the old file may still hold its memory; `Arena.reserve` makes a new one
+            self._drop(slot)
+            raise
+
+    def remove(self, slot: Slot) -> None:
+        """Delete the slot and its file."""
+        self.discard(slot)
+        if self.is_abandoned(slot):
+            self._wipe(slot)
+        self._forget(slot)
+        self._drop(slot)
+
+    def _drop(self, slot: Slot) -> None:
+        self.slots.remove(slot)
+        self._budget.give(slot.bytes)
+
+    def _wipe(self, slot: Slot) -> None:
+        if self._zero and slot.bytes:
+            wipe(self.view(slot))
+
+    def _forget(self, slot: Slot) -> None:
+        self._maps.pop(slot.index, None)
+        self._abandoned.discard(slot.index)
+        self.path(slot).unlink(missing_ok=True)
+        reach("slot.removed")
+
+
+def room(path: Path) -> int:
+    """Bytes that its file system has left."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def too_small(path: Path, need: int, left: int) -> ArenaTooSmall:
+    """The error that says what to do."""
+    return ArenaTooSmall(
+        f"the arena {path} needs {need:,} bytes more and its file system has {left:,} left: enlarge it "
+        f"(mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: emptyDir medium Memory), "
+        "or use fewer slots or generations (HOLDFAST_GENERATIONS)"
+    )
+
+
+def _reserve(path: Path, length: int) -> None:
+    """A new file of `length` bytes, all of them allocated now: later writes cannot fail with SIGBUS."""
+    left = room(path.parent)
+    if length > left:  # or everything would be filled before that is noticed
+        raise too_small(path.parent, length, left)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        reach("slot.opened")
+        _populate_huge(fd, length)
+        os.posix_fallocate(fd, 0, length)
+    except OSError as error:
+        path.unlink()
+        if error.errno == errno.ENOSPC:
+            raise too_small(path.parent, length, room(path.parent)) from error
+        raise
+    finally:
+        os.close(fd)
+    reach("slot.made")
+
+
+def _populate_huge(fd: int, length: int) -> None:
+    """Touch all of a new file in huge pages, where the kernel gives them to tmpfs on request.
+
+    Only the first touch decides: what `posix_fallocate` has made of small pages stays so. Where they are refused, or
+    there is no room, nothing is lost: the caller allocates what is missing, and sees the error.
+    """
+    if not _gives_huge_pages():
+        return
+    os.ftruncate(fd, length)
+    with mmap.mmap(fd, length) as mapped:
+        try:
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+            mapped.madvise(MADV_POPULATE_WRITE)
+        except OSError as error:
+            log.debug("no huge pages: %s", error)
+
+
+def _gives_huge_pages() -> bool:
+    """Whether tmpfs gets huge pages if it is asked to, as Linux says it."""
+    try:
+        return "[advise]" in SHMEM_HUGE.read_text()
+    except OSError:
+        return False
+
+
+def _map(path: Path, length: int) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        mapped = mmap.mmap(fd, length)
+    finally:
+        os.close(fd)
+    mapped.madvise(mmap.MADV_DONTDUMP)
+    try:
+        mapped.madvise(MADV_POPULATE_WRITE)
+    except OSError:
+        log.debug("this kernel does not populate mappings (before Linux 5.14): the first copy will be slower")
+    return mapped

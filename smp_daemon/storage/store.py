@@ -1,0 +1,479 @@
+"""What one SMP does with snapshots, and the rules by which that changes. No sockets: those call in from
+`smp_daemon.service`. What is sealed lies in `smp_daemon.storage.holdings`.
+
+Every public method is thread-safe. `changed` is notified whenever something that a waiter may wait for happened.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.smp_daemon.shared.board import Board, Outcome
+from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.fields import number, snapshot_id
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_UNIT_BYTES
+from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, write_json
+from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_format, read_stamp
+from holdfast.smp_daemon.shared.starts import WELL, End, Record, Start
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.codings import Coding, Codings
+from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
+from holdfast.smp_daemon.storage.pool import Pool
+from holdfast.smp_daemon.storage.slots import Slot, SlotState
+
+log = get_log(__name__)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a snapshot of this epoch has come on this node."""
+
+    sealed: set[str] = field(default_factory=set)
+    outcome: Outcome = Outcome.PENDING
+
+
+class Store:
+    """What one SMP holds and does.
+
+    Args:
+        backend: erasure code backend, see `ec.choose_codec`.
+        on_sealed: called (in the thread that sealed) once all shards of this node are sealed, with whether they must be
+            encoded.
+        on_parity: called once this node's own parity of a snapshot is committed, to tell the group of that layout.
+        on_protected: called once a snapshot is protected, as far as this node's group is concerned.
+        on_epoch: called with it once a newer epoch has begun.
+        spare: slots for each shard beside those that the layout names, for snapshots that are held.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        job: str,
+        node: str,
+        *,
+        backend: str = "auto",
+        on_sealed: Callable[[SnapshotId, bool], None],
+        on_parity: Callable[[SnapshotId, Layout], None],
+        on_protected: Callable[[SnapshotId], None],
+        on_epoch: Callable[[int], None],
+        spare: int = 0,
+    ) -> None:
+        self.arena = arena
+        self.job = job
+        self.node = node
+        self.changed = threading.Condition(threading.RLock())
+        self.counters = Counters()
+        self.holdings = Holdings(arena, self.changed, self.counters, backend)
+        self.board = Board(arena.path / "board", create=True)
+        self.epoch = 0
+        self.protected: SnapshotId | None = None
+        self.record = Record()
+        self._unpromised: set[SnapshotId] = set()
+        self.codings = Codings(
+            arena,
+            node,
+            self.changed,
+            self.holdings,
+            epoch=lambda: self.epoch,
+            on_own=on_parity,
+            on_done=self._settle,
+        )
+        self._failures = Episodes(log)
+        self._on_sealed = on_sealed
+        self._on_protected = on_protected
+        self._on_epoch = on_epoch
+        self._spare = spare
+        self._held: set[SnapshotId] = set()
+        self._progress: dict[SnapshotId, Progress] = {}
+        self._checked_headers: dict[str, bytes] = {}
+        self._adopt()
+
+    # ------------------------------------------------------------------ epochs and layouts
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the current epoch as the trainers arranged it, once it is configured."""
+        return self.arena.layouts.get((self.epoch, 0))
+
+    def newest_layout(self) -> Layout | None:
+        """The newest layout known: of the newest epoch, as its SMPs last re-formed it."""
+        with self.changed:
+            return self.arena.layouts[max(self.arena.layouts)] if self.arena.layouts else None
+
+    def longest_unit(self) -> int:
+        """How long a unit of this job may be, in bytes, as far as is known here."""
+        with self.changed:
+            return max((layout.unit_bytes for layout in self.arena.layouts.values()), default=MAX_UNIT_BYTES)
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raises `StaleEpoch` unless `epoch` is the current one."""
+        if epoch != self.epoch:
+            raise StaleEpoch(f"epoch {epoch} may not write: job {self.job!r} is in epoch {self.epoch}")
+
+    def join(self, epoch: int, start: Start | None = None) -> None:
+        """Enter `epoch`; a newer one takes every slot that is being written away from its writer.
+
+        Args:
+            start: if the job starts with it, and not only its layout changes.
+
+        Raises:
+            StaleEpoch: a newer epoch has begun here.
+        """
+        with self.changed:
+            if epoch < self.epoch:
+                raise StaleEpoch(f"epoch {epoch} is over: job {self.job!r} is in epoch {self.epoch}")
+            if epoch == self.epoch:
+                return
+            self._unpromised = self.unpromised()
+            self._forget(lambda snapshot: True)
+            self.arena.fence()
+            reach("join.fenced")
+            self.epoch = epoch
+            if start is not None:
+                self.record = Record(start)
+            self._write_node()
+            reach("join.noted")
+            self.board = self.board.succeeded(epoch)
+            reach("join.done")
+            self.changed.notify_all()
+        self._on_epoch(epoch)
+
+    def ended(self, epoch: int, coord: str, end: End) -> None:
+        """The trainer `coord` of this epoch has ended. Raises `StaleEpoch`."""
+        with self.changed:
+            self.check_epoch(epoch)
+            if self.record.start is None or coord in self.record.ends:
+                return
+            end = End(max(end.step, self.record.start.base), end.failure)
+            self.record = self.record.ended(coord, end)
+            self._write_node()
+        if end.failure != WELL:
+            text, extra = "%s ended at step %d: %s", {"coord": coord, "reason": end.failure}
+            log.warning(text, coord, end.step, end.failure, extra=about(SnapshotId(epoch, end.step), **extra))
+
+    def goes_on(self, epoch: int, coord: str) -> None:
+        """The trainer `coord` of this epoch is here: it was not killed, if that was noted. Raises `StaleEpoch`."""
+        with self.changed:
+            self.check_epoch(epoch)
+            record = self.record.goes_on(coord)
+            if record != self.record:
+                self.record = record
+                self._write_node()
+
+    def configure(self, layout: Layout) -> None:
+        """Reserve what this node needs in `layout`; harmless if that has been done.
+
+        Raises:
+            StaleEpoch: the layout is of another epoch.
+            ArenaTooSmall: there is no room; nothing was reserved.
+            ProtocolError: the layout is of another job, does not name this node, or another one holds already.
+        """
+        with self.changed:
+            self.check_epoch(layout.epoch)
+            if layout.job != self.job:
+                raise ProtocolError(f"this SMP serves job {self.job!r}, not {layout.job!r}")
+            if self.layout is not None:
+                if self.layout != layout:
+                    raise ProtocolError(f"epoch {layout.epoch} has another layout already")
+                return
+            self._reserve(layout)
+            reach("configure.reserved")
+            self.arena.add_layout(layout)
+            reach("configure.done")
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------------ a snapshot's way
+
+    def begin(
+        self, snapshot: SnapshotId, coord: str, keep: Collection[SnapshotId], protected: SnapshotId | None
+    ) -> tuple[Pool, Slot]:
+        """Hand out a slot for `coord`; older snapshots that are not in `keep` are freed first.
+
+        Args:
+            protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
+
+        Raises:
+            StaleEpoch, NoFreeSlot, ProtocolError.
+        """
+        with self.changed:
+            layout = self._configured(snapshot.epoch)
+            if protected is not None and protected not in keep:
+                raise ProtocolError(f"{protected} is protected and must be kept")
+            length = layout.shard_bytes(coord)
+            self._note_protected(protected)
+            self._release(keep, snapshot)
+            reach("begin.released", snapshot.step)
+            pool = self.arena.shard_pool(coord)
+            for slot in [s for s in pool.slots if s.snapshot not in keep]:
+                if slot.state is SlotState.RECEIVING:
+                    pool.replace(slot)
+                elif slot.state is SlotState.WRITING:
+                    pool.discard(slot)
+            self.holdings.drop(ShardKey(snapshot, coord))  # received before its trainer came to write it
+            slot = pool.begin(snapshot, length)
+            self._progress.setdefault(snapshot, Progress())
+            self.board.post(snapshot.step, Outcome.PENDING)
+            reach("begin.done", snapshot.step)
+            return pool, slot
+
+    def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
+        """The writer of `coord` is gone or gave up: an unsealed slot becomes free.
+
+        The snapshot has failed then, unless the slot is given back `unused`. One of an older epoch was taken away.
+        """
+        with self.changed:
+            if snapshot.epoch != self.epoch or coord not in self.arena.shards:
+                return
+            pool = self.arena.shard_pool(coord)
+            slot = pool.find(snapshot, SlotState.WRITING)
+            if slot is not None:
+                pool.abandon(slot)
+                reach("abandon.done", snapshot.step)
+                if not unused:
+                    self.fail(snapshot, f"the writer of {coord} went away")
+
+    def seal(self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None) -> None:
+        """Check what was written for `coord`, compute digests, commit. Blocks for about one read of the bytes.
+
+        Args:
+            protected: as for `begin`, which may have been called before it was known.
+
+        Raises:
+            StaleEpoch: a newer epoch has taken the slot away.
+            ProtocolError: header or stamp do not fit; the slot is free again.
+        """
+        with self.changed:
+            layout = self._configured(snapshot.epoch)
+            layout.shard_bytes(coord)  # a shard of this job
+            self._note_protected(protected)
+            pool = self.arena.shard_pool(coord)
+            slot = pool.find(snapshot, SlotState.WRITING)
+            if slot is None:
+                raise StaleEpoch(f"{coord} has no slot that is being written for {snapshot}")
+            view = pool.view(slot)
+        reach("seal.before", snapshot.step)
+        try:
+            self._check_slot(view, snapshot, coord)
+        except ProtocolError:
+            self.abandon(snapshot, coord)
+            raise
+        record = ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, digest_units(view, layout.unit_bytes))
+        reach("seal.digested", snapshot.step)
+        with self.changed:
+            if pool.find(snapshot, SlotState.WRITING) is not slot:
+                raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
+            self.holdings.commit_shard(pool, slot, record)
+            progress = self._progress.setdefault(snapshot, Progress())
+            progress.sealed.add(coord)
+            whole = progress.sealed == {s.coord for s in layout.node(self.node).shards}
+        reach("seal.committed", snapshot.step)
+        if whole:
+            reach("seal.done", snapshot.step)
+            group, _ = layout.place(self.node)
+            self._on_sealed(snapshot, layout.protects(group))
+            self._settle(snapshot)
+
+    def unpromised(self) -> set[SnapshotId]:
+        """Snapshots held here that no trainer can have been told to be protected: this node was never done with them.
+
+        As far as is known: of the current epoch, and of the one before until its snapshots are restored.
+        """
+        with self.changed:
+            held = {key.snapshot for key in self.holdings.held()}
+            current = {snapshot for snapshot in held if snapshot.epoch == self.epoch and self._is_open(snapshot)}
+            return current | self._unpromised & held
+
+    def is_restored(self, snapshot: SnapshotId) -> None:
+        """It is brought back from here, and what comes back whole is reported as protected."""
+        with self.changed:
+            self._unpromised.discard(snapshot)
+
+    def is_wanted(self, snapshot: SnapshotId) -> bool:
+        """Whether a snapshot of this epoch may still become protected: it has not failed and was not given up."""
+        with self.changed:
+            progress = self._progress.get(snapshot)
+            return snapshot.epoch == self.epoch and progress is not None and progress.outcome is Outcome.PENDING
+
+    def fail(self, snapshot: SnapshotId, reason: str) -> None:
+        """`snapshot` will not be protected. The trainers will agree to give it up."""
+        with self.changed:
+            progress = self._progress.get(snapshot)
+            if progress is None or progress.outcome is not Outcome.PENDING or snapshot.epoch != self.epoch:
+                return
+            progress.outcome = Outcome.FAILED
+            self.board.post(snapshot.step, Outcome.FAILED)
+            reach("outcome.failed", snapshot.step)
+            self.changed.notify_all()
+        self._failures.begin("snapshots", "%s failed: %s", snapshot, reason, extra=about(snapshot, reason=reason))
+
+    def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> Outcome:
+        """Block until `snapshot` is protected or has failed, or until the deadline; what became of it."""
+
+        def outcome() -> Outcome:
+            progress = self._progress.get(snapshot)
+            return progress.outcome if progress else Outcome.FAILED
+
+        with self.changed:
+            self.changed.wait_for(lambda: outcome() is not Outcome.PENDING, deadline_s)
+            return outcome()
+
+    # ------------------------------------------------------------------ bytes from elsewhere
+
+    def receiving_shard(self, key: ShardKey, layout: Layout) -> AbstractContextManager[memoryview]:
+        """See `Holdings.receiving_shard`."""
+        return self.holdings.receiving_shard(key, layout, lambda view: self._check_slot(view, key.snapshot, key.coord))
+
+    def keep_layout(self, layout: Layout) -> None:
+        """Remember a layout that was not configured here, because bytes coded in it are about to be."""
+        with self.changed:
+            if (layout.epoch, layout.revision) not in self.arena.layouts:
+                self.arena.add_layout(layout)
+                self.codings.reformed(layout)
+
+    def hold(self, snapshot: SnapshotId) -> bool:
+        """Keep this node's shards of a snapshot until `let_go`, whatever the trainers say; False: some are not here.
+
+        There is room for one, if there is a spare slot: see `Store`.
+        """
+        with self.changed:
+            wanted = self.layout.node(self.node).shards if self.layout is not None else ()
+            if self._held or not all(self.holdings.holds(ShardKey(snapshot, shard.coord)) for shard in wanted):
+                return False
+            self._held.add(snapshot)
+            return True
+
+    def let_go(self, snapshot: SnapshotId) -> None:
+        """It is held no longer, and is freed with the next snapshot that begins; harmless if it was not held."""
+        with self.changed:
+            self._held.discard(snapshot)
+
+    def retire(self) -> None:
+        """The job is over: remove everything. Whoever is still at work for it is turned away."""
+        with self.changed:
+            self._forget(lambda snapshot: True)
+            self.epoch = sys.maxsize
+            self.arena.destroy()
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------------ inside
+
+    def _reserve(self, layout: Layout) -> None:
+        count = layout.slots + self._spare
+        wanted = {self.arena.shard_pool(s.coord): (s.bytes, count) for s in layout.node(self.node).shards}
+        group, position = layout.place(self.node)
+        if layout.protects(group):
+            pool = self.arena.parity_pool(layout.tag(group), position)
+            wanted[pool] = (layout.stripes(group).parity_bytes(position), layout.slots)
+        self.arena.reserve(wanted)
+
+    def _configured(self, epoch: int) -> Layout:
+        self.check_epoch(epoch)
+        if self.layout is None:
+            raise ProtocolError(f"epoch {epoch} is not configured yet")
+        return self.layout
+
+    def _check_slot(self, view: memoryview, snapshot: SnapshotId, coord: str) -> None:
+        stamp = read_stamp(view)
+        if stamp != snapshot:
+            raise ProtocolError(f"{coord} is stamped {stamp}, not {snapshot}")
+        length = 8 + int.from_bytes(view[:8], "little")
+        unstamped = bytes(view[:8]) + bytes(view[8 + STAMP_BYTES : length])
+        if self._checked_headers.get(coord) != unstamped:
+            _, metadata = read_format(view)
+            if (metadata.get("job"), metadata.get("coord")) != (self.job, coord):
+                raise ProtocolError(f"the slot of {coord} says that it is {metadata}")
+            self._checked_headers[coord] = unstamped
+
+    def _settle(self, snapshot: SnapshotId) -> None:
+        """Post the snapshot as protected if all of it is there."""
+        with self.changed:
+            progress = self._progress.get(snapshot)
+            layout = self.layout
+            if progress is None or layout is None or progress.outcome is not Outcome.PENDING:
+                return
+            group, _ = layout.place(self.node)
+            everyone = set(range(len(layout.groups[group]))) if layout.protects(group) else set()
+            sealed = progress.sealed == {s.coord for s in layout.node(self.node).shards}
+            if sealed and self.codings.is_done(Coding(snapshot, layout.tag(group)), everyone):
+                progress.outcome = Outcome.PROTECTED
+                self.board.post(snapshot.step, Outcome.PROTECTED)
+                reach("outcome.protected", snapshot.step)
+                self._on_protected(snapshot)
+                self.changed.notify_all()
+                self._failures.end("snapshots", "snapshots are protected again: %s", snapshot, extra=about(snapshot))
+
+    def _release(self, keep: Collection[SnapshotId], before: SnapshotId) -> None:
+        def stays(snapshot: SnapshotId) -> bool:
+            return snapshot in keep or snapshot >= before
+
+        self._forget(lambda snapshot: not stays(snapshot))
+        self.arena.release(keep, before, self._held)
+        self.holdings.keep_only(
+            lambda key: stays(key.snapshot) or (isinstance(key, ShardKey) and key.snapshot in self._held)
+        )
+        self.changed.notify_all()
+
+    def _is_open(self, snapshot: SnapshotId) -> bool:
+        """Whether this node took part in a snapshot of this epoch, and has not posted it as protected."""
+        progress = self._progress.get(snapshot)
+        outcome = progress.outcome if progress is not None else self.board.posted(snapshot.step)
+        return outcome is not None and outcome is not Outcome.PROTECTED
+
+    def _forget(self, gone: Callable[[SnapshotId], bool]) -> None:
+        """Stop all work for snapshots that are given up."""
+        self.codings.forget(gone)
+        self._progress = {k: v for k, v in self._progress.items() if not gone(k)}
+
+    def _note_protected(self, snapshot: SnapshotId | None) -> None:
+        if snapshot is not None and (self.protected is None or snapshot > self.protected):
+            self.protected = snapshot
+            self._write_node()
+
+    def _write_node(self) -> None:
+        write_json(
+            self.arena.path / "node.json",
+            {
+                "job": self.job,
+                "node": self.node,
+                "epoch": self.epoch,
+                "protected": list(self.protected) if self.protected else None,
+                "record": self.record.to_json(),
+            },
+        )
+
+    def _adopt(self) -> None:
+        """Take over what a predecessor left in the arena."""
+        reach("adopt.before")
+        known: Any = read_json(self.arena.path / "node.json")
+        if known is None:
+            self.arena.clear()
+            return
+        try:
+            job, node, self.epoch = known["job"], known["node"], number(known, "epoch", MAX_COUNT)
+            self.protected = snapshot_id(known, "protected") if known["protected"] else None
+            self.record = Record.from_json(known["record"]) if "record" in known else Record()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ProtocolError(f"{self.arena.path / 'node.json'} is damaged: {error!r}; remove the arena") from error
+        if job != self.job or node != self.node:
+            raise ProtocolError(
+                f"the arena {self.arena.path} belongs to job {job!r} on node {node!r}: "
+                "choose another, or remove it with `holdfast gc`"
+            )
+        if self.board.epoch == self.epoch:
+            self.board.fail_pending()
+        else:
+            self.board.reset(self.epoch)  # the predecessor died after it had noted an epoch and before it said so
+        reach("adopt.board")
+        self.holdings.adopt()
+        reach("adopt.done")
+        if self.layout is not None:
+            self._reserve(self.layout)

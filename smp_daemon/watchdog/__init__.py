@@ -1,0 +1,1 @@
+"""Whether trainers live."""

@@ -1,0 +1,270 @@
+"""The trainers of this node: who is here, who has died, who hangs. The thin shell around `watchdog.liveness`.
+
+The end of a process is learned from its pidfd, and at once. A hang is seen in the beats on the board, which cost the
+trainer a store to memory. Only the SMP's own clock counts.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, Phase
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.pidfds import is_running
+from holdfast.smp_daemon.watchdog.liveness import Beat, Deadlines, Health, Trainer, judge, median_step
+from holdfast.smp_daemon.watchdog.on_hang import OnHang
+
+STEPS_KEPT = 32
+MOST_INTERVAL_S = 1.0
+LEAST_INTERVAL_S = 0.02
+LOOK_AGAIN_S = 0.1
+
+log = get_log(__name__)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One trainer. `pidfd` is -1 where its process cannot be seen, as from another pid namespace."""
+
+    pid: int
+    coord: str
+    row: int
+    since_s: float
+    hang_up: Callable[[], None] | None
+    pidfd: int = -1
+    word: int = 0
+    copying: int = 0
+    copying_since_s: float = 0.0
+    step: int = 0
+    stepped_s: float | None = None
+    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    ended: bool = False
+    health: Health = Health.ALIVE
+    joined: bool = False
+    """Whether it has joined an epoch; until then it may be on its way into a new start."""
+
+
+class Attendance:
+    """Thread-safe. Nothing is watched until `start`."""
+
+    def __init__(
+        self,
+        board: Callable[[], Board],
+        deadlines: Deadlines,
+        on_hang: OnHang | None,
+        on_death: Callable[[str], None] = lambda coord: None,
+    ) -> None:
+        """`on_death`: called with the coordinate of a trainer that has died; it must not block."""
+        self._board = board
+        self._deadlines = deadlines
+        self._on_hang = on_hang
+        self._on_death = on_death
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._seen: dict[str, _Seen] = {}
+        self._callers: dict[int, list[Callable[[], None]]] = {}
+        self._closed = False
+        self._watching = False
+        self._stirred = -1
+
+    def start(self) -> None:
+        """Watch, in a thread of its own until `close`."""
+        self._stirred = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._watching = True
+        threading.Thread(target=self._watch, name="attendance", daemon=True).start()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._closed = True
+        self._stir()
+
+    # ------------------------------------------------------------------ who comes and goes
+
+    def attend(self, pid: int, coord: str, hang_up: Callable[[], None] | None = None) -> int | None:
+        """A trainer is here. The row of the board on which it beats; None: there are more than rows.
+
+        Args:
+            hang_up: of its connection, as for `connected`.
+        """
+        with self._lock:
+            before = self._seen.get(coord)
+            taken = {seen.row for seen in self._seen.values()}
+            row = before.row if before else next((row for row in range(BEAT_ROWS) if row not in taken), None)
+            if row is None:
+                log.warning("more than %d trainers: nobody watches over %s", BEAT_ROWS, coord)
+                return None
+            if before is not None:
+                _close(before)
+            self._board().beat(row, Phase.START, 0)
+            seen = self._seen[coord] = _Seen(pid, coord, row, time.monotonic(), hang_up)
+            if self._watching:
+                seen.pidfd = _open(pid)
+            self._changed.notify_all()
+        self._stir()
+        return row
+
+    def joined(self, pid: int, coord: str) -> None:
+        """That trainer has joined an epoch: it takes part in a start of the job."""
+        with self._lock:
+            seen = self._seen.get(coord)
+            if seen is not None and seen.pid == pid:
+                seen.joined = True
+
+    def await_room(self, pid: int, deadline_s: float) -> Trainer | None:
+        """Block until no other process is at work for the job, at most `deadline_s`; one that still is, or None.
+
+        That is a process that has joined an epoch, runs, and was heard of within its deadline: not one that is
+        stopped, hangs, or is ending, and none that is here anew, as all that survive a start are before the next one
+        joins. Those that cannot be seen from here, as in another pid namespace, do not count.
+        """
+        limit = time.monotonic() + deadline_s
+        with self._lock:
+            while (other := self._other_at_work(pid)) is not None and not self._closed:
+                left = limit - time.monotonic()
+                if left <= 0:
+                    return other
+                self._changed.wait(min(left, LOOK_AGAIN_S))  # that a process is stopped, or is ending, no event tells
+        return None
+
+    def _other_at_work(self, pid: int) -> Trainer | None:
+        now = time.monotonic()
+        here_anew = {pid, *(seen.pid for seen in self._seen.values() if not seen.joined)}
+        for _, seen in sorted(self._seen.items()):
+            if seen.pid in here_anew or seen.ended or seen.pidfd < 0 or self._board().phase(seen.row) is Phase.GONE:
+                continue
+            report = self._report(seen, now)
+            if report.health in (Health.ALIVE, Health.LATE) and is_running(seen.pid, seen.pidfd):
+                return report
+        return None
+
+    def connected(self, pid: int, hang_up: Callable[[], None]) -> None:
+        """A process has a connection, which is to be ended with it: a child of its may keep the socket open."""
+        with self._lock:
+            self._callers.setdefault(pid, []).append(hang_up)
+
+    def left(self, pid: int, hang_up: Callable[[], None], coord: str | None) -> int | None:
+        """A connection has ended, that of the trainer `coord`, if it is one's.
+
+        Returns how many steps the trainer had finished, if it went away without a word; else None.
+        """
+        with self._lock:
+            mine = self._callers.get(pid, [])
+            if hang_up in mine:
+                mine.remove(hang_up)
+            if not mine:
+                self._callers.pop(pid, None)
+            seen = self._seen.get(coord) if coord is not None else None
+            if seen is None or seen.pid != pid or seen.hang_up != hang_up:
+                return None  # it has connected anew meanwhile
+            step: int | None = None
+            if self._board().phase(seen.row) is Phase.GONE:
+                _close(seen)
+                del self._seen[seen.coord]
+            else:
+                step = self._board().beats(seen.row)[1]
+                if seen.pidfd < 0:
+                    seen.ended = True  # else the process itself will tell
+            self._changed.notify_all()
+        self._stir()
+        return step
+
+    def trainers(self) -> list[Trainer]:
+        """How they are, by coordinate. Those that have died stay until they are back, or the SMP ends."""
+        now = time.monotonic()
+        with self._lock:
+            return [self._report(seen, now) for _, seen in sorted(self._seen.items())]
+
+    # ------------------------------------------------------------------ watching
+
+    def _watch(self) -> None:
+        shortest = self._deadlines.shortest
+        interval_s = min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, shortest / 8)) if shortest else MOST_INTERVAL_S
+        while not self._closed:
+            with self._lock:
+                watched = {seen.pidfd: seen for seen in self._seen.values() if seen.pidfd >= 0 and not seen.ended}
+            poll = select.poll()
+            for fd in (self._stirred, *watched):
+                poll.register(fd, select.POLLIN)
+            for fd, events in poll.poll(interval_s * 1000):
+                if fd == self._stirred:
+                    os.eventfd_read(fd)
+                elif not events & select.POLLNVAL:  # else it was closed meanwhile
+                    self._has_ended(watched[fd])
+            self._look()
+
+    def _has_ended(self, seen: _Seen) -> None:
+        with self._lock:
+            if self._seen.get(seen.coord) is not seen:
+                return
+            seen.ended = True
+            self._changed.notify_all()
+            hang_ups = self._callers.pop(seen.pid, [])
+            if self._board().phase(seen.row) is Phase.GONE:
+                _close(seen)
+                del self._seen[seen.coord]
+        for hang_up in hang_ups:
+            hang_up()
+
+    def _look(self) -> None:
+        """Read every beat; log, once, what became of whom."""
+        now = time.monotonic()
+        news = []
+        with self._lock:
+            for seen in self._seen.values():
+                report = self._report(seen, now)
+                if report.health != seen.health:
+                    news.append((report, seen.health))
+                    seen.health = Health(report.health)
+        for report, before in news:
+            if report.health == Health.DEAD:
+                self._on_death(report.coord)
+            if report.health in (Health.HUNG, Health.DEAD):
+                log.error("%s", report)
+            else:
+                log.warning("%s; it was %s", report, before)
+            if report.health == Health.HUNG and self._on_hang is not None:
+                self._on_hang.run(report)
+
+    def _read(self, seen: _Seen, now: float) -> None:
+        word, step, copying = self._board().beats(seen.row)
+        if word != seen.word:
+            seen.word, seen.since_s = word, now
+        if copying != seen.copying:
+            seen.copying, seen.copying_since_s = copying, now
+        if step != seen.step:
+            if seen.stepped_s is not None and step > seen.step:
+                seen.steps_s.append((now - seen.stepped_s) / (step - seen.step))
+            seen.step, seen.stepped_s = step, now
+
+    def _report(self, seen: _Seen, now: float) -> Trainer:
+        self._read(seen, now)
+        copying_s = now - seen.copying_since_s if seen.copying else None
+        beat = Beat(self._board().phase(seen.row), now - seen.since_s, copying_s, seen.ended)
+        verdict = judge(beat, self._deadlines, median_step(seen.steps_s))
+        return Trainer(
+            seen.coord, seen.pid, seen.step, verdict.health, verdict.phase, verdict.quiet_s, verdict.deadline_s
+        )
+
+    def _stir(self) -> None:
+        if self._watching:
+            os.eventfd_write(self._stirred, 1)
+
+
+def _open(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        log.info("process %d cannot be watched, and its connection stands for it: %s", pid, error)
+        return -1
+
+
+def _close(seen: _Seen) -> None:
+    if seen.pidfd >= 0:
+        os.close(seen.pidfd)
+        seen.pidfd = -1

@@ -1,0 +1,171 @@
+"""Is it alive? What is judged from a trainer's beats and a peer's lease, and by when. Pure.
+
+A trainer's beat is a word of the board that changes (`shared.board`); `watchdog.attendance` notices when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from statistics import median
+from typing import Any
+
+from holdfast.smp_daemon.shared.board import Phase
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+
+LATE_AT = 0.5
+"""What has taken more than this fraction of its deadline is late."""
+
+
+class Health(StrEnum):
+    """Of a trainer or a peer, the best first."""
+
+    ALIVE = "alive"
+    LATE = "late"
+    HUNG = "hung"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long a trainer may be quiet in each phase, in seconds; 0: for ever.
+
+    Attributes:
+        start: from connecting to the end of the first step: building, compiling.
+        restore: from the call until the state is back.
+        step: between two forwards or optimizer steps; or `factor` times the median step, if that is longer.
+        copy: from the end of a step until its snapshot is sealed.
+    """
+
+    start: float = 900.0
+    restore: float = 900.0
+    step: float = 60.0
+    copy: float = 120.0
+    factor: float = 10.0
+
+    def of(self, phase: str, step_s: float | None) -> float:
+        """Of one phase, where the median step takes `step_s`, if that is known. Who says goodbye may take its time."""
+        if phase == "gone":
+            return 0.0
+        if phase == "step" and self.step and step_s is not None:
+            return max(self.step, self.factor * step_s)
+        return float(getattr(self, phase))
+
+    @property
+    def shortest(self) -> float:
+        """Of all that there are; 0: there is none."""
+        return min((s for s in (self.start, self.restore, self.step, self.copy) if s), default=0.0)
+
+
+def parse_deadlines(text: str) -> Deadlines:
+    """From ``"step=120,copy=300"``; what is not named is as it is by default. Raises `ConfigError`."""
+    known = {field.name for field in fields(Deadlines)}
+    found: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.strip().partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = -1.0
+        if name not in known or not 0 <= found[name] <= 1e9:
+            raise ConfigError(f"--deadlines: {part!r}; say NAME=SECONDS, with the names {', '.join(sorted(known))}")
+    return Deadlines(**found)
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What is seen of a trainer.
+
+    Attributes:
+        phase: where its training thread is.
+        quiet_s: since that thread was last heard of.
+        copying_s: how long a snapshot has been copied and sealed; None: none is.
+        ended: its process is gone.
+    """
+
+    phase: Phase
+    quiet_s: float
+    copying_s: float | None = None
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a trainer is: in which phase it has been quiet for how long, and how long it may be; 0: for ever."""
+
+    health: Health
+    phase: str
+    quiet_s: float
+    deadline_s: float
+
+
+def judge(beat: Beat, deadlines: Deadlines, step_s: float | None) -> Verdict:
+    """How a trainer is whose median step takes `step_s`, if that is known. The worst of its threads counts."""
+    main = beat.phase.name.lower()
+    verdict = _verdict(main, beat.quiet_s, deadlines.of(main, step_s))
+    if beat.ended:
+        return Verdict(Health.DEAD, verdict.phase, verdict.quiet_s, verdict.deadline_s)
+    if beat.copying_s is not None:
+        copying = _verdict("copy", beat.copying_s, deadlines.of("copy", step_s))
+        order = list(Health)
+        if order.index(copying.health) > order.index(verdict.health):
+            return copying
+    return verdict
+
+
+def judge_lease(age_s: float, lease_s: float) -> Health:
+    """How a peer is that was last heard of `age_s` ago and is given up after `lease_s`; 0: it never is."""
+    if not lease_s or age_s <= LATE_AT * lease_s:
+        return Health.ALIVE
+    return Health.LATE if age_s <= lease_s else Health.DEAD
+
+
+def median_step(durations_s: Sequence[float]) -> float | None:
+    """Of the steps that were seen; None until there are some."""
+    return median(durations_s) if durations_s else None
+
+
+def _verdict(phase: str, quiet_s: float, deadline_s: float) -> Verdict:
+    health = Health.ALIVE
+    if deadline_s and quiet_s > LATE_AT * deadline_s:
+        health = Health.LATE if quiet_s <= deadline_s else Health.HUNG
+    return Verdict(health, phase, quiet_s, deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """One trainer, as its node's SMP sees it.
+
+    Attributes:
+        step: the last that it has finished.
+        health, phase, quiet_s, deadline_s: see `Verdict`.
+    """
+
+    coord: str
+    pid: int
+    step: int
+    health: str
+    phase: str
+    quiet_s: float
+    deadline_s: float
+
+    def __str__(self) -> str:
+        where = f"{self.coord} (pid {self.pid}, {self.phase} after step {self.step:,})"
+        if self.health == Health.DEAD:
+            return f"trainer {where} has died"
+        return f"trainer {where} is {self.health}: quiet for {self.quiet_s:,.1f} s, of {self.deadline_s:,.0f}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Trainer:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+        try:
+            health = Health(str(data["health"]))
+            numbers = float(data["quiet_s"]), float(data["deadline_s"])
+            return cls(str(data["coord"]), int(data["pid"]), int(data["step"]), health, str(data["phase"]), *numbers)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"not a trainer: {error!r}") from error

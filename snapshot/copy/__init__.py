@@ -1,0 +1,1 @@
+"""The bytes of tensors, and what moves them beside training: on CPUs and CUDA, at what pace, and what changed."""

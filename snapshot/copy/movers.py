@@ -1,0 +1,261 @@
+"""Who moves bytes between live tensors and slots: `CpuMover` here, `snapshot.copy.cuda` for state on GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdfast.snapshot.copy import runs
+from holdfast.snapshot.copy.tensors import slot_tensor
+
+TABLES = 8
+"""How many sequences of pieces `CpuMover` remembers: a few are in use, the rest are of layouts that are over."""
+
+SAMPLE_BYTES = 32
+"""How much of a tensor is looked at to see whether it has changed: half a cache line."""
+
+LOAD_THREADS = 4
+"""Most threads that fill live tensors: nothing else runs then."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A dense tensor and its place in a slot, in bytes; and what it is called."""
+
+    tensor: torch.Tensor
+    offset: int
+    bytes: int
+    name: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its bytes are its memory, in order."""
+        return self.tensor.is_contiguous() and not self.tensor.is_conj() and not self.tensor.is_neg()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Some bytes of some pieces.
+
+    Attributes:
+        index, start, length: of which piece, from which byte of its memory on, and how many: int64 arrays of one shape.
+        place: where the slot has them, from the beginning of the piece's place on; -1: it has them in another form.
+        read: blocks until the bytes are here; shape [n, `SAMPLE_BYTES`], zeros behind shorter ones. Any thread's.
+    """
+
+    index: NDArray[np.int64]
+    start: NDArray[np.int64]
+    length: NDArray[np.int64]
+    place: NDArray[np.int64]
+    read: Callable[[], NDArray[np.uint8]]
+
+
+class Mover(Protocol):
+    """One rank's way between device memory and slots.
+
+    When a step begins ``mark``, then (in the copy thread) ``copy`` and ``finish``; ``fence`` before what was marked
+    changes.
+
+    Attributes:
+        queues: whether bytes may still be under way when ``copy`` returns.
+    """
+
+    queues: bool
+
+    def mark(self) -> None:
+        """Training thread, as a step begins: the state to copy is the state as of now."""
+        ...
+
+    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+        """A few bytes of the pieces' memory as they are now, other ones each `turn`; the same ones for equal turns and
+        lengths. Any thread's; returns at once."""
+        ...
+
+    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+        """Copy thread: bring all pieces into the slot. On a GPU they may still be under way when it returns.
+
+        Args:
+            pause: called before each batch with its length in bytes; may block, to pace the copy, or raise, to end it.
+        """
+        ...
+
+    def fence(self) -> None:
+        """Training thread, once ``copy`` has returned: after this the live tensors may be changed."""
+        ...
+
+    def finish(self) -> None:
+        """Copy thread: blocks until all bytes are in the slot."""
+        ...
+
+    def load(self, pieces: Sequence[Piece], slot: memoryview) -> None:
+        """Fill live tensors from a slot, in place; blocks until done."""
+        ...
+
+    def forget(self) -> None:
+        """Let go of pieces: what is remembered of them would keep their memory. Any thread's, at any time."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; idempotent."""
+        ...
+
+
+class CpuMover:
+    """State in host memory: streaming copies, run by run."""
+
+    queues = False
+
+    def __init__(self) -> None:
+        self._tables: dict[int, _Table] = {}
+        self._places: dict[int, Places] = {}
+
+    def mark(self) -> None:
+        """Nothing to note: what was done to the state is done."""
+
+    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+        places = remembered(self._places, pieces, Places)
+        start, length, place = places.at(turn)
+        found = np.empty((len(start), SAMPLE_BYTES), np.uint8)
+        if length.min(initial=SAMPLE_BYTES) < SAMPLE_BYTES:
+            found[length < SAMPLE_BYTES] = 0
+        table = np.empty((len(start), 3), np.uint64)
+        table[:, 0] = places.address + start
+        table[:, 1] = places.target
+        table[:, 1] += np.uint64(found.ctypes.data)
+        table[:, 2] = length
+        runs.copy(table)
+        return Sample(places.index, start, length, place, lambda: found)
+
+    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+        table = remembered(self._tables, pieces, _Table.of)
+        base = np.array([0, _address(slot), 0], dtype=np.uint64)
+        for batch in table.batches:
+            pause(int(batch[:, 2].sum()))
+            runs.copy(batch + base)
+        for piece in table.odd:
+            pause(piece.bytes)
+            _in_slot(piece, slot).copy_(piece.tensor.detach())
+
+    def fence(self) -> None:
+        """Nothing is under way once `copy` has returned."""
+
+    def finish(self) -> None:
+        """Nothing is under way once `copy` has returned."""
+
+    def load(self, pieces: Sequence[Piece], slot: memoryview) -> None:
+        rows = [(_address(slot) + p.offset, p.tensor.data_ptr(), p.bytes) for p in pieces if p.is_plain]
+        threads = max(1, min(LOAD_THREADS, len(os.sched_getaffinity(0))))
+        with ThreadPoolExecutor(threads, "load") as pool:
+            list(pool.map(runs.copy, runs.batches(runs.make_runs(rows))))
+        for piece in pieces:
+            if not piece.is_plain:
+                piece.tensor.detach().copy_(_in_slot(piece, slot))
+
+    def forget(self) -> None:
+        self._tables.clear()
+        self._places.clear()
+
+    def close(self) -> None:
+        self.forget()
+
+
+def golden(turn: int, count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Which of so many parts a turn takes: turns go through them by the golden section. Whatever the distance from one
+    turn to the next, nearby ones take parts that lie far from each other, and every part's turn comes."""
+    fraction = (turn * 0x9E3779B97F4A7C15 % (1 << 64)) >> 33
+    return (count >> 31) * fraction + ((count & 0x7FFFFFFF) * fraction >> 31)  # in 64 bits
+
+
+class Places:
+    """Where to look at pieces that have any bytes: at `SAMPLE_BYTES` of plain ones, at one element of others."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = pieces  # the addresses are theirs as long as they are held
+        held = [(i, piece) for i, piece in enumerate(pieces) if piece.bytes]
+        self.index = np.array([i for i, _ in held], np.int64)
+        self.address = np.array([piece.tensor.data_ptr() for _, piece in held], np.int64)
+        self.target = SAMPLE_BYTES * np.arange(len(held), dtype=np.uint64)
+        self._bytes = np.array([piece.bytes for _, piece in held], np.int64)
+        odd = [(row, piece.tensor) for row, (_, piece) in enumerate(held) if not piece.is_plain]
+        self._odd = np.array([row for row, _ in odd], np.int64)
+        self._item = np.array([tensor.element_size() for _, tensor in odd], np.int64)
+        self._lazy = np.array([tensor.is_conj() or tensor.is_neg() for _, tensor in odd], bool)
+        depth = max((tensor.dim() for _, tensor in odd), default=0)
+        self._sizes = _table_of([tensor.shape for _, tensor in odd], depth, 1)
+        self._strides = _table_of([tensor.stride() for _, tensor in odd], depth, 0)
+
+    def at(self, turn: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """`Sample.start`, `length` and `place` of that turn, whose parts are chosen by `golden`."""
+        count = -(-self._bytes // SAMPLE_BYTES)
+        count[self._odd] = self._bytes[self._odd] // self._item
+        chosen = golden(turn, count)
+        start = chosen * SAMPLE_BYTES
+        length = np.minimum(SAMPLE_BYTES, self._bytes - start)
+        place = start.copy()
+        if len(self._odd):
+            place[self._odd] = np.where(self._lazy, -1, chosen[self._odd] * self._item)
+            start[self._odd], length[self._odd] = self._offsets(chosen[self._odd]) * self._item, self._item
+        return start, length, place
+
+    def _offsets(self, number: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many elements from the first in memory the element of that number is, in row-major order."""
+        offset = np.zeros_like(number)
+        for size, stride in zip(self._sizes.T[::-1], self._strides.T[::-1], strict=True):
+            offset += number % size * stride
+            number = number // size
+        return offset
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Addresses are those of `pieces`, which it keeps alive."""
+
+    pieces: Sequence[Piece]
+    batches: list[runs.Runs]
+    odd: list[Piece]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> _Table:
+        plain = [(p.tensor.data_ptr(), p.offset, p.bytes) for p in pieces if p.is_plain]
+        return cls(pieces, runs.batches(runs.make_runs(plain)), [piece for piece in pieces if not piece.is_plain])
+
+
+class _Remembers(Protocol):
+    """Keeps the pieces that it was made of, so that their id is not given to others."""
+
+    @property
+    def pieces(self) -> Sequence[Piece]: ...
+
+
+R = TypeVar("R", bound=_Remembers)
+
+
+def remembered(known: dict[int, R], pieces: Sequence[Piece], make: Callable[[Sequence[Piece]], R]) -> R:
+    """What was made of these pieces, or is now; what was not asked for longest makes room. Any thread's."""
+    found = known.pop(id(pieces), None)
+    if found is None:
+        found = make(pieces)
+        while len(known) >= TABLES:
+            known.pop(next(iter(known), 0), None)
+    known[id(pieces)] = found
+    return found
+
+
+def _table_of(rows: Sequence[Sequence[int]], width: int, filler: int) -> NDArray[np.int64]:
+    """Rows of one width."""
+    return np.array([[*row, *[filler] * (width - len(row))] for row in rows], np.int64).reshape(len(rows), width)
+
+
+def _address(slot: memoryview) -> int:
+    return int(np.frombuffer(slot, np.uint8).ctypes.data)
+
+
+def _in_slot(piece: Piece, slot: memoryview) -> torch.Tensor:
+    return slot_tensor(slot, piece.offset, piece.tensor.dtype, tuple(piece.tensor.shape))

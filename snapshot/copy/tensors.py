@@ -1,0 +1,145 @@
+"""Tensors as leaves of a slot: dtypes, and tensors over slot memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.slotfile import Leaf
+
+
+class Block(NamedTuple):
+    """Which part of a whole tensor a rank holds.
+
+    Attributes:
+        whole: the shape of the whole.
+        start: where in it, dimension by dimension, the rank's part begins; empty if it is no block at all.
+    """
+
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.complex128: "C128",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DEVICES = ("cpu", "cuda")
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
+    """The leaf that stores `tensor`.
+
+    Raises:
+        ConfigError: it is sparse, quantised, on another device than a CPU or a GPU, or its elements share memory, so
+            that it could not be filled again; the message names it.
+    """
+    if tensor.layout is not torch.strided or tensor.dtype not in DTYPES or type(tensor.data) is not torch.Tensor:
+        raise ConfigError(
+            f"{name} is a {tensor.layout} {tensor.dtype} {type(tensor.data).__name__}: only dense "
+            "plain tensors are captured so far"
+        )
+    if tensor.device.type not in DEVICES:
+        raise ConfigError(f"{name} lives on {tensor.device}: only state on {' and '.join(DEVICES)} is captured")
+    if not tensor.is_contiguous() and _overlaps(tensor):
+        raise ConfigError(
+            f"{name}, of shape {list(tensor.shape)} and strides {list(tensor.stride())}, is a view in which elements "
+            "share memory, as expand() makes them, and cannot be filled again: keep a copy of it, made by clone()"
+        )
+    return Leaf(name, DTYPES[tensor.dtype], tuple(tensor.shape))
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie at one place: each dimension must step over all that smaller steps reach."""
+    reached = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reached:
+                return tensor.numel() > 0
+            reached += (size - 1) * stride
+    return False
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a `DTensor`, in place; any other tensor as it is."""
+    to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    with torch.no_grad():  # with gradients it would be a view that autograd knows of
+        return to_local()
+
+
+def piece_of(tensor: torch.Tensor) -> tuple[list[int], list[int]] | None:
+    """The shape of a whole `DTensor`, and where in it this rank's part begins; None for any other tensor, and for one
+    that is cut in another way than into blocks."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return None
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(tensor, DTensor) or not all(type(each) in (Replicate, Shard) for each in placements):
+        return None
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    return list(tensor.shape), list(offset)
+
+
+def block_of(tensor: torch.Tensor) -> Block | None:
+    """Which part of the whole this rank has of a `DTensor`; None for any other tensor."""
+    if getattr(tensor, "placements", None) is None:
+        return None
+    piece = piece_of(tensor)
+    return Block(tuple(tensor.shape), ()) if piece is None else Block(tuple(piece[0]), tuple(piece[1]))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a contiguous tensor, as a view with stride 1, which ``view(-1)`` is not for a single element."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def slot_tensor(slot: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over slot memory. It must not outlive the use of the slot: clone what is to be kept."""
+    count = int(np.prod(shape, dtype=np.int64))
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(slot, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def empty_like_leaf(leaf: Leaf, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor of the leaf's dtype and shape."""
+    return torch.empty(leaf.shape, dtype=_BY_NAME[leaf.dtype], device=device)
+
+
+def set_dtype(tensor: torch.Tensor, leaf: Leaf) -> None:
+    """Give a tensor, in place, the leaf's dtype."""
+    tensor.data = tensor.data.to(_BY_NAME[leaf.dtype])
+
+
+def leaf_tensor(slot: memoryview, offset: int, leaf: Leaf) -> torch.Tensor:
+    """A leaf that stands at `offset` of a slot, over slot memory; see `slot_tensor`."""
+    return slot_tensor(slot, offset, _BY_NAME[leaf.dtype], leaf.shape)
+
+
+def read_leaf(slot: memoryview, offset: int, leaf: Leaf) -> torch.Tensor:
+    """A copy of a leaf that stands at `offset` of a slot."""
+    return leaf_tensor(slot, offset, leaf).clone()

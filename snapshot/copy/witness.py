@@ -1,0 +1,137 @@
+"""Whether live tensors are still what they were when a copy of them began.
+
+Version counters tell of every change that torch makes in place, but not of what is written through ``.data`` or from
+outside of torch. For those, a few bytes of each tensor are looked at, others each time: when the copy begins, when it
+ends, and in the slot.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.snapshot.copy import runs
+from holdfast.snapshot.copy.movers import SAMPLE_BYTES, Mover, Piece, Sample
+from holdfast.snapshot.errors import GivenUp
+
+SHOWN = 4
+
+
+class StateChanged(GivenUp):
+    """The state changed while it was copied.
+
+    Attributes:
+        names: of the tensors that did.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        super().__init__(f"{', '.join(names[:SHOWN])}{more} changed after the step had begun, before optim.step()")
+        self.names = tuple(names)
+
+
+class Subjects:
+    """Pieces that are watched again and again; what can be worked out once about them.
+
+    Args:
+        tensors: those that the pieces were made of, which share version counters with them. They are at hand, as the
+            manifest has just looked at them; to look at ten thousand others as well would take three times as long.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor] | None = None) -> None:
+        self.pieces = pieces
+        self.tensors = list(tensors if tensors is not None else [piece.tensor for piece in pieces])
+        self.offsets = np.array([piece.offset for piece in pieces], np.int64)
+
+    def versions(self) -> list[int]:
+        """The tensors' version counters: they count changes in place. Tensors of inference mode have none."""
+        try:
+            return [tensor._version for tensor in self.tensors]
+        except RuntimeError:
+            return [0 if tensor.is_inference() else tensor._version for tensor in self.tensors]
+
+
+class Witness:
+    """What pieces were when it was made. All but making it may be done by any thread.
+
+    Args:
+        turn: chooses the bytes to look at; see `Mover.sample`.
+    """
+
+    def __init__(self, mover: Mover, subjects: Subjects, turn: int) -> None:
+        self._mover = mover
+        self._subjects = subjects
+        self._turn = turn
+        self._versions = subjects.versions()
+        self._before = mover.sample(subjects.pieces, turn)
+        # Guards `_last`: the copy thread or, if the step ends before the copy has landed, the training thread looks.
+        self._lock = threading.Lock()
+        self._last: tuple[list[int], Sample] | HoldfastError | None = None
+
+    def look(self) -> None:
+        """Note what the pieces are now, for `check`. Only the first call counts: what comes later may change them."""
+        with self._lock:
+            if self._last is None:
+                try:
+                    self._last = self._now()
+                except HoldfastError as error:  # the training thread is no place for it
+                    self._last = error
+
+    def changed(self) -> list[str]:
+        """The names of pieces that are not now what they were, as far as can be told."""
+        return self._differing(*self._now())
+
+    def rewritten(self) -> list[str]:
+        """The names of pieces that have other bytes now, whoever has written the same ones meanwhile. Blocks."""
+        return self._differing(self._versions, self._mover.sample(self._subjects.pieces, self._turn))
+
+    def written(self) -> list[str]:
+        """The names of pieces that were written to in place, as far as their version counters tell, whatever bytes they
+        have."""
+        return self._differing(self._subjects.versions(), self._before)
+
+    def check(self, slot: memoryview) -> None:
+        """Compare what was, what `look` saw, and the copies in the slot, which are complete. Blocks for a device.
+
+        Raises:
+            StateChanged: they are not all the same.
+            HoldfastError: `look` met an error of the device.
+        """
+        self.look()
+        assert self._last is not None
+        if isinstance(self._last, HoldfastError):
+            raise self._last
+        if names := self._differing(*self._last) or self._torn(slot):
+            raise StateChanged(names)
+
+    def _now(self) -> tuple[list[int], Sample]:
+        return self._subjects.versions(), self._mover.sample(self._subjects.pieces, self._turn)
+
+    def _differing(self, versions: list[int], sample: Sample) -> list[str]:
+        found = set()
+        if versions != self._versions:
+            found = {i for i, (now, before) in enumerate(zip(versions, self._versions, strict=True)) if now != before}
+        before, now = self._before.read(), sample.read()
+        if not np.array_equal(before, now):
+            found.update(self._before.index[(before != now).any(axis=1)].tolist())
+        return [self._subjects.pieces[i].name for i in sorted(found)]
+
+    def _torn(self, slot: memoryview) -> list[str]:
+        """Pieces whose copy is not what they were: they changed, and changed back."""
+        sample, subjects = self._before, self._subjects
+        held = np.zeros((len(sample.index), SAMPLE_BYTES), np.uint8)
+        table = np.empty((len(held), 3), np.uint64)
+        table[:, 0] = np.frombuffer(slot, np.uint8).ctypes.data + subjects.offsets[sample.index]
+        table[:, 0] += np.maximum(sample.place, 0).astype(np.uint64)
+        table[:, 1] = held.ctypes.data + SAMPLE_BYTES * np.arange(len(held))
+        table[:, 2] = sample.length
+        runs.copy(table)
+        before = sample.read()
+        if np.array_equal(held, before):
+            return []
+        differ = (held != before).any(axis=1) & (sample.place >= 0)
+        return [subjects.pieces[i].name for i in sample.index[differ].tolist()]

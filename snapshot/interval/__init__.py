@@ -1,0 +1,1 @@
+"""How often a snapshot is taken, and what that is decided by."""

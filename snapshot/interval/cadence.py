@@ -1,0 +1,202 @@
+"""After which steps a rank takes snapshots: picks who decides, tells them what steps and snapshots take, keeps notes.
+
+With a number of steps the `Governor` decides, with ``"auto"`` `Online` does, and while a profile is recorded
+`Alternation`. The last two need to know how long protecting takes, so a `Watch` runs beside them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.layout import Layout
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.interval.durations import parse_duration
+from holdfast.snapshot.interval.failures import from_profile
+from holdfast.snapshot.interval.governor import Governor
+from holdfast.snapshot.interval.online import Online
+from holdfast.snapshot.interval.profile import Recording
+from holdfast.snapshot.interval.profiles import profile
+from holdfast.snapshot.interval.rates import FailureRate
+from holdfast.snapshot.interval.rhythm import Rhythm
+from holdfast.snapshot.interval.watch import Watch
+from holdfast.snapshot.step.copier import CopyJob
+
+MTBF_ENV = "HOLDFAST_MTBF"
+PUBLISHED = "ft-hsdp"
+"""How often nodes fail as long as nothing else is known; see `snapshot.interval.profiles`."""
+
+log = get_log(__name__)
+
+
+class Cadence:
+    """One rank's. Called by the hook, in the training thread, but for `sealed`."""
+
+    def __init__(
+        self, every: int | Literal["auto"], budget: float | None, slots: int, recording: Recording | None
+    ) -> None:
+        """
+        Args:
+            budget: largest fraction of training time that snapshots may take; None: any.
+            recording: of a profile, if one is to be made; then `every` and `budget` do not matter.
+
+        Raises:
+            ConfigError: `every`, the budget or ``HOLDFAST_MTBF`` cannot be.
+        """
+        if every != "auto" and (not isinstance(every, int) or every < 1):
+            raise ConfigError(f"every={every!r}: a snapshot is taken every 1 or more steps, or 'auto'")
+        self._recording = recording
+        self._budget = budget
+        self._told = every if isinstance(every, int) else 1
+        self._leads = False
+        self._said = ""
+        self._online: Online | None = None
+        self.rhythm: Rhythm
+        if recording is not None:
+            self.rhythm = recording.rhythm
+        elif every == "auto":
+            self._mtbf_s = mtbf_from_environment()
+            self.rhythm = self._online = Online(budget, FailureRate(self._rate_of(1)), slots)
+        else:
+            self.rhythm = Governor(budget, every)
+        self._watch: Watch | None = None
+        self._boundary_s: float | None = None
+        self._stalled_s = 0.0
+
+    @property
+    def why(self) -> str:
+        """With ``"auto"``, what the interval follows from, in words."""
+        return self._online.why if self._online else ""
+
+    def enter(self, connect: Callable[[], SmpClient], agreement: Agreement, notes: Mapping[str, Any] | None) -> None:
+        """Snapshots can be taken from now on. A collective call with ``"auto"``.
+
+        Args:
+            connect: a further connection to this node's SMP.
+            notes: those of the snapshot that was restored, if it has some.
+        """
+        if self._online is not None:
+            if notes:
+                self._online.resume(notes)
+            self._online.agree(-agreement.minimum([-self._online.interval])()[0])
+        self._leads = agreement.rank == 0
+        if self._online is not None or self._recording is not None:
+            self._watch = Watch(connect)
+        self._say()
+
+    def placed(self, layout: Layout) -> None:
+        """The job has this layout now."""
+        if self._online is not None:
+            self._online.rate.prior = self._rate_of(len(layout.nodes))
+
+    def observe(self, now_s: float, stalled_s: float, busy: bool) -> None:
+        """A step is done.
+
+        Args:
+            now_s: the boundary after it.
+            stalled_s: how long the loop was held up since the hook was entered.
+            busy: a snapshot was worked on at some time during it.
+        """
+        for timing in self._watch.take() if self._watch else ():
+            if self._recording is not None:
+                self._recording.timings.append(timing)
+            elif self._online is not None:
+                self._online.timed(timing)
+        if self._boundary_s is not None:
+            self.rhythm.observe(now_s - self._boundary_s, stalled_s - self._stalled_s, busy)
+        self._boundary_s = now_s
+        self._stalled_s = stalled_s
+
+    def agree(self, interval: int) -> str | None:
+        """All ranks use `interval` from now on. If that is another one, what to tell operators, once for the job."""
+        before = self.rhythm.interval
+        self.rhythm.agree(interval)
+        if interval == before or not self._leads:
+            return None
+        if self._online is not None:
+            self._say()
+        # A probe doubles the interval for a moment: only what lasts, or is new, is worth a warning.
+        level = logging.WARNING if not 1 / 2 < interval / self._told < 2 else logging.INFO
+        if level == logging.WARNING:
+            self._told = interval
+        log.log(level, "a snapshot every %d steps from now on, not %d: %s", interval, before, self.reason)
+        return f"a snapshot every {interval} steps: {self.reason}"
+
+    def plan_in_words(self) -> str:
+        """How often snapshots are taken, as is said, and logged, when a job begins."""
+        every = "every step" if self.rhythm.interval == 1 else f"every {self.rhythm.interval} steps"
+        limit = f"; less often where they take more than {self._budget:.1%} of the time" if self._budget else ""
+        text = f"a snapshot {every}{limit}"
+        if text != self._said:
+            log.warning("%s", text)
+            self._said = text
+        return text
+
+    @property
+    def reason(self) -> str:
+        """What the interval follows from, in words."""
+        if self._online is not None:
+            return self._online.why
+        if self._budget is None:
+            return "as asked for"
+        if self.rhythm.overhead is None:
+            return "to see what steps take without one"
+        return (
+            f"that takes {self.rhythm.overhead:.1%} of the training time, of which overhead_budget allows "
+            f"{self._budget:.1%}"
+        )
+
+    def sealed(self, job: CopyJob) -> None:
+        """A snapshot is sealed, or was given up. May be called from any thread; returns at once."""
+        if self._watch is not None:
+            self._watch.sealed(job)
+
+    def notes(self) -> dict[str, Any] | None:
+        """What the next start of the job must know; stands in every snapshot."""
+        return self._online.notes() if self._online else None
+
+    def close(self, deadline_s: float) -> None:
+        """End; for a profile not before what is sealed is timed. Raises `DeadlineExceeded` if that takes too long."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close(deadline_s, wait=self._recording is not None)
+            if self._recording is not None:
+                self._recording.timings += watch.take()
+
+    def _say(self) -> None:
+        """Show operators what is done, and why."""
+        if self._online is not None and self._watch is not None and self._leads:
+            self._watch.say(f"a snapshot every {self._online.interval} steps: {self._online.why}")
+
+    def _rate_of(self, nodes: int) -> float:
+        """Failures per second of so many nodes that are restored from memory."""
+        rates = from_profile(profile(PUBLISHED), self._mtbf_s).job(nodes)
+        return sum(rate for kind, rate in rates.items() if kind != "beyond")
+
+
+def mtbf_from_environment() -> float | None:
+    """``HOLDFAST_MTBF``, of one node, in seconds; None if it is not set. Raises `ConfigError`."""
+    text = os.environ.get(MTBF_ENV)
+    if not text:
+        return None
+    try:
+        seconds = parse_duration(text)
+    except ConfigError as error:
+        raise ConfigError(f"{MTBF_ENV}: {error}") from error
+    if seconds <= 0:
+        raise ConfigError(f"{MTBF_ENV}={text!r}: give more than 0")
+    return seconds
+
+
+def budget_from_environment() -> float:
+    """``HOLDFAST_OVERHEAD_BUDGET``, or 1 %; 0 means that there is none. Raises `ConfigError`."""
+    text = os.environ.get("HOLDFAST_OVERHEAD_BUDGET", "0.01")
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"HOLDFAST_OVERHEAD_BUDGET={text!r}: a fraction of training time, such as 0.01") from None

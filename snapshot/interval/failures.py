@@ -1,0 +1,302 @@
+"""How often what fails: by class, from a published profile, an MTBF, or a job's own incidents. Pure.
+
+Classes are those of `snapshot.interval.profiles`, and *beyond*: the memory of the whole job at once, such as a power
+cut or the end of an allocation; no code helps against it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.checks import not_negative, positive, within
+from holdfast.snapshot.interval.profiles import PROFILES, FailureProfile
+
+DAY_S = 86400.0
+
+CLASSES = ("process", "memory", "shock", "beyond")
+
+BEYOND_S = 90 * DAY_S
+"""Assumed time between losses of the whole job's memory. No study says; Llama 3's 54 days had three interruptions that
+people had to mend."""
+
+PRIOR_EVENTS = 4.0
+"""What the prior weighs: as much as a log of the time in which it expects so many failures. The shape of the Gamma
+distribution that has the mean and the variance of the rates of the five `PROFILES`."""
+
+DRAINED = 0.37
+"""Share of failures after which the node is taken out (Unicron, arXiv 2401.00134)."""
+
+MEMORY_CAUSES = frozenset(
+    {"power supply", "chassis", "io board", "cpu", "system memory", "kernel fault", "system reboot", "cooling"}
+)
+"""Published causes that take the host's memory with them at once; all other published ones leave it readable."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureModel:
+    """Rates per second.
+
+    Attributes:
+        process, memory: of one node.
+        shock: shocks for each node of the job: a job of N nodes has N times as many.
+        beyond: of the whole job, whatever its size.
+        source: where this comes from.
+
+    Raises:
+        ConfigError: a rate is negative.
+    """
+
+    process: float
+    memory: float
+    shock: float
+    beyond: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in CLASSES:
+            not_negative(f"the rate of {name} failures", getattr(self, name), " per second")
+
+    def job(self, nodes: int) -> dict[str, float]:
+        """Rates of a job of so many nodes, by class. Linear in the nodes, which is too good for 10,000s of them: 18
+        minutes were seen at 100,000 GPUs where a line through 32,768 says 50 (FT-HSDP)."""
+        return {
+            "process": self.process * nodes,
+            "memory": self.memory * nodes,
+            "shock": self.shock * nodes,
+            "beyond": self.beyond,
+        }
+
+
+def from_profile(profile: FailureProfile, mtbf_s: float | None = None, beyond_s: float = BEYOND_S) -> FailureModel:
+    """Rates and shares of a profile; with `mtbf_s`, of one node, only its shares.
+
+    Raises:
+        ConfigError: a time is not positive.
+    """
+    if mtbf_s is not None:
+        positive("the MTBF of a node", mtbf_s, " s")
+    positive("the time between losses of everything", beyond_s, " s")
+    rate = 1.0 / (mtbf_s or profile.node_mtbf_s())
+    source = (
+        profile.source if mtbf_s is None else f"an MTBF of {mtbf_s / DAY_S:g} d a node, shared out as in {profile.name}"
+    )
+    return FailureModel(rate * profile.process, rate * profile.memory, rate * profile.shock, 1.0 / beyond_s, source)
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One interruption: when, in seconds from any origin; its class."""
+
+    time_s: float
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A model learnt from a log.
+
+    Attributes:
+        events: incidents of each class.
+        intervals: for each class the 5 % and 95 % quantiles of its rate.
+    """
+
+    model: FailureModel
+    events: dict[str, int]
+    intervals: dict[str, tuple[float, float]]
+
+
+def parse_log(text: str) -> tuple[Incident, ...]:
+    """Incidents from CSV with a header.
+
+    Columns: ``time`` (ISO 8601), or one of ``time_s``, ``time_h``, ``time_d`` (numbers); ``class`` (process,
+    memory, shock, beyond), or ``cause`` (a cause that `PROFILES` name, in any case); optionally ``nodes``: of a
+    memory loss, how many nodes it hit at once; more than one make it a shock. Other columns are ignored.
+
+    Raises:
+        ConfigError: the log is empty, or a line cannot be read; it says which, and why.
+    """
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    columns = [name.strip() for name in reader.fieldnames or ()]
+    reader.fieldnames = columns
+    times = [name for name in columns if name in ("time", *_TIME_UNITS)]
+    kinds = [name for name in columns if name in ("class", "cause")]
+    if len(times) != 1 or not kinds:
+        raise ConfigError(
+            f"failure log: the header is {columns}: it needs one of time, time_s, time_h, time_d, and class or cause"
+        )
+    incidents = tuple(_incident(reader.line_num, row, times[0]) for row in reader)
+    if not incidents:
+        raise ConfigError("failure log: it has no incidents: give at least one line, or use a profile")
+    return incidents
+
+
+def span(incidents: Sequence[Incident]) -> float:
+    """Seconds from the first incident to the last, times ``(n + 1) / (n - 1)``: what a log of n incidents covers, if it
+    begins and ends as far from them as they are apart. Raises `ConfigError` if that is nothing."""
+    first, last = min(i.time_s for i in incidents), max(i.time_s for i in incidents)
+    if last <= first:
+        raise ConfigError(
+            f"failure log: {len(incidents)} incidents at one time do not say how long the log is: give "
+            f"--log-span, such as 90d"
+        )
+    return (last - first) * (len(incidents) + 1) / (len(incidents) - 1)
+
+
+def learn(incidents: Sequence[Incident], nodes: int, span_s: float, prior: FailureModel) -> Estimate:
+    """Rates by class from a log of a job of `nodes` over `span_s`, shrunk towards the prior (Gamma-Poisson).
+
+    The prior of a rate is Gamma with shape ``a = rate b``; ``b`` node-seconds, common to the classes of single
+    nodes, is the exposure in which the prior expects `PRIOR_EVENTS` of them. After n events in an exposure e it is
+    Gamma with shape ``a + n`` and rate ``b + e``, of mean ``(a + n) / (b + e)``: a short log moves it little, a
+    long one is believed.
+
+    Raises:
+        ConfigError: no nodes, or no time.
+    """
+    if nodes < 1:
+        raise ConfigError(f"failure log: of {nodes} nodes: give 1 or more")
+    positive("failure log: its span", span_s, " s")
+    events = Counter(incident.kind for incident in incidents)
+    total = prior.process + prior.memory + prior.shock
+    rates, intervals = {}, {}
+    for kind in CLASSES:
+        single = kind != "beyond"
+        before = getattr(prior, kind)
+        weight = PRIOR_EVENTS / total if single and total else 1.0 / prior.beyond if prior.beyond else 0.0
+        shape, exposure = before * weight + events[kind], weight + span_s * (nodes if single else 1)
+        rates[kind] = shape / exposure
+        intervals[kind] = gamma_quantile(shape, 0.05) / exposure, gamma_quantile(shape, 0.95) / exposure
+    source = f"{len(incidents)} incidents of {nodes} nodes in {span_s / DAY_S:.3g} d, shrunk towards {prior.source}"
+    return Estimate(FailureModel(**rates, source=source), {kind: events[kind] for kind in CLASSES}, intervals)
+
+
+def gamma_quantile(shape: float, probability: float) -> float:
+    """Quantile of the Gamma distribution of this shape and scale 1, to 1e-9 of itself, by bisection; 0 for shape 0."""
+    within("a probability", probability, 1e-12, 1 - 1e-12)
+    if shape <= 0:
+        return 0.0
+    high = max(1.0, shape)
+    while _gamma_cdf(shape, high) < probability:
+        high *= 2.0
+    low = high
+    while low > 1e-300 and _gamma_cdf(shape, low) > probability:
+        low /= 2.0
+    for _ in range(200):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if _gamma_cdf(shape, middle) < probability else (low, middle)
+        if high - low <= 1e-10 * high:
+            break
+    return high
+
+
+def spare_nodes(model: FailureModel, nodes: int, repair_s: float, confidence: float = 0.99) -> int:
+    """Fewest spares so that, with probability `confidence`, no more nodes are away at once than there are spares.
+
+    Nodes are taken out after memory losses and after `DRAINED` of all failures, whichever is more, and come back after
+    `repair_s`; how many are away is Poisson. ByteRobust (SOSP 2025) sizes its standbys by the same quantile: 4 per
+    1,024.
+    """
+    away = nodes * repair_s * max(DRAINED * (model.process + model.memory + model.shock), model.memory + model.shock)
+    if away > 500.0:  # the normal quantile; exp(-away) would be 0
+        return math.ceil(away + _normal_quantile(confidence) * math.sqrt(away))
+    term = total = math.exp(-away)
+    spares = 0
+    while total < confidence:
+        spares += 1
+        term *= away / spares
+        total += term
+    return spares
+
+
+_TIME_UNITS = {"time_s": 1.0, "time_h": 3600.0, "time_d": DAY_S}
+
+_PUBLISHED = {cause.lower() for profile in PROFILES.values() for cause, _ in profile.causes}
+
+
+def _incident(line: int, row: dict[str, str | None], column: str) -> Incident:
+    value = (row[column] or "").strip()
+    time_s = _iso(line, value) if column == "time" else _number(line, column, value) * _TIME_UNITS[column]
+    kind = _kind(line, (row.get("class") or "").strip().lower(), (row.get("cause") or "").strip().lower())
+    nodes = _number(line, "nodes", text) if (text := (row.get("nodes") or "").strip()) else 1.0
+    if nodes < 1 or nodes != int(nodes):
+        raise ConfigError(f"failure log, line {line}: nodes is {nodes:g}: give a whole number from 1 on")
+    return Incident(time_s, "shock" if kind == "memory" and nodes > 1 else kind)
+
+
+def _iso(line: int, value: str) -> float:
+    try:
+        if value.replace(".", "").isdigit():
+            raise ValueError("a plain number")
+        return datetime.fromisoformat(value).timestamp()
+    except ValueError as error:
+        raise ConfigError(
+            f"failure log, line {line}: time is {value!r} ({error}): give ISO 8601 such as 2026-01-31T12:00:00 "
+            f"in every line, "
+            "or name the column time_s, time_h or time_d and give numbers; not both"
+        ) from error
+
+
+def _number(line: int, name: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise ConfigError(f"failure log, line {line}: {name} is {value!r}: give a number from 0 on, without a unit")
+    return number
+
+
+def _kind(line: int, name: str, cause: str) -> str:
+    if name in CLASSES:
+        return name
+    if not name and cause in _PUBLISHED:
+        return "memory" if cause in MEMORY_CAUSES else "process"
+    raise ConfigError(
+        f"failure log, line {line}: {name or cause!r} is no class of failures: use {', '.join(CLASSES)}, or a "
+        f"published "
+        f"cause such as {', '.join(sorted(MEMORY_CAUSES))}"
+    )
+
+
+def _gamma_cdf(shape: float, x: float) -> float:
+    """Regularised lower incomplete gamma function: its series below the mean, Lentz's continued fraction above."""
+    if x <= 0:
+        return 0.0
+    front = math.exp(shape * math.log(x) - x - math.lgamma(shape))
+    if x < shape + 1.0:
+        term = total = 1.0 / shape
+        n = shape
+        while abs(term) > 1e-16 * total:
+            n += 1.0
+            term *= x / n
+            total += term
+        return front * total
+    b = x + 1.0 - shape
+    c, d = 1e300, 1.0 / b
+    fraction = d
+    for i in range(1, 10_000):
+        a = -i * (i - shape)
+        b += 2.0
+        d = 1.0 / (a * d + b or 1e-300)
+        c = b + a / c or 1e-300
+        fraction *= c * d
+        if abs(c * d - 1.0) < 1e-15:
+            break
+    return 1.0 - front * fraction
+
+
+def _normal_quantile(probability: float) -> float:
+    """By bisection of ``erf``."""
+    low, high = -40.0, 40.0
+    while high - low > 1e-12:
+        middle = (low + high) / 2.0
+        below = 0.5 * math.erfc(-middle / math.sqrt(2.0)) < probability
+        low, high = (middle, high) if below else (low, middle)
+    return high

@@ -1,0 +1,117 @@
+"""What a run measured of its own snapshots: the input of the tuner, as the hook records it."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, get_args, get_type_hints
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
+from holdfast.snapshot.interval.checks import not_negative, positive, within
+
+FORMAT = 1
+"""Version of the JSON; another one is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Means over the steps of one run, in seconds and bytes. None: not measured, an assumption takes its place.
+
+    Attributes:
+        step_s: a *quiet* step: no snapshot was worked on.
+        snapshot_step_s: a *busy* step: one was copied, sealed or encoded meanwhile.
+        stall_s: of one snapshot, the time the training loop stood still.
+        copy_s, seal_s, encode_s: of one snapshot, on the slowest node, one after the other.
+        persist_s: until a snapshot is in storage.
+        restart_s: from the death of processes to the next step, state from the node's own memory.
+        rebuild_s: from the loss of a node to the next step, its replacement included.
+        state_bytes: of one node's state; of several nodes the largest.
+        data, parity: k and m with which `encode_s` was measured; 0 parity: nothing was encoded.
+        interval_steps: between snapshots, while this was measured.
+        quiet_steps, busy_steps, snapshots, persists, restarts, rebuilds: how many the means are of.
+        step_sd_s, snapshot_step_sd_s: standard deviations of single steps.
+        nodes: of the job.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    step_s: float
+    snapshot_step_s: float
+    stall_s: float
+    copy_s: float
+    seal_s: float
+    encode_s: float
+    state_bytes: int
+    slots: int
+    parity: int
+    data: int
+    interval_steps: int
+    quiet_steps: int
+    busy_steps: int
+    snapshots: int
+    nodes: int
+    persist_s: float | None = None
+    restart_s: float | None = None
+    rebuild_s: float | None = None
+    persists: int = 0
+    restarts: int = 0
+    rebuilds: int = 0
+    step_sd_s: float | None = None
+    snapshot_step_sd_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "snapshot_step_s", "state_bytes", "interval_steps", "nodes"):
+            positive(f"profile: {name}", getattr(self, name))
+        for name in ("quiet_steps", "busy_steps", "snapshots"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"profile: {name} is {getattr(self, name)}: at least 1 must have been measured")
+        within("profile: slots", self.slots, MIN_SLOTS, MAX_SLOTS)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                not_negative(f"profile: {field.name}", value)
+        if self.parity and not self.data:
+            raise ConfigError(f"profile: parity is {self.parity} and data 0: a code has at least 1 data unit")
+
+    def visible_s(self) -> float:
+        """Training time that one snapshot takes: what its busy steps took beyond quiet ones, and no less than it
+        stalled the loop (the difference of two noisy means may even be negative; the stall is lost for certain)."""
+        return max(self.stall_s, (self.snapshot_step_s - self.step_s) * self.busy_steps / self.snapshots)
+
+    def visible_error_s(self) -> float | None:
+        """Standard error of that; None if the spread was not measured."""
+        if self.step_sd_s is None or self.snapshot_step_sd_s is None:
+            return None
+        variance = self.step_sd_s**2 / self.quiet_steps + self.snapshot_step_sd_s**2 / self.busy_steps
+        return float(variance**0.5) * self.busy_steps / self.snapshots
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, with the version of the format."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Measured:
+        """What `to_json` made. Raises `ConfigError` if it is anything else, and names the key."""
+        if not isinstance(data, dict):
+            raise ConfigError(f"profile: {type(data).__name__} is no measured profile: it must be a JSON object")
+        if data.get("format") != FORMAT:
+            raise ConfigError(f"profile: format is {data.get('format')!r}, and this version reads {FORMAT}")
+        hints = get_type_hints(cls)
+        given = {key: value for key, value in data.items() if key != "format"}
+        unknown = sorted(given.keys() - hints.keys())
+        missing = sorted(f.name for f in fields(cls) if f.name not in given and f.default is MISSING)
+        if unknown or missing:
+            raise ConfigError(f"profile: missing keys {missing}, unknown keys {unknown}")
+        for key, value in given.items():
+            _check_type(key, value, hints[key])
+        return cls(**given)
+
+
+def _check_type(key: str, value: Any, hint: Any) -> None:
+    accepted = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    number = type(value) is int or (type(value) is float and float in accepted)
+    if not number and not (value is None and types.NoneType in accepted):
+        kind = "a number" if float in accepted else "a whole number"
+        raise ConfigError(f"profile: {key} is {value!r}: give {kind}")

@@ -1,0 +1,257 @@
+"""How often to take snapshots while a job runs: `choose_interval`, fed by what the job measures. Pure: no clock.
+
+It begins with a snapshot every few steps, so that there are steps with and without one to compare. From then on it
+plans anew whenever a snapshot is over: from the time of a quiet step, what a snapshot costs, how long it takes to be
+protected and how often the job fails, all of them from the newest samples alone where they have changed. Where
+snapshots follow each other so closely that no step is quiet, it asks for a longer interval for a while: a *probe*.
+
+Each rank has one `Online`. All use the longest interval that any of them wants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.durations import duration
+from holdfast.snapshot.interval.periods import Interval, choose_interval
+from holdfast.snapshot.interval.rates import FailureRate
+from holdfast.snapshot.interval.samples import EVIDENCE, Recent, Timing
+
+FIRST = 4
+"""Steps between snapshots until something is known."""
+
+LONGEST = 1000
+"""Steps between snapshots at most: so much may be lost, and at least so often something new is learnt."""
+
+SAME = 0.2
+"""A plan that differs by less is not worth a change: it gains about half of the square of this."""
+
+STALE_STEPS = 1000
+"""What a snapshot costs is measured again after so many steps without a quiet one."""
+
+QUIET, SNAPSHOTS = 256, 128
+"""How many of the newest samples count, if nothing changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a plan is made of, in seconds.
+
+    Attributes:
+        step_s: a quiet step.
+        cost_s: training time that a snapshot takes.
+        commit_s, encode_s: until it is sealed, and from there until it is protected.
+    """
+
+    step_s: float
+    cost_s: float
+    commit_s: float
+    encode_s: float
+
+
+class Online:
+    """One rank's plan. Not thread-safe; nothing blocks.
+
+    Args:
+        budget: largest fraction of training time that snapshots may take; None: any.
+        rate: how often the job fails.
+        slots: for each shard.
+        longest: steps between snapshots, at most.
+
+    Raises:
+        ConfigError: the budget is not between 0 and 1, or `longest` below `FIRST`.
+    """
+
+    def __init__(self, budget: float | None, rate: FailureRate, slots: int, longest: int = LONGEST) -> None:
+        if budget is not None and not 0 < budget < 1:
+            raise ConfigError(f"overhead budget {budget}: give a fraction between 0 and 1, such as 0.01, or None")
+        if longest < FIRST:
+            raise ConfigError(f"snapshots at most every {longest} steps: give {FIRST} or more")
+        self.rate = rate
+        self._budget = budget
+        self._slots = slots
+        self._longest = longest
+        self._interval = FIRST
+        self._quiet = Recent(QUIET)
+        self._busy = Recent(QUIET)
+        self._costs, self._stalls = Recent(SNAPSHOTS), Recent(SNAPSHOTS)
+        self._commits, self._encodes = Recent(SNAPSHOTS), Recent(SNAPSHOTS)
+        self._open: list[tuple[float, float]] | None = None  # steps of a snapshot; None: not known where one begins
+        self._busy_in_a_row = 0
+        self._seen: Seen | None = None
+        self._stale = False
+        self._probed = False  # this interval was asked for to find quiet steps
+        self._fresh = 0  # quiet steps since what is known went stale
+        self._plan: Interval | None = None
+        self._why = "measures first"
+
+    @property
+    def interval(self) -> int:
+        """Steps from one snapshot to the next, as the ranks agreed."""
+        return self._interval
+
+    @property
+    def overhead(self) -> float | None:
+        """Fraction of training time that snapshots take at this interval; None as long as it is unknown."""
+        return self._seen.cost_s / (self._interval * self._seen.step_s) if self._seen else None
+
+    @property
+    def why(self) -> str:
+        """What the interval follows from, in words."""
+        return self._why
+
+    def takes(self, step: int) -> bool:
+        """Whether a snapshot is taken after this step."""
+        return step % self._interval == 0
+
+    def observe(self, step_s: float, stall_s: float, busy: bool) -> None:
+        """Take note of a finished training step; see `snapshot.interval.governor.Governor.observe`."""
+        self.rate.trained(step_s)
+        if busy:
+            self._busy_in_a_row += 1
+            if self._busy.add(step_s) or self._busy_in_a_row == STALE_STEPS:
+                self._go_stale()
+            if self._open is not None:
+                self._open.append((step_s, stall_s))
+                if len(self._open) == self._interval:
+                    self._close()
+        else:
+            self._busy_in_a_row = 0
+            self._fresh += 1
+            if (self._quiet.add(step_s) or len(self._quiet) == EVIDENCE) and self._seen is not None:
+                self._seen = replace(self._seen, step_s=self._quiet.value)
+                self._replan()
+            self._close()
+
+    def timed(self, timing: Timing) -> None:
+        """Take note of how long a snapshot took to be protected."""
+        self._commits.add(timing.copy_s + timing.seal_s)
+        self._encodes.add(timing.encode_s)
+
+    def wanted(self) -> int:
+        """The interval this rank asks for. Follows from what was observed, and changes nothing."""
+        if self._starved:
+            return min(2 * self._interval, self._longest)
+        if self._plan is None or (self._stale and self._probed):
+            return self._interval
+        planned, now = self._plan.steps, self._interval
+        if abs(planned - now) <= SAME * now and not self._over_budget(now):
+            return now
+        return planned
+
+    def agree(self, interval: int) -> None:
+        """All ranks use `interval` from now on: the longest that any of them `wanted`.
+
+        Raises:
+            ValueError: the interval is below 1.
+        """
+        if interval < 1:
+            raise ValueError(f"an interval of {interval} steps")
+        if interval == self._interval:
+            return
+        self._probed = self._starved and interval > self._interval
+        self._why = self._reason(interval)
+        self._interval = interval
+        self._open = None
+        self._busy_in_a_row = 0
+        self._busy.clear()
+
+    def notes(self) -> dict[str, Any]:
+        """What the next start of the job must know, as plain values."""
+        seen = self._seen
+        measured = [seen.step_s, seen.cost_s, seen.commit_s, seen.encode_s] if seen else []
+        return {"interval": self._interval, "seen": measured, "failures": self.rate.notes()}
+
+    def resume(self, notes: Mapping[str, Any]) -> None:
+        """Go on from the `notes` of a snapshot that was restored: since then the job has failed once more.
+
+        Raises:
+            ConfigError: they are no notes.
+        """
+        try:
+            interval, measured = int(notes["interval"]), [float(value) for value in notes["seen"]]
+            self.rate.resume([float(value) for value in notes["failures"]])
+            seen = Seen(*measured) if measured else None
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the snapshot's notes on intervals are {notes!r}: {error}; start once with a number for every="
+            ) from error
+        self.rate.failed()
+        self._interval = min(max(1, interval), self._longest)
+        self._seen = seen
+        if seen is not None:
+            self._replan()
+            self._why = self._reason(self._interval)
+
+    @property
+    def _starved(self) -> bool:
+        """Whether something must be measured, and there was no quiet step for so long that none will come."""
+        unknown = self._plan is None or self._stale
+        return unknown and self._busy_in_a_row >= max(EVIDENCE, 2 * self._interval)
+
+    def _over_budget(self, interval: int) -> bool:
+        overhead = self._seen.cost_s / (interval * self._seen.step_s) if self._seen else 0.0
+        return self._budget is not None and overhead > self._budget
+
+    def _close(self) -> None:
+        """A snapshot's steps are complete: the next one begins, or a quiet step has come."""
+        if self._open and len(self._quiet) and not (self._stale and self._fresh < EVIDENCE):
+            base_s = self._quiet.value
+            took_s, stall_s = (sum(column) for column in zip(*self._open, strict=True))
+            self._costs.add(took_s - len(self._open) * base_s)
+            self._stalls.add(stall_s)
+            self._measure()
+        self._open = []
+
+    def _measure(self) -> None:
+        if min(len(self._costs), len(self._quiet)) < EVIDENCE:
+            return
+        cost_s = max(0.0, self._costs.value, self._stalls.value)
+        self._seen = Seen(self._quiet.value, cost_s, self._commits.value, self._encodes.value)
+        self._stale = False
+        self._replan()
+
+    def _go_stale(self) -> None:
+        """What a snapshot costs must be measured again, beside quiet steps that are still to come."""
+        self._stale = True
+        self._fresh = 0
+        self._costs.clear()
+        self._stalls.clear()
+
+    def _replan(self) -> None:
+        seen = self._seen
+        if seen is None or seen.step_s <= 0:
+            return
+        self._plan = choose_interval(
+            step_s=seen.step_s,
+            cost_s=seen.cost_s,
+            failure_rate=self.rate.per_second,
+            commit_s=seen.commit_s,
+            encode_s=seen.encode_s,
+            slots=self._slots,
+            budget=self._budget,
+            longest=self._longest,
+        )
+
+    def _reason(self, interval: int) -> str:
+        seen, plan = self._seen, self._plan
+        if self._probed or seen is None or plan is None:
+            return "no step was quiet: looks for some to compare with"
+        bounds = {
+            "optimum": "cost and loss balance",
+            "step": "less than a step would be best",
+            "slots": "a slot must be free and encoding keep up",
+            "budget": f"the budget of {self._budget or 0:.2%} allows no less",
+            "longest": "more is not allowed",
+        }
+        other = "" if plan.steps == interval else "; another rank asked for it"
+        ideal = f"{duration(plan.ideal_s)} would be best, " if math.isfinite(plan.ideal_s) else ""
+        return (
+            f"a step takes {duration(seen.step_s)}, a snapshot {duration(seen.cost_s)} of training and "
+            f"{duration(seen.commit_s + seen.encode_s)} until it is protected, a failure is expected every "
+            f"{duration(1.0 / self.rate.per_second)}: {ideal}{bounds[plan.bound]}{other}"
+        )

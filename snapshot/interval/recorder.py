@@ -1,0 +1,168 @@
+"""From what every rank saw of its steps and snapshots to a `Measured` profile. Pure.
+
+Snapshots alternate with steps in which nothing is worked on: one is taken after every quiet step. So both kinds of
+steps are of the same minutes, and what slows the machine slows both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, stdev
+from typing import Any
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.measured import Measured
+from holdfast.snapshot.interval.samples import Timing
+
+WARM_STEPS = 4
+"""The first steps of a run are longer than those to come."""
+
+LEAST = 4
+"""Of quiet steps, and so of snapshots: where each keeps many steps busy, more are recorded than was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank's snapshots are kept.
+
+    Attributes:
+        shard_bytes: of this rank's shard.
+        data, parity: k and m of the node's group; 0 parity: nothing is encoded.
+    """
+
+    node: str
+    shard_bytes: int
+    slots: int
+    data: int
+    parity: int
+
+
+@dataclass(slots=True)
+class Part:
+    """What one rank saw.
+
+    Attributes:
+        quiet, busy: seconds of steps, in order; the same steps on every rank.
+        stalls: by the step of a snapshot, how long it held up the loop.
+        timings: of the snapshots that were protected.
+    """
+
+    place: Place
+    quiet: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    stalls: dict[int, float] = field(default_factory=dict)
+    timings: list[Timing] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Part:
+        """What `to_json` made, of another rank of the same run."""
+        return cls(
+            Place(**data["place"]),
+            data["quiet"],
+            data["busy"],
+            {int(step): stall_s for step, stall_s in data["stalls"].items()},
+            [Timing(**timing) for timing in data["timings"]],
+        )
+
+
+class Alternation:
+    """Takes a snapshot after each step that was quiet, and keeps what steps took. Not thread-safe; nothing blocks.
+
+    Every slot is written once before anything counts, as memory that was never touched is slow.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._warm_snapshots = slots + 1
+        self._was_quiet = True
+        self._step = 0
+        self._taken: list[int] = []
+        self.quiet: list[float] = []
+        self.busy: list[float] = []
+        self.stalls: dict[int, float] = {}
+
+    interval = 2
+    """Steps between snapshots, if each is protected within a step."""
+
+    overhead: float | None = None
+
+    def takes(self, step: int) -> bool:
+        """Whether a snapshot is taken after this step: if it was quiet."""
+        self._step = step
+        if self._was_quiet:
+            self._taken.append(step)
+        return self._was_quiet
+
+    def observe(self, step_s: float, stall_s: float, busy: bool) -> None:
+        """Take note of a finished step; see `snapshot.interval.governor.Governor.observe`."""
+        self._was_quiet = not busy
+        if len(self._taken) <= self._warm_snapshots or self._step < WARM_STEPS:
+            return
+        if busy:
+            self.busy.append(step_s)
+            self.stalls[self._taken[-1]] = self.stalls.get(self._taken[-1], 0.0) + stall_s
+        elif self.busy:
+            self.quiet.append(step_s)
+
+    def wanted(self) -> int:
+        """The interval is not for the ranks to choose."""
+        return self.interval
+
+    def agree(self, interval: int) -> None:
+        """It is as it was."""
+
+    def recorded(self) -> int:
+        """How many steps count so far, if nothing is on its way and `LEAST` of them were quiet; else 0."""
+        return len(self.quiet) + len(self.busy) if self._was_quiet and len(self.quiet) >= LEAST else 0
+
+
+def merge(parts: Sequence[Part]) -> Measured:
+    """The profile of a job. A step takes its mean over the ranks, a part of a snapshot what the slowest rank needs.
+
+    Raises:
+        ConfigError: too little was recorded: too few steps, or no snapshot became protected on all ranks.
+    """
+    first = parts[0].place
+    timings = [{timing.step: timing for timing in part.timings} for part in parts]
+    common = sorted(
+        set.intersection(*(set(part) & set(seen.stalls) for part, seen in zip(timings, parts, strict=True)))
+    )
+    quiet = [fmean(steps) for steps in zip(*(part.quiet for part in parts), strict=True)]
+    busy = [fmean(steps) for steps in zip(*(part.busy for part in parts), strict=True)]
+    if len(quiet) < 2 or len(busy) < 2 or not common:
+        raise ConfigError(
+            f"{len(quiet)} quiet steps, {len(busy)} busy ones and {len(common)} protected snapshots were recorded: at "
+            "least 2, 2 and 1 make a profile; let it run for more steps"
+        )
+
+    def slowest(name: str) -> float:
+        return fmean(max(getattr(seen[step], name) for seen in timings) for step in common)
+
+    state: dict[str, int] = {}
+    for part in parts:
+        state[part.place.node] = state.get(part.place.node, 0) + part.place.shard_bytes
+    snapshots = len(parts[0].stalls)
+    return Measured(
+        step_s=fmean(quiet),
+        snapshot_step_s=fmean(busy),
+        stall_s=fmean(max(part.stalls[step] for part in parts) for step in parts[0].stalls),
+        copy_s=slowest("copy_s"),
+        seal_s=slowest("seal_s"),
+        encode_s=slowest("encode_s") if first.parity else 0.0,
+        state_bytes=max(state.values()),
+        slots=first.slots,
+        parity=first.parity,
+        data=first.data,
+        interval_steps=math.ceil((len(quiet) + len(busy)) / snapshots),
+        quiet_steps=len(quiet),
+        busy_steps=len(busy),
+        snapshots=snapshots,
+        nodes=len(state),
+        step_sd_s=stdev(quiet),
+        snapshot_step_sd_s=stdev(busy),
+    )

@@ -1,0 +1,99 @@
+"""A thread that learns when snapshots are protected, so that it is known how long copying, sealing and encoding take,
+and tells the SMP what operators should know.
+
+It has a connection of its own to the SMP, in which it waits; neither the training loop nor the copy threads do.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.interval.samples import Timing
+from holdfast.snapshot.step.copier import CopyJob
+
+AWAIT_DEADLINE_S = 60.0
+"""A snapshot that is not protected by then says nothing of how long encoding takes."""
+
+SLICE_S = 0.5
+"""How long it waits without looking whether it shall end."""
+
+log = get_log(__name__)
+
+
+class Watch:
+    """Times snapshots. `sealed` and `say` may be called from any thread; all else is the training thread's."""
+
+    def __init__(self, connect: Callable[[], SmpClient]) -> None:
+        """`connect`: a connection to this node's SMP; called in the watching thread, again if the SMP went away."""
+        self._connect = connect
+        self._client: SmpClient | None = None
+        self._hurry = threading.Event()
+        self._jobs: queue.SimpleQueue[CopyJob | str | None] = queue.SimpleQueue()
+        self._timings: queue.SimpleQueue[Timing] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="holdfast-watch", daemon=True)
+        self._thread.start()
+
+    def sealed(self, job: CopyJob) -> None:
+        """A snapshot is sealed, or was given up. Returns at once."""
+        if job.error is None:
+            self._jobs.put(job)
+
+    def say(self, text: str) -> None:
+        """Have the SMP show this to whoever looks. Returns at once."""
+        self._jobs.put(text)
+
+    def take(self) -> list[Timing]:
+        """What became known since the last call. Never blocks."""
+        return [self._timings.get_nowait() for _ in range(self._timings.qsize())]
+
+    def close(self, deadline_s: float, *, wait: bool) -> None:
+        """End; blocks. With `wait` not before what is open is timed, too. Raises `DeadlineExceeded`."""
+        if not wait:
+            self._hurry.set()
+        self._jobs.put(None)
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            raise DeadlineExceeded(f"the thread {self._thread.name} did not end within {deadline_s:.0f} s")
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self._client is None:
+                    self._client = self._connect()
+                if isinstance(job, str):
+                    self._client.say(job)
+                else:
+                    self._time(self._client, job)
+            except HoldfastError as error:
+                log.info("%s: %s", "not said" if isinstance(job, str) else f"{job.snapshot} is not timed", error)
+                self._hang_up()
+        self._hang_up()
+
+    def _time(self, client: SmpClient, job: CopyJob) -> None:
+        limit_s = time.monotonic() + AWAIT_DEADLINE_S
+        outcome, over_s = Outcome.PENDING, 0.0
+        while outcome is Outcome.PENDING and over_s < limit_s and not self._hurry.is_set():
+            outcome = client.await_outcome(job.snapshot, SLICE_S)
+            over_s = time.monotonic()
+        if outcome is not Outcome.PROTECTED:
+            return
+        self._timings.put(
+            Timing(
+                job.snapshot.step,
+                job.filled_s - job.begun_s,
+                job.sealed_s - job.filled_s,
+                max(0.0, over_s - job.sealed_s),
+            )
+        )
+
+    def _hang_up(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None

@@ -1,0 +1,179 @@
+"""From what every rank says of itself to the layout of the job. Pure; every rank computes the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.ec import choose_unit_bytes, crowded, plan_groups
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
+from holdfast.smp_daemon.shared.limits import MAX_NAME_BYTES
+
+LARGEST_AUTO_GROUP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """How nodes protect each other: `parity` parity units for every `data` units; plain copies where `data` is 1.
+
+    Attributes:
+        data: k; 0 means: as many as groups of at most `LARGEST_AUTO_GROUP` nodes allow.
+        parity: m; 0 means that they do not.
+    """
+
+    data: int
+    parity: int
+
+    def for_nodes(self, nodes: int) -> Protection:
+        """The same, with `data` chosen for a job of so many nodes."""
+        if self.data:
+            return self
+        groups = -(-nodes // LARGEST_AUTO_GROUP)
+        return Protection(max(1, nodes // groups - max(1, self.parity)), self.parity)
+
+
+def parse_protect(text: str) -> Protection:
+    """``"4+2"`` (k data and m parity units a stripe), ``"copies:2"``, ``"auto"`` (one parity, groups of at most 8),
+    ``"none"``.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if text == "none":
+        return Protection(data=0, parity=0)
+    if text == "auto":
+        return Protection(data=0, parity=1)
+    match = re.fullmatch(r"(?:(\d+)\+|copies:)(\d+)", text)
+    if match is None:
+        raise ConfigError(f"protect={text!r}: say 'auto', 'none', k+m such as '4+2', or 'copies:2'")
+    k, m = int(match[1] or 1), int(match[2])
+    if k < 1 or m < 1 or k + m > 255:
+        raise ConfigError(f"protect={text!r}: k and m must be at least 1, and k + m at most 255")
+    return Protection(data=k, parity=m)
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """What one rank says of itself: its coordinate, its node's SMP, the length of its slot file, its domains."""
+
+    coord: str
+    node: str
+    host: str
+    control_port: int
+    bulk_port: int
+    slot_bytes: int
+    domains: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, coord: str, inventory: Inventory, slot_bytes: int, domains: tuple[str, ...] = ()) -> RankInfo:
+        """Of a rank on the node whose SMP said `inventory`."""
+        ports = inventory.control_port, inventory.bulk_port
+        return cls(coord, inventory.node, inventory.host, *ports, slot_bytes, domains)
+
+    @classmethod
+    def from_json(cls, data: Any) -> RankInfo:
+        """Raises `ProtocolError` if `data` does not describe a rank."""
+        try:
+            rank = cls(**{**data, "domains": tuple(data.get("domains", ()))})
+        except (TypeError, AttributeError) as error:
+            raise ProtocolError(f"not a rank's description: {error}") from error
+        if not isinstance(data.get("domains", []), list | tuple):
+            raise ProtocolError(f"not a list of domains: {data['domains']!r}")
+        texts = (rank.coord, rank.node, rank.host, *rank.domains)
+        numbers = (rank.control_port, rank.bulk_port, rank.slot_bytes)
+        if any(type(text) is not str for text in texts) or any(type(number) is not int for number in numbers):
+            raise ProtocolError(f"not a rank's description: {rank}")
+        return rank
+
+
+def coordinate_key(coord: str) -> list[int | str]:
+    """Sorts coordinates as a reader would: dp2 before dp10."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", coord))]
+
+
+def arrange(job: str, epoch: int, ranks: Sequence[RankInfo], protection: Protection, slots: int) -> Layout:
+    """The layout of `job` in `epoch`. Nodes are ordered by their first coordinate, whatever they are called.
+
+    Raises:
+        ConfigError: two ranks have one coordinate, or two SMPs one node name.
+    """
+    by_node: dict[str, list[RankInfo]] = {}
+    for rank in sorted(ranks, key=lambda rank: coordinate_key(rank.coord)):
+        by_node.setdefault(rank.node, []).append(rank)
+    for name, members in by_node.items():
+        if len({(r.host, r.control_port, r.bulk_port) for r in members}) > 1:
+            raise ConfigError(f"two SMPs call their node {name!r}: give each host its own HOLDFAST_NODE")
+    coords = [rank.coord for rank in ranks]
+    for coord in coords:
+        if coords.count(coord) > 1:
+            raise ConfigError(f"two ranks have the coordinate {coord!r}")
+    nodes = tuple(
+        Node(
+            name,
+            members[0].host,
+            members[0].control_port,
+            members[0].bulk_port,
+            tuple(Shard(rank.coord, rank.slot_bytes) for rank in members),
+            tuple(sorted({label for rank in members for label in rank.domains})),
+        )
+        for name, members in by_node.items()
+    )
+    chosen = protection.for_nodes(len(nodes))
+    domains = [node.domains for node in nodes]
+    return Layout(
+        job=job,
+        epoch=epoch,
+        revision=0,
+        nodes=nodes,
+        groups=plan_groups(len(nodes), max(2, chosen.data + chosen.parity), max(1, chosen.parity), domains),
+        data=chosen.data,
+        parity=chosen.parity,
+        unit_bytes=choose_unit_bytes(max(rank.slot_bytes for rank in ranks), chosen.data),
+        slots=slots,
+    )
+
+
+def shortfalls(layout: Layout) -> list[str]:
+    """What an operator should know: where the nodes that there are protect less than was asked for."""
+    if not layout.parity:
+        return ["protect='none': snapshots survive the death of processes, not the loss of a node"]
+    found = []
+    for group, members in enumerate(layout.groups):
+        data, parity = layout.code(group)
+        names = ", ".join(node.name for node in layout.members(group)[:4])
+        if len(members) == 1:
+            found.append(f"{names} has no other node to protect it: snapshots survive process crashes only")
+        elif parity < layout.parity:
+            found.append(
+                f"a group of {len(members)} nodes ({names}) takes {data}+{parity}, not {layout.data}+{layout.parity}"
+            )
+    limits = [max(1, layout.code(group)[1]) for group in range(len(layout.groups))]
+    crowdings = crowded(layout.groups, [node.domains for node in layout.nodes], limits)
+    return found + [str(crowding) for crowding in crowdings]
+
+
+def parse_domains(text: str, coord: str) -> tuple[str, ...]:
+    """The failure domains that a rank's node is in, from ``"rack=r7,switch=s3,@dp"``.
+
+    ``@dp`` stands for the rank's own place in that dimension of its coordinate, ``dp=3``: for operators who take a
+    whole replica away at once.
+
+    Raises:
+        ConfigError: anything else, or a dimension that `coord` does not have.
+    """
+    own = dict(re.findall(r"([a-z]+)(\d+)", coord))
+    labels = []
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        if word.startswith("@"):
+            if word[1:] not in own:
+                raise ConfigError(f"HOLDFAST_DOMAINS: {coord} has no dimension {word[1:]!r}; it has {sorted(own)}")
+            labels.append(f"{word[1:]}={own[word[1:]]}")
+        elif re.fullmatch(r"[^=@,\s]+=[^=,\s]+", word) and len(word) <= MAX_NAME_BYTES:
+            labels.append(word)
+        else:
+            raise ConfigError(f"HOLDFAST_DOMAINS: {word!r} is neither kind=name, such as rack=r7, nor @dimension")
+    return tuple(sorted(set(labels)))

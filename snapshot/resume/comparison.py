@@ -1,0 +1,156 @@
+"""After a restore: whether the first step begins with what was restored.
+
+Between entering and that step a script may change what was restored, without anybody noticing: a schedule that is
+stepped at the top of the loop is stepped once more, an iterator that is made draws from a generator, weights are
+initialised anew. Whoever trains on then trains something else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.copy.movers import Mover, Piece
+from holdfast.snapshot.copy.tensors import flat
+from holdfast.snapshot.copy.witness import Subjects, Witness
+from holdfast.snapshot.state import streams
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.flags import GRADIENTS
+from holdfast.snapshot.state.inputs import Inputs
+from holdfast.snapshot.state.live import Change, Tree
+from holdfast.snapshot.state.record import capture_late
+from holdfast.snapshot.step.boundary import BEGIN
+from holdfast.snapshot.step.capture import read_state
+
+ENV = "HOLDFAST_DRIFT"
+SHOWN = 6
+
+log = get_log(__name__)
+
+
+class Resumed:
+    """What was restored. Made at the end of a restore, and asked once, in the training thread."""
+
+    def __init__(self, adapter: Adapter, mover: Mover, began: Tree | None, step: int) -> None:
+        """
+        Args:
+            began: what `read_state` gave as that step began when the snapshot was taken; None: the loop says where
+                its steps begin, and the generators are put back there.
+        """
+        self._adapter = adapter
+        self._began = began
+        self._step = step
+        items = list(adapter.tensors())
+        self._buffers = {item.name for item in items if item.change is Change.ANY}
+        self._pieces = tuple(Piece(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in items)
+        self._witness = Witness(mover, Subjects(self._pieces), step)
+        self._late = _flat(adapter)  # after the walk, which finds what of an optimizer's state is no tensor
+
+    def check(self, *, declared: bool, forward_ran: bool = False) -> None:
+        """The first step begins.
+
+        Args:
+            forward_ran: without anybody seeing it; it may have changed buffers.
+
+        Raises:
+            StateMismatch: something is not what was restored; the message names it.
+        """
+        now = _flat(self._adapter)
+        changed = sorted(name for name in now.keys() | self._late.keys() if now.get(name) != self._late.get(name))
+        drifted = []
+        if self._began is not None and not declared:
+            found = read_state(self._adapter)
+            drifted = [_called(name) for name in sorted(found) if found[name] != self._began.get(name)]
+        exempt = self._buffers if forward_ran else set()
+        tensors = {*self._witness.rewritten(), *self._replaced()} - exempt
+        changed = drifted + sorted(tensors) + changed
+        if written := sorted(set(self._witness.written()) - tensors - exempt):
+            log.warning(
+                "%s: written to between entering and the first step. As far as a sample of their bytes tells, they are "
+                "what was restored of step %d; if they are not, results will be others: write to them before entering",
+                _some(written),
+                self._step,
+            )
+        if not changed:
+            return
+        text = (
+            f"{_some(changed)}: no longer what was restored of step {self._step}, as something "
+            "changed it before the first step began (iter(DataLoader) draws from a generator; a schedule or counter "
+            f"at the top of the loop moves on): {BEGIN}"
+        )
+        _refuse(text)
+
+    def _replaced(self) -> list[str]:
+        """The names of tensors that have come or gone, or have other memory with other bytes in it. What they had is
+        still as it was, as it is held here."""
+        now = {item.name: item.tensor.detach() for item in self._adapter.tensors()}
+        gone = [piece.name for piece in self._pieces if not _is_same(piece.tensor, now.pop(piece.name, None))]
+        return [*gone, *now]
+
+
+def _is_same(before: torch.Tensor, now: torch.Tensor | None) -> bool:
+    if now is None or (now.shape, now.dtype) != (before.shape, before.dtype):
+        return False
+    if now.data_ptr() == before.data_ptr() and now.stride() == before.stride():
+        return True  # a sample of its bytes is compared
+    mine, other = (flat(t.resolve_conj().resolve_neg().contiguous()).view(torch.uint8) for t in (before, now))
+    return torch.equal(mine, other)
+
+
+def check_inputs(expected: str, given: Inputs | None, step: int) -> None:
+    """The first optimizer is about to step, after a forward on what was `given`.
+
+    Raises:
+        StateMismatch: when the snapshot was taken that was restored, it was given something else.
+    """
+    if given is None or given.digest() != expected:
+        _refuse(
+            f"the first step after the restore of step {step} was given another batch than when the snapshot was "
+            "taken: it was read ahead, before the hook was entered, or from another place in the data. Go through data "
+            "by `snap.data`, and make what reads ahead a part of its source; or read the first batch after entering"
+        )
+
+
+def _refuse(text: str) -> None:
+    if os.environ.get(ENV) != "accept":
+        raise StateMismatch(f"{text}. The snapshot is kept. {ENV}=accept goes on all the same, with other results")
+    log.warning("%s", text)
+
+
+def check_environment() -> None:
+    """Raises `ConfigError` unless ``HOLDFAST_DRIFT`` is empty or ``accept``."""
+    if os.environ.get(ENV, "") not in ("", "accept"):
+        raise ConfigError(f"{ENV}={os.environ[ENV]!r}: say accept to go on with what is no longer what was restored")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+def _called(name: str) -> str:
+    kind, _, rest = name.partition(" ")
+    return f"the random generator of {rest}" if kind in ("rng", "tracker") else f"{kind} {rest!r}"
+
+
+def _flat(adapter: Adapter) -> dict[str, Any]:
+    """The plain values that code between two steps changes, by path; digests of the tensors among them."""
+    values = capture_late(adapter, None)
+    found = dict(_leaves("", {kind: part for kind, part in values.encoded.items() if kind != GRADIENTS}))
+    return found | {name: streams.digest(tensor) for name, tensor in values.tensors.items()}
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value and "$" not in value:
+        for key, part in value.items():
+            yield from _leaves(f"{path}.{key}" if path else key, part)
+    elif isinstance(value, list) and value:
+        for i, part in enumerate(value):
+            yield from _leaves(f"{path}.{i}", part)
+    else:
+        yield path, repr(value)

@@ -1,0 +1,448 @@
+"""Going back: agree on a snapshot, have its bytes brought here, check that they fit, load them in place."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
+from holdfast.smp_daemon.shared.errors import (
+    DamagedSnapshot,
+    DeadlineExceeded,
+    HoldfastError,
+    PlaceError,
+    ProtocolError,
+    StateMismatch,
+    Unrecoverable,
+    failure_of,
+)
+from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.plan import (
+    RestorePlan,
+    healer,
+    newest_protected,
+    plan_persisted,
+    plan_restore,
+    whole_snapshots,
+)
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
+from holdfast.smp_daemon.shared.starts import Choice, Start, Streak
+from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.copy.movers import Mover
+from holdfast.snapshot.copy.tensors import read_leaf
+from holdfast.snapshot.resume.elastic import Resharding, ask_idle
+from holdfast.snapshot.resume.loading import check_ranges, load_checked, units_of
+from holdfast.snapshot.resume.tiers import PERSISTED, Course, tier_of
+from holdfast.snapshot.resume.wishes import Wishes, agree, check_repeats, choose
+from holdfast.snapshot.resume.worlds import check_change
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.state.record import (
+    BEGAN,
+    INPUTS,
+    LOOP,
+    NOTES,
+    check_fit,
+    decode_record,
+    decode_values,
+    is_of_record,
+    place_tensors,
+    shared_leaves,
+)
+from holdfast.snapshot.state.replicas import is_part_of, part_of, plan_gathering
+from holdfast.snapshot.state.shares import Part, parse_part
+
+log = get_log(__name__)
+
+
+@dataclass(slots=True)
+class Restored:
+    """How this rank started.
+
+    Attributes:
+        epoch: the epoch that begins.
+        snapshot: what was restored, or None on a cold start.
+        protected: the newest snapshot that every node knew to be protected, if it is an older one.
+        whole: whether `snapshot` had all of its parity, so that it is protected as it is.
+        how: ``held``, ``mended``, ``fetched``, ``rebuilt``, ``persisted`` or ``resharded``; empty on a cold start.
+        bytes_fetched: what came over the network for this rank's state.
+        notes: what the snapshot's record says beside the state; empty if nothing.
+        loop: where the loop was; see `SnapshotHook`.
+        inputs: what the first forward of that step was given; None: unknown, or of another number of ranks.
+        began: digests of the random generators as the step began that is to be done again, if the loop did not say
+            where it begins; see `snapshot.resume.comparison`.
+        rewind: puts the random generators back as they were restored.
+        clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
+        tier: what the job as a whole came back from, see `snapshot.resume.tiers`; empty on a cold start.
+        passed_over: why what would have been better was not taken.
+        earlier: older snapshots that are whole, oldest first.
+        abandoned: newer ones, if an older one was chosen.
+    """
+
+    epoch: int
+    snapshot: SnapshotId | None = None
+    protected: SnapshotId | None = None
+    whole: bool = True
+    how: str = ""
+    bytes_fetched: int = 0
+    notes: dict[str, Any] = field(default_factory=dict)
+    loop: dict[str, Any] = field(default_factory=dict)
+    inputs: str | None = None
+    began: Tree | None = None
+    rewind: Callable[[], None] = lambda: None
+    clock: dict[str, float] = field(default_factory=dict)
+    tier: str = ""
+    passed_over: tuple[str, ...] = ()
+    earlier: tuple[SnapshotId, ...] = ()
+    abandoned: tuple[SnapshotId, ...] = ()
+
+
+def restore(
+    client: SmpClient,
+    agreement: Agreement,
+    adapter: Adapter,
+    mover: Mover,
+    wishes: Wishes | None = None,
+    *,
+    elastic: bool = False,
+) -> Restored:
+    """Bring the newest snapshot back that can be had, tier by tier: see `resume.tiers`. A collective call; blocks.
+
+    A copy that turns out to be damaged is no longer counted, and planning starts again. A snapshot that failed twice,
+    and was never promised, is passed over: an older one may be whole, down to the one that was promised. What is
+    persisted is only looked at if memory has nothing that may be taken.
+
+    Args:
+        elastic: take a snapshot of another number of data-parallel ranks, too, from memory; see `resume.elastic`.
+
+    Raises:
+        StateMismatch: see `check_fit`. Nothing was written on any rank.
+        Unrecoverable: see `plan_restore`; or every copy turned out to be damaged, and tensors may be filled in part.
+        ConfigError, PlaceError: see `Course.choose_persisted`, `snapshot.resume.wishes.agree`.
+        Repeated: see `check_repeats`. Nothing was changed anywhere.
+    """
+    coord = adapter.coordinate()
+    clock = {"enter": time.monotonic()}
+    failure: HoldfastError | None = None
+    course = Course()
+    unpromised: set[SnapshotId] = set()
+    streak: Streak | None = None
+    choice: Choice | None = None
+    joined = False
+    while True:
+        inventories, coords, all_wishes = exchange_wishes(client, agreement, coord, wishes or Wishes())
+        if elastic:
+            inventories += ask_idle(client, agreement, inventories)
+        if not joined:
+            streak = check_repeats(inventories, agree(all_wishes))
+            choice = choose(inventories, all_wishes[0])
+        unpromised.update(*(inventory.unpromised for inventory in inventories))
+        plan, newest = _plan(client, agreement, inventories, coords, course, unpromised, choice, failure, elastic)
+        resharded = plan is not None and set(plan.sources.layout.coords) != set(coords)
+        if plan is not None and resharded:
+            check_change(plan.sources.layout.coords, coords)
+        epoch = max(newest, *(inv.epoch for inv in inventories)) + 1
+        client.join(epoch, Start(epoch, plan.snapshot.step if plan else 0, streak, choice))
+        joined = True
+        agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
+        clock["plan"] = time.monotonic()
+        if plan is None:
+            return Restored(epoch, clock=clock | {"fetch": clock["plan"], "load": clock["plan"]})
+        reach("restore.before", plan.snapshot.step)
+        attempt: _Attempt | Resharding = (
+            Resharding(client, plan, coords, coord, agreement.rank) if resharded else _Attempt(client, plan, coord)
+        )
+        failure = agreement.patiently(partial(failure_of, attempt.recover, HoldfastError))
+        whole, unspoilt = _agree(agreement, failure)
+        if whole:
+            clock["fetch"] = time.monotonic()
+            failure = attempt.load(agreement, adapter, mover)
+            whole, unspoilt = _agree(agreement, failure)
+        if whole:
+            clock["load"] = time.monotonic()
+            if not resharded:
+                heal(client, plan, coords, coord)
+            tier = tier_of(plan, inventories, coords)
+            _say_what_is_lost(plan, inventories, course)
+            known = [inventory.protected for inventory in inventories if inventory.protected is not None]
+            protected = max((snapshot for snapshot in known if snapshot < plan.snapshot), default=None)
+            held = sorted(whole_snapshots(inventories)) if choice or all_wishes[0].generations > 1 else []
+            return Restored(
+                epoch,
+                plan.snapshot,
+                protected,
+                whole=not plan.heal and tier != PERSISTED,
+                how=attempt.how,
+                bytes_fetched=attempt.bytes_fetched,
+                notes=attempt.notes,
+                loop=attempt.loop,
+                began=attempt.began,
+                inputs=attempt.inputs,
+                rewind=attempt.rewind,
+                clock=clock,
+                tier=tier,
+                passed_over=tuple(course.passed_over),
+                earlier=tuple(snapshot for snapshot in held if snapshot < plan.snapshot),
+                abandoned=tuple(snapshot for snapshot in held if choice is not None and snapshot > plan.snapshot),
+            )
+        course.failed(plan, str(failure or "another rank failed"), damaged=not unspoilt)
+        text, why = "recovery of %s is tried again: %s", failure or "another rank failed"
+        log.warning(text, plan.snapshot, why, extra=about(plan.snapshot))
+
+
+def _agree(agreement: Agreement, failure: HoldfastError | None) -> tuple[bool, bool]:
+    """Whether an attempt went well on every rank; and whether none has met damage. A collective call."""
+    whole, unspoilt = agreement.minimum([int(failure is None), int(not isinstance(failure, DamagedSnapshot))])()
+    return bool(whole), bool(unspoilt)
+
+
+def _plan(
+    client: SmpClient,
+    agreement: Agreement,
+    inventories: Sequence[Inventory],
+    coords: dict[str, str],
+    course: Course,
+    unpromised: set[SnapshotId],
+    choice: Choice | None,
+    failure: HoldfastError | None,
+    elastic: bool,
+) -> tuple[RestorePlan | None, int]:
+    """What to restore, and the newest epoch that anything is persisted of; (None, ...): start from nothing. A
+    collective call.
+
+    Raises:
+        Unrecoverable: there was something, and nothing of it can be had.
+    """
+    lost = Unrecoverable(course.given_up) if course.given_up else None
+    if lost is None:
+        try:
+            plan = plan_restore(inventories, None if elastic else coords, course.hopeless(unpromised), choice)
+        except Unrecoverable as error:
+            lost = error
+        else:
+            if plan is not None:
+                return plan, 0
+    if choice is not None:
+        raise lost or Unrecoverable(f"{choice.snapshot} was chosen, and nothing of it is held") from failure
+    course.note(f"memory: {lost or 'no SMP that answers holds a snapshot'}")
+    answers = _ask_what_is_persisted(client, agreement)
+    newest = max(answer.epoch for answer in answers)
+    while (snapshot := course.choose_persisted(answers)) is not None:
+        layout, problem = _layout_of(client, snapshot)
+        if agreement.minimum([int(layout is not None)])() == [1] and layout is not None:
+            return plan_persisted(snapshot, layout, coords), newest
+        course.passed(snapshot, problem or "another rank cannot see it")
+    if course.persisted_failures:
+        lost = Unrecoverable("; ".join(course.passed_over))
+    if lost is not None:
+        raise lost from failure
+    return None, newest
+
+
+def _layout_of(client: SmpClient, snapshot: SnapshotId) -> tuple[Layout | None, str]:
+    try:
+        return client.persisted_layout(snapshot), ""
+    except HoldfastError as error:
+        return None, str(error)
+
+
+def _ask_what_is_persisted(client: SmpClient, agreement: Agreement) -> list[Persisted]:
+    """As every rank's SMP sees it. A collective call."""
+    mine: Persisted
+    try:
+        mine = client.persisted()
+    except (PlaceError, DeadlineExceeded) as error:
+        mine = Persisted(PERSISTED, problem=str(error))
+    return [Persisted.from_json(json.loads(t)) for t in agreement.gather(json.dumps(mine.to_json()).encode())]
+
+
+def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], course: Course) -> None:
+    for reason in course.passed_over:
+        log.warning("passed over: %s", reason, extra=about(plan.snapshot))
+    if not plan.sources.persisted:
+        return
+    protected = newest_protected(inventories)
+    after = f"steps after it, up to {protected}, which was protected, are lost" if protected else "later steps are lost"
+    log.error("going back to %s, which was persisted: %s", plan.snapshot, after, extra=about(plan.snapshot))
+
+
+def exchange(client: SmpClient, agreement: Agreement, coord: str) -> tuple[list[Inventory], dict[str, str]]:
+    """Every SMP's inventory, and the node of every coordinate. A collective call."""
+    inventories, coords, _ = exchange_wishes(client, agreement, coord, Wishes())
+    return inventories, coords
+
+
+def exchange_wishes(
+    client: SmpClient, agreement: Agreement, coord: str, wishes: Wishes
+) -> tuple[list[Inventory], dict[str, str], list[Wishes]]:
+    """The same, and what every rank wishes."""
+    mine = {"coord": coord, "inventory": client.inventory().to_json(), "wishes": wishes.to_json()}
+    by_node: dict[str, Inventory] = {}
+    coords: dict[str, str] = {}
+    all_wishes: list[Wishes] = []
+    for text in agreement.gather(json.dumps(mine).encode()):
+        data: Any = json.loads(text)
+        inventory = Inventory.from_json(data["inventory"])
+        by_node[inventory.node] = inventory
+        all_wishes.append(Wishes.from_json(data["wishes"]))
+        if data["coord"] in coords:
+            raise StateMismatch(f"two ranks have the coordinate {data['coord']!r}")
+        coords[data["coord"]] = inventory.node
+    return list(by_node.values()), coords, all_wishes
+
+
+class _Attempt:
+    """One rank's part in bringing one snapshot back. What it holds is checked while it is read."""
+
+    shard: RecoveredShard
+
+    def __init__(self, client: SmpClient, plan: RestorePlan, coord: str) -> None:
+        self.snapshot = plan.snapshot
+        self.how = ""
+        self.notes: dict[str, Any] = {}
+        self.loop: dict[str, Any] = {}
+        self.began: Tree | None = None
+        self.inputs: str | None = None
+        self.rewind: Callable[[], None] = lambda: None
+        self.node = client.node
+        self._client = client
+        self._sources = plan.sources
+        self._coord = coord
+        self._taken: set[int] = set()
+
+    @property
+    def bytes_fetched(self) -> int:
+        """What came over the network for the shard."""
+        return self.shard.bytes_fetched
+
+    def recover(self) -> None:
+        """Have the shard here. Raises what stands against it."""
+        self.shard = self._client.recover(self._sources, self._coord, check=False)
+        self.how = self.shard.how
+
+    def load(self, agreement: Agreement, adapter: Adapter, mover: Mover) -> HoldfastError | None:
+        """Load it into the live job; see `_load`."""
+        return _load(self, agreement, adapter, mover)
+
+    def mend(self, units: list[int]) -> None:
+        """Have damaged units mended in place.
+
+        Raises:
+            DamagedSnapshot: that cannot be; or values were taken from one of them that may have been damaged already.
+        """
+        if changed := self._taken.intersection(units):
+            raise DamagedSnapshot(f"unit {min(changed)} of the slot changed after it was read: start again")
+        self.how = self._client.recover(self._sources, self._coord).how
+
+    def read_format(self) -> SlotFormat:
+        """The slot's format, its header checked.
+
+        Raises:
+            DamagedSnapshot: it cannot be mended.
+            ProtocolError: it is not what a trainer wrote for this snapshot.
+        """
+        slot = self.shard.view
+        check_ranges(self.shard, [(0, min(slot.nbytes, PAGE_BYTES))], self.mend)
+        header = min(8 + int.from_bytes(slot[:8], "little"), slot.nbytes)
+        self._check_and_take([(0, header)])
+        form, _ = read_format(slot)
+        if read_stamp(slot) != self.snapshot:
+            raise ProtocolError(f"the slot is stamped {read_stamp(slot)}, not {self.snapshot}")
+        return form
+
+    def read(self) -> tuple[SlotFormat, dict[str, Any]]:
+        """The slot's format and its record, and all tensors checked that belong to the record.
+
+        Raises:
+            DamagedSnapshot: they cannot be mended.
+            ProtocolError: they are not what a trainer wrote.
+        """
+        form = self.read_format()
+        self._check_and_take(
+            [(offset, leaf.bytes) for name, (offset, leaf) in form.offsets.items() if is_of_record(name)]
+        )
+        record = decode_record(self.shard.view, form, self.snapshot)
+        self.notes, self.inputs = record.get(NOTES) or {}, record.get(INPUTS)
+        return form, record
+
+    def midway(self) -> None:
+        """Half of it is loaded."""
+        reach("restore.middle", self.snapshot.step)
+
+    def _check_and_take(self, ranges: list[tuple[int, int]]) -> None:
+        check_ranges(self.shard, ranges, self.mend)
+        self._taken |= units_of(self.shard, ranges)
+
+
+def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Mover) -> HoldfastError | None:
+    """Load a slot into the live job, checking it on the way. Nothing is written unless it fits on every rank.
+
+    Returns why it failed on this rank: the copy is damaged, and another must be found.
+    """
+    made = False
+    problem: HoldfastError | None = None
+    try:
+        form, record = attempt.read()
+
+        def tensor(name: str) -> torch.Tensor:
+            offset, leaf = form.offsets[name]
+            return read_leaf(attempt.shard.view, offset, leaf)
+
+        early, late, fixed = decode_values(record, tensor)
+        shared = shared_leaves(record)
+        held = [name for name in form.offsets if is_part_of(name, shared)]
+        whole = {name: leaf for name, (_, leaf) in form.offsets.items() if name != RECORD and name not in held}
+        adapter.check(early, late, fixed)
+        adapter.materialise(whole | shared)
+        made = True
+        live = list(adapter.tensors())
+        check_fit(form, live, shared)
+    except HoldfastError as error:
+        problem = error
+    damaged = isinstance(problem, DamagedSnapshot)
+    fits, whole_everywhere = agreement.minimum([int(problem is None or damaged), int(not damaged)])()
+    if made and not (fits and whole_everywhere):
+        adapter.withdraw()
+    if not fits:
+        raise problem or StateMismatch("the snapshot does not fit the job on another rank; see its log")
+    if not whole_everywhere:
+        return problem
+    gathering = plan_gathering(agreement, adapter.replica_set(), held, shared, attempt.node)
+    tensors = {item.name: item.tensor for item in live}
+    pieces = place_tensors(form, _own(tensors, held, shared))
+    failure = failure_of(
+        lambda: load_checked(mover, pieces, attempt.shard, attempt.mend, midway=attempt.midway), HoldfastError
+    )
+    if agreement.minimum([int(failure is None)])() == [1]:
+        if gathering is not None:
+            gathering.fill(agreement, tensors)
+        adapter.load(early, late, fixed)
+        attempt.loop, attempt.began = early.get(LOOP, {}), late.get(BEGAN)
+        attempt.rewind = adapter.rewinding(early)
+    return failure
+
+
+def _own(
+    tensors: Mapping[str, torch.Tensor], held: Sequence[str], shared: Mapping[str, Leaf]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Live tensors, or parts of them, by the names under which they stand in this rank's slot."""
+    yield from ((name, tensor) for name, tensor in tensors.items() if name not in shared)
+    for name in held:
+        part = parse_part(name)
+        yield (name, tensors[name] if part is None else part_of(tensors[part[0]], Part(*part)))
+
+
+def heal(client: SmpClient, plan: RestorePlan, coords: dict[str, str], coord: str) -> None:
+    """Have lost parity computed again, on the node that took the lost one's place."""
+    for group, position in plan.heal:
+        if healer(plan.sources.layout, group, position) == coord and coords[coord] == client.node:
+            client.heal(plan.sources, group, position)

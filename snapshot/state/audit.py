@@ -1,0 +1,155 @@
+"""The training process's part in ``holdfast audit`` and in chaos done to a user's own command: notes all that the loop
+can reach, and dies, or stops, on time.
+
+It is asked for through the environment; see `holdfast.audit` and `holdfast.chaos.user.run` for the other part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.snapshot.state import rng
+from holdfast.snapshot.state.reach import plain, reachable
+
+AUDIT_ENV = "HOLDFAST_AUDIT"
+DRAIN_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What one run is for.
+
+    Attributes:
+        notes: a folder; each rank writes a file there.
+        stop: end well after so many steps.
+        kill: die in the middle of the step after so many; 0: not.
+    """
+
+    notes: str
+    stop: int
+    kill: int = 0
+
+    def to_environment(self) -> dict[str, str]:
+        """What makes a hook follow these orders."""
+        return {AUDIT_ENV: json.dumps({"notes": self.notes, "stop": self.stop, "kill": self.kill})}
+
+
+class Ended(BaseException):
+    """All steps are done, in a process that goes on: see `raise_at_the_end`."""
+
+
+_raises = False
+
+
+def raise_at_the_end() -> None:
+    """Have the last step of an audit raise `Ended`, and not end this process, which somebody would start again."""
+    global _raises
+    _raises = True
+
+
+def orders_from_environment() -> Orders | None:
+    """None outside an audit. Raises `ConfigError`."""
+    text = os.environ.get(AUDIT_ENV)
+    if not text:
+        return None
+    try:
+        return Orders(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{AUDIT_ENV}={text!r} is not what `holdfast audit` sets: {error}") from None
+
+
+class Auditor:
+    """Follows orders in one rank. Called by the hook, in the training thread."""
+
+    def __init__(
+        self,
+        orders: Orders,
+        rank: int,
+        epoch: int,
+        step: int,
+        modules: Sequence[torch.nn.Module],
+        drain: Callable[[float], bool],
+        protected: Callable[[], int | None],
+    ) -> None:
+        """
+        Args:
+            step: that this epoch began with.
+            protected: tells the newest step that is known to be protected.
+        """
+        self._orders = orders
+        self._drain = drain
+        self._protected = protected
+        self._file = Path(orders.notes, f"rank{rank}.jsonl").open("a", buffering=1)  # noqa: SIM115
+        self._modules = modules
+        self._settled = self._computed = -1
+        self._outputs: list[str] = []
+        self._file.write("\n")  # a predecessor may have been killed in the middle of a line
+        self._note({"epoch": epoch, "start": step, "pid": os.getpid()})
+        for module in modules:
+            module.register_forward_hook(self._saw_outputs)
+
+    def settled(self, step: int) -> None:
+        """The step after `step` begins: all that `step` has changed has its final value."""
+        if self._settled == step:
+            return
+        self._settled = step
+        values = reachable(sys._getframe(1))
+        values |= {f"random.{name}": _text(state) for name, state in rng.capture().items()}
+        self._note({"step": step, "values": values, "protected": self._protected()})
+
+    def before_step(self, step: int) -> None:
+        """The step after `step` has computed its gradients."""
+        if self._computed == step:
+            return  # another optimizer of the same step
+        self._computed = step
+        self.settled(step)
+        gradients = {}
+        for i, module in enumerate(self._modules):
+            for name, parameter in module.named_parameters():
+                gradient = getattr(parameter, "main_grad", parameter.grad)
+                if gradient is not None:
+                    gradients[f"gradient of model{i}.{name}"] = plain(gradient)
+        outputs = {f"output {i} of the model": text for i, text in enumerate(self._outputs)}
+        self._outputs.clear()
+        self._note({"step": step + 1, "computed": outputs | gradients})
+        reach("train.step", step + 1)
+        if self._orders.kill and step == self._orders.kill:
+            self._drain(DRAIN_DEADLINE_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_step(self, step: int, meet: Callable[[], Any]) -> None:
+        """A step is done; after the last one every rank ends, once all are there."""
+        if step < self._orders.stop:
+            return
+        meet()
+        self._file.close()
+        if _raises:
+            raise Ended(f"all {step} steps of an audit are done")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _saw_outputs(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        found = outputs if isinstance(outputs, tuple | list) else [outputs]
+        self._outputs += [_text(each) for each in found if isinstance(each, torch.Tensor)]
+
+    def _note(self, what: dict[str, Any]) -> None:
+        self._file.write(json.dumps(what) + "\n")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return str([_text(part) for part in value])
+    text = plain(value)
+    return text if text is not None else plain(repr(value)) or ""

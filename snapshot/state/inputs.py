@@ -1,0 +1,115 @@
+"""What a step is given. A batch that was read before the hook was entered is not captured; after a restart it would be
+another, and this tells."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from holdfast.snapshot.copy.tensors import local
+
+SAMPLED = 64
+"""About how many elements of a tensor are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A sample of some tensors.
+
+    Attributes:
+        shapes: and data types, of the whole tensors.
+        found: the elements, in host memory.
+        arrived: until this has happened they may still be on their way there; None: they are there.
+    """
+
+    shapes: tuple[str, ...]
+    found: tuple[torch.Tensor, ...]
+    arrived: torch.cuda.Event | None
+
+    def digest(self) -> str:
+        """Blocks until the elements are here. Any thread's."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        state = hashlib.blake2b(repr(self.shapes).encode(), digest_size=8)
+        for tensor in self.found:
+            state.update(tensor.view(torch.uint8).numpy().tobytes())
+        return state.hexdigest()
+
+
+class Batch:
+    """What the step at hand is given: the forward of which gradients are computed first. The training thread's.
+
+    Attributes:
+        known: whether it is known. If not, `inputs` is None.
+        inputs: a sample of it; None if there was nothing to look at.
+    """
+
+    def __init__(self) -> None:
+        self.known = False
+        self.inputs: Inputs | None = None
+        self._of: dict[int, Inputs | None] = {}
+
+    def over(self) -> None:
+        """The step is over."""
+        self.known, self.inputs, self._of = False, None, {}
+
+    def forward(self, number: int, given: Any) -> None:
+        """The forward of that number is given this; it may be an evaluation."""
+        if not self.known:
+            self._of[number] = sample_inputs(given)
+
+    def settle(self, number: int) -> None:
+        """Gradients of that forward are computed, or will be."""
+        if not self.known:
+            self.known, self.inputs, self._of = True, self._of.get(number), {}
+
+
+def sample_inputs(given: Any) -> Inputs | None:
+    """A sample of the tensors in `given`: containers of any depth. None if there are none.
+
+    Those that need gradients were computed, by an earlier stage of a pipeline for example, and are left out. Training
+    thread; does not wait for a GPU.
+    """
+    tensors = [local(tensor).detach() for tensor in tensors_in(given) if not tensor.requires_grad]
+    dense = [t for t in tensors if type(t) is torch.Tensor and t.layout is torch.strided and t.device.type != "meta"]
+    if not dense:
+        return None
+    found, queued = [], False
+    for tensor in dense:
+        sample = _thinned(tensor)
+        if tensor.is_cuda:
+            queued = True
+            found.append(torch.empty_like(sample, device="cpu", pin_memory=True).copy_(sample, non_blocking=True))
+        else:
+            found.append(sample.cpu())
+    arrived = torch.cuda.Event() if queued else None  # type: ignore[no-untyped-call]
+    if arrived is not None:
+        arrived.record()
+    return Inputs(tuple(f"{t.dtype} {list(t.shape)}" for t in dense), tuple(found), arrived)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in containers of any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value):
+        yield from tensors_in([getattr(value, field.name) for field in fields(value)])
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def _thinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense copy of about `SAMPLED` elements, spread evenly, as a row."""
+    if not tensor.dim():
+        return tensor.resolve_conj().resolve_neg().clone().reshape(1)
+    each = max(1, round(SAMPLED ** (1 / tensor.dim())))
+    rows = tensor[tuple(slice(None, None, max(1, -(-length // each))) for length in tensor.shape)]
+    return rows.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)

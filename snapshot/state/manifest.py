@@ -1,0 +1,115 @@
+"""What a rank's state consists of, walked once; each snapshot after that only copies.
+
+The walk is repeated when something that holds tensors holds another one, or a tensor has moved. Asking whether that is
+so takes no Python loop: about 0.1 microseconds a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+
+from holdfast.smp_daemon.shared.slotfile import Leaf
+from holdfast.snapshot.copy.tensors import leaf_of
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.live import Container, LiveTensor
+from holdfast.snapshot.state.replicas import ALONE, Sharing
+from holdfast.snapshot.state.values import encode
+
+FIXED = "fixed"
+
+
+class Manifest:
+    """The tensors of a rank's state as they are now. Made and asked by the training thread only.
+
+    Attributes:
+        items: every tensor.
+        shared: those of which replicas keep parts, whole, in the order of their names.
+        leaves: how they are stored.
+        fixed: state that changes only when the manifest does, as JSON.
+    """
+
+    def __init__(self, adapter: Adapter, sharing: Sharing = ALONE) -> None:
+        """Walks all of the state; of what replicas share it takes the caller's part.
+
+        Raises:
+            ConfigError, StateMismatch: something in it cannot be captured; the message names it.
+        """
+        found = list(adapter.tensors())
+        self.items: tuple[LiveTensor, ...] = tuple(sharing.divide(iter(found)))
+        self.shared = tuple(sorted((i for i in found if i.name in sharing.leaves), key=lambda item: item.name))
+        self.fixed: str = json.dumps(
+            {
+                "state": encode(adapter.fixed(), FIXED, {}),
+                "shared": sharing.to_json(),
+                "blocks": {item.name: [item.block.whole, item.block.start] for item in found if item.block is not None},
+            },
+            separators=(",", ":"),
+        )
+        self.leaves: tuple[Leaf, ...] = tuple(leaf_of(item.name, item.tensor) for item in self.items)
+        self._watched = _Watched(adapter.watched())
+        self._names = [item.name for item in found]
+        self._tensors = [item.tensor for item in found]
+        self._addresses = self._where()
+        self._shapes = self._looks()
+
+    def holds_the_same(self) -> bool:
+        """Whether the state still consists of the same tensors."""
+        return self._watched.unchanged()
+
+    def has_moved(self) -> bool:
+        """Whether a tensor is at another place in memory: ``.data`` was assigned to."""
+        return self._addresses != self._where()
+
+    def reshaped(self) -> list[str]:
+        """The names of tensors that have another shape or other strides in the memory they had.
+
+        Takes three times as long as `has_moved`, so it is asked beside the training thread. Thread-safe.
+        """
+        looks = self._looks()
+        if looks == self._shapes:
+            return []
+        shapes, before = zip(*looks, strict=True), zip(*self._shapes, strict=True)
+        return [name for name, now, then in zip(self._names, shapes, before, strict=True) if now != then]
+
+    def _where(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._tensors))
+
+    def _looks(self) -> tuple[list[Any], list[Any]]:
+        return list(map(torch.Tensor.size, self._tensors)), list(map(torch.Tensor.stride, self._tensors))
+
+
+class _Watched:
+    """Containers, and which objects they hold. Plain values in them may come and go."""
+
+    def __init__(self, containers: Iterable[Container]) -> None:
+        self._dicts: list[dict[Any, Any]] = []
+        self._lists: list[list[Any]] = []
+        self._mixed: list[dict[Any, Any]] = []
+        for container in containers:
+            if isinstance(container, list):
+                self._lists.append(container)
+            elif all(isinstance(value, _KEPT) for value in container.values()):
+                self._dicts.append(container)
+            else:
+                self._mixed.append(container)
+        self._lengths, self._held = self._look()
+
+    def unchanged(self) -> bool:
+        lengths, held = self._look()
+        return lengths == self._lengths and len(held) == len(self._held) and all(map(is_, held, self._held))
+
+    def _look(self) -> tuple[list[int], list[Any]]:
+        """References, not ids: what is referred to here cannot be freed, and its id not given to another."""
+        held = list(chain.from_iterable(map(dict.values, self._dicts)))
+        held += chain.from_iterable(self._lists)
+        held += [value for mixed in self._mixed for value in mixed.values() if isinstance(value, _KEPT)]
+        return [*map(len, self._dicts), *map(len, self._lists), *map(len, self._mixed)], held
+
+
+_KEPT = (torch.Tensor, torch.nn.Module, dict, list, type(None))

@@ -1,0 +1,320 @@
+"""The state of a `torch.optim.Optimizer`, in place. Megatron's optimizers wrap one, so both adapters use this.
+
+A parameter is called as it is in the model, whatever its place in the optimizer; one that is in no module by its group
+and its place in it, ``<group>.<index>``. State that an optimizer keeps under a text of its own choice, as that of
+LoRA-FA does, is called ``named.<text>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.slotfile import Leaf
+from holdfast.snapshot.copy.tensors import Block, block_of, empty_like_leaf, local
+from holdfast.snapshot.state.live import Change, Container, LiveTensor, Tree, Updated
+
+SHAREABLE = ("torch.optim.",)
+"""Where optimizers come from that keep nothing but functions of the reduced gradients, alike on all replicas. Others
+may keep what is a rank's own, such as a compressor's error feedback, which may be zero for the first thousand steps."""
+
+NAMED = "named."
+
+PLACES = frozenset({"params", "param_names"})
+"""What a group says of which parameters are in it, and in which order: the job's own, and no option."""
+
+OWN = frozenset({"state", "param_groups", "defaults"})
+"""Attributes of an optimizer that hold its own state, and no optimizers."""
+
+SHOWN = 8
+
+DEEPEST = 3
+"""Containers in containers in attributes are looked into so far."""
+
+
+def unwrapped(*optimizers: Any) -> list[torch.optim.Optimizer]:
+    """Optimizers and those in their attributes, such as SAM's base optimizer and torchtitan's list; inner ones first.
+
+    A wrapper that only passes on the state and the groups of another, as Accelerate's does, is left out.
+
+    Raises:
+        ConfigError: one has no state, or no groups, and none inside it either.
+    """
+    found: dict[tuple[int, int], torch.optim.Optimizer] = {}
+    for given in optimizers:
+        inside = list(nested("optim", given))
+        for _, each in inside:
+            if not isinstance(each, torch.optim.Optimizer):
+                continue
+            state, groups = getattr(each, "state", None), getattr(each, "param_groups", None)
+            if state is not None and groups is not None:
+                found.setdefault((id(state), id(groups)), each)
+            elif len(inside) == 1:
+                raise ConfigError(
+                    f"optim is a {type(each).__qualname__} without state and param_groups: call "
+                    "torch.optim.Optimizer.__init__ in its own, or give the optimizers that it steps"
+                )
+    return list(found.values())
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether torch calls hooks for its steps: it is made by the constructor of `torch.optim.Optimizer`, which some
+    wrappers that are one by type do not call."""
+    return isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)
+
+
+def nested(name: str, optimizer: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """What steps inside an optimizer, and at last itself, each once and with its path, which begins with `name`."""
+    seen = set() if seen is None else seen
+    if id(optimizer) in seen:
+        return
+    seen.add(id(optimizer))
+    for attribute, value in getattr(optimizer, "__dict__", {}).items():
+        if attribute not in OWN:
+            for path, inner in find(f"{name}.{attribute}", value, _steps):
+                yield from nested(path, inner, seen)
+    yield name, optimizer
+
+
+def find(name: str, value: Any, wanted: Callable[[Any], bool], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """`value`, or what is in it if it is a container, as far as it is wanted; each with its path."""
+    if wanted(value):
+        yield name, value
+    elif depth < DEEPEST and isinstance(value, Mapping):
+        for place, (key, part) in enumerate(value.items()):
+            path = f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[{place}]"
+            yield from find(path, part, wanted, depth + 1)
+    elif depth < DEEPEST and isinstance(value, list | tuple):
+        for place, part in enumerate(value):
+            yield from find(f"{name}[{place}]", part, wanted, depth + 1)
+
+
+def _steps(value: Any) -> bool:
+    """Whether it is an optimizer, or looks like one, as those of Apex and Megatron do."""
+    kind = type(value)
+    looks = hasattr(kind, "step") and hasattr(kind, "zero_grad") and not isinstance(value, torch.nn.Module)
+    return looks or isinstance(value, torch.optim.Optimizer)
+
+
+class OptimizerState:
+    """One optimizer as the adapters see it. Not thread-safe.
+
+    Args:
+        replicated: whether data-parallel replicas update the same parameters with the same gradients. They may divide
+            the parameters among their optimizers, as `ZeroRedundancyOptimizer` does.
+        names: those of parameters in the model; asked whenever the state is walked.
+        blocks: which part of the whole a parameter is, and state of its shape with it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        prefix: str,
+        *,
+        replicated: bool,
+        names: Mapping[torch.Tensor, str] | None = None,
+        blocks: Callable[[torch.Tensor], Block | None] = block_of,
+    ) -> None:
+        self.optimizer = optimizer
+        self._names = {} if names is None else names
+        self._blocks = blocks
+        self._prefix = prefix
+        self._replicated = replicated and type(optimizer).__module__.startswith(SHAREABLE)
+        self._plain: list[tuple[str, dict[str, Any], list[str]]] = []
+        self._before: dict[Any, dict[str, Any]] = {}
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter that the optimizer updates, once."""
+        parameters = {p: name for group in self._places() for name, p in group}
+        return ((name, parameter) for parameter, name in parameters.items())
+
+    def unnamed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of them that have no name in the model."""
+        return ((name, parameter) for name, parameter in self.parameters() if parameter not in self._names)
+
+    def _places(self) -> list[list[tuple[str, torch.Tensor]]]:
+        """The parameters of each group, by name."""
+        groups = self.optimizer.param_groups
+        return [
+            [(self._names.get(parameter) or f"{g}.{i}", parameter) for i, parameter in enumerate(group["params"])]
+            for g, group in enumerate(groups)
+        ]
+
+    def _entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The state of every parameter, and what else there is. Raises `ConfigError` for what cannot be named."""
+        for name, parameter in self.parameters():
+            yield name, self.optimizer.state.get(parameter, {})
+        for key, state in self.optimizer.state.items():
+            if isinstance(key, str):
+                yield f"{NAMED}{key}", state
+            elif not isinstance(key, torch.Tensor):
+                raise ConfigError(
+                    f"{self._prefix} keeps state under a {type(key).__qualname__}, which has no name that would be the "
+                    "same in every run: keep it elsewhere, and track it"
+                )
+
+    def tensors(self) -> Iterator[LiveTensor]:
+        """Adam's moments and the like, as they are now: many appear only with the first step."""
+        self._plain = []
+        updated = self.updated()
+        unnamed = {name for name, _ in self.unnamed()}
+        for name, state in self._entries():
+            of = updated.get(f"{self._prefix}.{name}", Updated((), None))
+            replicated = self._replicated and name not in unnamed  # at one place, replicas may have different ones
+            plain = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
+            if plain:
+                self._plain.append((name, state, plain))
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    part = local(value)
+                    block = of.block if tuple(part.shape) == of.shape else None
+                    yield LiveTensor(f"{self._prefix}.{name}.{key}", part, Change.STEP, replicated, block)
+
+    def watched(self) -> Iterator[Container]:
+        """Groups, and the state of each parameter; and what holds these, as ``load_state_dict`` replaces them."""
+        yield vars(self.optimizer)
+        yield self.optimizer.param_groups
+        yield self.optimizer.state
+        for group in self.optimizer.param_groups:
+            yield group
+            yield group["params"]
+        yield from self.optimizer.state.values()
+
+    def updated(self) -> dict[str, Updated]:
+        """See `snapshot.state.adapter.Adapter.updated`."""
+        return {
+            f"{self._prefix}.{name}": Updated(tuple(local(parameter).shape), self._blocks(parameter))
+            for name, parameter in self.parameters()
+        }
+
+    def fixed(self) -> Tree:
+        """The optimizer's class, the parameters of each of its groups, and the order of keys in each one's state."""
+        kind = type(self.optimizer)
+        return {
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+            "prefix": self._prefix,
+            "order": {name: list(state) for name, state in self._entries()},
+            "groups": self._groups(),
+        }
+
+    def _groups(self) -> list[list[str]]:
+        return [[name for name, _ in group] for group in self._places()]
+
+    def plain(self) -> Tree:
+        """Group options such as lr, and what of the per-parameter state `tensors` found to be no tensor."""
+        return {
+            "groups": [{k: v for k, v in group.items() if k not in PLACES} for group in self.optimizer.param_groups],
+            "state": {name: {key: state[key] for key in keys if key in state} for name, state, keys in self._plain},
+        }
+
+    def check(self, plain: Tree, fixed: Tree) -> None:
+        """Raises `StateMismatch` unless the optimizer has the class and the groups that these were taken from.
+
+        Groups, and the parameters in one, may have become others in order where the state of each parameter is its
+        own: with `torch.optim`'s optimizers but LBFGS, and with any that has no state.
+        """
+        kind = self.fixed()["class"]
+        if kind != fixed["class"]:
+            raise StateMismatch(f"{self._prefix} is a {fixed['class']} in the snapshot, a {kind} in this job")
+        held, have = fixed["groups"], self._groups()
+        before = {name: g for g, group in enumerate(held) for name in group}
+        now = {name: g for g, group in enumerate(have) for name in group}
+        problems = [f"{name} only in the snapshot" for name in before if name not in now]
+        problems += [f"{name} only in this job" for name in now if name not in before]
+        if problems:
+            raise StateMismatch(
+                f"{self._prefix} updates other parameters than in the snapshot: {some(problems)}. Give the optimizers, "
+                "and the modules, that the snapshot was taken of, in the same order"
+            )
+        for name, g in now.items():
+            if set(have[g]) != set(held[before[name]]):
+                raise StateMismatch(
+                    f"{self._prefix}: {name} is in another parameter group than in the snapshot, together with others: "
+                    "make the groups that the snapshot was taken of"
+                )
+        if len(have) != len(held):
+            raise StateMismatch(f"{self._prefix} has {len(held)} parameter groups in the snapshot, {len(have)} here")
+        ordered = not kind.startswith(SHAREABLE) or isinstance(self.optimizer, torch.optim.LBFGS)
+        moved = [b for a, b in zip(before, now, strict=True) if a != b]
+        if moved and ordered and any(fixed["order"].values()):
+            raise StateMismatch(
+                f"{self._prefix}, a {kind}, has its parameters in another order than in the snapshot, from {moved[0]} "
+                "on, and may keep state that depends on it: give them in the order of the snapshot"
+            )
+
+    def load(self, plain: Tree, fixed: Tree) -> None:
+        """Take over what `plain` and `fixed` gave. Options that are tensors are filled in place."""
+        self._before = {}  # else it would keep tensors alive that are replaced
+        order = fixed["order"]
+        for group, saved in zip(self.optimizer.param_groups, self._matching(plain, fixed), strict=True):
+            for key, value in saved.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+        keys: dict[str, Any] = dict(self.parameters())
+        keys |= {name: name.removeprefix(NAMED) for name in order if name.startswith(NAMED)}
+        for name, key in keys.items():
+            state = {**self.optimizer.state.get(key, {}), **plain["state"].get(name, {})}
+            if state:
+                self.optimizer.state[key] = {
+                    entry: state[entry] if entry in state else state[str(entry)] for entry in order[name]
+                }
+        held = dict(self.optimizer.state)  # in the order in which steps make it, whatever was there first
+        self.optimizer.state.clear()
+        self.optimizer.state.update({key: held.pop(key) for key in keys.values() if key in held} | held)
+
+    def _matching(self, plain: Tree, fixed: Tree) -> Iterator[dict[str, Any]]:
+        """The options of each group as they were when it had the same parameters; empty groups in order."""
+        held: dict[frozenset[str], list[dict[str, Any]]] = {}
+        for names, options in zip(fixed["groups"], plain["groups"], strict=True):
+            held.setdefault(frozenset(names), []).append(options)
+        for names in self._groups():
+            yield held[frozenset(names)].pop(0)
+
+    def materialise(self, leaves: Mapping[str, Leaf]) -> None:
+        """Create the state tensors of `leaves` that are not there yet, uninitialised."""
+        self._before = {key: dict(state) for key, state in self.optimizer.state.items()}
+        parameters = dict(self.parameters())
+        first = next(iter(parameters.values()), torch.empty(0))
+        for leaf in leaves.values():
+            if not leaf.name.startswith(f"{self._prefix}."):
+                continue
+            place = leaf.name.removeprefix(f"{self._prefix}.")
+            name, _, entry = place.rpartition(".")
+            while name and not name.startswith(NAMED) and name not in parameters:
+                name = name.rpartition(".")[0]  # what an optimizer calls its entries may have dots, too
+            entry = entry if name.startswith(NAMED) else place.removeprefix(f"{name}.")
+            key: Any = name.removeprefix(NAMED) if name.startswith(NAMED) else parameters.get(name)
+            if key is not None and entry not in map(str, self.optimizer.state.get(key, {})):
+                like = parameters.get(name, first)
+                self.optimizer.state.setdefault(key, {})[entry] = _empty_for(like, leaf)
+
+    def withdraw(self) -> None:
+        """Take away again what `materialise` created."""
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self._before)
+
+
+def _empty_for(parameter: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+    """What an optimizer would make for `parameter`, distributed as that is, of which this rank's part is `leaf`."""
+    empty = empty_like_leaf(leaf, parameter.device)
+    part = local(parameter)
+    if part is parameter or part.shape != empty.shape:
+        return empty
+    return torch.empty_like(parameter, dtype=empty.dtype, requires_grad=False)
+
+
+def some(texts: Sequence[str]) -> str:
+    """The first few of them."""
+    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return "; ".join(texts[:SHOWN]) + more
+
+
+def check_names(what: str, held: Iterable[str], have: Iterable[str]) -> None:
+    """Raises `StateMismatch` unless the snapshot and the job name the same parts."""
+    if set(held) != set(have):
+        raise StateMismatch(f"{what} is {sorted(held) or 'none'} in the snapshot, {sorted(have) or 'none'} in this job")

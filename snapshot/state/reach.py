@@ -1,0 +1,154 @@
+"""Everything that a training loop can reach, by name: to see what of it a resume did not bring back.
+
+Looked into are the local variables of the functions on the stack, and whatever hangs on them: modules, optimizers,
+containers, and attributes of objects, tensors or not. Never by ``repr`` of an object, which may hold an address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.snapshot.copy.tensors import local
+from holdfast.snapshot.state.packages import package_of
+
+MOST = 200_000
+"""No more values are looked at."""
+
+SHORT = 60
+"""Plain values of up to so many characters are shown as they are, others as a digest."""
+
+OURS = frozenset(
+    {
+        *("holdfast.snapshot", "holdfast.integrations", "holdfast.smp_daemon", "holdfast.ec"),
+        *("torch", "importlib", "runpy", "threading"),
+    }
+)
+"""Packages in whose functions, and in whose objects, nothing of the user's is looked for."""
+
+INSIDE = (
+    "torch.nn.",
+    "torch.optim.",
+    "torch.distributed.optim.",
+    "torch.distributed.algorithms.",
+    "torch.utils.data.",
+    "torch.amp.",
+)
+"""What of these packages is looked into nevertheless."""
+
+
+PASSING = frozenset({"_opt_called"})
+"""Attributes that torch sets in order to warn of the order of calls, and for nothing else."""
+
+
+def reachable(frame: FrameType | None = None) -> dict[str, str]:
+    """What the functions on the stack, from `frame` or the caller on outwards, can reach: a text for each value, equal
+    only if the values are. Blocks for about one read of all tensors."""
+    looking = _Looking()
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        package = package_of(str(frame.f_globals.get("__name__", "")))
+        if package not in OURS:
+            where = frame.f_code.co_name.strip("<>")
+            for name, value in list(frame.f_locals.items()):
+                if not name.startswith("__"):
+                    looking.into(f"{where}.{name}", value)
+        frame = frame.f_back
+    return looking.found
+
+
+class _Looking:
+    """One walk. From each variable an object is looked into once: a variable that one run has and the other has not
+    must not change the names of all else."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+        self._texts: dict[int, tuple[torch.Tensor, str]] = {}  # the tensor too, so that its id is not used again
+
+    def into(self, path: str, value: Any) -> None:
+        seen: dict[int, Any] = {}
+        todo = [(path, value)]
+        while todo and len(self.found) < MOST:
+            path, value = todo.pop()
+            text = self._text(value)
+            if text is not None:
+                self.found.setdefault(path, text)
+            elif id(value) not in seen:
+                seen[id(value)] = value
+                todo += [(f"{path}{name}", part) for name, part in _parts(value)]
+
+    def _text(self, value: Any) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return plain(value)
+        if id(value) not in self._texts:
+            self._texts[id(value)] = value, plain(value) or ""
+        return self._texts[id(value)][1]
+
+
+def plain(value: Any) -> str | None:
+    """A text that says all of a value, or None if it has parts that are to be looked at one by one."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_meta:
+            return f"{value.layout} {tuple(value.shape)}"
+        part = local(value)
+        octets = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"{part.dtype}{tuple(part.shape)} {_digest(octets.tobytes())}"
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"{value.dtype}{value.shape} {_digest(value.tobytes())}"
+    if isinstance(value, torch.Generator):
+        return f"torch.Generator {_digest(value.get_state().numpy().tobytes())}"
+    if isinstance(value, np.random.Generator):
+        return f"numpy.random.Generator {_digest(repr(value.bit_generator.state).encode())}"
+    if isinstance(value, np.random.RandomState):
+        state = value.get_state(legacy=False)
+        held = [state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"], state["gauss"]]
+        return f"numpy.random.RandomState {_digest(repr(held).encode())}"
+    if isinstance(value, random.Random):
+        return f"random.Random {_digest(repr(value.getstate()).encode())}"
+    if isinstance(value, int) and value.bit_length() > SHORT:
+        return hex(value) if value.bit_length() <= 4 * SHORT else _digest(hex(value).encode())  # not in decimal: slow
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | torch.dtype):
+        text = repr(value)
+        return text if len(text) <= SHORT else _digest(text.encode())
+    return None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Names, as they would be written behind the value's own, and what they stand for."""
+    if isinstance(value, Mapping):
+        for place, (key, part) in enumerate(value.items()):
+            named = isinstance(key, str | int | bool | float | tuple)
+            yield f"[{key!r}]" if named else f"[{place}]", part
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{place}]", part) for place, part in enumerate(value))
+    elif isinstance(value, set | frozenset):
+        yield from ((f"{{{text}}}", text) for text in sorted(filter(None, map(plain, value))))
+    elif type(value).__name__.endswith("iterator") and type(value).__module__ == "builtins":
+        yield ".position", repr(value.__reduce__()[2:])
+    elif _is_looked_into(value):
+        yield from (
+            (f".{name}", part)
+            for name, part in vars(value).items()
+            if name not in PASSING and not name.startswith("__")
+        )
+
+
+def _is_looked_into(value: Any) -> bool:
+    if isinstance(value, type) or not hasattr(value, "__dict__") or (callable(value) and not hasattr(value, "forward")):
+        return False
+    module = type(value).__module__
+    package = package_of(module)
+    if package in OURS:
+        return f"{module}.".startswith(INSIDE)
+    return package not in sys.stdlib_module_names and package not in {"numpy", "holdfast", "grpc"}
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,209 @@
+"""A rank's state in a slot: which pieces go where, the record of plain values, and whether a slot fits a job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
+from holdfast.snapshot.copy.movers import Piece
+from holdfast.snapshot.copy.tensors import leaf_of
+from holdfast.snapshot.copy.witness import Subjects
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.live import Change, LiveTensor, Tree
+from holdfast.snapshot.state.manifest import FIXED, Manifest
+from holdfast.snapshot.state.replicas import is_part_of, shared_from_json
+from holdfast.snapshot.state.values import decode, encode
+
+EARLY = "early"
+LATE = "late"
+NOTES = "notes"
+INPUTS = "inputs"
+LOOP = "loop"
+BEGAN = "began"
+RECORD_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Plain values, encoded, and copies of the tensors among them."""
+
+    encoded: Any
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """How the tensors are stored."""
+        return [leaf_of(name, tensor) for name, tensor in self.tensors.items()]
+
+
+def capture_early(adapter: Adapter, loop: Tree) -> Values:
+    """What reading data for the next step changes, and where the `loop` is, as it is now."""
+    return capture_tree(adapter.early() | {LOOP: loop}, EARLY)
+
+
+def with_loop(early: Values, loop: Tree) -> Values:
+    """What `capture_early` gave, with what there is to say of the `loop` by now."""
+    now = capture_tree({LOOP: loop}, EARLY)
+    return Values(early.encoded | now.encoded, early.tensors | now.tensors)
+
+
+def capture_late(adapter: Adapter, began: Tree | None) -> Values:
+    """What code between two steps changes, as it is now; `began`: see `snapshot.resume.comparison`."""
+    return capture_tree(adapter.late() | {BEGAN: began}, LATE)
+
+
+def capture_tree(tree: Tree, path: str) -> Values:
+    """Plain values as they are now, under a path."""
+    tensors: dict[str, torch.Tensor] = {}
+    encoded = encode(tree, path, tensors)
+    return Values(encoded, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The state of one manifest in one slot format.
+
+    Attributes:
+        moving, moving_bytes: what is copied while the step runs, and its length.
+        subjects: `moving`, for witnesses.
+        at_once: what is copied when the step begins, before anything else happens.
+        shared: what replicas share, whole; it has no place in this rank's slot.
+    """
+
+    form: SlotFormat
+    manifest: Manifest
+    moving: tuple[Piece, ...]
+    moving_bytes: int
+    subjects: Subjects
+    at_once: tuple[Piece, ...]
+    shared: tuple[Piece, ...]
+
+
+def place(manifest: Manifest, form: SlotFormat, restless: Collection[str] = ()) -> Placed:
+    """Where the tensors of `manifest` stand in a slot of format `form`, which must be of the same leaves.
+
+    Args:
+        restless: names of tensors that were seen to change while a step ran, whatever their class says.
+    """
+    by_class: dict[bool, list[tuple[str, torch.Tensor]]] = {False: [], True: []}
+    for item in manifest.items:
+        by_class[item.change is Change.ANY or item.name in restless].append((item.name, item.tensor))
+    moving = place_tensors(form, by_class[False])
+    length = sum(piece.bytes for piece in moving)
+    shared = tuple(Piece(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in manifest.shared)
+    subjects = Subjects(moving, [tensor for _, tensor in by_class[False]])
+    return Placed(form, manifest, moving, length, subjects, place_tensors(form, by_class[True]), shared)
+
+
+def place_tensors(form: SlotFormat, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Piece, ...]:
+    """Where named tensors stand in a slot. What a piece refers to stays in memory, whatever becomes of the tensor."""
+    return tuple(
+        Piece(tensor.detach(), form.offsets[name][0], form.offsets[name][1].bytes, name) for name, tensor in tensors
+    )
+
+
+def encode_record(
+    snapshot: SnapshotId,
+    coord: str,
+    early: Values,
+    late: Values,
+    fixed: str,
+    notes: dict[str, Any] | None = None,
+    inputs: str | None = None,
+) -> bytes:
+    """The record leaf's JSON, not yet padded. `fixed` is JSON already. `notes`, and what the first forward was given,
+    are no state, and need not be there."""
+    record = {
+        "epoch": snapshot.epoch,
+        "step": snapshot.step,
+        "coord": coord,
+        EARLY: early.encoded,
+        LATE: late.encoded,
+        INPUTS: inputs,
+    }
+    if notes is not None:
+        record[NOTES] = notes
+    return f'{json.dumps(record, separators=(",", ":"))[:-1]},"{FIXED}":{fixed}}}'.encode()
+
+
+def decode_record(slot: memoryview, form: SlotFormat, snapshot: SnapshotId) -> dict[str, Any]:
+    """The record of a slot. Raises `ProtocolError` if it is not JSON or of another snapshot."""
+    return parse_record(read_record(slot, form), snapshot)
+
+
+def parse_record(text: bytes, snapshot: SnapshotId) -> dict[str, Any]:
+    """What a record says. Raises `ProtocolError` if it is not JSON or of another snapshot."""
+    try:
+        record: dict[str, Any] = json.loads(text)
+        held = SnapshotId(record["epoch"], record["step"])
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the record of {snapshot} is not JSON: {error}") from error
+    except (LookupError, TypeError) as error:
+        raise ProtocolError(f"the record of {snapshot} does not say what it is of: {error!r}") from error
+    if held != snapshot:
+        raise ProtocolError(f"the record is of {held}, the slot of {snapshot}")
+    return record
+
+
+def decode_values(record: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> tuple[Tree, Tree, Tree]:
+    """The early, late and fixed values of a record. Raises `ProtocolError` if one is missing."""
+    if missing := {EARLY, LATE, FIXED} - record.keys():
+        raise ProtocolError(f"the record holds {sorted(record)}, and not {sorted(missing)}")
+    fixed = record[FIXED]
+    if not isinstance(fixed, dict) or fixed.keys() - {"blocks"} != {"state", "shared"}:
+        raise ProtocolError("the record does not say what is fixed and what is shared")
+    return decode(record[EARLY], tensor), decode(record[LATE], tensor), decode(fixed["state"], tensor)
+
+
+def shared_leaves(record: dict[str, Any]) -> dict[str, Leaf]:
+    """What the snapshot shares with replicas, whole, from a record that `decode_values` has accepted."""
+    return shared_from_json(record[FIXED]["shared"])
+
+
+def plan_format(job: str, coord: str, leaves: Iterable[Leaf], record_bytes: int) -> SlotFormat:
+    """The slot format for `leaves`, with room for the record to grow to twice its size."""
+    pages = -(-2 * record_bytes // RECORD_PAGE_BYTES) + 1
+    return plan_slot(job, coord, leaves, pages * RECORD_PAGE_BYTES)
+
+
+def fits(form: SlotFormat, leaves: Iterable[Leaf], record_bytes: int) -> bool:
+    """Whether a snapshot of `leaves` and a record of that length can be written in format `form`."""
+    known = {leaf for name, (_, leaf) in form.offsets.items() if name != RECORD}
+    return known == set(leaves) and record_bytes <= form.record[1]
+
+
+def is_of_record(name: str) -> bool:
+    """Whether a leaf is the record, or a tensor among its plain values."""
+    return name == RECORD or name.startswith((f"{EARLY}.", f"{LATE}."))
+
+
+def check_fit(form: SlotFormat, live: list[LiveTensor], shared: Mapping[str, Leaf]) -> None:
+    """Compare a slot, and what replicas `shared` with it, with the live job, before anything is written.
+
+    Raises:
+        StateMismatch: lists what is missing, what is extra and what has another shape or dtype.
+    """
+    have = {item.name: leaf_of(item.name, item.tensor) for item in live}
+    held = {
+        name: leaf
+        for name, (_, leaf) in form.offsets.items()
+        if not is_of_record(name) and not is_part_of(name, shared)
+    } | dict(shared)
+    problems = [f"{name} is not in the snapshot" for name in sorted(have.keys() - held.keys())]
+    problems += [f"{name} is not in this job" for name in sorted(held.keys() - have.keys())]
+    problems += [
+        f"{name} is {held[name].dtype}{list(held[name].shape)} in the snapshot, "
+        f"{have[name].dtype}{list(have[name].shape)} in this job"
+        for name in sorted(have.keys() & held.keys())
+        if have[name] != held[name]
+    ]
+    if problems:
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise StateMismatch("the snapshot does not fit this job: " + "; ".join(problems[:8]) + more)

@@ -1,0 +1,192 @@
+"""State that data-parallel replicas hold alike is kept once among them: each copies its share, a restore gathers.
+
+That two replicas hold the same is never taken on trust. Leaves of which an adapter says so are digested on every
+replica when memory is laid out, and shared only if all digests agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.shared.slotfile import Leaf
+from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.copy.movers import Sample
+from holdfast.snapshot.copy.tensors import flat, leaf_of
+from holdfast.snapshot.errors import Misfit
+from holdfast.snapshot.state.live import LiveTensor
+from holdfast.snapshot.state.shares import Part, believed, missing, parse_part, part_name, share
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What the caller keeps of the leaves that its replicas share.
+
+    Attributes:
+        leaves: all that is shared, whole, by name.
+        parts: the caller's parts of each.
+        sets, number: of how many sets of replicas there are, which the caller's is. No sets: nobody shares anything.
+    """
+
+    leaves: Mapping[str, Leaf] = field(default_factory=dict)
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    sets: int = 0
+    number: int = 0
+
+    def compare(self, agreement: Agreement, sample: Sample | None) -> Callable[[], None]:
+        """Begin to compare a sample of what is shared; None: the caller has none. A collective call, that returns at
+        once.
+
+        Returns what blocks for the outcome, and raises `ReplicasDiffer` unless the caller's replicas hold the same.
+        """
+        if not self.sets:
+            return lambda: None
+
+        def values() -> list[int]:
+            """For each set the digest and its negative: the minima of both are opposite if all are alike."""
+            values = [1 << 62] * 2 * self.sets
+            found = 0 if sample is None else xxhash.xxh3_64_intdigest(sample.read().data) >> 2
+            values[2 * self.number : 2 * self.number + 2] = [found, -1 if sample is None else -found]
+            return values
+
+        minimum = agreement.minimum(values)
+
+        def check() -> None:
+            least, most = minimum()[2 * self.number :][:2]
+            if least != -most:
+                raise ReplicasDiffer("data-parallel replicas no longer hold the same: each keeps its own from now on")
+
+        return check
+
+    def divide(self, tensors: Iterator[LiveTensor]) -> Iterator[LiveTensor]:
+        """`tensors`, with only the caller's parts of those that are shared and still what they were then."""
+        for item in tensors:
+            leaf = self.leaves.get(item.name)
+            if leaf is None or leaf_of(item.name, item.tensor) != leaf:
+                yield item
+                continue
+            for part in self.parts.get(item.name, ()):
+                name = part_name(part, leaf)
+                whole = name == item.name
+                yield LiveTensor(name, item.tensor if whole else part_of(item.tensor, part), item.change)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the record: what is shared."""
+        return {name: [leaf.dtype, list(leaf.shape)] for name, leaf in self.leaves.items()}
+
+
+class ReplicasDiffer(Misfit):
+    """What replicas were seen to hold alike, they do not any more."""
+
+
+ALONE = Sharing()
+
+
+def agree_on_shares(agreement: Agreement, replica_set: str, tensors: Iterator[LiveTensor]) -> Sharing:
+    """Compare what the caller's replicas hold, and divide it. A collective call; reads all that might be shared.
+
+    Args:
+        replica_set: the same on the ranks that are said to be replicas of each other.
+    """
+    sets = [text.decode() for text in agreement.gather(replica_set.encode())]
+    if len(set(sets)) == len(sets):
+        return ALONE
+    members = [rank for rank, other in enumerate(sets) if other == replica_set]
+    items = [item for item in tensors if item.replicated and item.tensor.numel() and item.tensor.is_contiguous()]
+    candidates = {item.name: item.tensor for item in items}
+    mine = {item.name: _digest(item.tensor) for item in items} if len(members) > 1 else {}
+    everyone = [json.loads(text) for text in agreement.gather(json.dumps(mine).encode())]
+    ordered = sorted(set(sets))
+    alike = [believed([everyone[rank] for rank, other in enumerate(sets) if other == name]) for name in ordered]
+    if not any(alike):
+        return ALONE
+    number = ordered.index(replica_set)
+    names = alike[number]
+    leaves = {name: leaf_of(name, candidates[name]) for name in sorted(names)}
+    parts: dict[str, tuple[Part, ...]] = {}
+    for part in share(list(leaves.values()), len(members), members.index(agreement.rank)):
+        parts[part.name] = (*parts.get(part.name, ()), part)
+    return Sharing(leaves, parts, len(ordered), number)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """How the caller's replicas give each other what each kept.
+
+    Attributes:
+        sets: ranks of every set of replicas, the same on all ranks.
+        parts: of each member of the caller's set, in the order of its ranks.
+        nodes: of every rank.
+    """
+
+    sets: tuple[tuple[int, ...], ...]
+    members: tuple[int, ...]
+    parts: tuple[tuple[Part, ...], ...]
+    nodes: tuple[str, ...]
+
+    def fill(self, agreement: Agreement, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Bring every part to every replica, in place. A collective call; each rank has loaded its own parts."""
+        pieces = [
+            (rank, part_of(tensors[part.name], part))
+            for rank, parts in zip(self.members, self.parts, strict=True)
+            for part in parts
+        ]
+        agreement.spread(self.sets, pieces, self.nodes)
+
+
+def plan_gathering(
+    agreement: Agreement, replica_set: str, held: Sequence[str], shared: Mapping[str, Leaf], node: str
+) -> Gathering | None:
+    """Who has which parts; None if nobody shares anything. A collective call.
+
+    Args:
+        held: names of the leaves in the caller's slot.
+        shared: what its snapshot shares, whole.
+        node: the caller's.
+
+    Raises:
+        StateMismatch: together the replicas do not have everything exactly once.
+    """
+    mine = [parse_part(name) or (name, 0, shared[name].elements) for name in held if is_part_of(name, shared)]
+    payload = {"set": replica_set, "parts": mine, "node": node}
+    everyone = [json.loads(text) for text in agreement.gather(json.dumps(payload).encode())]
+    if not any(other["parts"] for other in everyone):
+        return None
+    names = sorted({other["set"] for other in everyone})
+    sets = tuple(tuple(r for r, other in enumerate(everyone) if other["set"] == name) for name in names)
+    members = sets[names.index(replica_set)]
+    parts = tuple(tuple(Part(*part) for part in everyone[rank]["parts"]) for rank in members)
+    problems = missing(list(shared.values()), parts)
+    if agreement.minimum([int(not problems)])() != [1]:
+        found = "; ".join(problems[:4]) or "on another rank"
+        raise StateMismatch(f"the replicas' snapshots do not make up the whole: {found}")
+    return Gathering(sets, members, parts, tuple(other["node"] for other in everyone))
+
+
+def shared_from_json(data: Any) -> dict[str, Leaf]:
+    """Raises `ProtocolError` if `data` is not what `Sharing.to_json` makes."""
+    try:
+        return {str(name): Leaf(str(name), str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in data.items()}
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ProtocolError(f"not a list of shared leaves: {error!r}") from error
+
+
+def part_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """The elements of a part, as a view."""
+    return flat(tensor)[part.start : part.stop]
+
+
+def is_part_of(name: str, shared: Mapping[str, Leaf]) -> bool:
+    """Whether the leaf `name` of a slot is one of those that are shared, or a part of one."""
+    part = parse_part(name)
+    return name in shared or (part is not None and part[0] in shared)
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(flat(tensor).view(torch.uint8).cpu().numpy().data)

@@ -1,0 +1,98 @@
+"""Who else steps: an optimizer that changes parameters of the job, and of which nothing is captured, is an error.
+
+torch calls its global step hooks for every optimizer of the process, so that one in a wrapper which nobody can look
+into is met, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.copy.tensors import local
+from holdfast.snapshot.state.optimizers import has_step_hooks, nested
+
+
+class Steppers:
+    """Watches every optimizer of this process that steps, from its making on, until `remove`. A step costs about 2 us.
+
+    Args:
+        given: the optimizers whose steps are the boundaries.
+        captured: those whose state is captured: the given ones, and what was found inside them.
+        parameters: of the job.
+    """
+
+    def __init__(
+        self, given: Sequence[Any], captured: Iterable[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]
+    ) -> None:
+        self._known = {id(each): each for each in captured} | {id(each): each for each in given}
+        self._given = {id(each) for each in given}
+        self._inside = {id(each): path for one in given for path, each in nested(type(one).__qualname__, one)}
+        self._parameters = list(parameters)
+        self._met: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
+        self._alone: dict[int, int] = {}
+        self._problem = ""
+        self._began = not all(map(has_step_hooks, given))
+        self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+
+    def check(self) -> None:
+        """Raises `ConfigError` if an optimizer was met that steps the job's parameters and is not captured."""
+        if self._problem:
+            raise ConfigError(self._problem)
+
+    def remove(self) -> None:
+        """Watch no longer. Idempotent."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._began = self._began or id(optimizer) in self._given
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raises `ConfigError` if a wrapper is given that never steps, only what is inside it: without its step there
+        is no boundary at which `check` could be asked."""
+        if id(optimizer) not in self._known:
+            self._meet(optimizer)
+        elif not self._began:
+            self._alone[id(optimizer)] = self._alone.get(id(optimizer), 0) + 1
+            if self._alone[id(optimizer)] > 1:  # once may be a step with which state is made
+                path = self._inside.get(id(optimizer), type(optimizer).__qualname__)
+                raise ConfigError(
+                    f"{path} steps, and the optimizer around it, which was given, does not: no step would ever end. "
+                    f"Give {path} itself, or call the step of the one around it"
+                )
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+        groups, shared = self._met.get(optimizer, (0, 0))
+        if groups != len(optimizer.param_groups):
+            shared = self._count_shared(optimizer)
+            self._met[optimizer] = len(optimizer.param_groups), shared
+        if not shared or (self._only_wraps(optimizer) and not any(optimizer.state.values())):
+            return
+        kind = type(optimizer)
+        self._problem = (
+            f"a {kind.__module__}.{kind.__qualname__} steps {shared} parameters of this job, and is neither given nor "
+            "found inside an optimizer that is: its state would be lost. Give it, too: optim=[..., that one]"
+        )
+
+    def _count_shared(self, optimizer: torch.optim.Optimizer) -> int:
+        of_job = {id(parameter) for parameter in self._parameters}
+        memory = {_memory(parameter) for parameter in self._parameters}
+        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return sum(id(parameter) in of_job or _memory(parameter) in memory for parameter in updated)
+
+    def _only_wraps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether all that it steps is known."""
+        inside = [each for _, each in nested("", optimizer) if each is not optimizer]
+        return bool(inside) and all(id(each) in self._known for each in inside)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; of one without memory something else."""
+    part = local(tensor)
+    return part.untyped_storage().data_ptr() or id(tensor)

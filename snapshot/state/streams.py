@@ -1,0 +1,78 @@
+"""Random streams of ranks that come and go. A stream is one generator of one rank, as `snapshot.state.rng` captures it.
+
+A rank that stays keeps its streams. For one that is new, generator by generator: what all old ranks of its family hold
+alike is the job's, and goes on; else, what is still known of that rank goes on where it stopped; else it is a new one,
+of the seed of the family's first rank, the new rank's coordinate and the step: `derive`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from array import array
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.state.values import encode
+
+
+def digests(streams: Mapping[str, Any]) -> dict[str, str]:
+    """A digest of every generator's state, to see which are alike."""
+    return {name: digest(state) for name, state in streams.items()}
+
+
+def digest(value: Any) -> str:
+    """The first 32 hexadecimal digits of the SHA-256 of plain values and small tensors."""
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encode(value, "", tensors), sort_keys=True)
+    sha = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        content = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        sha.update(f"{name}{tensors[name].dtype}{tuple(tensors[name].shape)}".encode() + content.numpy().tobytes())
+    return sha.hexdigest()[:32]
+
+
+def for_new_rank(
+    first: Tree, common: Collection[str], known: Mapping[str, Any] | None, coord: str, step: int
+) -> dict[str, Any]:
+    """The streams of a rank that the old world did not have.
+
+    Args:
+        first: those of the family's first rank.
+        common: generators that the whole family holds alike.
+        known: what is still known of `coord`, if it is.
+    """
+    if set(first) <= set(common):
+        return dict(first)
+    derived = derive(seed_of(first), coord, step, first)
+    return {
+        name: state if name in common else known[name] if known and name in known else derived[name]
+        for name, state in first.items()
+    }
+
+
+def seed_of(streams: Mapping[str, Any]) -> int:
+    """The seed that torch's generator was given."""
+    generator = torch.Generator()
+    generator.set_state(streams["torch"])
+    return generator.initial_seed()
+
+
+def derive(seed: int, coord: str, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
+    """New streams, of the first 64 bits of the SHA-256 of ``holdfast <seed> <coord> <step>``; as many as in `like`."""
+    number = int.from_bytes(hashlib.sha256(f"holdfast {seed} {coord} {step}".encode()).digest()[:8], "big")
+    version, numbers, gauss = random.Random(number).getstate()
+    found: dict[str, Any] = {
+        "python": (version, array("I", numbers).tobytes(), gauss),
+        "numpy": np.random.RandomState(number % (1 << 32)).get_state(legacy=False),
+        "torch": torch.Generator().manual_seed(number).get_state(),
+    }
+    if "cuda" in like:
+        devices = range(len(like["cuda"]))
+        found["cuda"] = [torch.Generator(f"cuda:{i}").manual_seed(number).get_state() for i in devices]
+    return found

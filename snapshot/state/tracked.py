@@ -1,0 +1,121 @@
+"""State that neither a model nor an optimizer knows of: what the user says of it, and how it is read and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.slotfile import Leaf
+from holdfast.snapshot.copy.tensors import block_of, empty_like_leaf, local
+from holdfast.snapshot.state.live import Change, Container, LiveTensor
+
+CHANGES = {"any": Change.ANY, "after step": Change.STEP, "step": Change.STEP, "never": Change.STEP}
+WHEN = ("forward", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Tracked:
+    """One piece of a job's state.
+
+    Attributes:
+        get, set: give its plain values, and take them over; tensors among them are copied at every boundary.
+        tensors: a module, or a dict of tensors by name: captured and restored in place.
+        change: when `tensors` change.
+        late: whether `get` is asked when the next step begins, or with the random generators; see `Adapter.early`.
+    """
+
+    name: str
+    get: Callable[[], Any] | None
+    set: Callable[[Any], Any] | None
+    tensors: torch.nn.Module | dict[str, torch.Tensor] | None
+    change: Change
+    late: bool
+
+    def live(self) -> Iterator[LiveTensor]:
+        """`tensors` as they are now. Raises `ConfigError` for one that is none."""
+        for key, tensor in self._found():
+            if not isinstance(tensor, torch.Tensor):
+                kind = type(tensor).__qualname__
+                raise ConfigError(f"tracked {self.name!r}: {key!r} is a {kind}, no tensor: give it to get and set")
+            yield LiveTensor(f"tracked.{self.name}.{key}", local(tensor), self.change, block=block_of(tensor))
+
+    def watched(self) -> Iterator[Container]:
+        """What holds `tensors`."""
+        if isinstance(self.tensors, torch.nn.Module):
+            yield from containers(self.tensors)
+        elif self.tensors is not None:
+            yield self.tensors
+
+    def materialise(self, leaves: Mapping[str, Leaf], device: torch.device) -> None:
+        """Create those of `leaves` that the dict does not hold yet, as a job makes them only later."""
+        if not isinstance(self.tensors, dict):
+            return
+        prefix = f"tracked.{self.name}."
+        for leaf in leaves.values():
+            if leaf.name.startswith(prefix):
+                self.tensors.setdefault(leaf.name.removeprefix(prefix), empty_like_leaf(leaf, device))
+
+    def _found(self) -> Iterator[tuple[str, Any]]:
+        if isinstance(self.tensors, torch.nn.Module):
+            yield from self.tensors.named_parameters()
+            yield from self.tensors.named_buffers()
+        elif self.tensors is not None:
+            yield from self.tensors.items()
+
+
+def make(
+    name: str,
+    get: Callable[[], Any] | None,
+    set: Callable[[Any], Any] | None,
+    tensors: torch.nn.Module | dict[str, torch.Tensor] | None,
+    changes: str,
+    when: str,
+) -> Tracked:
+    """A `Tracked` from what a user says. Raises `ConfigError`."""
+    if not name or "." in name:
+        raise ConfigError(f"track({name!r}): a name is not empty and has no dot")
+    if (get is None) is not (set is None):
+        raise ConfigError(f"track({name!r}): get and set belong together; {'set' if set is None else 'get'} is missing")
+    if get is None and tensors is None:
+        raise ConfigError(f"track({name!r}): give get and set, or tensors")
+    if not isinstance(tensors, torch.nn.Module | dict | None):
+        raise ConfigError(f"track({name!r}): tensors is a {type(tensors).__qualname__}: give a module, or a dict")
+    if changes not in CHANGES:
+        raise ConfigError(f"track({name!r}): changes={changes!r}: choose of {', '.join(map(repr, CHANGES))}")
+    if when not in WHEN:
+        raise ConfigError(f"track({name!r}): when={when!r}: choose 'forward' or 'step'")
+    return Tracked(name, get, set, tensors, CHANGES[changes], when == "forward")
+
+
+def values(tracked: Mapping[str, Tracked], *, late: bool) -> dict[str, Any]:
+    """The plain values that are due now, by name."""
+    return {name: part.get() for name, part in tracked.items() if part.get is not None and part.late is late}
+
+
+def check(tracked: Mapping[str, Tracked], held: Mapping[str, Any]) -> None:
+    """Raises `StateMismatch` unless the snapshot has plain values of the same pieces as the job."""
+    have = {name for name, part in tracked.items() if part.get is not None}
+    if have != held.keys():
+        raise StateMismatch(
+            f"tracked is {sorted(held) or 'none'} in the snapshot, {sorted(have) or 'none'} in this job"
+        )
+
+
+def load(tracked: Mapping[str, Tracked], held: Mapping[str, Any]) -> None:
+    """Hand every piece its plain values."""
+    for name, value in held.items():
+        put = tracked[name].set
+        if put is not None:
+            put(value)
+
+
+def containers(module: torch.nn.Module) -> Iterator[Container]:
+    """What holds a module's parameters, buffers and modules."""
+    for each in module.modules():
+        yield each._parameters
+        yield each._buffers
+        yield each._modules

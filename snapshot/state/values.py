@@ -1,0 +1,168 @@
+"""Plain Python values as JSON and back, exactly, without pickle.
+
+JSON's own types stand for themselves; everything else becomes ``{"$": tag, ...}``. Tensors are taken out and
+replaced by their name, so that they are stored as leaves of the slot.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+
+LONGEST_JSON_INT = 4096
+"""Bits. Python refuses to read or write decimal numbers of more than 4300 digits."""
+
+_NUMBER_TYPE = re.compile(r"[<>|=][biufc][1-9][0-9]?")
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON; tensors in it are added to `tensors` under their path.
+
+    Raises:
+        StateMismatch: something cannot be represented; the message names its path.
+    """
+    match value:
+        case None | bool():
+            return value
+        case str() if type(value) is str:
+            return value if _is_unicode(value) else {"$": "str", "data": _text(value.encode("utf-8", "surrogatepass"))}
+        case torch.Tensor():
+            name = path
+            while name in tensors:  # {"a.b": ...} and {"a": {"b": ...}}, or the keys 1 and "1"
+                name += "+"
+            tensors[name] = value
+            return {"$": "tensor", "name": name}
+        case np.ndarray() if type(value) is np.ndarray and value.dtype.kind in "biufc":
+            return {"$": "ndarray", "dtype": value.dtype.str, "shape": value.shape, "data": _text(value.tobytes())}
+        case np.generic() if value.dtype.kind in "biufc":
+            return {"$": "scalar", "dtype": value.dtype.str, "data": _text(value.tobytes())}
+        case int() if type(value) is int:
+            return value if value.bit_length() <= LONGEST_JSON_INT else {"$": "int", "data": hex(value)}
+        case float() if type(value) is float:
+            return value if math.isfinite(value) else {"$": "float", "data": value.hex()}
+        case bytes() | bytearray() if type(value) in (bytes, bytearray):
+            return {"$": type(value).__name__, "data": _text(bytes(value))}
+        case io.BytesIO() if type(value) is io.BytesIO:
+            return {"$": "BytesIO", "data": _text(value.getvalue()), "at": value.tell()}
+        case list() if type(value) is list:
+            return _encode_items(value, path, tensors)
+        case tuple() | set() | frozenset() if type(value) in (tuple, set, frozenset):
+            return {"$": type(value).__name__, "items": _encode_items(value, path, tensors)}
+        case dict() if type(value) in _MAPPINGS.values():
+            return _encode_mapping(value, path, tensors)
+        case torch.dtype() | torch.device():
+            return {"$": type(value).__name__, "data": str(value).removeprefix("torch.")}
+    raise StateMismatch(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be kept exactly: "
+        "keep numbers, texts, bytes, arrays, tensors, or lists, tuples, sets and dicts of them"
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """The value that `encode` made `value` from; `tensor` gives a tensor by its name.
+
+    Raises:
+        ProtocolError: `value` is nothing that `encode` makes.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$" not in value:
+        return {key: decode(item, tensor) for key, item in value.items()}
+    try:
+        return _decode_tagged(value, tensor)
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, SyntaxError) as error:
+        raise ProtocolError(f"the record holds a malformed {value.get('$')!r}: {error!r}") from error
+
+
+def _encode_items(values: Collection[Any], path: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
+    if values and set(map(type, values)) == {int} and max(map(int.bit_length, values)) <= LONGEST_JSON_INT:
+        return list(values)  # the states of random generators: hundreds of numbers at every boundary
+    return [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(values)]
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    plain = type(value) is dict and all(type(key) is str and _is_unicode(key) for key in value) and "$" not in value
+    if plain:
+        return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    pairs = [
+        [encode(key, f"{path}.<key>", tensors), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()
+    ]
+    return {"$": "mapping", "type": type(value).__name__, "items": pairs}
+
+
+def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Any:
+    match value["$"]:
+        case "tensor":
+            return tensor(value["name"])
+        case "ndarray":
+            flat = np.frombuffer(_bytes(value["data"]), dtype=_number_type(value["dtype"]))
+            return flat.reshape(value["shape"]).copy()
+        case "scalar":
+            return np.frombuffer(_bytes(value["data"]), dtype=_number_type(value["dtype"]))[0]
+        case "int":
+            return int(value["data"], 16)
+        case "float":
+            return float.fromhex(value["data"])
+        case "str":
+            return _bytes(value["data"]).decode("utf-8", "surrogatepass")
+        case "bytes":
+            return _bytes(value["data"])
+        case "bytearray":
+            return bytearray(_bytes(value["data"]))
+        case "BytesIO":
+            file = io.BytesIO(_bytes(value["data"]))
+            file.seek(value["at"])
+            return file
+        case "tuple" | "set" | "frozenset" as kind:
+            make = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+            return make(decode(item, tensor) for item in value["items"])
+        case "mapping":
+            return _MAPPINGS[value["type"]]({decode(key, tensor): decode(item, tensor) for key, item in value["items"]})
+        case "dtype":
+            return _dtype(value["data"])
+        case "device":
+            return torch.device(value["data"])
+    raise ProtocolError(f"the record holds an unknown tag {value['$']!r}")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = vars(torch).get(name)  # not getattr: that may import whatever has such a name
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return dtype
+
+
+def _number_type(text: str) -> np.dtype[Any]:
+    if _NUMBER_TYPE.fullmatch(text) is None:  # NumPy would make a type of many a text
+        raise ValueError(f"{text[:80]!r} is no type of numbers")
+    return np.dtype(text)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether JSON gives `text` back as it is: lone surrogates, as in undecodable file names, it may pair up."""
+    try:
+        text.encode()
+        return True
+    except UnicodeEncodeError:
+        return False
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

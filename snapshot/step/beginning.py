@@ -1,0 +1,78 @@
+"""Where a step begins, if the loop does not say: with the first forward in training mode and with gradients after
+``optim.step()``, unless that turns out to have been an evaluation, of which no gradients are computed."""
+
+from __future__ import annotations
+
+from holdfast.snapshot.errors import GivenUp
+from holdfast.snapshot.step.boundary import BEGIN
+from holdfast.snapshot.step.capture import Capture
+from holdfast.snapshot.step.copier import CopyJob
+
+
+class Doubtful(GivenUp):
+    """It cannot be told where a step began."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"after step {step} the model ran forward in training mode, no gradients were computed of that, and random "
+            "generators, buffers or weights changed afterwards: it cannot be told whether that was an evaluation or "
+            f"the beginning of a step: {BEGIN}; or evaluate under model.eval() and torch.no_grad()"
+        )
+
+
+class Beginning:
+    """What is known of the beginning of the step at hand. The training thread's.
+
+    Attributes:
+        seen: whether the step has begun, as far as can be told.
+        blind: whether forward runs without anybody seeing it, as seen in an earlier step.
+        has_backward: whether gradients were computed since the last step ended.
+        doubtful: whether forward ran again, after other code had drawn random numbers or changed buffers, or forward
+            itself had, and so far no gradients of the first one were computed. Then it may have been an evaluation. So
+            it may if anything else has changed since.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self.blind = False
+        self.has_backward = False
+        self.doubtful = False
+        self._own = False
+
+    def over(self) -> None:
+        """The step has ended."""
+        self.seen = self.has_backward = self.doubtful = self._own = False
+
+    def certain(self) -> None:
+        """The step begins, whatever is computed from now on."""
+        self.seen = self._own = True
+        self.doubtful = False
+
+    def backward(self, *, own: bool) -> bool:
+        """Gradients are computed; `own`: of the forward that the step is taken to begin with.
+
+        Whether it is certain now that it did.
+        """
+        self.has_backward = True
+        if own:
+            self._own, self.doubtful = True, False
+        return self.seen and not self.doubtful
+
+    def was_another(self, capture: Capture, copy: CopyJob) -> bool:
+        """Forward runs once more, before any gradients are computed: whether the step begins only now, as the state was
+        changed by more than a forward."""
+        if self._own:
+            return False
+        state, traces = capture.changed(copy)
+        if state:
+            self.doubtful = False
+        else:
+            self.doubtful = self.doubtful or traces
+        return state
+
+    def is_doubtful(self, capture: Capture, copy: CopyJob) -> bool:
+        """Whether `copy` may be of an evaluation: no gradients of its forward were computed, and other code has run
+        meanwhile."""
+        if not self._own and not self.doubtful:
+            self.doubtful, _ = capture.changed(copy)
+        return self.doubtful

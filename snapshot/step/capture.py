@@ -1,0 +1,322 @@
+"""From the live state, as a step begins, to a `CopyJob`: what is copied beside the step, and what at once.
+
+Everything here runs in the training thread, except `Capture.over`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
+from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.copy.movers import Mover, Piece
+from holdfast.snapshot.copy.witness import Subjects, Witness
+from holdfast.snapshot.errors import Misfit
+from holdfast.snapshot.state import rng, streams
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.flags import GRADIENTS
+from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.state.manifest import Manifest
+from holdfast.snapshot.state.record import (
+    EARLY,
+    Placed,
+    Values,
+    capture_early,
+    capture_late,
+    capture_tree,
+    encode_record,
+    place,
+    place_tensors,
+    plan_format,
+    with_loop,
+)
+from holdfast.snapshot.state.replicas import ALONE, agree_on_shares
+from holdfast.snapshot.step.copier import CopyJob
+
+FORWARDS = frozenset({"tracked", "get_extra_state"})
+"""Parts of an adapter's late values that a forward may change, as it may change buffers."""
+
+
+class Capture:
+    """Takes one rank's state as steps begin.
+
+    Attributes:
+        loop: asked with the generators for where the loop is; see `SnapshotHook`.
+        notes: asked for plain values that stand in the record beside the state, if it gives some.
+    """
+
+    def __init__(self, adapter: Adapter, agreement: Agreement, mover: Mover, job: str, coord: str) -> None:
+        self._adapter = adapter
+        self._agreement = agreement
+        self._mover = mover
+        self._job = job
+        self._coord = coord
+        self._sharing = ALONE
+        self._form: SlotFormat | None = None
+        self._placed: Placed | None = None
+        self._tensors: frozenset[Leaf] = frozenset()
+        self._leaves: frozenset[Leaf] = frozenset()
+        self._early: Values | HoldfastError = Misfit("nothing was marked")
+        self._buffers: tuple[Piece, ...] = ()
+        self._restless: set[str] = set()
+        self._roams = False
+        self._staging = Staging()
+        self._taken: _Taken | None = None
+        self._entered: dict[str, str] = {}
+        self._quiet: Collection[str] = ()
+        self.loop: Callable[[], Tree] = dict
+        self.notes: Callable[[], dict[str, Any] | None] = lambda: None
+
+    def plan(self, snapshot: SnapshotId) -> SlotFormat:
+        """The slot format for the state as it is now; used from now on. Walks the state. A collective call.
+
+        Raises:
+            ConfigError, StateMismatch: something in it cannot be captured; the message names it.
+        """
+        self._sharing = agree_on_shares(self._agreement, self._adapter.replica_set(), self._adapter.tensors())
+        manifest = Manifest(self._adapter, self._sharing)
+        early, late = capture_early(self._adapter, self.loop()), capture_late(self._adapter, {})
+        self._adapter.verify()
+        record = encode_record(snapshot, self._coord, early, late, manifest.fixed, self.notes())
+        leaves = [*manifest.leaves, *early.leaves, *late.leaves]
+        form = plan_format(self._job, self._coord, leaves, len(record))
+        self._leaves, self._tensors = frozenset(leaves), frozenset(manifest.leaves)
+        self._form = form
+        self._place(manifest, form)
+        return form
+
+    @property
+    def leaf_names(self) -> frozenset[str]:
+        """What this rank's slots hold, by name; parts of what replicas share among them."""
+        return frozenset(leaf.name for leaf in self._leaves)
+
+    def mark(self, *, buffers: bool = False) -> None:
+        """Before data is read for the next step: note what that changes, as it is now. What stands against it is
+        raised by `begin`.
+
+        Args:
+            buffers: note what is copied at once, too: nobody will say when forward begins.
+        """
+        try:
+            self._early = capture_early(self._adapter, self.loop())
+            if buffers and self._form is not None:
+                at_once = self._current().at_once
+                self._staging.give_back(self._buffers)
+                self._buffers = self._staging.take(at_once)
+        except HoldfastError as error:
+            self._early = error
+
+    def begin(
+        self,
+        snapshot: SnapshotId,
+        keep: tuple[SnapshotId, ...],
+        protected: SnapshotId | None,
+        *,
+        declared: bool,
+        marked: bool = False,
+    ) -> CopyJob:
+        """The state as it is now, to be copied from now on.
+
+        Args:
+            declared: the loop has said that the step begins. Else the record says what reading data led to, too.
+            marked: forward has changed buffers by now; take those that `mark` noted.
+
+        Raises:
+            Misfit: call `plan` again; or it cannot be had in this way.
+            StateMismatch: something cannot be represented just now; the message names its path.
+        """
+        if isinstance(self._early, HoldfastError):
+            raise self._early
+        began = None if declared else read_state(self._adapter)
+        # A batch was read since `mark`, and is described there.
+        early = with_loop(self._early if declared else self._with_generators_now(self._early), self.loop())
+        late = capture_late(self._adapter, began)
+        placed = self._current()
+        self._check_leaves(early)
+        self._check_leaves(late)
+        if marked:
+            staged, self._buffers = self._buffers, ()
+            if len(staged) != len(placed.at_once):
+                raise Misfit("forward ran before anybody knew, and has changed buffers")
+        else:
+            staged = self._staging.take(placed.at_once)
+        self._taken = _Taken(late, began, Subjects(placed.at_once).versions())
+        self._mover.mark()
+        values = [*early.tensors.items(), *late.tensors.items()]
+        fixed = placed.manifest.fixed
+        return CopyJob(
+            snapshot,
+            self._coord,
+            keep,
+            protected,
+            placed.form,
+            placed.moving,
+            placed.moving_bytes,
+            (*staged, *place_tensors(placed.form, values)),
+            partial(encode_record, snapshot, self._coord, early, late, fixed, self.notes()),
+            witness=Witness(self._mover, placed.subjects, snapshot.step),
+            reshaped=placed.manifest.reshaped,
+            release=[partial(self._staging.give_back, staged)],
+        )
+
+    def entered(self) -> None:
+        """Note the random generators as the loop is entered, for `first_began`."""
+        self._entered = {name: streams.digest(state) for name, state in rng.capture().items()}
+
+    def drawn(self) -> list[str]:
+        """The random generators that were drawn from since the loop was entered."""
+        now = rng.capture()
+        return [name for name, was in self._entered.items() if name not in now or streams.digest(now[name]) != was]
+
+    def first_began(self) -> None:
+        """The first step begins, and the loop has not said so. Only what comes before a step in a turn of the loop has
+        run: generators that it has drawn nothing from will be drawn from by code after ``optim.step()`` alone, so they
+        are captured as the next step begins, and not with the others."""
+        self._quiet = self._entered.keys() - set(self.drawn())
+
+    def changed(self, copy: CopyJob) -> tuple[bool, bool]:
+        """Whether what forward leaves alone has changed since `begin` gave `copy`; and whether what it may change has:
+        buffers, generators, what modules and tracked values keep beside tensors."""
+        taken = self._taken
+        if taken is None or copy.witness is None or self._placed is None:
+            return False, False
+        late = capture_late(self._adapter, taken.began)
+        differing = _differing(taken.late, late)
+        manifest = self._placed.manifest
+        if differing - FORWARDS or copy.witness.changed() or manifest.has_moved() or not manifest.holds_the_same():
+            return True, True
+        versions = Subjects(self._placed.at_once).versions()
+        return False, bool(differing) or versions != taken.versions or read_state(self._adapter) != taken.began
+
+    def compare_replicas(self, snapshot: SnapshotId) -> Callable[[], None]:
+        """Begin to compare a sample of what replicas share, as it is now. A collective call, that returns at once.
+
+        Returns what blocks for the outcome, and raises `StateMismatch` unless all hold the same. Any thread's.
+        """
+        if not self._sharing.sets:
+            return lambda: None
+        try:
+            sample = self._mover.sample(self._current().shared, snapshot.step)
+        except HoldfastError:  # `begin` says so; the others learn that this replica has nothing to compare
+            sample = None
+        return self._sharing.compare(self._agreement, sample)
+
+    def copy_at_once(self, names: Sequence[str]) -> int:
+        """These tensors change while steps run: from now on they are copied as a step begins. Their length in bytes.
+
+        That takes as much memory again, and the time of the copy.
+        """
+        self._restless.update(names)
+        length = 0
+        if self._placed is not None:
+            length = sum(piece.bytes for piece in self._placed.moving if piece.name in self._restless)
+            self._place(self._placed.manifest, self._placed.form)
+        return length
+
+    def let_go(self) -> None:
+        """The copy is done. If the job gives its tensors other memory now and then, what they had is not held."""
+        if self._roams:
+            self._placed = None
+            self._mover.forget()
+
+    def over(self, job: CopyJob) -> None:
+        """The job has been sealed, or given up. Called from any thread."""
+        for release in job.release:
+            release()
+
+    def _current(self) -> Placed:
+        if self._form is None:
+            raise Misfit("there is no layout yet")
+        if self._placed is not None:
+            moved = self._placed.manifest.has_moved()
+            self._roams = self._roams or moved
+            if not moved and self._placed.manifest.holds_the_same():
+                return self._placed
+        manifest = Manifest(self._adapter, self._sharing)
+        if frozenset(manifest.leaves) != self._tensors:
+            raise Misfit("the state has grown, shrunk or changed its shape")
+        return self._place(manifest, self._form)
+
+    def _place(self, manifest: Manifest, form: SlotFormat) -> Placed:
+        self._placed = place(manifest, form, self._restless)
+        self._staging = Staging()
+        self._buffers = ()
+        return self._placed
+
+    def _with_generators_now(self, early: Values) -> Values:
+        if not self._quiet:
+            return early
+        now = {name: state for name, state in rng.capture().items() if name in self._quiet}
+        fresh = capture_tree(now, f"{EARLY}.rng")
+        encoded = early.encoded | {"rng": early.encoded["rng"] | fresh.encoded}
+        return Values(encoded, early.tensors | fresh.tensors)
+
+    def _check_leaves(self, values: Values) -> None:
+        if new := [leaf.name for leaf in values.leaves if leaf not in self._leaves]:
+            raise Misfit(f"there is no room for {', '.join(new)}")
+
+
+def _differing(before: Values, now: Values) -> set[str]:
+    """Parts of late values that have changed, by the first component of their paths."""
+    kinds = (before.encoded.keys() | now.encoded.keys()) - {GRADIENTS}
+    found = {kind for kind in kinds if before.encoded.get(kind) != now.encoded.get(kind)}
+    for name, tensor in before.tensors.items():
+        if name not in now.tensors or not torch.equal(now.tensors[name], tensor):
+            found.add(name.split(".")[1])
+    return found
+
+
+def read_state(adapter: Adapter) -> Tree:
+    """Digests of what reading data changes, as it is now: the random generators, data iterators and the like."""
+    found: Tree = {}
+    for kind, part in adapter.early().items():
+        if kind == "streams":
+            continue  # those of ranks that are away, which nobody draws from
+        if isinstance(part, dict):
+            found |= {f"{kind} {name}": streams.digest(value) for name, value in part.items()}
+        else:
+            found[kind] = streams.digest(part)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What `Capture.begin` took: plain values, generators, and version counters of what it copied at once."""
+
+    late: Values
+    began: Tree | None
+    versions: list[int]
+
+
+class Staging:
+    """Copies of what may change at any moment, in memory that is used again. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards `_free`: copies come back from the sealing thread
+        self._free: list[tuple[Piece, ...]] = []
+
+    def take(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        """Copies of the tensors as they are now; always of the same tensors."""
+        if not pieces:
+            return ()
+        with self._lock:
+            staged = self._free.pop() if self._free else None
+        if staged is None:
+            staged = tuple(Piece(torch.empty_like(p.tensor), p.offset, p.bytes, p.name) for p in pieces)
+        with torch.no_grad():
+            torch._foreach_copy_([piece.tensor for piece in staged], [piece.tensor for piece in pieces])
+        return staged
+
+    def give_back(self, staged: tuple[Piece, ...]) -> None:
+        """What `take` gave is no longer needed."""
+        if staged:
+            with self._lock:
+                self._free.append(staged)

@@ -1,0 +1,340 @@
+"""Two threads: one copies snapshots into slots while the step runs, the other has them sealed.
+
+The training thread hands over a `CopyJob` as a step begins, and calls `CopyJob.fence` before ``optim.step()`` changes
+what is being copied. It never talks to the SMP itself, and never waits for it: a copy that has no slot by then is given
+up. A copy never waits for the sealing of the one before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
+from holdfast.snapshot.copy.movers import Mover, Piece
+from holdfast.snapshot.copy.pace import Pace
+from holdfast.snapshot.copy.witness import Witness
+from holdfast.snapshot.errors import GivenUp, Misfit
+from holdfast.snapshot.state.inputs import Inputs
+
+FINAL_DEADLINE_S = 3600.0
+"""How long it may take from where a step seems to begin until that is certain."""
+
+FORWARD_S = 5.0
+"""How long a snapshot of a step that has begun waits for what its first forward is given. Then it is sealed without."""
+
+log = get_log(__name__)
+
+
+@dataclass(slots=True)
+class CopyJob:
+    """One snapshot on its way into a slot.
+
+    Attributes:
+        moving, moving_bytes: live tensors, copied while the step runs, and their length; nothing of them after `fence`.
+        ready: copies that were made when the step began.
+        record: gives the record leaf, with what the first forward was given, if that is known.
+        witness: of `moving`; None: nothing is checked.
+        reshaped: names live tensors that have another shape than the pieces say.
+        alike: blocks until replicas have compared what they share; raises unless they hold the same.
+        release: called when `ready` is not needed any more.
+        persist: a snapshot that the SMP is to persist; None: none.
+        instead: an earlier job for the same snapshot, which was given up.
+        reading: set once the live state is read.
+        copied: set once nothing of the live state is read any more, whatever became of the copy.
+        inputs: what the first forward of the step is given; None: unknown, or nothing that can be looked at.
+        begins: whether the step begins where the snapshot was taken, whatever follows: the loop has said so.
+        sure: set once it is certain that a step began where the snapshot was taken, and `inputs` is there. It is not
+            sealed before that; but `FORWARD_S` later, if it `begins` and no forward comes.
+        slot: where it is, until its record is written.
+        done: set once it is sealed, or has failed with `error`.
+        begun_s, filled_s, sealed_s: `time.monotonic` when it was made, was all in the slot, and was sealed.
+    """
+
+    snapshot: SnapshotId
+    coord: str
+    keep: tuple[SnapshotId, ...]
+    protected: SnapshotId | None
+    form: SlotFormat
+    moving: tuple[Piece, ...]
+    moving_bytes: int
+    ready: tuple[Piece, ...]
+    record: Callable[[str | None], bytes]
+    witness: Witness | None = None
+    reshaped: Callable[[], list[str]] = list
+    alike: Callable[[], None] = lambda: None
+    release: list[Callable[[], None]] = field(default_factory=list)
+    persist: SnapshotId | None = None
+    instead: CopyJob | None = None
+    inputs: Inputs | None = None
+    begins: bool = False
+    error: HoldfastError | None = None
+    slot: memoryview = field(default_factory=lambda: memoryview(b""))
+    copied: threading.Event = field(default_factory=threading.Event)
+    sure: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    begun_s: float = field(default_factory=time.monotonic)
+    filled_s: float = 0.0
+    sealed_s: float = 0.0
+    reading: threading.Event = field(default_factory=threading.Event)
+    # Held where `reading` or `error` is set: a copy that is given up before it began reads nothing.
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read(self) -> None:
+        """The copy thread reads live tensors from now on. Raises the error that the snapshot was given up for."""
+        with self.lock:
+            self.check()
+            self.reading.set()
+
+    def fence(self, patience_s: float, deadline_s: float) -> bool:
+        """Training thread: block until the live tensors may change. Whether the copy had begun; if it has not within
+        `patience_s`, as it has no slot, it is given up. So it is if it takes longer than `deadline_s`.
+        """
+        begun = self.reading.wait(0 if self.copied.is_set() else patience_s) or self.copied.is_set()
+        if not begun:
+            with self.lock:
+                begun = self.reading.is_set()
+                if not begun:
+                    self.error = self.error or NoFreeSlot(f"the SMP gave no slot for {self.snapshot} in time")
+        if begun and not self.copied.wait(deadline_s):
+            self.abort(DeadlineExceeded(f"the copy of {self.snapshot} took over {deadline_s} s"))
+        if begun and self.witness is not None:
+            self.witness.look()
+        # If the tensors get other memory in this step, what they have now is not to be kept until this is sealed.
+        self.moving, self.witness, self.reshaped = (), None, list
+        return begun
+
+    def abort(self, error: HoldfastError) -> None:
+        """Give the snapshot up; what was written of it will not be sealed."""
+        with self.lock:
+            self.error = self.error or error
+        self.sure.set()
+
+    def check(self) -> None:
+        """Raises the error that the snapshot was given up for, if it was."""
+        if self.error is not None:
+            raise self.error
+
+
+class Retaken(HoldfastError):
+    """The step had not begun where the snapshot was taken: it is taken anew."""
+
+
+class Copier:
+    """The two threads. Jobs are worked off in order."""
+
+    def __init__(
+        self,
+        client: SmpClient,
+        sealing: SmpClient,
+        mover: Mover,
+        pace: Pace,
+        reattach: Callable[[], None],
+        on_done: Callable[[CopyJob], None] = lambda job: None,
+    ) -> None:
+        """
+        Args:
+            client, sealing: two connections to the SMP, so that slots are handed out while it seals.
+            reattach: called, in the copy thread, before the first job after the SMP went away.
+            on_done: called with each job that is over, in one of the two threads.
+        """
+        self._client = client
+        self._sealing = sealing
+        self._mover = mover
+        self._pace = pace
+        self._reattach = reattach
+        self._on_done = on_done
+        self._attached = True
+        self._episodes = Episodes(log)
+        self._ahead: tuple[SnapshotId, memoryview, int | None] | None = None
+        self._newest: SnapshotId | None = None
+        self._coord = ""
+        self._saying: str | None = None
+        self._stride = 0
+        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._copies: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run_copies, name="holdfast-copy", daemon=True),
+            threading.Thread(target=self._run_seals, name="holdfast-seal", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def let_go(self) -> None:
+        """Forget every slot. After `close`."""
+        self._ahead = None
+
+    def say(self, text: str) -> None:
+        """Have the SMP tell operators, with the next snapshot. Returns at once; any thread's."""
+        self._saying = text
+
+    def submit(self, job: CopyJob) -> None:
+        """Begin `job` as soon as the copy before it is done. Returns at once."""
+        self._jobs.put(job)
+
+    def close(self, deadline_s: float) -> None:
+        """Finish what was submitted and end the threads. Raises `DeadlineExceeded` if that takes too long."""
+        self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(deadline_s)
+            if thread.is_alive():
+                raise DeadlineExceeded(f"the thread {thread.name} did not end within {deadline_s:.0f} s")
+        if self._ahead is not None:
+            try:
+                self._client.abandon(self._ahead[0], self._coord, unused=True)
+            except HoldfastError as error:
+                log.info("a slot was not given back: %s", error)  # it is when the connection ends
+
+    def _run_copies(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._attempt(job, self._copy):
+                self._begin_ahead(job)
+                self._copies.put(job)
+            else:
+                self._end(job)
+        self._copies.put(None)
+
+    def _run_seals(self) -> None:
+        while (job := self._copies.get()) is not None:
+            if self._attempt(job, self._seal):
+                text = "snapshots are taken again: %s"
+                self._episodes.end("snapshots", text, job.snapshot, extra=about(job.snapshot))
+            self._end(job)
+
+    def _end(self, job: CopyJob) -> None:
+        self._on_done(job)
+        job.done.set()
+
+    def _attempt(self, job: CopyJob, work: Callable[[CopyJob], None]) -> bool:
+        """Whether `work` succeeded; if not, the job is given up and knows why."""
+        try:
+            work(job)
+            return True
+        except HoldfastError as error:
+            self._attached = self._attached and not isinstance(error, SmpUnavailable | DeadlineExceeded)
+            if isinstance(error, Retaken):
+                log.debug("%s: %s", job.snapshot, error, extra=about(job.snapshot))
+            elif isinstance(error, Misfit):
+                log.info("%s needs a new layout: %s", job.snapshot, error, extra=about(job.snapshot))
+            elif isinstance(error, GivenUp):
+                log.info("%s is given up: %s", job.snapshot, error, extra=about(job.snapshot))
+            else:
+                text, extra = "no snapshot of %s: %s", about(job.snapshot, error=type(error).__name__)
+                self._episodes.begin("snapshots", text, job.snapshot, error, level=logging.ERROR, extra=extra)
+            job.abort(error)
+        except Exception as error:  # a bug of ours must not kill the thread that the training loop waits for
+            log.exception("snapshot of %s failed", job.snapshot, extra=about(job.snapshot))
+            job.abort(HoldfastError(f"{type(error).__name__}: {error}"))
+        finally:
+            job.copied.set()
+        return False
+
+    def _copy(self, job: CopyJob) -> None:
+        if not self._attached:
+            self._ahead = None
+            self._reattach()
+            self._attached = True
+        if job.instead is not None and not job.instead.done.wait(CALL_DEADLINE_S):
+            raise DeadlineExceeded(f"the first copy of {job.snapshot} was not given up within {CALL_DEADLINE_S:.0f} s")
+        if job.persist is not None:
+            self._client.persist(job.persist)  # before any slot is asked for that may take its
+        slot = self._take_slot(job)
+        saying, self._saying = self._saying, None
+        if saying is not None:
+            self._client.say(saying)
+        try:
+            self._fill(job, slot)
+        except Exception as error:
+            self._client.abandon(job.snapshot, job.coord, unused=isinstance(error, Retaken))
+            raise
+        job.slot, job.filled_s = slot, time.monotonic()
+
+    def _seal(self, job: CopyJob) -> None:
+        try:
+            if not job.sure.wait(FORWARD_S if job.begins else FINAL_DEADLINE_S) and not job.begins:
+                raise DeadlineExceeded(f"no step followed {job.snapshot} within {FINAL_DEADLINE_S:.0f} s")
+            job.check()
+            self._write_record(job)
+            job.alike()
+        except HoldfastError as error:
+            self._sealing.abandon(job.snapshot, job.coord, unused=isinstance(error, Retaken))
+            raise
+        finally:
+            job.slot = memoryview(b"")
+        self._sealing.seal(job.snapshot, job.coord, job.protected)
+        job.sealed_s = time.monotonic()
+
+    def _write_record(self, job: CopyJob) -> None:
+        offset, capacity = job.form.record
+        record = job.record(None if job.inputs is None else job.inputs.digest())
+        if len(record) > capacity:
+            raise Misfit(f"the plain values of {job.snapshot} take {len(record)} bytes, and {capacity} are kept")
+        job.slot[offset : offset + capacity] = record.ljust(capacity)
+
+    def _begin_ahead(self, job: CopyJob) -> None:
+        """Have a slot for the snapshot that will probably follow, before the SMP is busy sealing this one."""
+        if self._stride < 1:
+            return
+        guess = SnapshotId(job.snapshot.epoch, job.snapshot.step + self._stride)
+        connection = self._client.connection
+        try:
+            slot = self._client.begin(guess, job.coord, (*job.keep, job.snapshot), job.protected)
+        except NoFreeSlot:
+            return  # one will be free by the time it is known that it may be
+        except HoldfastError as error:
+            text = "no slot ahead of time: %s"  # the next copy will say so, if it still matters
+            self._episodes.begin("ahead", text, error, level=logging.INFO, extra=about(guess))
+            return
+        self._episodes.end("ahead", "slots are had ahead of time again", extra=about(guess))
+        self._ahead = guess, slot, connection
+        self._coord = job.coord
+
+    def _take_slot(self, job: CopyJob) -> memoryview:
+        if self._newest is not None and self._newest.epoch == job.snapshot.epoch:
+            self._stride = job.snapshot.step - self._newest.step
+        self._newest = job.snapshot
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            guess, slot, connection = ahead
+            if connection is not None and connection == self._client.connection:
+                if guess == job.snapshot:
+                    return slot
+                self._client.abandon(guess, job.coord, unused=True)  # the SMP takes it back with a connection that ends
+        return self._client.begin(job.snapshot, job.coord, job.keep, job.protected)
+
+    def _fill(self, job: CopyJob, slot: memoryview) -> None:
+        step = job.snapshot.step
+        reach("copy.before", step)
+        slot[: len(job.form.header)] = job.form.header
+        write_stamp(slot, job.snapshot)
+
+        def pause(count: int) -> None:
+            job.check()
+            self._pace.wait(count)
+
+        moving, witness, reshaped = job.moving, job.witness, job.reshaped  # `CopyJob.fence` lets go of them
+        job.read()
+        self._pace.begin(job.moving_bytes)
+        self._mover.copy(moving, slot, pause)
+        reach("copy.middle", step)
+        if names := reshaped():
+            raise Misfit(f"{', '.join(names)}: of another shape than when the layout was made")
+        if witness is not None and not self._mover.queues:
+            witness.look()
+        job.copied.set()
+        self._mover.copy(job.ready, slot, lambda count: None)
+        reach("copy.done", step)
+        job.check()
+        self._mover.finish()
+        if witness is not None:
+            witness.check(slot)

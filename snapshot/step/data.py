@@ -1,0 +1,594 @@
+"""Where a loop is in its data, and how a restarted one gets there again: ``for batch in snap.data(loader):``.
+
+A plain `torch.utils.data.DataLoader` cannot say where it is, and making its iterator draws random numbers. So a pass is
+read again up to its place: generators are put back as they were when its iterator was made, as many batches are read
+as were taken, and generators are put back as they were at the boundary. Whether that led to the same place is
+checked: the batch that comes next, and the random numbers that reading it drew, must be those of the run before.
+
+All of it is called by the training thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import data as torch_data
+
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.state import own_generators, rng
+from holdfast.snapshot.state.live import Stateful, Tree
+
+log = get_log(__name__)
+
+REMEMBERED = 2
+"""The global generators are remembered as they were before so many of the batches that were drawn from them last."""
+
+LOOKED_AT = 1024
+"""Elements of each tensor of a batch are compared."""
+
+_DEEPEST = 6
+_QUIET_SAMPLERS = frozenset(
+    {
+        torch_data.BatchSampler,
+        torch_data.DistributedSampler,
+        torch_data.RandomSampler,
+        torch_data.SequentialSampler,
+        torch_data.SubsetRandomSampler,
+        torch_data.WeightedRandomSampler,
+    }
+)
+"""Of the global generators these draw nothing after the first batch."""
+
+_QUIET_DATA = frozenset({torch_data.TensorDataset, list, tuple, range})
+_QUIET_COLLATING = (torch_data.default_collate, torch_data.default_convert)
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a source is.
+
+    Attributes:
+        epoch: finished passes.
+        under_way: a pass has begun; `taken`: so many batches of it were given.
+        start, own_start: the global generators, and the source's own, when its iterator was made. There is always some
+            `start`, so that what is kept has about one size.
+        own: the source's own generators now.
+        drawn: numbers of the last few batches that were drawn from global generators, and how those were before it.
+        history: a digest of all batches that were taken, of their indices if those are known.
+        last: what the last batch looked like.
+        loader: the source's own word on where it is, if it has one.
+    """
+
+    epoch: int = 0
+    under_way: bool = False
+    taken: int = 0
+    start: Tree = field(default_factory=dict)
+    own_start: Tree = field(default_factory=dict)
+    own: Tree = field(default_factory=dict)
+    drawn: list[list[Any]] = field(default_factory=list)
+    history: str = ""
+    last: str = ""
+    loader: Any = None
+
+    def to_tree(self) -> Tree:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Data:
+    """One source of batches, which remembers how far it was read; each loop over it is a pass.
+
+    A pass that is left by ``break`` is finished, too. After a restart the first loop gives the rest of the pass that
+    was under way. A loop's own count of batches does not come back by itself: ``enumerate(data, data.position)``. Only
+    what is trained on is read through it, not what is evaluated.
+
+    Attributes:
+        name: tells the sources of a job apart; the same in every run.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        name: str,
+        held: Tree | None,
+        mark: Callable[[], None],
+        begin: Callable[[], None],
+        *,
+        ahead: int | None = None,
+        exact: bool = True,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            source: a `DataLoader`, a sequence of batches, anything else that gives a new iterator each time, or a
+                function without arguments that returns one. What has ``state_dict`` and ``load_state_dict`` is asked
+                for its place and told it, but for loaders with workers; everything else is read again.
+            held: `state` of the run before.
+            mark: called before each batch is read: what `state` gives then belongs to the boundary.
+            begin: called when a batch was read, before it is given: the next step begins. Not at the end of a pass.
+            ahead: a promise about a source that draws from the generators that the step draws from, too: what it draws
+                while it reads a batch serves that batch and the next so many, and nothing else. Without the promise
+                such a source is refused after a restart if its batches, read again, are others than they were. Not
+                needed for a `DataLoader` with workers, nor for one of a data set with indices.
+            exact: raise if the batch that follows a restart is not the one that followed before; if not, warn.
+            beat: called while batches are read again, which may take long: this process is alive.
+
+        Raises:
+            ConfigError: the source cannot be read again.
+            StateMismatch: `held` is not what `state` gives.
+        """
+        self.name = name
+        self._mark = mark
+        self._begin = begin
+        self._ahead = ahead
+        self.exact = exact
+        self._beat = beat
+        self._held = held
+        self._place = _Place(start=_generators()) if held is None else _read(held, name)
+        self._turn: object | None = None
+        self._given: Tree | None = None
+        self._asked = False
+        self._look = ""
+        self._indices: _Indices | None = None
+        self.source = source
+
+    @property
+    def source(self) -> Any:
+        """What is read; another one is read from the next pass on. Setting raises `ConfigError`."""
+        return self._source
+
+    @source.setter
+    def source(self, source: Any) -> None:
+        _check(source, self.name)
+        self._source = source
+        self._draws = _may_draw(source)
+        self._own = own_generators.find(source)
+
+    @property
+    def position(self) -> int:
+        """How many batches were given of the pass under way: ``enumerate(data, data.position)`` goes on counting."""
+        return self._place.taken
+
+    def epoch(self) -> int:
+        """How many passes are finished."""
+        return self._place.epoch
+
+    def state(self) -> Tree:
+        """The place, as plain values. While a batch is read and its step begins: as at the last mark, and, once it was
+        read, with a description of that batch."""
+        if self._given is not None:
+            self._asked = True
+            if self._look:
+                self._given["next"] = self._fetched()
+            return self._given
+        return self._now() if self._held is None else self._held
+
+    def __len__(self) -> int:
+        """Batches in a pass. Raises `TypeError` if the source does not know."""
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Any]:
+        """A pass, or the rest of the one under way after a restore.
+
+        Raises:
+            StateMismatch: the place cannot be found again; the message says why.
+            ConfigError: two loops read this source at once.
+        """
+        if self._held is None:
+            self._finish()
+        turn = self._turn = object()
+        return self._pass(turn)
+
+    # ------------------------------------------------------------------ a pass
+
+    def _pass(self, turn: object) -> Iterator[Any]:
+        iterator = None
+        expected = ""
+        if self._turn is turn and self._held is not None:
+            expected = str(self._held.get("next", ""))
+            iterator = self._go_on(checked=bool(expected))
+            self._held = None
+        else:
+            self._own = own_generators.find(self._source)
+        while self._turn is turn:
+            self._given, self._asked, self._look = self._now(), False, ""
+            try:
+                if not torch.is_grad_enabled():
+                    raise ConfigError(
+                        f"data {self.name!r} is read where gradients are off, so its batches begin no training step: "
+                        "evaluate with the loader itself; a loop that trains without gradients says snap.begin()"
+                    )
+                self._mark()
+                if iterator is None:
+                    iterator = self._start()
+                try:
+                    if expected:
+                        iterator, batch = self._first(iterator, expected)
+                    else:
+                        batch = self._fetch(iterator)
+                except StopIteration:
+                    self._finish()
+                    return
+                expected = ""
+                self._look = _look(batch)
+                if self._asked:
+                    self.state()  # completes what was asked for at the mark
+                self._begin()
+            finally:
+                self._given = None
+            self._place.taken += 1
+            self._place.last = self._look
+            self._place.history = self._told(self._place.history, self._look)
+            given = [batch]
+            del batch  # whoever drops it shall have its memory
+            try:
+                yield given.pop()
+            except GeneratorExit:  # the loop was left
+                if self._turn is turn:
+                    self._finish()
+                raise
+        raise ConfigError(f"data {self.name!r} is read by two loops at once: give each a name=... of its own")
+
+    def _start(self) -> Iterator[Any]:
+        """The iterator of a new pass."""
+        place = self._place
+        place.under_way = True
+        place.start = _generators()
+        place.own_start = own_generators.capture(self._own)
+        return self._open()
+
+    def _finish(self) -> None:
+        """The pass under way, if there is one, is over."""
+        place = self._place
+        if place.under_way:
+            self._place = _Place(place.epoch + 1, start=place.start, own=place.own, loader=place.loader)
+
+    def _open(self) -> Iterator[Any]:
+        source = self._source
+        if isinstance(source, torch_data.DataLoader) and source.persistent_workers:
+            source._iterator = None  # nobody could bring back what workers that live on have drawn in earlier passes
+        iterator: Any = iter(source if _is_iterable(source) else source())
+        self._indices = None
+        if _is_loader(source) and not _is_of_iterables(source) and hasattr(iterator, "_sampler_iter"):
+            self._indices = iterator._sampler_iter = _Indices(iterator._sampler_iter)
+        opened: Iterator[Any] = iterator
+        return opened
+
+    def _fetch(self, iterator: Iterator[Any]) -> Any:
+        """The next batch. Notes how the global generators were if it is drawn from them. Raises `StopIteration`."""
+        if not self._draws:
+            return next(iterator)
+        before = _generators()
+        batch = next(iterator)
+        place = self._place
+        if place.taken and not _same(before, _generators()):
+            remembered = REMEMBERED if self._ahead is None else self._ahead + 1
+            place.drawn = [*place.drawn, [place.taken, before]][-remembered:]
+        return batch
+
+    def _told(self, history: str, look: str) -> str:
+        """The history with one more batch. What it was drawn from does not count if its indices are known: a data set
+        gives each sample for itself."""
+        if self._indices is not None:
+            return self._indices.history
+        return _look((history, look))
+
+    def _fetched(self) -> str:
+        """What tells the batch just read, and what reading it drew, from others."""
+        return f"{self._look}:{_digest(_generators())}"
+
+    def _now(self) -> Tree:
+        place = self._place
+        place.own = own_generators.capture(self._own)
+        # Asked between passes, torchdata's loader makes an iterator, and that draws.
+        if _is_stateful(self._source) and (place.under_way or not _is_loader(self._source)):
+            place.loader = _without_tensors(copy.deepcopy(self._source.state_dict()))
+        return place.to_tree()
+
+    # ------------------------------------------------------------------ after a restore
+
+    def _go_on(self, *, checked: bool) -> Iterator[Any] | None:
+        """The iterator of the pass under way, at its place; None: a new one is to begin. Leaves the global generators
+        as they are. `checked`: it is known what comes next."""
+        place = self._place
+        self._own = own_generators.find(self._source)
+        stateful = _is_stateful(self._source)
+        if place.loader is None and stateful and not _is_loader(self._source):
+            raise StateMismatch(f"data {self.name!r} has a state_dict now, but had none when the snapshot was taken")
+        if place.under_way:
+            return self._rebuild(told=stateful and place.loader is not None, checked=checked)
+        if place.loader is not None and stateful and not _is_loader(self._source):
+            self._source.load_state_dict(_with_tensors(place.loader))
+        own_generators.restore(self._own, place.own, f"data {self.name!r}")
+        return None
+
+    def _rebuild(self, *, told: bool, checked: bool) -> Iterator[Any]:
+        place, owner = self._place, f"data {self.name!r}"
+        before = rng.capture()
+        try:
+            own_generators.restore(self._own, place.own_start, owner)
+            rng.restore(_unpacked(place.start))
+            if told:
+                self._source.load_state_dict(_with_tensors(place.loader))
+            iterator = self._open()
+            if not told:
+                self._read_again(iterator, checked)
+            own_generators.restore(self._own, place.own, owner)
+        finally:
+            rng.restore(before)
+        return iterator
+
+    def _read_again(self, iterator: Iterator[Any], checked: bool) -> None:
+        """Take the batches that were taken, and drop them."""
+        place = self._place
+        if not place.taken:
+            return
+        log.info("data %r: batches read again of pass %d: %d", self.name, place.epoch, place.taken)
+        began = time.monotonic()
+        drawn = dict(place.drawn)
+        batch, history = None, ""
+        for number in range(place.taken):
+            if number in drawn:
+                rng.restore(_unpacked(drawn[number]))
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                raise StateMismatch(
+                    f"data {self.name!r} has only {number} batches now, but the snapshot was taken after {place.taken} "
+                    f"of pass {place.epoch}: give the job the data that it had"
+                ) from None
+            self._beat()
+            history = self._told(history, "" if self._indices is not None else _look(batch))
+        if self._ahead is None and history != place.history:
+            self._complain("its batches are others than they were" + (DRAWN if place.drawn else ""))
+        elif not checked and _look(batch) != place.last:
+            self._complain(f"batch {place.taken} of pass {place.epoch} is another than it was")
+        log.info("data %r: that took %.1f s", self.name, time.monotonic() - began)
+
+    def _first(self, iterator: Iterator[Any], expected: str) -> tuple[Iterator[Any], Any]:
+        """The first batch after a restore, and the iterator that gave it. Raises `StopIteration`, if that may be."""
+        place, before = self._place, rng.capture()
+        own, drawn = own_generators.capture(self._own), place.drawn
+        batch, problem = self._compare(iterator, expected)
+        if problem and place.under_way and place.loader is not None and _is_loader(self._source):
+            log.info("data %r: its load_state_dict leads elsewhere (%s); it is read again instead", self.name, problem)
+            place.own, place.drawn = own, drawn
+            iterator = self._rebuild(told=False, checked=True)
+            rng.restore(before)
+            batch, problem = self._compare(iterator, expected)
+        if problem:
+            self._complain(problem)
+        if batch is _NONE:
+            raise StopIteration
+        return iterator, batch
+
+    def _compare(self, iterator: Iterator[Any], expected: str) -> tuple[Any, str]:
+        """The next batch, and what is wrong with it."""
+        where = f"batch {self._place.taken + 1} of pass {self._place.epoch}"
+        try:
+            batch = self._fetch(iterator)
+        except StopIteration:
+            return _NONE, f"{where} is not there any more"
+        self._look = _look(batch)
+        if self._fetched() == expected:
+            return batch, ""
+        if self._look == expected.partition(":")[0]:
+            return batch, f"reading {where} drew other random numbers than before"
+        return batch, f"{where} is another than it was"
+
+    def _complain(self, problem: str) -> None:
+        text = (
+            f"data {self.name!r} is not where it was: {problem}. Either the data has changed, or what it gives depends "
+            "on something that is not restored: give the source state_dict and load_state_dict, or keep its random "
+            "generators in its attributes; if it need not be the same, say exact=False"
+        )
+        if self.exact:
+            raise StateMismatch(text)
+        log.warning("%s", text)
+
+
+_NONE = object()
+
+DRAWN = (
+    ". They are drawn from random generators that the step may draw from, too: if what is drawn for a batch serves "
+    "that batch and the next N only, say ahead=N"
+)
+
+
+class _Indices:
+    """The indices that a loader asks its data set for, on their way.
+
+    Attributes:
+        history: a digest of all so far.
+    """
+
+    def __init__(self, indices: Iterator[Any]) -> None:
+        self._rest = indices
+        self.history = ""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        index = next(self._rest)
+        self.history = _look((self.history, index))
+        return index
+
+
+def _read(held: Tree, name: str) -> _Place:
+    try:
+        return _Place(**{field_name: held[field_name] for field_name in _Place.__slots__})
+    except (LookupError, TypeError) as error:
+        raise StateMismatch(f"data {name!r}: the snapshot does not say where it was: {error!r}") from error
+
+
+def _check(source: Any, name: str) -> None:
+    """Raises `ConfigError` unless a pass over `source` can be made again."""
+    give = "give the DataLoader, a list, or a function that returns a new iterator each time"
+    if isinstance(source, Iterator) and not _is_stateful(source):
+        kind = type(source).__qualname__
+        raise ConfigError(f"data {name!r} is a {kind}, which can be read once and not again after a restart: {give}")
+    if not _is_iterable(source) and not callable(source):
+        raise ConfigError(f"data {name!r} is a {type(source).__qualname__}, which gives no batches: {give}")
+    if _is_loader(source) and source.num_workers > 1 and not source.in_order:
+        raise ConfigError(
+            f"data {name!r} has in_order=False: its batches come in an order that no restart can repeat; leave it out"
+        )
+
+
+def _is_loader(source: Any) -> bool:
+    return isinstance(source, torch_data.DataLoader)
+
+
+def _is_stateful(source: Any) -> bool:
+    """Whether a source can be asked for its place and told it. A loader with workers is read again all the same: what
+    it says of them leaves out their random generators. Accelerate's loaders have a ``state_dict`` that fails unless the
+    loader which they wrap has one."""
+    if not (isinstance(source, Stateful) and isinstance(getattr(source, "base_dataloader", source), Stateful)):
+        return False
+    return not _is_loader(source) or getattr(source, "num_workers", 0) == 0
+
+
+def _is_iterable(source: Any) -> bool:
+    return isinstance(source, Iterable) or hasattr(type(source), "__getitem__")
+
+
+def _may_draw(source: Any) -> bool:
+    """Whether reading a batch may draw from this process's generators, the first of a pass aside."""
+    if type(source) in (list, tuple, range):
+        return False
+    if not _is_loader(source):
+        return True
+    if source.num_workers == 0 and not (type(source.dataset) in _QUIET_DATA and source.collate_fn in _QUIET_COLLATING):
+        return True
+    samplers = [source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None)]
+    return not _is_of_iterables(source) and any(s is not None and type(s) not in _QUIET_SAMPLERS for s in samplers)
+
+
+def _is_of_iterables(loader: Any) -> bool:
+    return isinstance(loader.dataset, torch_data.IterableDataset)
+
+
+# ---------------------------------------------------------------------- tensors as plain values
+# Those among what is captured would be leaves of the slot, and its layout another whenever one comes or goes.
+
+
+def _without_tensors(value: Any) -> Any:
+    match value:
+        case torch.Tensor():
+            octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return {"tensor of": value.dtype, "shape": list(value.shape), "bytes": octets}
+        case dict() if type(value) is dict:
+            return {key: _without_tensors(part) for key, part in value.items()}
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(map(_without_tensors, value))
+    return value
+
+
+def _with_tensors(value: Any) -> Any:
+    """What `_without_tensors` was given; a copy."""
+    match value:
+        case {"tensor of": dtype, "shape": shape, "bytes": octets}:
+            made = torch.empty(shape, dtype=dtype)
+            made.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(octets))
+            return made
+        case dict() if type(value) is dict:
+            return {key: _with_tensors(part) for key, part in value.items()}
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(map(_with_tensors, value))
+    return copy.deepcopy(value)
+
+
+# ---------------------------------------------------------------------- the global generators, as plain values
+
+
+def _generators() -> Tree:
+    """Their states, without tensors."""
+    state = rng.capture()
+    packed = {**state, "torch": state["torch"].numpy()}
+    if "cuda" in state:
+        packed["cuda"] = [each.numpy() for each in state["cuda"]]
+    return packed
+
+
+def _unpacked(packed: Tree) -> Tree:
+    state = {**packed, "torch": torch.from_numpy(packed["torch"])}
+    if "cuda" in packed:
+        state["cuda"] = [torch.from_numpy(each) for each in packed["cuda"]]
+    return state
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+def _digest(generators: Tree) -> str:
+    """Of those of the CPU: one on a device may not be there yet."""
+    return _look([generators["python"], generators["numpy"], generators["torch"].tobytes()])
+
+
+# ---------------------------------------------------------------------- what a batch looks like
+
+
+def _look(batch: Any) -> str:
+    """A digest of kinds, shapes and a part of the values: equal for equal batches, whatever process made them."""
+    digest = hashlib.blake2b(digest_size=8)
+    _look_into(batch, digest.update, 0)
+    return digest.hexdigest()
+
+
+def _look_into(value: Any, put: Callable[[bytes], Any], depth: int) -> None:
+    put(type(value).__qualname__.encode())
+    match value:
+        case torch.Tensor():
+            put(f"{value.dtype}{tuple(value.shape)}".encode())
+            if value.layout is torch.strided and value.device.type == "cpu":  # others would have to be waited for
+                put(_sample(value.detach()).contiguous().view(torch.uint8).numpy().tobytes())
+        case np.ndarray():
+            put(f"{value.dtype}{value.shape}".encode())
+            if value.dtype != object:
+                put(value[_thin(value.shape)].tobytes())
+        case str():
+            put(value.encode("utf-8", "surrogatepass"))
+        case bytes() | bytearray() | memoryview():
+            put(bytes(value))
+        case None | bool() | int() | float() | complex() | np.generic():
+            put(repr(value).encode())
+        case Mapping() if depth < _DEEPEST:
+            for key, part in value.items():
+                put(repr(key).encode() if isinstance(key, str | int) else b"")
+                _look_into(part, put, depth + 1)
+        case list() | tuple() if depth < _DEEPEST:
+            put(str(len(value)).encode())
+            for part in value[:: max(1, len(value) // LOOKED_AT)]:
+                _look_into(part, put, depth + 1)
+        case _ if depth < _DEEPEST and hasattr(value, "__dict__") and not isinstance(value, type):
+            for name, part in vars(value).items():
+                put(name.encode())
+                _look_into(part, put, depth + 1)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous():
+        part = tensor.view(-1)[:: tensor.numel() // LOOKED_AT | 1]
+    else:
+        part = tensor[_thin(tensor.shape)].reshape(-1)
+    return part.resolve_conj().resolve_neg()
+
+
+def _thin(shape: Iterable[int]) -> tuple[slice, ...]:
+    """Leaves about `LOOKED_AT` elements of a shape."""
+    sizes = tuple(shape)
+    share = LOOKED_AT ** (1 / max(1, len(sizes)))
+    return tuple(slice(None, None, max(1, round(size / share))) for size in sizes)

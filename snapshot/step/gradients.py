@@ -1,0 +1,102 @@
+"""What gradients tell of a loop: whether they are kept from one step to the next, and whether steps are left out.
+
+Of each module one parameter is watched, just before a gradient is added to what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from holdfast.snapshot.step.boundary import BEGIN
+
+STEPS_ON_DEVICES = 8
+"""On a GPU it is looked at in so many steps only: to read a value there waits for the device."""
+
+MOST_WITHOUT_A_STEP = 100
+
+KEPT = (
+    "the gradients of %s are not zeroed between two steps; they are not captured, so a job that is restored goes on "
+    "with none, and with other results: zero them in every step"
+)
+LEFT_OUT = (
+    "gradients of %s were computed and zeroed again without an optimizer's step; if the loop leaves steps out, "
+    f"`snap.step` is not its number any more: {BEGIN}"
+)
+NO_STEP = (
+    "gradients were computed %d times, and no optimizer that the hook was given has stepped: no snapshot is taken. "
+    "Give it the optimizer whose step() the loop calls"
+)
+
+
+class Gradients:
+    """One rank's. The training thread's.
+
+    Args:
+        say: logs a warning.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], say: Callable[..., object]) -> None:
+        self._say = say
+        self._said: set[str] = set()
+        self._steps = 0
+        self._seen: set[str] = set()
+        self._count = 0
+        self._undo = [
+            parameter.register_hook(self._watch(name, parameter)).remove  # type: ignore[no-untyped-call]
+            for name, parameter in _first_trained(modules)
+        ]
+
+    def stepped(self) -> None:
+        """A step has ended."""
+        self._steps += 1
+        self._seen.clear()
+
+    def check(self) -> None:
+        """The loop has ended: were gradients computed, and no step has followed?"""
+        if self._steps == 0 and self._count:
+            self._once(NO_STEP, self._count)
+
+    def remove(self) -> None:
+        """Watch no more."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _watch(self, name: str, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def before_it_is_added(gradient: torch.Tensor) -> None:
+            self._count += 1
+            if self._steps == 0 and self._count == MOST_WITHOUT_A_STEP:
+                self._once(NO_STEP, self._count)
+            if hasattr(parameter, "main_grad"):
+                return  # Megatron adds them up elsewhere, and takes them away here
+            first = name not in self._seen
+            self._seen.add(name)
+            held = self._holds(parameter)
+            if held is None or self._steps == 0:
+                return
+            if first and held:
+                self._once(KEPT, name)
+            elif not first and not held:
+                self._once(LEFT_OUT, name)
+
+        return before_it_is_added
+
+    def _holds(self, parameter: torch.Tensor) -> bool | None:
+        """Whether there is a gradient already that is not zero; None: that is not looked at."""
+        if parameter.grad is None:
+            return False
+        if parameter.device.type != "cpu" and self._steps > STEPS_ON_DEVICES:
+            return None
+        return bool(parameter.grad.any())
+
+    def _once(self, text: str, *values: object) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text, *values)
+
+
+def _first_trained(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for i, module in enumerate(modules):
+        named = ((f"model{i}.{name}", p) for name, p in module.named_parameters() if p.requires_grad)
+        yield from [next(named)] if any(p.requires_grad for p in module.parameters()) else []
