@@ -3,6 +3,8 @@
 It owns an arena of slot files on tmpfs, seals what trainers wrote, keeps parity with its group, serves and rebuilds
 shards. It never imports torch, and never unpickles or trusts the size of anything that it did not write.
 
-Start reading at `smp_daemon.service` (the process), then `shared.slotfile` and `shared.records` (what
-lies in the arena), `shared.layout` (what a job looks like) and `shared.client` (the trainer's side).
+Start reading at `smp_daemon.service` (the process), then `smp_daemon.shared`: `slotfile` and `records` (what lies in
+the arena), `layout` (what a job looks like) and `client` (the trainer's side).
 """
+
+__all__ = ["__main__", "service"]

@@ -42,7 +42,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
         make_idle()  # before the first thread is made: threads inherit it, the process has no say
 
     from holdfast.smp_daemon.coding.drain import leave_on_sigterm, parse_spares
-    from holdfast.smp_daemon.core import Settings
+    from holdfast.smp_daemon.node.core import Settings
     from holdfast.smp_daemon.ops.web import parse_port, show
     from holdfast.smp_daemon.persist.options import parse_options
     from holdfast.smp_daemon.service import Smp, watch  # NumPy makes threads when it is imported

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from holdfast.smp_daemon.coding.scrub import scrub
-from holdfast.smp_daemon.core import Core
+from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.recovery.census import take_census
 from holdfast.smp_daemon.recovery.lending import Lender
 from holdfast.smp_daemon.recovery.rebuild import heal, recover, verify

@@ -10,8 +10,8 @@ import numpy as np
 from holdfast.ec import choose_codec
 from holdfast.smp_daemon.coding.drain import Drained
 from holdfast.smp_daemon.coding.reform import PHASES
-from holdfast.smp_daemon.core import Core
 from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.ops.status import take_status
 from holdfast.smp_daemon.recovery.load import MICROSECONDS, waits_of
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError

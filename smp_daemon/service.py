@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.smp_daemon.core import Core, Settings
 from holdfast.smp_daemon.local import TrainerConversation, checked_peer
 from holdfast.smp_daemon.net.gate import Gate
 from holdfast.smp_daemon.net.listener import Listener, bind_tcp, bind_unix
 from holdfast.smp_daemon.net.peers import PeerServer
+from holdfast.smp_daemon.node.core import Core, Settings
 from holdfast.smp_daemon.remote import PeerConversation
 from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.points import reach

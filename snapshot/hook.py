@@ -40,9 +40,9 @@ from holdfast.smp_daemon.shared.paths import arena_path
 from holdfast.snapshot.collective.agreement import Agreement, AgreementLost, Result, default_agreement
 from holdfast.snapshot.connect import job_from_environment, warn_of_stale_store
 from holdfast.snapshot.copy.devices import choose_mover
+from holdfast.snapshot.copy.errors import Misfit
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged
-from holdfast.snapshot.errors import Misfit
 from holdfast.snapshot.interval.cadence import Cadence, budget_from_environment
 from holdfast.snapshot.interval.profile import leave, recording_from_environment
 from holdfast.snapshot.own_smp import OwnSmp

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ["ec", "smp_daemon", "snapshot", "integrations", "chaos", "holdfast", "examples"]
+PARTS = ("ec", "smp_daemon", "snapshot", "integrations", "chaos")
+"""Folders at the top that are parts of ``holdfast``."""
+
+ROOMS = (
+    "ec",
+    *(f"smp_daemon.{room}" for room in ("shared", "storage", "watchdog", "net", "recovery", "persist", "coding")),
+    *("smp_daemon.node", "smp_daemon.ops", "smp_daemon"),
+    *(f"snapshot.{room}" for room in ("collective", "copy", "state", "step", "resume", "interval")),
+    *("snapshot", "integrations.adapters", "holdfast", "integrations", "integrations.ray"),
+    *("planner", "planner.fleet", "export"),
+    *("chaos.network", "chaos", "chaos.sim", "chaos.user", "chaos.loops", "chaos.ray", "bench", "cli", "examples"),
+)
 """Lowest first: a room imports itself and those before it."""
 GENERATED = ("peer_pb2.py", "peer_pb2_grpc.py")
 
 
-def modules(*rooms: str) -> Iterator[Path]:
-    for room in rooms:
-        yield from (path for path in sorted((ROOT / room).glob("**/*.py")) if path.name not in GENERATED)
+def product() -> dict[str, Path]:
+    """Every module that is shipped, and the examples, by its name without ``holdfast.``."""
+    found = {}
+    for folder in (*PARTS, "holdfast", "examples"):
+        for path in sorted((ROOT / folder).glob("**/*.py")):
+            inside = path.relative_to(ROOT)
+            name = ".".join((inside.parent if path.name == "__init__.py" else inside.with_suffix("")).parts)
+            found[name if name == "holdfast" else name.removeprefix("holdfast.")] = path
+    return found
+
+
+MODULES = product()
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -27,47 +49,74 @@ def imports(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner.removeprefix("holdfast.") in MODULES else node.module
 
 
-def part_of(name: str) -> str:
-    """The room of a module: ``snapshot`` of ``holdfast.snapshot.hook``, ``holdfast`` of ``holdfast.cli``."""
-    first, *rest = name.split(".")
-    return rest[0] if first == "holdfast" and rest and rest[0] in ROOMS else first
+@cache
+def edges(path: Path) -> set[str]:
+    """The modules of the product that it imports, for types or within functions, too."""
+    return {name.removeprefix("holdfast.") for name in imports(path)} & MODULES.keys()
+
+
+def room_of(name: str) -> str:
+    """``snapshot.state`` of ``snapshot.state.values``, ``holdfast`` of ``hook``; a package is in its own room."""
+    parts = name.split(".")
+    while parts and ".".join(parts) not in ROOMS:
+        parts.pop()
+    return ".".join(parts) or "holdfast"
 
 
 def test_everything_is_imported_by_one_name() -> None:
-    for path in modules(*ROOMS, "tests", "benchmarks"):
-        taken = {name.split(".")[0] for name in imports(path)} & set(ROOMS) - {"holdfast", "examples"}
+    others = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).glob("**/*.py")]
+    for path in (*MODULES.values(), *others):
+        taken = {name.split(".")[0] for name in imports(path)} & set(PARTS)
         assert not taken, f"{path} imports {sorted(taken)}, which may be anybody's: import them from holdfast"
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_itself_and_rooms_below(room: str) -> None:
-    above = ROOMS[ROOMS.index(room) + 1 :]
-    for path in modules(room):
-        for name in imports(path):
-            assert part_of(name) not in above, f"{path} imports {name}"
+    inside = [name for name in MODULES if room_of(name) == room]
+    assert inside
+    for name in inside:
+        for other in edges(MODULES[name]):
+            assert ROOMS.index(room_of(other)) <= ROOMS.index(room), f"{name} imports {other}"
 
 
-def test_the_trainer_side_reaches_the_smp_only_through_its_client_and_the_shared_formats() -> None:
-    formats = {"errors", "layout", "limits", "slotfile", "inventory", "sources", "starts", "board", "points", "logs"}
-    shared = {"client", "spawn", "paths", "plan", *formats}
-    for path in modules("snapshot"):
-        for name in imports(path):
-            if name.startswith("holdfast.smp_daemon."):
-                assert name.split(".")[2] in shared, f"{path} imports {name}"
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graphlib.TopologicalSorter({name: edges(path) - {name} for name, path in MODULES.items()}).prepare()
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room.partition(".")[0] in ("smp_daemon", "snapshot")])
+def test_a_room_is_entered_by_the_modules_that_its_door_names(room: str) -> None:
+    door = ast.parse((ROOT / room.replace(".", "/") / "__init__.py").read_text())
+    named = next((ast.literal_eval(node.value) for node in door.body if isinstance(node, ast.Assign)), None)
+    used = {
+        other.rpartition(".")[2]
+        for name, path in MODULES.items()
+        for other in edges(path)
+        if room_of(other) == room != room_of(name) and other != room
+    }
+    assert sorted(named or ()) == sorted(used)
+
+
+def test_the_trainer_side_imports_of_the_smp_only_what_is_shared() -> None:
+    for name, path in MODULES.items():
+        if name.startswith("snapshot."):
+            for other in edges(path):
+                assert room_of(other) in ("ec", "smp_daemon.shared") or other.startswith("snapshot"), f"{name}: {other}"
 
 
 @pytest.mark.parametrize("room", ["ec", "smp_daemon"])
 def test_below_the_trainer_nothing_imports_torch(room: str) -> None:
-    for path in modules(room):
+    for path in (path for name, path in MODULES.items() if name.startswith(room)):
         assert "torch" not in {name.split(".")[0] for name in imports(path)}, path
 
 
 def test_nothing_unpickles_or_evaluates() -> None:
     forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
-    for path in modules(*ROOMS):
+    for path in MODULES.values():
         tree = ast.parse(path.read_text())
         calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         assert not forbidden & {name.split(".")[0] for name in imports(path)}, path
@@ -103,5 +152,5 @@ def test_the_generated_stubs_are_those_of_the_proto_file(tmp_path: Path) -> None
         timeout=60,
     )
     for name in (*GENERATED, "peer_pb2.pyi"):
-        made, kept = tmp_path / "holdfast/smp_daemon" / name, ROOT / "smp_daemon" / name
+        made, kept = tmp_path / "holdfast/smp_daemon/net" / name, ROOT / "smp_daemon/net" / name
         assert made.read_text() == kept.read_text(), f"{name}: run `make proto`"

@@ -20,11 +20,11 @@ from holdfast.smp_daemon.shared.errors import HoldfastError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_stamp
 from holdfast.snapshot.collective.agreement import Alone
+from holdfast.snapshot.copy.errors import Misfit
 from holdfast.snapshot.copy.movers import CpuMover, Piece
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.copy.witness import StateChanged
-from holdfast.snapshot.errors import Misfit
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.record import decode_record, decode_values

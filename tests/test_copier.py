@@ -16,10 +16,10 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
+from holdfast.snapshot.copy.errors import Misfit
 from holdfast.snapshot.copy.movers import CpuMover, Piece
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
-from holdfast.snapshot.errors import Misfit
 from holdfast.snapshot.state.record import place_tensors
 from holdfast.snapshot.step.copier import Copier, CopyJob, Retaken
 

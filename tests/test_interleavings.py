@@ -35,9 +35,9 @@ import torch
 
 from holdfast import HoldfastError, InMemorySnapshot
 from holdfast.smp_daemon.coding.protect import Protector
-from holdfast.smp_daemon.core import Settings
 from holdfast.smp_daemon.local import checked_peer
 from holdfast.smp_daemon.net.listener import Conversation, Listener, bind_unix
+from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.core import Settings
+from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.ops.overview import look as overview_of
 from holdfast.smp_daemon.persist import persister, place
 from holdfast.smp_daemon.persist.manifest import directory, shard_name

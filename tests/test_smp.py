@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.core import Settings
 from holdfast.smp_daemon.local import MAX_DIGESTS
 from holdfast.smp_daemon.net.listener import Listener, bind_unix
 from holdfast.smp_daemon.net.peers import PeerClient
+from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.board import Board, Outcome
 from holdfast.smp_daemon.shared.client import SmpClient

@@ -21,8 +21,8 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, Pr
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot
 from holdfast.snapshot.collective.agreement import AgreementLost, Result, T
+from holdfast.snapshot.copy.errors import Misfit
 from holdfast.snapshot.copy.movers import CpuMover, Piece
-from holdfast.snapshot.errors import Misfit
 from holdfast.snapshot.resume.loading import load_checked
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.step.copier import CopyJob

@@ -17,7 +17,7 @@ from holdfast.chaos.sim.seams import Hooks
 from holdfast.chaos.sim.tasks import Process
 from holdfast.chaos.sim.threads import Signal
 from holdfast.chaos.sim.trainer import Circle, Member, SimAdapter, TrainingLost
-from holdfast.smp_daemon.core import Settings
+from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unrecoverable
 from holdfast.smp_daemon.shared.layout import SnapshotId

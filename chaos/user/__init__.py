@@ -1,1 +1,3 @@
 """Faults in a user's own command."""
+
+__all__ = ["command", "run"]

@@ -1,1 +1,3 @@
 """What `holdfast bench` measures."""
+
+__all__ = ["ec", "plot", "stall"]

@@ -1,1 +1,3 @@
 """Keeping snapshots protected: encoding, scrubbing, regrouping, rejoining."""
+
+__all__ = ["drain", "protect", "reform", "rejoin", "scratch", "scrub"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from holdfast.smp_daemon.core import Core
+from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.persist.standing import Standing
 from holdfast.smp_daemon.recovery.census import ask_all
 from holdfast.smp_daemon.recovery.recoveries import Recovery

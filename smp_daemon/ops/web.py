@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
 
-from holdfast.smp_daemon.core import Core
+from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.ops.metrics import exposition
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.ops.status import take_status

@@ -5,3 +5,5 @@ lost.
 `place` is where the files are; `writing`, `reading` and `persister` act. Nothing here knows of torch, or of groups and
 parity: what is persisted is what was sealed. Start reading at `persister`.
 """
+
+__all__ = ["manifest", "options", "persister", "place", "reading", "standing"]

@@ -1,1 +1,3 @@
 """Whether trainers live."""
+
+__all__ = ["attendance", "liveness", "on_hang"]

@@ -1,1 +1,3 @@
 """What ranks agree upon."""
+
+__all__ = ["agreement"]

@@ -15,8 +15,8 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.snapshot.copy import runs
+from holdfast.snapshot.copy.errors import GivenUp
 from holdfast.snapshot.copy.movers import SAMPLE_BYTES, Mover, Piece, Sample
-from holdfast.snapshot.errors import GivenUp
 
 SHOWN = 4
 

@@ -17,9 +17,9 @@ import xxhash
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.copy.errors import Misfit
 from holdfast.snapshot.copy.movers import Sample
 from holdfast.snapshot.copy.tensors import flat, leaf_of
-from holdfast.snapshot.errors import Misfit
 from holdfast.snapshot.state.live import LiveTensor
 from holdfast.snapshot.state.shares import Part, believed, missing, parse_part, part_name, share
 

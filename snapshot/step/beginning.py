@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from holdfast.snapshot.errors import GivenUp
+from holdfast.snapshot.copy.errors import GivenUp
 from holdfast.snapshot.step.boundary import BEGIN
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import CopyJob

@@ -17,9 +17,9 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
 from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.copy.errors import Misfit
 from holdfast.snapshot.copy.movers import Mover, Piece
 from holdfast.snapshot.copy.witness import Subjects, Witness
-from holdfast.snapshot.errors import Misfit
 from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.flags import GRADIENTS

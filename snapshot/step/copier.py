@@ -21,10 +21,10 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
+from holdfast.snapshot.copy.errors import GivenUp, Misfit
 from holdfast.snapshot.copy.movers import Mover, Piece
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import Witness
-from holdfast.snapshot.errors import GivenUp, Misfit
 from holdfast.snapshot.state.inputs import Inputs
 
 FINAL_DEADLINE_S = 3600.0

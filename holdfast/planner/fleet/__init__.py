@@ -6,3 +6,5 @@ costs and survives, `fleet.copies` which copies are left, `fleet.progress` what 
 when, `fleet.failures` what fails when. `fleet.sweep` runs a table of them, and `fleet.published`
 repeats what others have measured.
 """
+
+__all__ = ["failures", "job", "published", "strategies", "sweep"]

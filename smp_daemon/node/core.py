@@ -13,8 +13,8 @@ from holdfast.smp_daemon.coding.protect import Protector
 from holdfast.smp_daemon.coding.rejoin import Rejoiner
 from holdfast.smp_daemon.coding.scratch import Scratch
 from holdfast.smp_daemon.coding.scrub import Scrubber
-from holdfast.smp_daemon.monitor import Monitor
 from holdfast.smp_daemon.net.peers import PeerClient
+from holdfast.smp_daemon.node.monitor import Monitor
 from holdfast.smp_daemon.persist.options import Options
 from holdfast.smp_daemon.persist.persister import Persister
 from holdfast.smp_daemon.recovery.rebuild import METHODS
