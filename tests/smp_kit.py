@@ -11,6 +11,7 @@ import os
 import random
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -49,6 +50,16 @@ Rules = Sequence[tuple[str, int | None]]
 
 class LeftBehind(AssertionError):
     """A test ended and something that it started did not, or an SMP ran into a bug on the way."""
+
+
+def suspend(pid: int) -> None:
+    """Stop a process, as SIGSTOP does, and wait until none of its threads runs: the signal alone does not wait."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    limit = time.monotonic() + DEADLINE_S
+    while any(path.read_text().rpartition(")")[2].split()[0] not in "Tt" for path in tasks.glob("*/stat")):
+        if time.monotonic() > limit:
+            raise DeadlineExceeded(f"process {pid} did not stop")
 
 
 # ---------------------------------------------------------------------- named points

@@ -22,6 +22,7 @@ from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
+from tests.smp_kit import suspend
 
 SCRIPT = """
 import hashlib, os, random, signal, sys
@@ -412,7 +413,7 @@ def test_a_signal_that_raises_while_the_smp_is_asked_costs_a_snapshot_or_two(are
             model(torch.ones(1, 4)).sum().backward()
             assert snap.drain(10)
             smp = psutil.Process(smp_pid(arena))
-            smp.suspend()
+            suspend(smp.pid)
             try:
                 with ThreadPoolExecutor(1) as threads:
                     asked = threads.submit(_interrupt_once_asked, snap)

@@ -34,6 +34,7 @@ from tests.smp_kit import (
     playground,
     run_on,
     shard_file,
+    suspend,
 )
 
 ELEMENTS = 30_000
@@ -85,7 +86,7 @@ def stopped(*smps: SmpProcess) -> Iterator[Callable[[], None]]:
             smp.process.send_signal(signal.SIGCONT)
 
     for smp in smps:
-        smp.process.send_signal(signal.SIGSTOP)
+        suspend(smp.process.pid)
     try:
         yield go_on
     finally:

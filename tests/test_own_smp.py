@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.snapshot.own_smp import ATTACH_DEADLINE_S, LEAST_PAUSE_S, OwnSmp
-from tests.smp_kit import Ground, playground
+from tests.smp_kit import Ground, playground, suspend
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_an_smp_that_stands_still_is_asked_more_and_more_seldom(ground: Ground) 
     own = OwnSmp(smp.arena, smp.job, "dp0", start=False, now=lambda: now_s)
     own.attach(1, lambda: None)
     process = psutil.Process(own.client.pid)
-    process.suspend()
+    suspend(process.pid)
     try:
         for pause_s in (LEAST_PAUSE_S, 2 * LEAST_PAUSE_S):
             began = time.monotonic()

@@ -32,6 +32,7 @@ from tests.smp_kit import (
     parity_units,
     playground,
     run_on,
+    suspend,
 )
 
 UNIT_BYTES = 4096
@@ -46,7 +47,7 @@ def ground() -> Iterator[Ground]:
 @contextmanager
 def stopped(smp: SmpProcess) -> Iterator[None]:
     """A process that does not get to run."""
-    os.kill(smp.process.pid, signal.SIGSTOP)
+    suspend(smp.process.pid)
     try:
         yield
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from holdfast.cli.smp import NO_ANSWER, NOT_RUNNING, smp_arguments
 from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.paths import read_owner
-from tests.smp_kit import DEADLINE_S, JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on
+from tests.smp_kit import DEADLINE_S, JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on, suspend
 
 QUICK = ("--scrub", "0", "--reform-after", "0")
 
@@ -103,7 +102,7 @@ def test_one_that_is_stopped_by_the_kernel_does_not_answer(
 ) -> None:
     monkeypatch.setattr("holdfast.smp_daemon.recovery.census.DEADLINE_S", 0.5)
     _, said = smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
-    os.kill(said["pid"], signal.SIGSTOP)
+    suspend(said["pid"])
     status, seen = smp(capsys, "status")
     assert (status, seen["running"], seen["answers"]) == (NO_ANSWER, True, False)
     end(psutil.Process(said["pid"]))
