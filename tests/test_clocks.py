@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(bool(clocks.unavailable()), reason=clocks.unavai
 LOOK = """
 import ctypes, json, os, sys, threading, time
 from pathlib import Path
-from holdfast.chaos import clocks
+from holdfast.chaos.network import clocks
 
 class Timespec(ctypes.Structure):
     _fields_ = [("s", ctypes.c_long), ("ns", ctypes.c_long)]
@@ -149,7 +149,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_clock_that_is_not_there_is_named(tmp_path: Path) -> None:
-    text = "import sys; from holdfast.chaos import clocks; clocks.follow(sys.argv[1])"
+    text = "import sys; from holdfast.chaos.network import clocks; clocks.follow(sys.argv[1])"
     settings = os.environ | clocks.compile_shim(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", text, str(tmp_path / "no")],

@@ -105,7 +105,7 @@ def test_nor_use_the_port_for_bulk_on_loopback(victim: Victim, what: str) -> Non
 def test_nor_make_grpc_calls_on_loopback(victim: Victim) -> None:
     code = (
         "import sys, grpc\n"
-        "from holdfast.smp_daemon import peer_pb2, peer_pb2_grpc\n"
+        "from holdfast.smp_daemon.net import peer_pb2, peer_pb2_grpc\n"
         "import os; os.setgid(65534); os.setuid(65534)\n"
         "stub = peer_pb2_grpc.PeerStub(grpc.insecure_channel(sys.argv[1]))\n"
         "try: print(stub.Ping(peer_pb2.PingRequest(job=sys.argv[2]), timeout=20))\n"
