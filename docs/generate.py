@@ -1,0 +1,194 @@
+"""Writes the reference pages of docs/ out of the code: ``python docs/generate.py``, or ``make docs``.
+
+The pages are committed, because most people read docs/ where nothing is built. `tests/test_docs.py` fails if one is not
+what this writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import os
+import re
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+NOTE = "<!-- Written by docs/generate.py out of the code: `make docs`. Do not edit. -->\n\n"
+
+
+def main() -> None:
+    for name, text in pages().items():
+        (DOCS / name).write_text(text)
+
+
+def pages() -> dict[str, str]:
+    """The text of each reference page, by file name."""
+    for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
+        del os.environ[name]  # commands take defaults from them
+    sys.path.insert(0, str(ROOT))
+    made = {"reference-python.md": python, "reference-commands.md": commands, "reference-environment.md": environment}
+    return {name: NOTE + "\n\n".join(part for part in make() if part).rstrip() + "\n" for name, make in made.items()}
+
+
+# ---------------------------------------------------------------------- Python
+
+
+def python() -> Iterator[str]:
+    holdfast = importlib.import_module("holdfast")
+    snapshot = holdfast.InMemorySnapshot
+    batches = importlib.import_module("holdfast.batches")
+    yield "# Python interface"
+    yield "What `from holdfast import ...` gives. Frameworks have [pages of their own](start.md#frameworks)."
+    yield "## `InMemorySnapshot`"
+    yield from document(snapshot)
+    yield "## While a job runs"
+    yield "Methods and attributes of the object that `with InMemorySnapshot(...) as snap:` gives."
+    for name, member in inspect.getmembers(snapshot):
+        if not name.startswith("_") and isinstance(member, FunctionType | property) and name not in HOOKED:
+            yield f"### `snap.{name}{'' if isinstance(member, property) else signature(member)}`"
+            yield from document(member.fget if isinstance(member, property) else member, table=False)
+    for what, kind in (("data", "Data"), ("statistics", "Statistics"), ("restored", "Restored")):
+        yield "### Sources of `snap.data`" if kind == "Data" else f"### What `snap.{what}` holds"
+        yield from document(getattr(sys.modules[snapshot.__mro__[1].__module__], kind))
+    yield "## Other functions"
+    for module, name in [(holdfast, "prefetch"), (holdfast, "register"), *((batches, each) for each in public(batches))]:
+        yield f"### `{module.__name__}.{name}`"
+        yield from document(getattr(module, name))
+    yield "## Errors"
+    errors = [getattr(holdfast, name) for name in holdfast.__all__]
+    errors = [each for each in errors if isinstance(each, type) and issubclass(each, Exception)]
+    yield "\n".join(["| error | when |", "|---|---|", *(f"| `{e.__name__}` | {cell(e.__doc__)} |" for e in errors)])
+
+
+HOOKED = {"before_step", "after_step", "on_forward", "on_backward"}
+"""Public for the boundary's sake: optimizers and modules call them."""
+
+INNER = {"notes", "loop", "inputs", "began", "rewind", "clock"}
+"""Attributes of `Restored` for the hook itself."""
+
+
+def public(module: Any) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
+    ]
+
+
+def signature(member: Any) -> str:
+    names = [str(p.replace(annotation=p.empty)) for n, p in inspect.signature(member).parameters.items() if n != "self"]
+    return f"({', '.join(names)})"
+
+
+def document(thing: Any, *, table: bool = True) -> Iterator[str]:
+    """A docstring as Markdown; arguments with their defaults if there is to be a `table` of them."""
+    text, *sections = re.split(r"^(Args|Attributes|Returns|Raises):\n", inspect.getdoc(thing) or "", flags=re.M)
+    yield prose(text)
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        entries = [entry.split(":", 1) for entry in re.split(r"\n(?=\S)", textwrap.dedent(body).strip())]
+        if title == "Returns" or any(len(entry) != 2 for entry in entries):
+            yield f"{title}: {prose(textwrap.dedent(body))}"
+        elif title in ("Args", "Attributes"):
+            defaults = inspect.signature(thing).parameters if title == "Args" and table else {}
+            yield "\n".join(
+                [
+                    f"| {'argument' if title == 'Args' else 'attribute'} | default | |" if defaults else "| | |",
+                    "|---|---|---|" if defaults else "|---|---|",
+                    *(row(names, meaning, defaults) for names, meaning in entries if names not in INNER),
+                ]
+            )
+        else:
+            yield "\n".join(f"* Raises `{names}`: {cell(meaning)}" for names, meaning in entries)
+
+
+def row(names: str, meaning: str, defaults: Any) -> str:
+    shown = ", ".join(f"`{name.strip()}`" for name in names.split(","))
+    given = [defaults[name.strip()].default for name in names.split(",") if name.strip() in defaults]
+    default = ", ".join("" if each is inspect.Parameter.empty else f"`{each!r}`" for each in given)
+    return f"| {shown} | {default} | {cell(meaning)} |" if defaults else f"| {shown} | {cell(meaning)} |"
+
+
+def prose(text: str) -> str:
+    """reST's ``code`` and ``::`` as Markdown; pages are linked."""
+    text = text.replace("``", "`")
+    code = re.compile(r"^::\n\n((?:    .*\n|\n)+)", re.M)
+    text = code.sub(lambda m: f"```python\n{textwrap.dedent(m[1]).strip()}\n```\n", text + "\n")
+    return re.sub(r"(?<![\w`/])docs/([\w-]+\.md)", r"[\1](\1)", text).strip()
+
+
+def cell(text: str | None) -> str:
+    """Text for a cell of a table: on one line, its < shown as such outside of code."""
+    parts = " ".join(prose(text or "").split()).replace("|", "\\|").split("`")
+    return "`".join(part if i % 2 else part.replace("<", "&lt;") for i, part in enumerate(parts))
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def commands() -> Iterator[str]:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    parser = importlib.import_module(scripts["holdfast"].partition(":")[0])._parser()
+    yield "# Commands"
+    yield "`holdfast COMMAND --help` says the same. The exit status is 0 if all is well, 1 if not, 2 for wrong usage."
+    found = list(leaves(parser))
+    yield "\n".join(
+        ["| command | |", "|---|---|", *(f"| [`{p.prog}`](#{p.prog.replace(' ', '-')}) | {cell(h)} |" for p, h in found)]
+    )
+    for leaf, summary in found:
+        yield f"## {leaf.prog}"
+        yield cell(leaf.description or summary)
+        options = [action for action in leaf._actions if action.dest != "help"]
+        if options:
+            yield "\n".join(["| option | |", "|---|---|", *(option(leaf, action) for action in options)])
+
+
+def leaves(parser: argparse.ArgumentParser, summary: str = "") -> Iterator[tuple[argparse.ArgumentParser, str]]:
+    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not inner:
+        yield parser, summary
+    for action in inner:
+        helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+        for name, leaf in action.choices.items():
+            yield from leaves(leaf, helps.get(name, ""))
+
+
+def option(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    takes = "" if action.nargs == 0 or not action.option_strings else f" {value(action)}"
+    names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+    shown = f"{names}{takes}".replace("|", "\\|")
+    return f"| `{shown}` | {cell(parser._get_formatter()._expand_help(action) if action.help else '')} |"
+
+
+def value(action: argparse.Action) -> str:
+    if action.choices is not None and action.metavar is None:
+        return "|".join(map(str, action.choices))
+    return str(action.metavar or action.dest.upper())
+
+
+# ---------------------------------------------------------------------- variables
+
+
+def environment() -> Iterator[str]:
+    groups = importlib.import_module("holdfast.environment").GROUPS
+    yield "# Environment variables"
+    for group in groups:
+        yield f"## {group.title}"
+        yield group.text
+        rows = (f"| `{v.name}` | {shown(v.default)} | {v.meaning} |" for v in group.variables)
+        yield "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows])
+
+
+def shown(default: str) -> str:
+    return f"`{default}`" if default and " " not in default else default
+
+
+if __name__ == "__main__":
+    main()
