@@ -44,7 +44,7 @@ def pages() -> dict[str, str]:
 def python() -> Iterator[str]:
     holdfast = importlib.import_module("holdfast")
     snapshot = holdfast.InMemorySnapshot
-    batches = importlib.import_module("holdfast.batches")
+    batches = importlib.import_module("holdfast.integrations.batches")
     yield "# Python interface"
     yield "What `from holdfast import ...` gives. Frameworks have [pages of their own](start.md#frameworks)."
     yield "## `InMemorySnapshot`"
@@ -55,9 +55,13 @@ def python() -> Iterator[str]:
         if not name.startswith("_") and isinstance(member, FunctionType | property) and name not in HOOKED:
             yield f"### `snap.{name}{'' if isinstance(member, property) else signature(member)}`"
             yield from document(member.fget if isinstance(member, property) else member, table=False)
-    for what, kind in (("data", "Data"), ("statistics", "Statistics"), ("restored", "Restored")):
-        yield "### Sources of `snap.data`" if kind == "Data" else f"### What `snap.{what}` holds"
-        yield from document(getattr(sys.modules[snapshot.__mro__[1].__module__], kind))
+    around = vars(sys.modules[snapshot.__mro__[1].__module__])
+    yield "### What `snap.data` takes"
+    yield from document(around["Data"], table=False)
+    yield from document(around["Data"].__init__, table=False)
+    for name, kind in (("statistics", "Statistics"), ("restored", "Restored")):
+        yield f"### What `snap.{name}` holds"
+        yield from document(around[kind])
     yield "## Other functions"
     for module, name in [(holdfast, "prefetch"), (holdfast, "register"), *((batches, each) for each in public(batches))]:
         yield f"### `{module.__name__}.{name}`"
@@ -71,8 +75,8 @@ def python() -> Iterator[str]:
 HOOKED = {"before_step", "after_step", "on_forward", "on_backward"}
 """Public for the boundary's sake: optimizers and modules call them."""
 
-INNER = {"notes", "loop", "inputs", "began", "rewind", "clock"}
-"""Attributes of `Restored` for the hook itself."""
+INNER = {"notes", "loop", "inputs", "began", "rewind", "clock", "held", "mark", "begin", "beat", "source, ahead, exact"}
+"""Arguments and attributes for the hook itself, or described elsewhere on the page."""
 
 
 def public(module: Any) -> list[str]:
@@ -135,7 +139,7 @@ def cell(text: str | None) -> str:
 
 def commands() -> Iterator[str]:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    parser = importlib.import_module(scripts["holdfast"].partition(":")[0])._parser()
+    parser = importlib.import_module(scripts["holdfast"].partition(":")[0]).make_parser()
     yield "# Commands"
     yield "`holdfast COMMAND --help` says the same. The exit status is 0 if all is well, 1 if not, 2 for wrong usage."
     found = list(leaves(parser))
