@@ -63,7 +63,11 @@ def python() -> Iterator[str]:
         yield f"### What `snap.{name}` holds"
         yield from document(around[kind])
     yield "## Other functions"
-    for module, name in [(holdfast, "prefetch"), (holdfast, "register"), *((batches, each) for each in public(batches))]:
+    for module, name in [
+        (holdfast, "prefetch"),
+        (holdfast, "register"),
+        *((batches, each) for each in public(batches)),
+    ]:
         yield f"### `{module.__name__}.{name}`"
         yield from document(getattr(module, name))
     yield "## Errors"
@@ -144,7 +148,11 @@ def commands() -> Iterator[str]:
     yield "`holdfast COMMAND --help` says the same. The exit status is 0 if all is well, 1 if not, 2 for wrong usage."
     found = list(leaves(parser))
     yield "\n".join(
-        ["| command | |", "|---|---|", *(f"| [`{p.prog}`](#{p.prog.replace(' ', '-')}) | {cell(h)} |" for p, h in found)]
+        [
+            "| command | |",
+            "|---|---|",
+            *(f"| [`{p.prog}`](#{p.prog.replace(' ', '-')}) | {cell(h)} |" for p, h in found),
+        ]
     )
     for leaf, summary in found:
         yield f"## {leaf.prog}"

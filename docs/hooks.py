@@ -20,7 +20,8 @@ TOP = {"README.md": "index.md"} | {
     f"{name}.md": f"{name.lower()}.md" for name in ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "SECURITY")
 }
 """Pages at the top of the repository, and what they are called in the site."""
-SHOWN = {".md": "", ".html": "", ".svg": "", ".png": "", ".json": "", ".py": "python", ".sh": "bash", ".yaml": "yaml"}
+AS_THEY_ARE = dict.fromkeys((".md", ".html", ".svg", ".png", ".json"), "")
+SHOWN = AS_THEY_ARE | {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", "": "text"}
 """Files that may be linked to: in which language they are shown on a page of their own, or as they are."""
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 

@@ -217,7 +217,7 @@ GROUPS = (
             Variable("HOLDFAST_TLS_CERT", "", "PEM file with this node's certificate, for mutual TLS between SMPs."),
             Variable("HOLDFAST_TLS_KEY", "", "PEM file with its private key."),
             Variable("HOLDFAST_TLS_CA", "", "PEM file with the authority that signed the certificates."),
-            Variable("HOLDFAST_TLS_NAME", "", "The DNS name that all certificates carry."),
+            Variable("HOLDFAST_TLS_NAME", "holdfast-smp", "The DNS name that all certificates carry."),
             Variable(
                 "HOLDFAST_INSECURE",
                 "0",
