@@ -175,13 +175,13 @@ def leaves(parser: argparse.ArgumentParser, summary: str = "") -> Iterator[tuple
 def option(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     takes = "" if action.nargs == 0 or not action.option_strings else f" {value(action)}"
     names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
-    shown = f"{names}{takes}".replace("|", "\\|")
+    shown = f"{names}{takes}".replace("|", "` or `")  # a bar in code ends a cell for some readers of Markdown
     return f"| `{shown}` | {cell(parser._get_formatter()._expand_help(action) if action.help else '')} |"
 
 
 def value(action: argparse.Action) -> str:
     if action.choices is not None and action.metavar is None:
-        return "|".join(map(str, action.choices))
+        return f"{{{','.join(map(str, action.choices))}}}"
     return str(action.metavar or action.dest.upper())
 
 
