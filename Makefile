@@ -75,7 +75,7 @@ bench-load: setup
 
 docs: setup
 	@$(BIN)/python docs/generate.py
-	@$(BIN)/mkdocs build --quiet --strict
+	@$(BIN)/mkdocs build --strict  # not quiet: then warnings would not count
 	@echo build/docs/index.html
 
 proto: setup
