@@ -110,6 +110,18 @@ def test_examples_are_python_and_import_what_there_is(page: Path) -> None:
                     assert re.search(rf"\b{name.name}\b", text), f"{node.module} has no {name.name}"
 
 
+def test_commands_that_pages_name_are_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    commands = (ROOT / "docs/reference-commands.md").read_text()
+    for page in PAGES:
+        text = page.read_text()
+        for module in re.findall(r"-m\s+((?:holdfast|examples|benchmarks|tests)\.[\w.]*\w)", text):
+            assert importlib.util.find_spec(module) is not None, f"{page.name}: python -m {module}"
+        assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets, page.name
+        for command in re.findall(r"(?:`|\$ )holdfast (smp [a-z]+|chaos [a-z]+|bench [a-z]+|[a-z]+)", text):
+            assert f"## holdfast {command}" in commands, f"{page.name}: holdfast {command}"
+
+
 def test_the_readme_is_a_front_page() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 900
