@@ -172,8 +172,8 @@ n_epochs, calls = 2, 0
 def loss_of(y, target):
     global calls
     calls += 1
+    assert snap.drain(20)  # at each step: or one is skipped where no slot is free yet
     if calls == int(os.environ["STOP"]):
-        assert snap.drain(20)
         os.kill(os.getpid(), signal.SIGKILL)
     return torch.nn.functional.cross_entropy(y, target)
 
@@ -199,7 +199,7 @@ def test_the_example_of_the_readme_resumes_bit_for_bit(arena: Path, monkeypatch:
     again = run("killed", 0)
     assert again[0] == 0, again[1]
     (calls, weights), (all_calls, expected) = again[1].split(" ", 1), alone[1].split(" ", 1)
-    assert int(all_calls) == 30 and int(calls) <= 12, "it did not resume where it was"
+    assert int(all_calls) == 30 and int(calls) in (11, 12), "it did not resume where it was"
     assert weights == expected
 
 
