@@ -52,17 +52,35 @@ SOCKET = SimpleNamespace(
 PAGE_BYTES = 64
 """Headers of slot files are padded to this, so that a shard is a few hundred bytes."""
 
-MODULES = {
-    "threading": (
-        *("service", "store", "codings", "holdings", "counters", "protect", "parity", "monitor", "scrub", "local"),
-        *("transport", "listener", "gate", "peers", "client", "rejoin", "load"),
-    ),
-    "time": ("codings", "protect", "monitor", "scrub", "transport", "load", "remote"),
-    "queue": ("protect", "scratch"),
-    "socket": ("transport", "listener"),
-    "ThreadPoolExecutor": ("monitor", "census", "peers"),
-    "reach": ("store", "protect", "rebuild", "monitor", "arena", "pool", "holdings", "codings", "service", "rejoin"),
+REPLACED = {
+    "service": ("threading", "reach"),
+    "local": ("threading", "os"),
+    "remote": ("time",),
+    "coding.protect": ("threading", "time", "queue", "reach"),
+    "coding.rejoin": ("threading", "reach"),
+    "coding.scratch": ("queue",),
+    "coding.scrub": ("threading", "time"),
+    "net.gate": ("threading",),
+    "net.listener": ("threading", "socket"),
+    "net.peers": ("threading", "ThreadPoolExecutor"),
+    "node.core": ("threading", "reach"),
+    "node.monitor": ("threading", "time", "ThreadPoolExecutor", "reach"),
+    "recovery.census": ("ThreadPoolExecutor",),
+    "recovery.load": ("threading", "time"),
+    "recovery.rebuild": ("reach",),
+    "shared.board": ("os", "mmap"),
+    "shared.client": ("threading", "os", "mmap"),
+    "shared.counters": ("threading",),
+    "shared.records": ("os",),
+    "shared.transport": ("threading", "time", "socket"),
+    "storage.arena": ("reach", "os"),
+    "storage.codings": ("threading", "time", "reach"),
+    "storage.holdings": ("threading", "reach"),
+    "storage.parity": ("threading",),
+    "storage.pool": ("reach", "os", "mmap"),
+    "storage.store": ("threading", "reach"),
 }
+"""Which names of which modules of `smp_daemon` are replaced by the simulation's."""
 
 
 class Hooks:
@@ -200,12 +218,14 @@ def installed() -> Iterator[None]:
         "socket": SOCKET,
         "ThreadPoolExecutor": threads.ThreadPoolExecutor,
         "reach": reach,
+        "os": system,
+        "mmap": MemoryMmap,
     }
-    targets = {f"smp_daemon.{m}.{name}": replacements[name] for name, modules in MODULES.items() for m in modules}
-    targets |= {
-        f"smp_daemon.{module}.os": system for module in ("arena", "pool", "board", "client", "local", "records")
+    targets: dict[str, Any] = {
+        f"holdfast.smp_daemon.{module}.{name}": replacements[name]
+        for module, names in REPLACED.items()
+        for name in names
     }
-    targets |= {f"smp_daemon.{module}.mmap": MemoryMmap for module in ("pool", "board", "client")}
     targets |= {
         "holdfast.smp_daemon.net.peers.grpc": SimGrpc,
         "holdfast.smp_daemon.storage.arena.fcntl": SimFcntl,
@@ -215,7 +235,7 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.service.psutil": SimPsutil,
         "holdfast.smp_daemon.shared.transport.Path": MemoryPath,
         "holdfast.smp_daemon.shared.transport.current": Credentials,
-        "holdfast.smp_daemon.service.current": Credentials,
+        "holdfast.smp_daemon.node.core.current": Credentials,
         "holdfast.smp_daemon.net.gate.is_of_this_user": lambda sock: True,
         "holdfast.smp_daemon.shared.client.await_end": _await_end,
         "holdfast.smp_daemon.shared.slotfile.PAGE_BYTES": PAGE_BYTES,
@@ -223,7 +243,7 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.storage.store.write_json": _write_json,
         "holdfast.smp_daemon.storage.arena.write_json": _write_json,
         "holdfast.smp_daemon.storage.pool.write_json": _write_json,
-        "holdfast.smp_daemon.service.write_json": _write_json,
+        "holdfast.smp_daemon.node.core.write_json": _write_json,
         "holdfast.snapshot.resume.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
         "holdfast.snapshot.connect.start_smp": _start_smp,
         "holdfast.snapshot.step.copier.threading": THREADING,
