@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 
+from holdfast.chaos.actions import obstacle
 from holdfast.chaos.cluster import History, VirtualCluster
 from holdfast.chaos.drill import TARGET
-from holdfast.chaos.faults import obstacle
-from holdfast.chaos.ground import Fault
+from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.scenario import WORKLOAD, Scenario
 from holdfast.chaos.verdict import Verdict, judge

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.chaos.accounting import beyond_access_times
-from holdfast.chaos.faults import CATALOGUE, check, inject
-from holdfast.chaos.ground import Fault
+from holdfast.chaos.actions import inject
+from holdfast.chaos.faults import CATALOGUE, Fault, check
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.network.clocks import set_clock
 from holdfast.chaos.network.wire import Wire
@@ -349,7 +349,7 @@ class VirtualCluster:
         )
         inject(self, fault)
 
-    # ------------------------------------------------------------------ what faults need: `chaos.ground.Ground`
+    # ------------------------------------------------------------------ what faults need: `chaos.actions.Context`
 
     def pid_of_rank(self, rank: int) -> int | None:
         # A child that the zygote has not reported, so the pid is still its.

@@ -329,7 +329,7 @@ RUN = """
 import json, os, psutil
 from holdfast.chaos.cluster import VirtualCluster
 from holdfast.chaos.drill import TARGET
-from holdfast.chaos.ground import Fault
+from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.scenario import WORKLOAD
 

@@ -21,8 +21,8 @@ from typing import Any, Self
 
 import psutil
 
+from holdfast.chaos.actions import using_arenas
 from holdfast.chaos.cluster import History
-from holdfast.chaos.harm import using_arenas
 from holdfast.integrations.ray.crew import Seat
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, read_owner
@@ -51,15 +51,17 @@ HEALTH = {
 
 @dataclass(slots=True)
 class RayFault:
-    """Something to be done when the rank on a node comes to a point of a step.
+    """A fault that is injected when the rank on a node comes to a point of a step; the process waits there meanwhile.
 
     Attributes:
-        do: what is done; the process waits at the point meanwhile.
+        kind: one of `ACTIONS`.
+        targets: names of nodes; `node` if empty.
     """
 
     node: str
     step: int
-    do: Callable[[VirtualRay], None]
+    kind: str
+    targets: tuple[str, ...] = ()
     point: str = "train.step"
     done: bool = field(default=False, compare=False)
 
@@ -166,12 +168,14 @@ class VirtualRay:
             self._raylets[name].wait(END_DEADLINE_S)
 
     def freeze(self, name: str) -> None:
-        """SIGSTOP to a raylet and all that it started; the SMP goes on. To Ray the node is dead after a while."""
+        """SIGSTOP to a raylet and all that it started; the SMP goes on. To Ray the node is dead after a while; a spare
+        joins."""
         self._frozen = [*self._on([name]), self._raylets[name]]
         for process in self._frozen:
             process.suspend()
+        self.add(f"{name}-spare")
 
-    def thaw(self) -> None:
+    def thaw(self, *_: str) -> None:
         """What was frozen goes on, in the middle of what it was about, although others have taken its place."""
         for process in self._frozen:
             with suppress(psutil.NoSuchProcess):
@@ -188,15 +192,26 @@ class VirtualRay:
         for name in names:
             shutil.rmtree(self.memory(name))
 
-    def kill_actors(self, name: str, kinds: tuple[str, ...] = TRAINERS) -> None:
-        """SIGKILL to all actors on a node that Ray calls so: members of crews, and workers of Ray Train."""
-        for process in self._on([name]):
+    def replace(self, *names: str) -> None:
+        """Nodes are lost, and as many spares join."""
+        self.lose(*names)
+        for name in names:
+            self.add(f"{name}-spare")
+
+    def restart_raylet(self, name: str) -> None:
+        """It is killed, and comes back on the same host."""
+        self.kill_raylet(name)
+        self.add(name)
+
+    def kill_actors(self, *names: str, kinds: tuple[str, ...] = TRAINERS) -> None:
+        """SIGKILL to all actors on these nodes that Ray calls so: members of crews, and workers of Ray Train."""
+        for process in self._on(names):
             with suppress(psutil.NoSuchProcess):
                 if process.cmdline()[0].startswith(kinds):
                     process.kill()
                     process.wait(END_DEADLINE_S)
 
-    def restart(self) -> None:
+    def restart(self, *_: str) -> None:
         """The head is lost, all that Ray has with it, and the driver; operators start Ray again on the same hosts."""
         if self._driver is not None:
             self._driver.kill()
@@ -204,7 +219,7 @@ class VirtualRay:
         self.end()
         self.begin()
 
-    def restart_gcs(self) -> None:
+    def restart_gcs(self, *_: str) -> None:
         """The head's GCS dies and is started again; what it had stored is there only if `config` says so."""
         self._cluster.head_node.kill_gcs_server()
         self._cluster.head_node.start_gcs_server()
@@ -270,7 +285,7 @@ class VirtualRay:
                     said["step"],
                 ):
                     fault.done = True
-                    fault.do(self)
+                    ACTIONS[fault.kind](self, *(fault.targets or (fault.node,)))
             with suppress(BrokenPipeError, ConnectionResetError):
                 connection.sendall(b"g")
 
@@ -294,6 +309,19 @@ class VirtualRay:
             if _is_rays(process):
                 end(process)
         self._raylets.clear()
+
+
+ACTIONS: dict[str, Callable[..., None]] = {
+    "kill-trainer": VirtualRay.kill_actors,
+    "kill-controller": lambda ray, *names: ray.kill_actors(*names, kinds=(CONTROLLER,)),
+    "kill-raylet": VirtualRay.restart_raylet,
+    "kill-gcs": VirtualRay.restart_gcs,
+    "lose-head": VirtualRay.restart,
+    "lose-node": VirtualRay.replace,
+    "freeze-node": VirtualRay.freeze,
+    "thaw-node": VirtualRay.thaw,
+}
+"""How the faults of the catalogue are injected that Ray knows; each is given the names of its targets."""
 
 
 def _is_rays(process: psutil.Process) -> bool:

@@ -32,7 +32,7 @@ _runs = itertools.count(1)
 
 
 @dataclass(slots=True)
-class Report:
+class SeedReport:
     """What one seed did."""
 
     seed: int
@@ -47,7 +47,7 @@ class Report:
     checks: Counter[str] = field(default_factory=Counter)
 
 
-def simulate(seed: int, trace: Callable[[str], None] | None = None) -> Report:
+def simulate(seed: int, trace: Callable[[str], None] | None = None) -> SeedReport:
     """Run one seed. Call it within `chaos.sim.seams.installed`, always from the same thread."""
     plan = draw(seed)
     scheduler = Scheduler(f"turns {seed}", plan.chance)
@@ -66,7 +66,7 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None) -> Report:
             logging.disable()
         if next(_runs) % COLLECT_EVERY == 0:
             gc.collect()
-    return Report(
+    return SeedReport(
         seed,
         list(scheduler.violations),
         scheduler.awaits,

@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.chaos.sim.memory import Disk, MemoryPath
 from holdfast.chaos.sim.network import Network, use
 from holdfast.chaos.sim.oracle import Oracle, Snapshot
-from holdfast.chaos.sim.plan import Plan
+from holdfast.chaos.sim.plan import SeedPlan
 from holdfast.chaos.sim.scheduler import Scheduler
 from holdfast.chaos.sim.seams import Hooks
 from holdfast.chaos.sim.tasks import Process
@@ -78,7 +78,7 @@ class _Hook(SnapshotHook):
 class World:
     """One run's machines."""
 
-    def __init__(self, plan: Plan, scheduler: Scheduler) -> None:
+    def __init__(self, plan: SeedPlan, scheduler: Scheduler) -> None:
         self.plan = plan
         self.scheduler = scheduler
         disk = Disk()

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from holdfast import sessions
-from holdfast.chaos.harm import send_signals, using_arenas
-from holdfast.chaos.user.command import OwnPlan
+from holdfast.chaos.actions import send_signals, using_arenas
+from holdfast.chaos.user.command import CommandPlan
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, read_owner
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
@@ -23,7 +23,7 @@ JOB = "chaos"
 END_DEADLINE_S = 10.0
 
 
-class OwnNode:
+class CommandNode:
     """One node: a name, an arena, and what was started there."""
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -33,7 +33,7 @@ class OwnNode:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, plan: OwnPlan, extra: dict[str, str]) -> None:
+    def start(self, plan: CommandPlan, extra: dict[str, str]) -> None:
         """Start the command. `extra`: what stands in its environment besides."""
         ours = {ARENA_ENV: str(self.memory), "HOLDFAST_JOB": JOB, "HOLDFAST_OVERHEAD_BUDGET": "0"}
         ours["HOLDFAST_MAX_REPEATS"] = "0"  # it is we who kill it, at one step as often as it comes

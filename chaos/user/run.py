@@ -17,9 +17,19 @@ from typing import Any
 import psutil
 
 from holdfast.audit import Notes, read, read_last
-from holdfast.chaos.harm import send_signals
-from holdfast.chaos.user.command import IN_A_RECOVERY, KINDS, PAUSE_S, STEP, OwnFault, OwnPlan, OwnVerdict, draw, judge
-from holdfast.chaos.user.nodes import END_DEADLINE_S, JOB, OwnNode
+from holdfast.chaos.actions import send_signals
+from holdfast.chaos.faults import CATALOGUE
+from holdfast.chaos.user.command import (
+    IN_A_RECOVERY,
+    PAUSE_S,
+    STEP,
+    CommandFault,
+    CommandPlan,
+    CommandVerdict,
+    draw,
+    judge,
+)
+from holdfast.chaos.user.nodes import END_DEADLINE_S, JOB, CommandNode
 from holdfast.sessions import tail
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
@@ -39,7 +49,7 @@ SAFE_DEADLINE_S = 20.0
 SIGNALS = {"kill-trainer": signal.SIGKILL, "term-trainer": signal.SIGTERM, "segv-trainer": signal.SIGSEGV}
 
 
-def run(plan: OwnPlan, progress: Callable[[str], None]) -> OwnVerdict:
+def run(plan: CommandPlan, progress: Callable[[str], None]) -> CommandVerdict:
     """Run the command three times, and judge. Blocks; leaves nothing behind.
 
     Raises:
@@ -64,10 +74,10 @@ def run(plan: OwnPlan, progress: Callable[[str], None]) -> OwnVerdict:
 
 
 @contextmanager
-def _nodes(plan: OwnPlan, folder: Path) -> Iterator[list[OwnNode]]:
+def _nodes(plan: CommandPlan, folder: Path) -> Iterator[list[CommandNode]]:
     """The nodes of one run, on which nothing is started yet; everything on them is ended and freed at the end."""
     (folder / "notes").mkdir(parents=True)
-    nodes = [OwnNode(f"node{index}", folder) for index in range(plan.nodes)]
+    nodes = [CommandNode(f"node{index}", folder) for index in range(plan.nodes)]
     try:
         yield nodes
     finally:
@@ -77,7 +87,7 @@ def _nodes(plan: OwnPlan, folder: Path) -> Iterator[list[OwnNode]]:
             node.clear()
 
 
-def _undisturbed(plan: OwnPlan, folder: Path, name: str) -> list[Notes]:
+def _undisturbed(plan: CommandPlan, folder: Path, name: str) -> list[Notes]:
     log = folder / "log"
     limit = time.monotonic() + plan.deadline_s
     with _nodes(plan, folder) as nodes:
@@ -96,24 +106,24 @@ class _Disturbed:
     """The run with faults: starts the command until it ends well, and hears of every point that it comes to."""
 
     def __init__(
-        self, plan: OwnPlan, folder: Path, faults: Sequence[OwnFault], progress: Callable[[str], None]
+        self, plan: CommandPlan, folder: Path, faults: Sequence[CommandFault], progress: Callable[[str], None]
     ) -> None:
         self._plan = plan
         self._folder = folder
         self._faults = faults
         self._progress = progress
-        self._injected: list[OwnFault] = []
+        self._injected: list[CommandFault] = []
         self._stopped: list[tuple[float, int]] = []
         self._ranks: dict[int, int] = {}
         self._dying: set[int] = set()
         self._before: set[int] = set()
         self._lost = 0
-        self._nodes: list[OwnNode] = []
+        self._nodes: list[CommandNode] = []
         rules = sorted({(point, None) for fault in faults for point in (fault.point, STEP)})
         points = {"socket": str(folder / "points.sock"), "who": "job", "rules": rules}
         self._environment = {POINTS_ENV: json.dumps(points)}
 
-    def run(self, first: Sequence[Notes], second: Sequence[Notes]) -> OwnVerdict:
+    def run(self, first: Sequence[Notes], second: Sequence[Notes]) -> CommandVerdict:
         """Until the command has ended well, hangs, or has ended badly too often for the faults that were done."""
         notes, began = self._folder / "notes", time.monotonic()
         with _nodes(self._plan, self._folder) as self._nodes, self._hearing() as selector:
@@ -135,7 +145,7 @@ class _Disturbed:
             problems.append(f"{len(self._faults)} faults were asked for, {len(self._injected)} were done")
         problems += [f"left behind: process {leak}" for leak in leaks]
         epochs = len({process.epoch for processes in read(notes) for process in processes})
-        return OwnVerdict(
+        return CommandVerdict(
             tuple(self._faults),
             tuple(self._injected),
             starts,
@@ -172,7 +182,7 @@ class _Disturbed:
 
     def _train(self, selector: selectors.BaseSelector) -> tuple[int, bool]:
         """Start the command on every node, and again wherever it ends badly: how often, and whether it hung."""
-        most = 1 + len(self._nodes) * sum(KINDS[fault.kind].ends for fault in self._faults)
+        most = 1 + len(self._nodes) * sum(CATALOGUE[fault.kind].ends_job for fault in self._faults)
         starts, limit = 0, 0.0
         size, moved, hurt = -1, time.monotonic(), False
         while True:
@@ -202,7 +212,7 @@ class _Disturbed:
                 for node in self._nodes:
                     node.end()
 
-    def _watch(self, selector: selectors.BaseSelector, node: OwnNode) -> None:
+    def _watch(self, selector: selectors.BaseSelector, node: CommandNode) -> None:
         ended = os.pidfd_open(node.pid)
         selector.register(ended, selectors.EVENT_READ, "ended")
 
@@ -235,18 +245,18 @@ class _Disturbed:
                 due = None
             with suppress(BrokenPipeError, ConnectionResetError):  # it is dead
                 connection.sendall(b"g")
-            return due is not None and KINDS[due.kind].ends
+            return due is not None and CATALOGUE[due.kind].ends_job
 
-    def _next(self, pid: int) -> OwnFault | None:
+    def _next(self, pid: int) -> CommandFault | None:
         """What may be done next where `pid` is. Nothing to what is dying; and a recovery is of other processes."""
         left = self._faults[len(self._injected) :]
         if not left or pid in self._dying:
             return None
         return None if left[0].point in IN_A_RECOVERY and pid in self._before else left[0]
 
-    def _inject(self, fault: OwnFault, pid: int, node: OwnNode) -> None:
+    def _inject(self, fault: CommandFault, pid: int, node: CommandNode) -> None:
         """Do it. `pid`: of the process that has come to the point, on `node`."""
-        if KINDS[fault.kind].ends:
+        if CATALOGUE[fault.kind].ends_job:
             self._before = self._trainers(pid)
         match fault.kind:
             case "kill-trainer" | "term-trainer" | "segv-trainer":
@@ -257,11 +267,11 @@ class _Disturbed:
                     send_signals(process, signal.SIGKILL)
             case "kill-launcher":
                 node.kill()  # what it leaves is in no recovery
-            case "stop-trainer":
+            case "pause-trainer":
                 self._stop(pid)
             case "kill-smp":
                 send_signals(node.smp(), signal.SIGKILL)
-            case "stop-smp":
+            case "pause-smp":
                 self._stop(node.smp())
             case "lose-node":
                 self._lose(node)
@@ -273,14 +283,14 @@ class _Disturbed:
         newest = [processes[-1] for processes in read(self._folder / "notes") if processes]
         return {pid, *(notes.pid for notes in newest)}
 
-    def _node_of(self, pid: int) -> OwnNode | None:
+    def _node_of(self, pid: int) -> CommandNode | None:
         """Where a process runs, if its launcher does; None if it has ended, or has another arena than it was given."""
         with suppress(psutil.Error):
             memory = psutil.Process(pid).environ().get(ARENA_ENV)
             return next((node for node in self._nodes if node.runs and str(node.memory) == memory), None)
         return None
 
-    def _lose(self, node: OwnNode) -> None:
+    def _lose(self, node: CommandNode) -> None:
         """Cut the power of a node once its loss must do no harm, and put a spare in its place."""
         owner = read_owner(arena_path(JOB, node.memory))
         limit = time.monotonic() + SAFE_DEADLINE_S
@@ -293,7 +303,7 @@ class _Disturbed:
             time.sleep(LOOK_EVERY_S)
         node.lose()
         self._lost += 1
-        spare = OwnNode(f"node{len(self._nodes) + self._lost - 1}", self._folder)
+        spare = CommandNode(f"node{len(self._nodes) + self._lost - 1}", self._folder)
         self._nodes[self._nodes.index(node)] = spare
 
     def _others(self) -> list[int]:
