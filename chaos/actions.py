@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -22,9 +21,9 @@ import psutil
 from holdfast.chaos.faults import CATALOGUE, Fault
 from holdfast.chaos.network import clocks, namespaces
 from holdfast.chaos.network.namespaces import inside
+from holdfast.chaos.runner import send_signals
 from holdfast.smp_daemon.persist.manifest import SNAPSHOT, shard_name
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.paths import ARENA_ENV
 
 
 class Context(Protocol):
@@ -340,26 +339,6 @@ no_space = _limit(psutil.RLIMIT_FSIZE, lambda process: 0)
 
 
 # ---------------------------------------------------------------------- tools
-
-
-def send_signals(pid: int | None, *signals: signal.Signals) -> None:
-    """Send signals, if the process is there: it may have ended by itself."""
-    for each in signals if pid is not None else ():
-        try:
-            os.kill(pid or 0, each)
-        except ProcessLookupError:
-            return
-
-
-def using_arenas(folder: Path) -> list[psutil.Process]:
-    """Processes that were told of an arena in `folder` or below it, in whatever session, SMPs too."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is another user's
-            told = Path(process.environ().get(ARENA_ENV, "/"))
-            if process.status() != psutil.STATUS_ZOMBIE and told.is_relative_to(folder):
-                found.append(process)
-    return found
 
 
 def _signal_all(pids: Sequence[int | None], each: signal.Signals) -> None:

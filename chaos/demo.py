@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.chaos.cluster import Event, History, Restart, VirtualCluster
+from holdfast.chaos.cluster import History, Restart, VirtualCluster
 from holdfast.chaos.drill import TARGET, compare, steps_done_again
 from holdfast.chaos.faults import CATALOGUE
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.recovery import phases
+from holdfast.chaos.runner import Event
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.resume.arrange import parse_protect
 

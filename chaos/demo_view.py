@@ -9,8 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.chaos.cluster import Event
 from holdfast.chaos.demo import Account, Kill, Plan, Recovery, kind_of
+from holdfast.chaos.runner import Event
 
 PHASES = ("detect", "restart", "plan", "fetch", "load", "first_step")
 TITLES = {"fetch": "fetch/decode", "first_step": "first step"}

@@ -19,8 +19,9 @@ from statistics import fmean, stdev
 import torch
 import torch.distributed as dist
 
-from holdfast.chaos.cluster import Event, History, VirtualCluster
+from holdfast.chaos.cluster import History, VirtualCluster
 from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.runner import Event
 from holdfast.chaos.trainer import Trainer
 from holdfast.integrations.adapters import adapter_for
 from holdfast.smp_daemon.shared.errors import ConfigError

@@ -14,10 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.cluster import Event, History, VirtualCluster
+from holdfast.chaos.cluster import History, VirtualCluster
 from holdfast.chaos.drill import TARGET, compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.ray.cluster import RayFault, VirtualRay
+from holdfast.chaos.runner import Event
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 JOB = "examples.plain:Replicas"
