@@ -25,9 +25,10 @@ from holdfast.chaos.sim.network import SimSocket
 from holdfast.chaos.sim.rpc import SimGrpc
 from holdfast.chaos.sim.scheduler import active
 from holdfast.chaos.sim.tasks import Process
+from holdfast.smp_daemon.shared import points
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.records import digest_units, kind_of, write_json
+from holdfast.smp_daemon.shared.records import PART, digest_units, kind_of
 from holdfast.smp_daemon.storage.arena import SHARD_SUFFIX, Arena
 from holdfast.snapshot.copy.pace import Pace
 
@@ -53,32 +54,42 @@ PAGE_BYTES = 64
 """Headers of slot files are padded to this, so that a shard is a few hundred bytes."""
 
 REPLACED = {
-    "service": ("threading", "reach"),
+    "service": ("threading",),
     "local": ("threading", "os"),
     "remote": ("time",),
-    "coding.protect": ("threading", "time", "queue", "reach"),
-    "coding.rejoin": ("threading", "reach"),
+    "coding.protect": (
+        "threading",
+        "time",
+        "queue",
+    ),
+    "coding.rejoin": ("threading",),
     "coding.scratch": ("queue",),
     "coding.scrub": ("threading", "time"),
     "net.gate": ("threading",),
     "net.listener": ("threading", "socket"),
     "net.peers": ("threading", "ThreadPoolExecutor"),
-    "node.core": ("threading", "reach"),
-    "node.monitor": ("threading", "time", "ThreadPoolExecutor", "reach"),
+    "node.core": ("threading",),
+    "node.monitor": (
+        "threading",
+        "time",
+        "ThreadPoolExecutor",
+    ),
     "recovery.census": ("ThreadPoolExecutor",),
     "recovery.load": ("threading", "time"),
-    "recovery.rebuild": ("reach",),
     "shared.board": ("os", "mmap"),
     "shared.client": ("threading", "os", "mmap"),
     "shared.counters": ("threading",),
     "shared.records": ("os",),
     "shared.transport": ("threading", "time", "socket"),
-    "storage.arena": ("reach", "os"),
-    "storage.codings": ("threading", "time", "reach"),
-    "storage.holdings": ("threading", "reach"),
+    "storage.arena": ("os",),
+    "storage.codings": (
+        "threading",
+        "time",
+    ),
+    "storage.holdings": ("threading",),
     "storage.parity": ("threading",),
-    "storage.pool": ("reach", "os", "mmap"),
-    "storage.store": ("threading", "reach"),
+    "storage.pool": ("os", "mmap"),
+    "storage.store": ("threading",),
 }
 """Which names of which modules of `smp_daemon` are replaced by the simulation's."""
 
@@ -156,16 +167,20 @@ def _await_end(process: Process, deadline_s: float) -> bool:
     return not process.alive
 
 
-def _write_json(path: MemoryPath, data: Any) -> None:
-    """`smp_daemon.shared.records.write_json`, with crashes planned before it, in the middle and after."""
+def _record_point(path: MemoryPath, data: Any, when: str) -> None:
+    """`records._reach`: the oracle learns of a record once it counts; who dies in the middle leaves half of it."""
     kind = kind_of(path.name)
-    reach(f"record.{kind}.before")
-    if Hooks.is_due(f"record.{kind}.part"):  # else what it leaves is overwritten at once
-        path.with_name(path.name + ".part").write_text('{"cut')
-    reach(f"record.{kind}.part")
-    write_json(path, data)  # type: ignore[arg-type]  # what stands for a path here
-    Hooks.committed(path, kind, data)
-    reach(f"record.{kind}.done")
+    point = f"record.{kind}.{when}"
+    if when == "done":
+        Hooks.committed(path, kind, data)
+    if when != "part" or not Hooks.is_due(point):
+        reach(point)
+        return
+    part = path.with_name(path.name + PART)
+    whole = part.read_text()
+    part.write_text('{"cut')
+    reach(point)
+    part.write_text(whole)  # it lives on
 
 
 def _release(self: Arena, keep: Collection[SnapshotId], before: SnapshotId, held: Collection[SnapshotId] = ()) -> None:
@@ -217,7 +232,6 @@ def installed() -> Iterator[None]:
         "queue": QUEUE,
         "socket": SOCKET,
         "ThreadPoolExecutor": threads.ThreadPoolExecutor,
-        "reach": reach,
         "os": system,
         "mmap": MemoryMmap,
     }
@@ -240,19 +254,14 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.shared.client.await_end": _await_end,
         "holdfast.smp_daemon.shared.slotfile.PAGE_BYTES": PAGE_BYTES,
         "holdfast.smp_daemon.storage.store.digest_units": _digest_units,
-        "holdfast.smp_daemon.storage.store.write_json": _write_json,
-        "holdfast.smp_daemon.storage.arena.write_json": _write_json,
-        "holdfast.smp_daemon.storage.pool.write_json": _write_json,
-        "holdfast.smp_daemon.node.core.write_json": _write_json,
+        "holdfast.smp_daemon.shared.records._reach": _record_point,
         "holdfast.snapshot.resume.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
         "holdfast.snapshot.connect.start_smp": _start_smp,
         "holdfast.snapshot.step.copier.threading": THREADING,
         "holdfast.snapshot.step.copier.queue": QUEUE,
-        "holdfast.snapshot.step.copier.reach": reach,
         "holdfast.snapshot.resume.loading.ThreadPoolExecutor": threads.ThreadPoolExecutor,
         "holdfast.snapshot.copy.pace.threading": THREADING,
         "holdfast.snapshot.resume.restore.time": TIME,
-        "holdfast.snapshot.resume.restore.reach": reach,
         "holdfast.snapshot.resume.restore._load": trainer.load,
         "holdfast.snapshot.hook.time": TIME,
         "holdfast.snapshot.hook.Pace": lambda: Pace(threads.monotonic, threads.Event.wait),  # type: ignore[arg-type]
@@ -266,6 +275,8 @@ def installed() -> Iterator[None]:
         stack.enter_context(_without_collector())
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable()
+        stack.callback(points.observe, None)
+        points.observe(reach)
         for target, new in targets.items():
             stack.enter_context(patch(target, new))
         yield
