@@ -54,42 +54,16 @@ PAGE_BYTES = 64
 """Headers of slot files are padded to this, so that a shard is a few hundred bytes."""
 
 REPLACED = {
-    "service": ("threading",),
-    "local": ("threading", "os"),
-    "remote": ("time",),
-    "coding.protect": (
-        "threading",
-        "time",
-        "queue",
-    ),
-    "coding.rejoin": ("threading",),
-    "coding.scratch": ("queue",),
-    "coding.scrub": ("threading", "time"),
-    "net.gate": ("threading",),
-    "net.listener": ("threading", "socket"),
-    "net.peers": ("threading", "ThreadPoolExecutor"),
-    "node.core": ("threading",),
-    "node.monitor": (
-        "threading",
-        "time",
-        "ThreadPoolExecutor",
-    ),
+    "local": ("os",),
+    "net.listener": ("socket",),
     "recovery.census": ("ThreadPoolExecutor",),
     "recovery.load": ("threading", "time"),
     "shared.board": ("os", "mmap"),
     "shared.client": ("threading", "os", "mmap"),
-    "shared.counters": ("threading",),
     "shared.records": ("os",),
     "shared.transport": ("threading", "time", "socket"),
     "storage.arena": ("os",),
-    "storage.codings": (
-        "threading",
-        "time",
-    ),
-    "storage.holdings": ("threading",),
-    "storage.parity": ("threading",),
     "storage.pool": ("os", "mmap"),
-    "storage.store": ("threading",),
 }
 """Which names of which modules of `smp_daemon` are replaced by the simulation's."""
 

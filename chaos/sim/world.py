@@ -15,7 +15,7 @@ from holdfast.chaos.sim.plan import SeedPlan
 from holdfast.chaos.sim.scheduler import Scheduler
 from holdfast.chaos.sim.seams import Hooks
 from holdfast.chaos.sim.tasks import Process
-from holdfast.chaos.sim.threads import Signal
+from holdfast.chaos.sim.threads import Signal, SimSystem
 from holdfast.chaos.sim.trainer import Circle, Member, SimAdapter, TrainingLost
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
@@ -155,7 +155,7 @@ class World:
             rebuild=self.plan.rebuild,
         )
         try:
-            smp = Smp(JOB, node.name, node.arena, node.host, settings=settings)  # type: ignore[arg-type]
+            smp = Smp(JOB, node.name, node.arena, node.host, settings=settings, system=SimSystem())  # type: ignore[arg-type]
         except HoldfastError as error:
             node.error = str(error)
             node.starting = False
