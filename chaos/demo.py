@@ -50,7 +50,7 @@ def kind_of(fault: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DemoPlan:
     """What the demo does. `kills` are in order of steps."""
 
     nodes: int
@@ -86,7 +86,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
+class DemoRecovery:
     """One recovery. `phases` are seconds; they follow one another, from the kill to the first new step."""
 
     kill: Kill
@@ -100,11 +100,11 @@ class Recovery:
 class Account:
     """What the demo found."""
 
-    plan: Plan
+    plan: DemoPlan
     identical: bool
     difference: str
     losses: list[float]
-    recoveries: list[Recovery]
+    recoveries: list[DemoRecovery]
     disk_bytes_written: int
     leaks: list[str]
     seconds: float
@@ -149,7 +149,7 @@ class Account:
         }
 
 
-def run(plan: Plan, progress: Callable[[str, Event], None]) -> Account:
+def run(plan: DemoPlan, progress: Callable[[str, Event], None]) -> Account:
     """Do all of it. `progress` is told (``import``, ``undisturbed`` or ``disturbed``, event) as it goes.
 
     Raises:
@@ -186,7 +186,7 @@ def run(plan: Plan, progress: Callable[[str, Event], None]) -> Account:
     return account(plan, undisturbed, history, time.monotonic() - began)
 
 
-def account(plan: Plan, undisturbed: History, disturbed: History, seconds: float) -> Account:
+def account(plan: DemoPlan, undisturbed: History, disturbed: History, seconds: float) -> Account:
     """The figures of a finished demo."""
     difference = compare(undisturbed, disturbed)
     last = {e["step"]: float.fromhex(e["loss"]) for e in disturbed.of("step", rank=0)}
@@ -202,10 +202,10 @@ def account(plan: Plan, undisturbed: History, disturbed: History, seconds: float
     )
 
 
-def _recovery(history: History, generation: int, restart: Restart) -> Recovery:
+def _recovery(history: History, generation: int, restart: Restart) -> DemoRecovery:
     fault = restart.faults[0]
     started = history.of("started", generation=generation)
-    return Recovery(
+    return DemoRecovery(
         kill=Kill(kind_of(fault.kind), fault.targets, fault.step or 0),
         restored_step=started[0]["step"],
         lost_steps=steps_done_again(history, generation),

@@ -14,7 +14,7 @@ from typing import IO
 from holdfast.chaos.accounting import disk_bytes_written, wait_until_dead
 from holdfast.chaos.network import clocks
 from holdfast.chaos.network.namespaces import DEVICE, inside
-from holdfast.chaos.runner import Node, Wiring
+from holdfast.chaos.runner import LocalNode, Wiring
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
@@ -24,7 +24,7 @@ END_DEADLINE_S = 15.0
 SIGNAL_DEADLINE_S = 5.0
 
 
-class VirtualNode(Node):
+class VirtualNode(LocalNode):
     """One node. Its SMP is a child of this process, and goes when this process goes.
 
     Attributes:

@@ -138,7 +138,7 @@ def release(sock: socket.socket) -> None:
         sock.sendall(b"g")
 
 
-class Node:
+class LocalNode:
     """A node that is played: a name, and a folder that is its memory.
 
     Attributes:

@@ -21,7 +21,7 @@ from typing import Any, Self
 import psutil
 
 from holdfast.chaos.cluster import History
-from holdfast.chaos.runner import Event, Node, Runner, Wiring, release, using_arenas
+from holdfast.chaos.runner import Event, LocalNode, Runner, Wiring, release, using_arenas
 from holdfast.integrations.ray.crew import Seat
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
@@ -65,7 +65,7 @@ class RayFault:
     done: bool = field(default=False, compare=False)
 
 
-class RayNode(Node):
+class RayNode(LocalNode):
     """A node of a Ray cluster: a raylet, what that has started, and an SMP.
 
     Attributes:

@@ -9,7 +9,7 @@ from holdfast.chaos.sim.memory import MemoryPath
 from holdfast.chaos.sim.plan import DrawnFault
 from holdfast.chaos.sim.seams import Hooks
 from holdfast.chaos.sim.tasks import Process
-from holdfast.chaos.sim.world import Node, Trainer, World
+from holdfast.chaos.sim.world import SimNode, SimTrainer, World
 
 SILENT_CHANCE = 0.5
 FROZEN_S = 20.0
@@ -94,12 +94,12 @@ class Faults:
             "grow-state": self._grow,
         }[kind]()
 
-    def _kill(self, *trainers: Trainer) -> None:
+    def _kill(self, *trainers: SimTrainer) -> None:
         for trainer in trainers:
             self._count("kill-trainer")
             self._world.kill_trainer(trainer)
 
-    def _kill_smp(self, node: Node) -> None:
+    def _kill_smp(self, node: SimNode) -> None:
         self._count("kill-smp")
         assert node.smp_process is not None
         self._world.scheduler.kill(node.smp_process)
@@ -111,14 +111,14 @@ class Faults:
         for node in self._random.sample(up, count):
             self._world.lose(node, silent=self._random.random() < SILENT_CHANCE)
 
-    def _freeze(self, node: Node) -> None:
+    def _freeze(self, node: SimNode) -> None:
         self._count("pause-smp")
         scheduler, process = self._world.scheduler, node.smp_process
         assert process is not None
         scheduler.freeze(process)
         scheduler.at(scheduler.now + self._random.random() * FROZEN_S, lambda: scheduler.thaw(process))
 
-    def _make_zombie(self, trainer: Trainer) -> None:
+    def _make_zombie(self, trainer: SimTrainer) -> None:
         """It hangs; its launcher gives it up without being able to kill it; some time later it goes on."""
         self._count("zombie-trainer")
         scheduler = self._world.scheduler
@@ -151,7 +151,7 @@ class Faults:
 
         scheduler.at(scheduler.now + 5.0, recover)
 
-    def _flip(self, node: Node) -> None:
+    def _flip(self, node: SimNode) -> None:
         """One bit of what is sealed on a node, data or parity."""
         sealed = sorted(path for path in node.arena.glob("*.*.*.json"))
         if not sealed:

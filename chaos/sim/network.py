@@ -75,7 +75,7 @@ class Network:
         """A host is gone, with no farewell: who waits for it waits until a deadline."""
         self.dark.add(host)
 
-    def heal(self) -> None:
+    def repair(self) -> None:
         """From now on nothing breaks by itself."""
         self.cut.clear()
         self.flip_chance = self.break_chance = 0.0

@@ -178,9 +178,9 @@ class _Driver:
             if not self._recover(0 if final == "lose twice" else 1, "after a loss"):
                 return
         if final == "lose twice":
-            self._pass(60.0)  # lost parity is healed in the background
+            self._pass(60.0)  # lost parity is rebuilt in the background
             places = {f"dp{trainer.rank}": trainer.node.name for trainer in world.trainers}
-            world.oracle.healed(world.trainers[0].restored, places)
+            world.oracle.repaired(world.trainers[0].restored, places)
             self._lose(world.oracle.survivable())
             self._replace(True)
             if not self._recover(1, "after a second loss"):
@@ -199,7 +199,7 @@ class _Driver:
 
     def _calm(self) -> None:
         """Nothing goes wrong from now on, and what hung goes on."""
-        self._world.network.heal()
+        self._world.network.repair()
         for process in self._faults.zombies:
             self._scheduler.thaw(process)
         self._pass(CALM_S)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast import sessions
-from holdfast.chaos.runner import Node
+from holdfast.chaos.runner import LocalNode
 from holdfast.chaos.user.command import CommandPlan
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.snapshot.state.audit import Orders
@@ -18,7 +18,7 @@ JOB = "chaos"
 END_DEADLINE_S = 10.0
 
 
-class CommandNode(Node):
+class CommandNode(LocalNode):
     """One node, and the command that was started there."""
 
     def __init__(self, name: str, folder: Path) -> None:
