@@ -1,4 +1,5 @@
-"""Where the simulation is put under the production code: names in its modules, replaced for as long as a block runs.
+"""Where the simulation is put under the production code, for as long as a block runs: names in its modules that are
+replaced, and points that are observed. Threads and clock of SMPs are handed to them (`chaos.sim.threads.SimSystem`).
 
 Nothing of holdfast's own is replaced but what stands behind an interface: state, capture, mover and collectives of a
 trainer (`chaos.sim.trainer`), and how an SMP's process is started.
@@ -57,7 +58,6 @@ REPLACED = {
     "local": ("os",),
     "net.listener": ("socket",),
     "recovery.census": ("ThreadPoolExecutor",),
-    "recovery.load": ("threading", "time"),
     "shared.board": ("os", "mmap"),
     "shared.client": ("threading", "os", "mmap"),
     "shared.records": ("os",),
