@@ -24,7 +24,8 @@ from typing import IO, Any
 import numpy as np
 
 from holdfast.chaos.network.namespaces import inside
-from holdfast.chaos.node import VirtualNode, Wiring
+from holdfast.chaos.node import VirtualNode
+from holdfast.chaos.runner import Wiring
 from holdfast.ec.codec import as_array
 from holdfast.smp_daemon.net.listener import Listener, bind_tcp
 from holdfast.smp_daemon.shared.board import Outcome
@@ -248,7 +249,7 @@ class Fleet:
         """Lose a node; an empty one takes its place, with `module` as its SMP."""
         before, self.nodes[index] = (
             self.nodes[index],
-            VirtualNode(index, 0, self.nodes[index].host, self.nodes[index].base.parent, JOB, module),
+            VirtualNode(index, 0, self.nodes[index].host, self.nodes[index].memory.parent, JOB, module),
         )
         self.clients[index].close()
         before.power_cut()

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.chaos.node import VirtualNode, Wiring
+from holdfast.chaos.node import VirtualNode
+from holdfast.chaos.runner import Wiring
 from holdfast.smp_daemon.shared.board import Outcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import HoldfastError

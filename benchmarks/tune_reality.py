@@ -1,7 +1,7 @@
 """``python benchmarks/tune_reality.py --seed 1 --markdown FILE``: what is predicted, and what failures really take.
 
 Real processes on two virtual nodes; trainers are killed and nodes lost as a Poisson process of progress, and every
-second that was lost is accounted for (`chaos.toll`), with a snapshot every 1, 8, 32 and 96 steps in turn. The
+second that was lost is accounted for (`chaos.overhead`), with a snapshot every 1, 8, 32 and 96 steps in turn. The
 prediction comes from a profile of the same job, and the mean time of a restart. About ten minutes; the machine should
 be idle.
 """
@@ -23,12 +23,12 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from holdfast.chaos.launcher import Launcher
-from holdfast.chaos.toll import Load, Toll, account, error_of_sum, kills, quiet_step, run
+from holdfast.chaos.overhead import Overhead, TimedJob, account, baseline_step, error_of_sum, kills, run
 from holdfast.snapshot.interval.measured import Measured
 
 INTERVALS = (1, 8, 32, 96)
-QUIET_FROM = 4
-"""With fewer steps between snapshots none is quiet, and steps of a run without snapshots are taken for them."""
+BASELINE_FROM = 4
+"""With fewer steps between snapshots none is a baseline, and steps of a run without snapshots are taken for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Expected:
         return self.overhead + self.lost + self.restarts
 
 
-def predict(measured: Measured, restarts_s: tuple[float, float], period_s: float, toll: Toll) -> Expected:
+def predict(measured: Measured, restarts_s: tuple[float, float], period_s: float, took: Overhead) -> Expected:
     """First order: ``c/T + rate (T/2 + latency + R)`` of each class, with as many failures of it as there were.
 
     Args:
@@ -52,7 +52,7 @@ def predict(measured: Measured, restarts_s: tuple[float, float], period_s: float
         period_s: between snapshots.
     """
     commit_s = measured.copy_s + measured.seal_s
-    rates = [(toll.nodes.count(lost)) / toll.useful for lost in (False, True)]
+    rates = [(took.nodes.count(lost)) / took.useful for lost in (False, True)]
     latencies = (commit_s, commit_s + measured.encode_s)
     return Expected(
         measured.visible_s() / period_s,
@@ -61,16 +61,19 @@ def predict(measured: Measured, restarts_s: tuple[float, float], period_s: float
     )
 
 
-def pooled(tolls: Sequence[Toll]) -> tuple[float, float]:
+def pooled(runs_of: Sequence[Overhead]) -> tuple[float, float]:
     """Mean seconds of a restart after a process's death, and after the loss of a node, over all runs: how long one
     takes is not for the tuner to predict, and does not depend on the interval."""
-    pairs = [pair for toll in tolls for pair in zip(toll.nodes, toll.restarts, strict=True)]
+    pairs = [pair for took in runs_of for pair in zip(took.nodes, took.restarts, strict=True)]
     process_s, node_s = ([seconds for node, seconds in pairs if node is lost] for lost in (False, True))
     return fmean(process_s), fmean(node_s)
 
 
 def report(
-    rows: Sequence[tuple[int, float, Toll, Expected]], measured: Measured, restarts_s: tuple[float, float], command: str
+    rows: Sequence[tuple[int, float, Overhead, Expected]],
+    measured: Measured,
+    restarts_s: tuple[float, float],
+    command: str,
 ) -> str:
     """As Markdown."""
     lines = [
@@ -92,20 +95,20 @@ def report(
         "| every | failures | wasted | predicted | overhead | predicted | steps lost | predicted | restarts | mean |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for every, _, toll, expected in rows:
-        lost, restarts = sum(toll.losses) / toll.useful, sum(toll.restarts) / toll.useful
-        lost_error, restart_error = (error_of_sum(part) / toll.useful for part in (toll.losses, toll.restarts))
+    for every, _, took, expected in rows:
+        lost, restarts = sum(took.losses) / took.useful, sum(took.restarts) / took.useful
+        lost_error, restart_error = (error_of_sum(part) / took.useful for part in (took.losses, took.restarts))
         lines.append(
-            f"| {every} | {len(toll.losses)} | **{toll.wasted:.3f} ± {toll.error:.3f}** | **{expected.wasted:.3f}** | "
-            f"{toll.overhead / toll.useful:.3f} | {expected.overhead:.3f} | {lost:.4f} ± {lost_error:.4f} | "
+            f"| {every} | {len(took.losses)} | **{took.wasted:.3f} ± {took.error:.3f}** | **{expected.wasted:.3f}** | "
+            f"{took.copying / took.useful:.3f} | {expected.overhead:.3f} | {lost:.4f} ± {lost_error:.4f} | "
             f"{expected.lost:.4f} | {restarts:.3f} ± {restart_error:.3f} | {expected.restarts:.3f} |"
         )
-    off = [abs(toll.wasted - expected.wasted) / toll.error for _, _, toll, expected in rows]
+    off = [abs(took.wasted - expected.wasted) / took.error for _, _, took, expected in rows]
     steps = ", ".join(f"{step_s * 1e3:.1f} ms every {every}" for every, step_s, *_ in rows)
     lines += [
         "",
         f"The prediction of all that is wasted is off by {', '.join(f'{each:.1f}' for each in off)} standard errors. "
-        f"Quiet steps took {steps}: the period is so many of them, and overhead what steps took beyond them.",
+        f"Baseline steps took {steps}: the period is so many of them, and overhead what steps took beyond them.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -119,10 +122,10 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    load = Load()
-    tolls: dict[int, list[Toll]] = {every: [] for every in INTERVALS}
+    load = TimedJob()
+    runs_of: dict[int, list[Overhead]] = {every: [] for every in INTERVALS}
     steps_s: dict[int, list[float]] = {every: [] for every in INTERVALS}
-    with Launcher(["holdfast.chaos.toll"]) as launcher, tempfile.TemporaryDirectory() as folder:
+    with Launcher(["holdfast.chaos.overhead"]) as launcher, tempfile.TemporaryDirectory() as folder:
         launcher.wait_ready()
         file = Path(folder, "profile.json")
         run(launcher, load, steps=1 << 40, every=1, profile=file)
@@ -130,23 +133,23 @@ def main() -> None:
         for number in range(args.rounds):
             strikes = kills(args.seed + number, args.steps, args.mean)
             for every in INTERVALS:
-                step_s = quiet_step(run(launcher, load, steps=80, every=0), 0) if every < QUIET_FROM else None
+                step_s = baseline_step(run(launcher, load, steps=80, every=0), 0) if every < BASELINE_FROM else None
                 history = run(launcher, load, steps=args.steps, every=every, strikes=strikes, lose_every=3)
-                step_s = step_s or quiet_step(history, every)
-                tolls[every].append(account(history, step_s))
+                step_s = step_s or baseline_step(history, every)
+                runs_of[every].append(account(history, step_s))
                 steps_s[every].append(step_s)
-                print(f"round {number}, every {every}: {tolls[every][-1].wasted:.3f}", flush=True)
-    found = {every: reduce(add, each) for every, each in tolls.items()}
+                print(f"round {number}, every {every}: {runs_of[every][-1].wasted:.3f}", flush=True)
+    found = {every: reduce(add, each) for every, each in runs_of.items()}
     restarts_s = pooled(list(found.values()))
-    runs = [(every, toll, fmean(steps_s[every])) for every, toll in found.items()]
-    rows = [(e, step_s, toll, predict(measured, restarts_s, e * step_s, toll)) for e, toll, step_s in runs]
+    runs = [(every, took, fmean(steps_s[every])) for every, took in found.items()]
+    rows = [(e, step_s, took, predict(measured, restarts_s, e * step_s, took)) for e, took, step_s in runs]
     options = f"--seed {args.seed} --rounds {args.rounds} --steps {args.steps} --mean {args.mean:g}"
     text = report(rows, measured, restarts_s, f"python benchmarks/tune_reality.py {options}")
     print(text)
     if args.markdown:
         args.markdown.write_text(text)
     if args.json:
-        data = [{"every": e, "step_s": s, "toll": asdict(t), "expected": asdict(x)} for e, s, t, x in rows]
+        data = [{"every": e, "step_s": s, "took": asdict(t), "expected": asdict(x)} for e, s, t, x in rows]
         args.json.write_text(json.dumps({"profile": measured.to_json(), "rows": data}, indent=2) + "\n")
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import psutil
 
+from holdfast.chaos.actions import obstacle
 from holdfast.chaos.cluster import History, VirtualCluster
 from holdfast.chaos.drill import TARGET
-from holdfast.chaos.faults import obstacle
-from holdfast.chaos.ground import Fault
+from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.scenario import WORKLOAD, Scenario
-from holdfast.chaos.verdict import Verdict, judge
+from holdfast.chaos.verdict import ScenarioVerdict, judge
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.paths import arena_base
 
@@ -56,10 +56,10 @@ class Campaign:
         if self._clocked is not None:
             self._clocked.close()
 
-    def run(self, scenario: Scenario, replay: str) -> Verdict:
+    def run(self, scenario: Scenario, replay: str) -> ScenarioVerdict:
         """Run one: undisturbed, if that was not done yet, and with its faults. `replay`: how to run it again."""
         if reason := obstacle(fault.kind for fault in scenario.faults):
-            return Verdict(scenario, (), 0, 0, 0, (), 0, False, False, (), 0.0, History(), skipped=reason)
+            return ScenarioVerdict(scenario, (), 0, 0, 0, (), 0, False, False, (), 0.0, History(), skipped=reason)
         undisturbed = self._reference(scenario)
         launcher = self._launcher_for(scenario)
         began = time.monotonic()
@@ -149,7 +149,7 @@ def _place(scenario: Scenario) -> Iterator[dict[str, str]]:
         yield {"HOLDFAST_PERSIST": folder, "HOLDFAST_PERSIST_EVERY": str(scenario.persist)}
 
 
-def summary(verdicts: Iterable[Verdict], seconds: float) -> dict[str, Any]:
+def summary(verdicts: Iterable[ScenarioVerdict], seconds: float) -> dict[str, Any]:
     """The figures of a campaign, for ``--json``."""
     ran = [verdict for verdict in verdicts if not verdict.skipped]
     return {

@@ -15,11 +15,8 @@ replacement where a node was lost.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
 import os
-import selectors
 import shutil
 import signal
 import socket
@@ -31,18 +28,17 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.chaos.accounting import beyond_access_times
-from holdfast.chaos.faults import CATALOGUE, check, inject
-from holdfast.chaos.ground import Fault
+from holdfast.chaos.actions import inject
+from holdfast.chaos.faults import CATALOGUE, Fault, check
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.network.clocks import set_clock
 from holdfast.chaos.network.wire import Wire
-from holdfast.chaos.node import VirtualNode, Wiring
+from holdfast.chaos.node import VirtualNode
+from holdfast.chaos.runner import Event, Runner, Wiring, release
 from holdfast.chaos.trainer import ENV as TRAINER_ENV
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.points import SMP_POINTS
-
-Event = dict[str, Any]
 
 
 class JobFailed(HoldfastError):
@@ -75,8 +71,8 @@ class History:
         return [e for e in self.events if e["kind"] == kind and all(e.get(k) == v for k, v in match.items())]
 
 
-class VirtualCluster:
-    """One job on virtual nodes. Use once: declare faults, then `run`."""
+class VirtualCluster(Runner):
+    """One job on virtual nodes. Use once: declare faults, then `run`. Not thread-safe."""
 
     def __init__(
         self,
@@ -138,8 +134,6 @@ class VirtualCluster:
         self._cause: list[Fault] = []
         self._dealt_with: list[Fault] = []
         self._strays: set[int] = set()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
         self.history = History()
 
     # ------------------------------------------------------------------ faults
@@ -188,14 +182,10 @@ class VirtualCluster:
         """
         self._deadline = time.monotonic() + self._deadline_s
         self._base.mkdir(parents=True, mode=0o700)
-        self._selector = selectors.DefaultSelector()
         self._events_path = str(self._base / "events")
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listen(self._base / "events")
         try:
-            listening.bind(self._events_path)
-            listening.listen(64)
-            self._selector.register(listening, selectors.EVENT_READ, self._accept)
-            self._selector.register(self._launcher, selectors.EVENT_READ, self._hear)
+            self.watch(self._launcher, self._hear_launcher)
             self._wire = Wire() if self._wired else None
             for node in self._nodes:
                 self._plug_in(node)
@@ -203,7 +193,9 @@ class VirtualCluster:
             before = self._launcher.disk_bytes_written()
             self._spawn()
             while self._running or self._strays or self._timers:
-                self._turn()
+                if time.monotonic() >= self._deadline:
+                    raise DeadlineExceeded(f"the job did not end within {self._deadline_s:.0f} s\n{self._logs()}")
+                self.turn(self._deadline)
             self._settle()
             for kind, packets in self._wire.hits() if self._wire else ():
                 self._note({"kind": "impaired", "fault": kind, "packets": packets, "at": time.monotonic()})
@@ -211,19 +203,9 @@ class VirtualCluster:
             self.history.disk_bytes_written = beyond_access_times(written)
             return self.history
         finally:
-            self._clean_up(listening)
+            self._clean_up()
 
-    def _turn(self) -> None:
-        now = time.monotonic()
-        if now >= self._deadline:
-            raise DeadlineExceeded(f"the job did not end within {self._deadline_s:.0f} s\n{self._logs()}")
-        due = min(self._deadline, self._timers[0][0] if self._timers else self._deadline)
-        for key, _ in self._selector.select(max(0.0, due - now)):
-            key.data(key.fileobj)
-        while self._timers and self._timers[0][0] <= time.monotonic():
-            heapq.heappop(self._timers)[2]()
-
-    def _hear(self, launcher: Launcher) -> None:
+    def _hear_launcher(self, launcher: Launcher) -> None:
         for message in launcher.messages():
             if message["kind"] == "spawned":
                 self._pids = {int(rank): pid for rank, pid in message["pids"].items()}
@@ -292,29 +274,11 @@ class VirtualCluster:
 
     # ------------------------------------------------------------------ events
 
-    def _accept(self, listening: socket.socket) -> None:
-        sock, _ = listening.accept()
-        buffer = bytearray()
-        self._selector.register(sock, selectors.EVENT_READ, lambda s: self._read(s, buffer))
-
-    def _read(self, sock: socket.socket, buffer: bytearray) -> None:
-        try:
-            data = sock.recv(1 << 16)
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            self._selector.unregister(sock)
-            sock.close()
-            return
-        buffer += data
-        while b"\n" in buffer:
-            line, _, rest = bytes(buffer).partition(b"\n")
-            buffer[:] = rest
-            event = json.loads(line)
-            if event["kind"] == "reached":
-                self._reached(event, sock)
-            else:
-                self._note(event)
+    def heard(self, event: Event, sock: socket.socket) -> None:
+        if event["kind"] == "reached":
+            self._reached(event, sock)
+        else:
+            self._note(event)
 
     def _reached(self, event: Event, sock: socket.socket) -> None:
         frozen, held_s = False, 0.0
@@ -330,9 +294,9 @@ class VirtualCluster:
             else:
                 self._inject(fault, event["step"])
         if held_s:
-            self.later(held_s, partial(_let_go, sock))
+            self.later(held_s, partial(release, sock))
         elif not frozen:
-            _let_go(sock)
+            release(sock)
 
     def _inject(self, fault: Fault, step: int) -> None:
         fault.fired_at = time.monotonic()
@@ -349,7 +313,7 @@ class VirtualCluster:
         )
         inject(self, fault)
 
-    # ------------------------------------------------------------------ what faults need: `chaos.ground.Ground`
+    # ------------------------------------------------------------------ what faults need: `chaos.actions.Context`
 
     def pid_of_rank(self, rank: int) -> int | None:
         # A child that the zygote has not reported, so the pid is still its.
@@ -408,7 +372,7 @@ class VirtualCluster:
     def kill_launcher(self) -> None:
         self._selector.unregister(self._launcher)
         self._launcher.replace()
-        self._selector.register(self._launcher, selectors.EVENT_READ, self._hear)
+        self.watch(self._launcher, self._hear_launcher)
         at = time.monotonic()
         for rank in sorted(self._running):
             self._note({"kind": "exit", "rank": rank, "status": -9, "at": at, "generation": self._generation})
@@ -416,9 +380,6 @@ class VirtualCluster:
         self._noticed_at = at
         self._cause = [fault for fault in self._faults if fault.fired_at is not None and fault.kind == "kill-launcher"]
         self._restart()
-
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), action))
 
     def _note(self, event: Event) -> None:
         self.history.events.append(event)
@@ -473,7 +434,7 @@ class VirtualCluster:
             if node.arena.exists():
                 self.history.leaks.append(f"{node.arena} is still there")
 
-    def _clean_up(self, listening: socket.socket) -> None:
+    def _clean_up(self) -> None:
         if self._running or self._strays:
             self._launcher.end_trainers()
         for node in self._nodes:
@@ -484,11 +445,7 @@ class VirtualCluster:
             _, found, rest = path.read_text(errors="replace").partition("Traceback (most recent call last)")
             if found:
                 self.history.tracebacks.append(f"{path.stem}: {rest[-2000:].strip()}")
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-        self._selector.close()
-        listening.close()
+        self.hang_up()
         shutil.rmtree(self._base, ignore_errors=True)
 
     def _logs(self) -> str:
@@ -498,11 +455,3 @@ class VirtualCluster:
             if text:
                 texts.append(f"--- {path.name} of {path.parent.parent.name}\n{text[-3000:]}")
         return "\n".join(texts)
-
-
-def _let_go(sock: socket.socket) -> None:
-    """Whoever waits at a point may go on."""
-    try:
-        sock.sendall(b"g")
-    except OSError:
-        pass  # it was killed

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.chaos.cluster import Event, History, Restart, VirtualCluster
+from holdfast.chaos.cluster import History, Restart, VirtualCluster
 from holdfast.chaos.drill import TARGET, compare, steps_done_again
 from holdfast.chaos.faults import CATALOGUE
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.recovery import phases
+from holdfast.chaos.runner import Event
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.resume.arrange import parse_protect
 
@@ -49,7 +50,7 @@ def kind_of(fault: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DemoPlan:
     """What the demo does. `kills` are in order of steps."""
 
     nodes: int
@@ -85,7 +86,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
+class DemoRecovery:
     """One recovery. `phases` are seconds; they follow one another, from the kill to the first new step."""
 
     kill: Kill
@@ -99,11 +100,11 @@ class Recovery:
 class Account:
     """What the demo found."""
 
-    plan: Plan
+    plan: DemoPlan
     identical: bool
     difference: str
     losses: list[float]
-    recoveries: list[Recovery]
+    recoveries: list[DemoRecovery]
     disk_bytes_written: int
     leaks: list[str]
     seconds: float
@@ -148,7 +149,7 @@ class Account:
         }
 
 
-def run(plan: Plan, progress: Callable[[str, Event], None]) -> Account:
+def run(plan: DemoPlan, progress: Callable[[str, Event], None]) -> Account:
     """Do all of it. `progress` is told (``import``, ``undisturbed`` or ``disturbed``, event) as it goes.
 
     Raises:
@@ -185,7 +186,7 @@ def run(plan: Plan, progress: Callable[[str, Event], None]) -> Account:
     return account(plan, undisturbed, history, time.monotonic() - began)
 
 
-def account(plan: Plan, undisturbed: History, disturbed: History, seconds: float) -> Account:
+def account(plan: DemoPlan, undisturbed: History, disturbed: History, seconds: float) -> Account:
     """The figures of a finished demo."""
     difference = compare(undisturbed, disturbed)
     last = {e["step"]: float.fromhex(e["loss"]) for e in disturbed.of("step", rank=0)}
@@ -201,10 +202,10 @@ def account(plan: Plan, undisturbed: History, disturbed: History, seconds: float
     )
 
 
-def _recovery(history: History, generation: int, restart: Restart) -> Recovery:
+def _recovery(history: History, generation: int, restart: Restart) -> DemoRecovery:
     fault = restart.faults[0]
     started = history.of("started", generation=generation)
-    return Recovery(
+    return DemoRecovery(
         kill=Kill(kind_of(fault.kind), fault.targets, fault.step or 0),
         restored_step=started[0]["step"],
         lost_steps=steps_done_again(history, generation),

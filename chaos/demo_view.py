@@ -9,8 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.chaos.cluster import Event
-from holdfast.chaos.demo import Account, Kill, Plan, Recovery, kind_of
+from holdfast.chaos.demo import Account, DemoPlan, DemoRecovery, Kill, kind_of
+from holdfast.chaos.runner import Event
 
 PHASES = ("detect", "restart", "plan", "fetch", "load", "first_step")
 TITLES = {"fetch": "fetch/decode", "first_step": "first step"}
@@ -20,7 +20,7 @@ LABELS = {"undisturbed": "undisturbed run", "disturbed": "run with kills"}
 class DemoProgress:
     """A bar per run, on a terminal; one line per happening elsewhere. Use as a context manager."""
 
-    def __init__(self, console: Console, plan: Plan) -> None:
+    def __init__(self, console: Console, plan: DemoPlan) -> None:
         self._console = console
         self._plan = plan
         self._bar = Progress(
@@ -93,7 +93,7 @@ def _verdicts(account: Account) -> list[tuple[bool, str]]:
     ]
 
 
-def _table(recoveries: list[Recovery]) -> Table:
+def _table(recoveries: list[DemoRecovery]) -> Table:
     """A row per phase, a column per recovery."""
     table = Table(box=None, header_style="dim", padding=(0, 2), show_footer=True)
     table.add_column("recovery", footer="bytes moved")
@@ -106,7 +106,7 @@ def _table(recoveries: list[Recovery]) -> Table:
     return table
 
 
-def _timeline(plan: Plan, recoveries: list[Recovery]) -> Text:
+def _timeline(plan: DemoPlan, recoveries: list[DemoRecovery]) -> Text:
     """A line of steps, with a mark at each step in the middle of which something was killed."""
     line = Text("1 ")
     kills = {recovery.kill.step: recovery.kill for recovery in recoveries}

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from holdfast.chaos.cluster import Event, History
+from holdfast.chaos.cluster import History
+from holdfast.chaos.runner import Event
 from holdfast.chaos.trainer import Trainer
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.snapshot.hook import SnapshotHook

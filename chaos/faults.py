@@ -1,20 +1,26 @@
-"""What can be broken in a virtual cluster: a catalogue, each fault done to real processes, files and connections.
+"""The catalogue of faults: how each is called, what it is, and where it can be injected. No fault is done here.
 
-A fault is due when a process reaches a named point of a step; it may be put off by some time after that, and those
-that pass by themselves last for a while. `inject` does one; the cluster knows the processes.
+Virtual clusters (`chaos.actions`), a user's command (`chaos.user`), Ray (`chaos.ray`) and the simulation (`chaos.sim`)
+take names and sentences from here, and each has its own way to do them.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import enum
+from dataclasses import dataclass, field
 
-from holdfast.chaos import harm
-from holdfast.chaos.ground import Fault, Ground
-from holdfast.chaos.network import clocks, namespaces
 from holdfast.smp_daemon.shared.errors import ConfigError
+
+YEAR_S = 366 * 24 * 3600
+
+
+class Where(enum.Flag):
+    """Which backends can inject a fault."""
+
+    CLUSTER = enum.auto()
+    COMMAND = enum.auto()
+    RAY = enum.auto()
+    SIMULATION = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,7 @@ class Kind:
 
     Attributes:
         of: what its targets are: ``rank``, ``node`` or nothing.
+        where: the backends that can inject it. What follows concerns virtual clusters, but for `ends_job`.
         ends_job: whether trainers die of it, so that the job is started again.
         loses: whether a node's memory is gone.
         rooted: whether it needs root.
@@ -34,8 +41,8 @@ class Kind:
 
     name: str
     what: str
-    of: str
-    do: Callable[[Ground, Fault], None]
+    of: str = ""
+    where: Where = Where.CLUSTER
     ends_job: bool = False
     loses: bool = False
     rooted: bool = False
@@ -52,11 +59,49 @@ class Kind:
         return "root" if self.rooted else "a C compiler" if self.clocked else ""
 
 
+@dataclass(slots=True)
+class Fault:
+    """A fault that a virtual cluster is to inject when a process reaches a point.
+
+    Attributes:
+        who: ``rank3`` or ``smp2``: the process that triggers it.
+        step: of which step or snapshot; None: the first time.
+        kind: the name of one that clusters can inject.
+        targets: ranks or node indices, as the kind says.
+        delay_s: how long after the point; the process goes on meanwhile.
+        for_s: how long it lasts, for kinds that pass; of the network's and the clock's, 0 is to the end.
+        amount: bits to flip, descriptors or bytes to leave, percent of packets, milliseconds, seconds, kB/s: as the
+            kind says.
+        seed: for what is drawn.
+        nth: at the how-many-th time that the process comes to the point.
+        fired_at: `time.monotonic`, once it has been done.
+    """
+
+    who: str
+    point: str
+    step: int | None
+    kind: str
+    targets: tuple[int, ...]
+    delay_s: float = 0.0
+    for_s: float = 0.0
+    amount: int = 0
+    seed: int = 0
+    nth: int = 1
+    seen: int = field(default=0, compare=False)
+    due: bool = field(default=False, compare=False)
+    fired_at: float | None = field(default=None, compare=False)
+
+    def matches(self, who: str, point: str, step: int) -> bool:
+        """Whether it is due."""
+        return not self.due and (self.who, self.point) == (who, point) and self.step in (None, step)
+
+
 def check(fault: Fault) -> None:
-    """Raises `ConfigError` if there is no such kind, or not with such an amount or for such a time."""
-    if fault.kind not in CATALOGUE:
-        raise ConfigError(f"there is no fault {fault.kind!r}: choose one of {', '.join(CATALOGUE)}")
-    kind = CATALOGUE[fault.kind]
+    """Raises `ConfigError` if no cluster knows such a kind, or not with such an amount or for such a time."""
+    known = injected_by(Where.CLUSTER)
+    if fault.kind not in known:
+        raise ConfigError(f"there is no fault {fault.kind!r}: choose one of {', '.join(known)}")
+    kind = known[fault.kind]
     if kind.amounts is not None and not kind.amounts[0] <= fault.amount <= kind.amounts[1]:
         raise ConfigError(
             f"{kind.name} with amount = {fault.amount}: choose {kind.amounts[0]} to {kind.amounts[1]} ({kind.what})"
@@ -65,75 +110,79 @@ def check(fault: Fault) -> None:
         raise ConfigError(f"{kind.name} with for_s = {fault.for_s}: say after how many seconds it is over")
 
 
-def obstacle(kinds: Iterable[str]) -> str:
-    """Why this machine does not let us do faults of these kinds, or an empty text."""
-    wanted = [CATALOGUE[kind] for kind in kinds]
-    if any(kind.rooted for kind in wanted) and os.geteuid() != 0:
-        return "needs root"
-    if any(kind.wired for kind in wanted) and (reason := namespaces.unavailable()):
-        return reason
-    return clocks.unavailable() if any(kind.clocked for kind in wanted) else ""
+def injected_by(where: Where) -> dict[str, Kind]:
+    """The kinds that a backend can inject, by name, in the order of the catalogue."""
+    return {name: kind for name, kind in CATALOGUE.items() if where in kind.where}
 
 
-def inject(ground: Ground, fault: Fault) -> None:
-    """Do it. Raises `ConfigError` if this machine does not let us."""
-    if reason := obstacle([fault.kind]):
-        raise ConfigError(f"{fault.kind} cannot be done here: {reason}")
-    CATALOGUE[fault.kind].do(ground, fault)
-
+_PERCENT = (1, 90)
+_C, _U, _R, _S = Where.CLUSTER, Where.COMMAND, Where.RAY, Where.SIMULATION
 
 CATALOGUE: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind("kill-trainer", "SIGKILL", "rank", harm.to_ranks(signal.SIGKILL), ends_job=True),
-        Kind("term-trainer", "SIGTERM, not handled", "rank", harm.to_ranks(signal.SIGTERM), ends_job=True),
-        Kind("segv-trainer", "SIGSEGV", "rank", harm.to_ranks(signal.SIGSEGV), ends_job=True),
-        Kind("abort-trainer", "SIGABRT", "rank", harm.to_ranks(signal.SIGABRT), ends_job=True),
-        Kind("oom-trainer", "the kernel's out-of-memory killer", "rank", harm.oom, ends_job=True, rooted=True),
-        Kind("hang-trainer", "stops; the launcher ends the job", "rank", harm.hang, ends_job=True),
-        Kind("zombie-trainer", "stops, is replaced, wakes up", "rank", harm.zombie, ends_job=True),
-        Kind("pause-trainer", "stops for a while", "rank", harm.pause_ranks),
-        Kind("kill-launcher", "SIGKILL; trainers die with it", "", harm.end_launcher, ends_job=True),
-        Kind("kill-smp", "SIGKILL; another takes over", "node", harm.end_smps(signal.SIGKILL)),
-        Kind("segv-smp", "SIGSEGV; another takes over", "node", harm.end_smps(signal.SIGSEGV)),
-        Kind("term-smp", "SIGTERM; another takes over", "node", harm.end_smps(signal.SIGTERM)),
-        Kind("pause-smp", "half-open: connected and silent", "node", harm.pause_smps),
-        Kind("slow-smp", "runs a fifth of the time", "node", harm.slow_smps),
-        Kind("freeze", "stays where it is until it dies", "", harm.freeze),
-        Kind("hold", "one thread stays where it is for a while", "", harm.freeze),
-        Kind("lose-node", "power cut: memory gone", "node", harm.lose_nodes, ends_job=True, loses=True),
-        Kind("cut-links", "every connection to it breaks", "node", harm.cut, rooted=True),
-        Kind("lose-packets", "percent of its packets are lost", "node", harm.impair, wired=True, amounts=(1, 90)),
-        Kind(
-            "delay-packets", "its packets are late: ms, on average", "node", harm.impair, wired=True, amounts=(1, 500)
-        ),
-        Kind(
-            "reorder-packets", "percent of its packets are overtaken", "node", harm.impair, wired=True, amounts=(1, 90)
-        ),
-        Kind("repeat-packets", "percent of its packets come twice", "node", harm.impair, wired=True, amounts=(1, 90)),
-        Kind("throttle", "its links carry so many kB/s", "node", harm.impair, wired=True, amounts=(10, 1 << 20)),
-        Kind(
-            "partition", "they do not reach the others, nor these them", "node", harm.impair, wired=True, forever=False
-        ),
-        Kind("mute-node", "it hears others, and nobody hears it", "node", harm.impair, wired=True, forever=False),
-        Kind("deaf-node", "others hear it, and it hears nobody", "node", harm.impair, wired=True, forever=False),
-        Kind("flip-in-flight", "bits of units flip on its links", "node", harm.impair, wired=True, amounts=(1, 10_000)),
+        # trainers
+        Kind("kill-trainer", "SIGKILL", "rank", _C | _U | _R | _S, ends_job=True),
+        Kind("term-trainer", "SIGTERM, not handled", "rank", _C | _U, ends_job=True),
+        Kind("segv-trainer", "SIGSEGV", "rank", _C | _U, ends_job=True),
+        Kind("abort-trainer", "SIGABRT", "rank", ends_job=True),
+        Kind("oom-trainer", "the kernel's out-of-memory killer", "rank", ends_job=True, rooted=True),
+        Kind("hang-trainer", "stops; the launcher ends the job", "rank", ends_job=True),
+        Kind("zombie-trainer", "stops, is replaced, wakes up", "rank", _C | _S, ends_job=True),
+        Kind("pause-trainer", "stops for a while", "rank", _C | _U),
+        Kind("kill-trainers", "SIGKILL to all of them at once", "", _U | _S, ends_job=True),
+        Kind("kill-launcher", "SIGKILL; trainers die with it", "", _C | _U, ends_job=True),
+        Kind("kill-process", "SIGKILL to whichever process comes to a point", "", _S),
+        Kind("grow-state", "from now on every rank has more state", "", _S),
+        # SMPs
+        Kind("kill-smp", "SIGKILL; another takes over", "node", _C | _U | _S),
+        Kind("segv-smp", "SIGSEGV; another takes over", "node"),
+        Kind("term-smp", "SIGTERM; another takes over", "node"),
+        Kind("pause-smp", "half-open: connected and silent", "node", _C | _U | _S),
+        Kind("slow-smp", "runs a fifth of the time", "node"),
+        Kind("freeze", "stays where it is until it dies"),
+        Kind("hold", "one thread stays where it is for a while"),
+        # what launchers and Ray are made of
+        Kind("kill-other", "SIGKILL to other processes of the command, such as raylets", "", _U, ends_job=True),
+        Kind("kill-controller", "SIGKILL to what restarts the trainers of Ray Train", "", _R, ends_job=True),
+        Kind("kill-raylet", "SIGKILL; what it started dies with it, but for the SMP", "node", _R, ends_job=True),
+        Kind("kill-gcs", "SIGKILL to the GCS of Ray's head, which is started again", "", _R),
+        Kind("lose-head", "Ray's head and all of Ray with it; memory stays", "", _R, ends_job=True),
+        # nodes
+        Kind("lose-node", "power cut: memory gone", "node", _C | _U | _R | _S, ends_job=True, loses=True),
+        Kind("lose-nodes", "power cut of two or three at once", "", _S, ends_job=True, loses=True),
+        Kind("freeze-node", "its raylet, and what that started, stop", "node", _R, ends_job=True),
+        Kind("thaw-node", "what was frozen there goes on, although it was replaced", "node", _R),
+        Kind("slow-node", "all its processes run more slowly for a while", "node", _S),
+        # links
+        Kind("cut-links", "every connection to it breaks", "node", rooted=True),
+        Kind("lose-packets", "percent of its packets are lost", "node", wired=True, amounts=_PERCENT),
+        Kind("delay-packets", "its packets are late: ms, on average", "node", wired=True, amounts=(1, 500)),
+        Kind("reorder-packets", "percent of its packets are overtaken", "node", wired=True, amounts=_PERCENT),
+        Kind("repeat-packets", "percent of its packets come twice", "node", wired=True, amounts=_PERCENT),
+        Kind("throttle", "its links carry so many kB/s", "node", wired=True, amounts=(10, 1 << 20)),
+        Kind("partition", "they do not reach the others, nor these them", "node", _C | _S, wired=True, forever=False),
+        Kind("mute-node", "it hears others, and nobody hears it", "node", wired=True, forever=False),
+        Kind("deaf-node", "others hear it, and it hears nobody", "node", wired=True, forever=False),
+        Kind("flip-in-flight", "bits of units flip on its links", "node", _C | _S, wired=True, amounts=(1, 10_000)),
+        # clocks
         Kind(
             "jump-clock",
             "its wall clock is so many s ahead, or behind",
             "node",
-            harm.jump,
             clocked=True,
-            amounts=(-harm.YEAR_S, harm.YEAR_S),
+            amounts=(-YEAR_S, YEAR_S),
         ),
-        Kind("flip-shards", "bits flip in its slots", "node", harm.flip("*.safetensors")),
-        Kind("flip-parity", "bits flip in its parity", "node", harm.flip("*.parity")),
-        Kind("cut-shards", "its slot files lose their second half", "node", harm.cut_short),
-        Kind("flip-persisted", "bits flip in what it persisted last", "node", harm.flip_persisted),
-        Kind("cut-persisted", "what it persisted last loses its second half", "node", harm.cut_persisted),
-        Kind("break-place", "storage fails for a while", "", harm.break_place, forever=False),
-        Kind("few-files", "EMFILE in its SMP", "node", harm.few_files),
-        Kind("no-space", "its SMP's files cannot grow", "node", harm.no_space),
+        # memory, storage and limits
+        Kind("flip-shards", "bits flip in its slots", "node"),
+        Kind("flip-parity", "bits flip in its parity", "node"),
+        Kind("flip-stored", "a bit flips in one of its slots, of data or of parity", "node", _S),
+        Kind("cut-shards", "its slot files lose their second half", "node"),
+        Kind("flip-persisted", "bits flip in what it persisted last", "node"),
+        Kind("cut-persisted", "what it persisted last loses its second half", "node"),
+        Kind("break-place", "storage fails for a while", forever=False),
+        Kind("few-files", "EMFILE in its SMP", "node"),
+        Kind("no-space", "its SMP's files cannot grow", "node"),
     )
 }
-"""Every kind, by name."""
+"""Every kind, by name, in the order of lists for people."""

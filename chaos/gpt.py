@@ -1,6 +1,6 @@
 """A small real megatron-core GPT, trained on CPU over gloo as Megatron's own loop would train it.
 
-The demo trains it, and so does each Megatron cell of the matrix, with other `Options`.
+The demo trains it, and so does each Megatron cell of the matrix, with other `GptOptions`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class GptOptions:
     """What of Megatron is in use.
 
     Attributes:
@@ -85,7 +85,7 @@ class Gpt:
 
     def __init__(self, seed: int, **options: Any) -> None:
         self._seed = seed
-        self._options = Options(**options)
+        self._options = GptOptions(**options)
         initialise(self._options, seed)
         self.chunks, self.optim, self.scheduler = build(self._options)
 
@@ -128,7 +128,7 @@ class Gpt:
             yield f"tracker.{name}", state
 
 
-def initialise(options: Options, seed: int) -> None:
+def initialise(options: GptOptions, seed: int) -> None:
     """Make Megatron's process groups, and seed all generators as its own ``initialize_megatron`` does."""
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor,
@@ -147,7 +147,7 @@ def initialise(options: Options, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def build(options: Options) -> tuple[list[DistributedDataParallel], Any, OptimizerParamScheduler]:
+def build(options: GptOptions) -> tuple[list[DistributedDataParallel], Any, OptimizerParamScheduler]:
     """Model chunks, their optimizer and its schedule, as Megatron-LM's ``setup_model_and_optimizer`` makes them."""
     config = _config(options)
     chunks: list[Any] = [_chunk(config, options, stage) for stage in range(options.virtual or 1)]
@@ -202,7 +202,7 @@ def build(options: Options) -> tuple[list[DistributedDataParallel], Any, Optimiz
     return chunks, optim, scheduler
 
 
-def _config(options: Options) -> TransformerConfig:
+def _config(options: GptOptions) -> TransformerConfig:
     more: dict[str, Any] = {}
     if options.experts:
         more |= {
@@ -257,7 +257,7 @@ def _config(options: Options) -> TransformerConfig:
     )
 
 
-def _chunk(config: TransformerConfig, options: Options, stage: int) -> GPTModel:
+def _chunk(config: TransformerConfig, options: GptOptions, stage: int) -> GPTModel:
     """The layers of one virtual stage, with embedding and head where they belong."""
     virtual: dict[str, Any] = {"vp_stage": stage} if options.virtual else {}
     norm = "RMSNorm" if options.llama else None

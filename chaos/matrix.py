@@ -121,7 +121,7 @@ CELLS: tuple[Cell, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CellVerdict:
     """What became of a cell.
 
     Attributes:
@@ -149,7 +149,7 @@ def choose(names: str) -> tuple[Cell, ...]:
     return tuple(known[name] for name in asked)
 
 
-def run(cells: Iterable[Cell], seed: int, progress: Callable[[Verdict], None]) -> list[Verdict]:
+def run(cells: Iterable[Cell], seed: int, progress: Callable[[CellVerdict], None]) -> list[CellVerdict]:
     """Run all cells, one after another; `progress` is told of each. 1 to 10 s a cell on two cores."""
     chosen = list(cells)
     modules = sorted({cell.job.partition(":")[0] for cell in chosen})
@@ -168,7 +168,7 @@ def run(cells: Iterable[Cell], seed: int, progress: Callable[[Verdict], None]) -
     return verdicts
 
 
-def drill(launcher: Launcher, cell: Cell, seed: int) -> Verdict:
+def drill(launcher: Launcher, cell: Cell, seed: int) -> CellVerdict:
     """Run one cell undisturbed and disturbed, and compare."""
     began = time.monotonic()
     try:
@@ -179,7 +179,7 @@ def drill(launcher: Launcher, cell: Cell, seed: int) -> Verdict:
             disturbed.kill_node(0, at="train.step", step=NODE_STEP)
         return judge(cell, undisturbed, disturbed.run(), time.monotonic() - began)
     except HoldfastError as error:
-        return Verdict(cell, f"{type(error).__name__}: {error}", (), 0, time.monotonic() - began)
+        return CellVerdict(cell, f"{type(error).__name__}: {error}", (), 0, time.monotonic() - began)
 
 
 def cluster(launcher: Launcher, cell: Cell, seed: int, *, snapshots: bool) -> VirtualCluster:
@@ -197,7 +197,7 @@ def cluster(launcher: Launcher, cell: Cell, seed: int, *, snapshots: bool) -> Vi
     )
 
 
-def judge(cell: Cell, undisturbed: History, disturbed: History, seconds: float) -> Verdict:
+def judge(cell: Cell, undisturbed: History, disturbed: History, seconds: float) -> CellVerdict:
     """Whether the disturbed run was what it has to be. Pure."""
     kills = 1 + (cell.nodes > 1)
     restored = []
@@ -213,10 +213,10 @@ def judge(cell: Cell, undisturbed: History, disturbed: History, seconds: float) 
         difference = "a rank started from nothing"
     if not difference and disturbed.leaks:
         difference = f"left behind: {', '.join(disturbed.leaks)}"
-    return Verdict(cell, difference, tuple(restored), lost, seconds)
+    return CellVerdict(cell, difference, tuple(restored), lost, seconds)
 
 
-def show(console: Console, verdicts: Iterable[Verdict]) -> None:
+def show(console: Console, verdicts: Iterable[CellVerdict]) -> None:
     """Print a table."""
     table = Table(
         "cell", "ranks", "identical", "steps done again", "s", title="killed, restored, compared to the last bit"
@@ -229,7 +229,7 @@ def show(console: Console, verdicts: Iterable[Verdict]) -> None:
     console.print(table)
 
 
-def markdown(verdicts: Iterable[Verdict], when: str, machine: str, seed: int) -> str:
+def markdown(verdicts: Iterable[CellVerdict], when: str, machine: str, seed: int) -> str:
     """The verdicts as a page."""
     lines = [
         "# Killed, restored, compared to the last bit",

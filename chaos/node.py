@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import shutil
 import signal
 import subprocess
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from holdfast.chaos.accounting import disk_bytes_written, wait_until_dead
 from holdfast.chaos.network import clocks
 from holdfast.chaos.network.namespaces import DEVICE, inside
-from holdfast.smp_daemon.shared import points
+from holdfast.chaos.runner import LocalNode, Wiring
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, arena_path
+from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
 
 START_DEADLINE_S = 30.0
@@ -26,21 +24,7 @@ END_DEADLINE_S = 15.0
 SIGNAL_DEADLINE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Wiring:
-    """How a process of the cluster finds the cluster: its events socket, and the points it must stop at."""
-
-    events: str
-    rules: list[tuple[str, int | None]]
-
-    def environment(self, who: str) -> dict[str, str]:
-        """The environment variable that arms `smp_daemon.shared.points`; empty if there is nothing to stop at."""
-        if not self.rules:
-            return {}
-        return {points.ENV: json.dumps({"socket": self.events, "who": who, "rules": self.rules})}
-
-
-class VirtualNode:
+class VirtualNode(LocalNode):
     """One node. Its SMP is a child of this process, and goes when this process goes.
 
     Attributes:
@@ -56,13 +40,12 @@ class VirtualNode:
             life: counts the machines that stood in this place; a replacement starts with nothing.
             smp_module: what is run as the SMP.
         """
+        name = f"node{index}" if life == 0 else f"node{index}-{life}"
+        super().__init__(name, base / name, job)
         self.index = index
-        self.name = f"node{index}" if life == 0 else f"node{index}-{life}"
         self.host = host
         self.namespace: str | None = None
         self.clock: Path | None = None
-        self.base = base / self.name
-        self.job = job
         self._smp_module = smp_module
         self.alive = False
         self.disk_bytes_written = 0
@@ -74,21 +57,16 @@ class VirtualNode:
         """How its SMP calls itself at a named point."""
         return f"smp{self.index}"
 
-    @property
-    def arena(self) -> Path:
-        """Where its snapshots lie."""
-        return arena_path(self.job, self.base)
-
     def launch(self, wiring: Wiring, settings: dict[str, str] | None = None, log: Path | None = None) -> None:
         """Start the SMP, with more environment variables if given; returns at once. `log`: where its words go."""
-        self.base.mkdir(parents=True, mode=0o700, exist_ok=True)
+        self.memory.mkdir(parents=True, mode=0o700, exist_ok=True)
         command = smp_command(self.job, self.name, self.arena, self.host, self._smp_module)
         command += ["--owner-pid", str(os.getpid()), *(["--insecure"] if self.namespace else [])]
         environment = (
             {"HOLDFAST_PRIORITY": "normal"}  # the nodes share this machine's cores: none would ever be to spare
             | {"HOLDFAST_GRACE": "0"}  # a signal is a fault here, and no notice that a node is taken away
             | os.environ
-            | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.base)}
+            | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.memory)}
             | self._clock()
             | wiring.environment(self.who)
             | (settings or {})
@@ -113,11 +91,8 @@ class VirtualNode:
         return owner
 
     def environment(self) -> dict[str, str]:
-        """What a trainer on this node needs to find its SMP."""
-        found = {ARENA_ENV: str(self.base), "HOLDFAST_JOB": self.job, "HOLDFAST_NODE": self.name}
-        found["HOLDFAST_MAX_REPEATS"] = "0"  # it is we who kill them, at one step as often as it comes
-        found |= {"GLOO_SOCKET_IFNAME": DEVICE} if self.namespace else {}
-        return found | self._clock()
+        """What a trainer on this node needs to find its SMP, and the others."""
+        return super().environment() | ({"GLOO_SOCKET_IFNAME": DEVICE} if self.namespace else {}) | self._clock()
 
     def _clock(self) -> dict[str, str]:
         return {clocks.ENV: str(self.clock)} if self.clock else {}
@@ -151,7 +126,7 @@ class VirtualNode:
     def power_cut(self) -> None:
         """SIGKILL the SMP and wipe the node's memory, other jobs' arenas too; these may be wiping it as well."""
         self.kill_smp()
-        shutil.rmtree(self.base, ignore_errors=True)
+        shutil.rmtree(self.memory, ignore_errors=True)
 
     def wait_end(self) -> int:
         """Block until the SMP has ended by itself; its exit status. Raises `DeadlineExceeded`."""
@@ -170,7 +145,7 @@ class VirtualNode:
                 self._process.stdout.close()
             shutil.rmtree(self.arena, ignore_errors=True)
         with suppress(OSError):  # another job's arena is there
-            self.base.rmdir()
+            self.memory.rmdir()
 
 
 def _line(stream: IO[str], deadline_s: float) -> str:

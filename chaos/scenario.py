@@ -19,8 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.faults import CATALOGUE, check
-from holdfast.chaos.ground import Fault
+from holdfast.chaos.faults import CATALOGUE, Fault, check
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.points import SMP_POINTS
 from holdfast.snapshot.interval.profiles import FailureProfile
@@ -37,7 +36,7 @@ class Scenario:
     Attributes:
         what: it in a sentence.
         steps, seed: of the job.
-        faults: what is done, in any order; see `chaos.ground.Fault`.
+        faults: what is done, in any order; see `chaos.faults.Fault`.
         expect: ``identical``: the run ends as an undisturbed one; ``unrecoverable``: it fails, and says that too much
             is lost; ``persisted``: it goes back to what was persisted, for nothing better is left, and ends as an
             undisturbed one.

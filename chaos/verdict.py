@@ -13,7 +13,7 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ScenarioVerdict:
     """One scenario.
 
     Attributes:
@@ -62,7 +62,7 @@ def judge(
     leaks: tuple[str, ...],
     seconds: float,
     replay: str,
-) -> Verdict:
+) -> ScenarioVerdict:
     """The verdict on a run that ended, or failed with `failure`."""
     injected = sum(max(1, len(event["targets"])) for event in disturbed.of("fault"))
     lost = lost_protected(disturbed)
@@ -104,7 +104,7 @@ def judge(
     problems += [f"an SMP outlived {by} and had to be killed" for by in outlived(disturbed)]
     problems += [f"left behind: {leak}" for leak in leaks]
     problems += [f"an error that an SMP did not expect: {text}" for text in disturbed.tracebacks]
-    return Verdict(
+    return ScenarioVerdict(
         scenario,
         tuple(problems),
         scenario.asked,

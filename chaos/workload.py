@@ -18,7 +18,7 @@ from holdfast.hook import InMemorySnapshot
 WIDTH, BATCH = 64, 8
 
 
-class Data:
+class BatchSource:
     """Random rows without end; the generator, and how many were read, are its state."""
 
     def __init__(self, seed: int) -> None:
@@ -58,7 +58,7 @@ class Workload:
         )
         self.optim = torch.optim.Adam(self.model.parameters(), lr=3e-3)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optim, 100)
-        self.data = Data(seed + 1000 * rank)
+        self.data = BatchSource(seed + 1000 * rank)
         self.mean = torch.zeros(WIDTH)
         self.seen: list[float] = []
         self._gil = gil

@@ -36,7 +36,7 @@ from holdfast.chaos.trainer import rehearse
 PR_SET_PDEATHSIG = 1
 
 
-class Zygote:
+class TrainerZygote:
     """State of the process: its children by pid."""
 
     def __init__(self, channel: socket.socket) -> None:
@@ -202,7 +202,7 @@ def main() -> None:
     for module in sys.argv[2:]:
         importlib.import_module(module)
     _settle_access_times()
-    Zygote(channel).run()
+    TrainerZygote(channel).run()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,16 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from holdfast import InMemorySnapshot
-from holdfast.chaos.gpt import MICRO_BATCH, MICRO_BATCHES, SEQUENCE, Options, batches, build, forward_step, initialise
+from holdfast.chaos.gpt import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    SEQUENCE,
+    GptOptions,
+    batches,
+    build,
+    forward_step,
+    initialise,
+)
 
 
 def main() -> None:
@@ -24,7 +33,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    options = Options(tensor=2)
+    options = GptOptions(tensor=2)
     initialise(options, args.seed)
     model, optimizer, scheduler = build(options)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
@@ -263,7 +262,7 @@ class TrainerConversation:
                 text = "parity of position %d not healed for %s: %s"
                 log.warning(text, position, sources.snapshot, error, extra=about(sources.snapshot))
 
-        threading.Thread(target=work, name="heal", daemon=True).start()
+        self._smp.system.Thread(target=work, name="heal", daemon=True).start()
         return {}
 
     def _scrub(self, message: Message) -> Message:
@@ -283,7 +282,7 @@ class TrainerConversation:
                 claim.release()
 
         try:
-            threading.Thread(target=work, name="verify", daemon=True).start()
+            self._smp.system.Thread(target=work, name="verify", daemon=True).start()
         except BaseException:
             claim.release()
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -149,9 +148,9 @@ class PeerConversation:
         total, waits = self._sum[:length], []
         if len(terms) > 1:
             host, port = _address(terms[1])
-            began = time.monotonic()
+            began = self._smp.system.monotonic()
             reply = self._links.call((host, port), {**message, "terms": terms[1:]}, total)
-            waits = [int((time.monotonic() - began) * MICROSECONDS), *_waits(reply)]
+            waits = [int((self._smp.system.monotonic() - began) * MICROSECONDS), *_waits(reply)]
             if digest(total) != reply.get("digest"):
                 self._links.drop((host, port))
                 raise DamagedSnapshot(f"a partial sum from {host}:{port} was damaged on its way")

@@ -21,6 +21,7 @@ from holdfast.smp_daemon.node.core import Core, Settings
 from holdfast.smp_daemon.remote import PeerConversation
 from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.system import MACHINE, System
 
 START_DEADLINE_S = 10.0
 
@@ -38,24 +39,26 @@ class Smp(Core):
         bulk_port: int = 0,
         settings: Settings | None = None,
         access: str = "loopback",
+        system: System = MACHINE,
     ) -> None:
         """Take over the arena and start to serve.
 
         Ports of 0 mean: the ones a predecessor in this arena had, else any free ones.
 
         Args:
+            system: what threads and clock it runs on.
             access: how friend is told from foe, for people; see `smp_daemon.shared.credentials.access_of`.
 
         Raises:
             ConfigError: the arena or a port is taken, or the address is not this machine's.
             ProtocolError: the arena belongs to another job or node.
         """
-        super().__init__(job, node, arena, settings or Settings(), access)
+        super().__init__(job, node, arena, settings or Settings(), access, system)
         before = read_owner(arena)
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
         bulk = bind_tcp(host, bulk_port)
-        self._control = PeerServer(self.store, host, port, self.credentials)
+        self._control = PeerServer(self.store, host, port, self.credentials, system)
         reach("start.bound")
         self.owner = Owner(
             os.getpid(),
@@ -67,12 +70,13 @@ class Smp(Core):
             bulk.getsockname()[1],
             before.http_port if before is not None else 0,
         )
-        gate = Gate(self.credentials, job)
-        self._bulk = Listener(bulk, lambda sock: PeerConversation(self), gate)  # others may ask for the owner at once
+        gate = Gate(self.credentials, job, system)
+        # Not before the owner is known: others may ask for it at once.
+        self._bulk = Listener(bulk, lambda sock: PeerConversation(self), gate, system)
         self.peers.ping(f"{host}:{self._control.port}", job, START_DEADLINE_S, starting=True)
         self.write_owner()
         self._local = Listener(
-            bind_unix(socket_path(arena)), lambda sock: TrainerConversation(self, checked_peer(sock))
+            bind_unix(socket_path(arena)), lambda sock: TrainerConversation(self, checked_peer(sock)), system=system
         )
         reach("start.serving")
         self.rejoiner.start(self.store)

@@ -178,7 +178,7 @@ class SmpProcess:
             command += more or ("--priority", "normal")
             environment = QUIET | os.environ | self._ground.points.environment(self.name, self.rules)
             if self._ground.zygote is not None:
-                arguments = command[command.index("smp_daemon") + 1 :]
+                arguments = command[command.index("holdfast.smp_daemon") + 1 :]
                 self._process = self._ground.zygote.start(arguments, environment, self._errors)
                 return self
             self._process = subprocess.Popen(

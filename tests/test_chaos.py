@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from holdfast import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.chaos.actions import ACTIONS
 from holdfast.chaos.campaign import Campaign, summary
 from holdfast.chaos.cluster import History, Restart
-from holdfast.chaos.faults import CATALOGUE
-from holdfast.chaos.ground import Fault
+from holdfast.chaos.faults import Fault, Where, injected_by
 from holdfast.chaos.scenario import (
     ON_THE_NETWORK,
     Scenario,
@@ -31,6 +31,8 @@ from holdfast.chaos.scenario import (
     several,
     to_json,
 )
+from holdfast.chaos.sim import plan as sim_plan
+from holdfast.chaos.user import command as user_command
 from holdfast.chaos.verdict import judge, lost_protected, torn
 from holdfast.cli.chaos import shard
 from holdfast.cli.chaos_report import markdown, page
@@ -128,8 +130,17 @@ def test_there_are_enough_of_them() -> None:
     assert len({each.name for each in scenarios}) == len(scenarios) >= 70
     quick = [each for each in scenarios if each.quick]
     assert len(quick) >= 25 and sum(each.asked for each in quick) >= 60
-    assert {fault.kind for each in scenarios for fault in each.faults} == CATALOGUE.keys()
+    assert (
+        {fault.kind for each in scenarios for fault in each.faults}
+        == ACTIONS.keys()
+        == injected_by(Where.CLUSTER).keys()
+    )
     assert all(each.what for each in scenarios)
+
+
+def test_each_backend_injects_what_the_catalogue_says() -> None:
+    assert set(user_command.KINDS) == injected_by(Where.COMMAND).keys()
+    assert {*sim_plan.KINDS, "kill-process", "flip-in-flight"} == injected_by(Where.SIMULATION).keys()
 
 
 def test_the_campaign_is_large_enough() -> None:

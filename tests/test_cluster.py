@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from holdfast.chaos.accounting import beyond_access_times
-from holdfast.chaos.cluster import Event, History, JobFailed, VirtualCluster
+from holdfast.chaos.cluster import History, JobFailed, VirtualCluster
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.network.namespaces import unavailable
-from holdfast.chaos.node import VirtualNode, Wiring
+from holdfast.chaos.node import VirtualNode
+from holdfast.chaos.runner import Event, Wiring
 from holdfast.smp_daemon.shared.paths import arena_base
 
 pytestmark = pytest.mark.cluster
@@ -341,4 +342,4 @@ def test_an_smp_that_does_not_end_by_its_signal_is_killed(monkeypatch: pytest.Mo
         assert node.end_smp(signal.SIGTERM) is None
     finally:
         node.close()
-        shutil.rmtree(node.base.parent, ignore_errors=True)
+        shutil.rmtree(node.memory.parent, ignore_errors=True)

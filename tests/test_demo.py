@@ -13,14 +13,14 @@ import pytest
 
 from holdfast import ConfigError, HoldfastError
 from holdfast.chaos.cluster import History, VirtualCluster
-from holdfast.chaos.demo import JOB, Kill, Plan, account
+from holdfast.chaos.demo import JOB, DemoPlan, Kill, account
 from holdfast.chaos.drill import TARGET, compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.cli.demo import _kills
 from holdfast.cli.main import make_parser
 
 KILLS = (Kill("trainer", (1,), 3), Kill("node", (2,), 5))
-PLAN = Plan(nodes=4, ranks_per_node=1, steps=6, seed=7, protect="3+1", kills=KILLS)
+PLAN = DemoPlan(nodes=4, ranks_per_node=1, steps=6, seed=7, protect="3+1", kills=KILLS)
 
 
 def cluster(launcher: Launcher, *, snapshots: bool, protect: str = PLAN.protect) -> VirtualCluster:
@@ -137,9 +137,9 @@ def test_the_command_prints_an_account_and_writes_json() -> None:
     ],
 )
 def test_an_impossible_demo_is_refused(changes: dict[str, object], message: str) -> None:
-    fields = {name: getattr(PLAN, name) for name in Plan.__slots__}
+    fields = {name: getattr(PLAN, name) for name in DemoPlan.__slots__}
     with pytest.raises(ConfigError, match=message):
-        Plan(**(fields | changes))
+        DemoPlan(**(fields | changes))
 
 
 @pytest.mark.parametrize(

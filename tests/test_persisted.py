@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.cluster import Event, History, JobFailed, VirtualCluster
+from holdfast.chaos.cluster import History, JobFailed, VirtualCluster
 from holdfast.chaos.drill import TARGET, compare
 from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.runner import Event
 from holdfast.smp_daemon.persist.manifest import directory, shard_name
 from holdfast.smp_daemon.persist.place import Directory
 from holdfast.smp_daemon.persist.reading import find

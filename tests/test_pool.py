@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.cluster import Event, History, JobFailed, VirtualCluster
+from holdfast.chaos.cluster import History, JobFailed, VirtualCluster
 from holdfast.chaos.drill import TARGET, compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.matrix import Cell, drill
+from holdfast.chaos.runner import Event
 from holdfast.smp_daemon.shared.paths import arena_base
 
 JOB = "examples.pool:Pool"

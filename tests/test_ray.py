@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from holdfast.chaos.drill import compare
+from holdfast.chaos.faults import Where, injected_by
 from holdfast.chaos.launcher import Launcher
 from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
 
@@ -22,7 +23,7 @@ pytest.importorskip("ray")
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from holdfast.chaos.ray.cluster import RayFault, VirtualRay
+from holdfast.chaos.ray.cluster import ACTIONS, RayFault, VirtualRay
 from holdfast.chaos.ray.drill import SCENARIOS, plan, run, undisturbed
 from holdfast.integrations.ray import nodes as shepherds
 from holdfast.integrations.ray.crew import Crew, by_node, forget, worse
@@ -41,7 +42,7 @@ def folder() -> Iterator[Path]:
 def test_an_actor_is_killed_and_the_other_goes_on_in_the_same_process(launcher: Launcher, folder: Path) -> None:
     expected = undisturbed(launcher, 2)
     with VirtualRay(2, folder) as cluster:
-        history = cluster.run(plan(2), [RayFault("node1", 5, lambda ray: ray.kill_actors("node1"))])
+        history = cluster.run(plan(2), [RayFault("node1", 5, "kill-trainer")])
         first, second = cluster.seats
     assert compare(expected, history) == ""
     assert {(e["step"], e["how"]) for e in history.of("started", generation=1)} == {(4, "held")}
@@ -71,6 +72,10 @@ def test_what_is_wrong_is_said_before_anything_is_started() -> None:
         shepherds.start("a job")
     with pytest.raises(ConfigError, match="at least one member"):
         Crew(0, job="job")
+
+
+def test_ray_injects_what_the_catalogue_says() -> None:
+    assert ACTIONS.keys() == injected_by(Where.RAY).keys()
 
 
 def test_of_two_failures_the_one_counts_that_says_more() -> None:

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.chaos.cluster import Event, History, VirtualCluster
+from holdfast.chaos.cluster import History, VirtualCluster
 from holdfast.chaos.drill import TARGET, compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.matrix import Cell, drill
-from holdfast.chaos.node import VirtualNode, Wiring
+from holdfast.chaos.node import VirtualNode
+from holdfast.chaos.runner import Event, Wiring
 from holdfast.smp_daemon.shared.paths import arena_base
 
 JOB = "examples.shared_host:SharedHost"

@@ -21,7 +21,7 @@ import pytest
 from holdfast.chaos.faults import CATALOGUE
 from holdfast.chaos.network.impairments import BUFFER_S, KINDS, OVERTAKEN_S, Impairment, after_all
 from holdfast.chaos.network.namespaces import inhabitants, inside, unavailable
-from holdfast.chaos.network.packets import Units, addresses, flipped
+from holdfast.chaos.network.packets import UnitTracker, addresses, flipped
 from holdfast.chaos.network.wire import Wire
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import arena_base
@@ -84,7 +84,7 @@ def test_raw_bytes_are_found_and_nothing_else_is(first: int) -> None:
     head, raw = frame(b'{"op":"fold"}', 1000), bytes(1000)
     stream = head + raw + frame(b"{}", 0) + head + raw
     kinds = "f" * len(head) + "r" * 1000 + "f" * 18 + "f" * len(head) + "r" * 1000
-    units = Units()
+    units = UnitTracker()
     for size in (700, 300, 61, len(stream)):  # the same again in other pieces, as after losses
         seen = 0
         for start in range(0, len(stream), size):
@@ -97,7 +97,7 @@ def test_raw_bytes_are_found_and_nothing_else_is(first: int) -> None:
 
 
 def test_other_connections_have_no_units() -> None:
-    units = Units()
+    units = UnitTracker()
     units.within(packet(frame(b"{}", 100)))
     assert units.within(packet(bytes(50), sequence=18)) == (40, 90)
     assert units.within(packet(bytes(50), sequence=18, port=5001)) is None
@@ -329,7 +329,7 @@ RUN = """
 import json, os, psutil
 from holdfast.chaos.cluster import VirtualCluster
 from holdfast.chaos.drill import TARGET
-from holdfast.chaos.ground import Fault
+from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.scenario import WORKLOAD
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from holdfast.chaos.network import namespaces
 from holdfast.chaos.network.impairments import Impairment, after_all
-from holdfast.chaos.network.packets import Units, addresses
+from holdfast.chaos.network.packets import UnitTracker, addresses
 
 MTU_BYTES = 9000
 BATCH = 64
@@ -44,7 +44,7 @@ class Forwarder:
         self._devices: dict[bytes, int] = {}
         self._namespaces: dict[bytes, int] = {}
         self._impairments: list[Impairment] = []
-        self._units = Units()
+        self._units = UnitTracker()
         self._late: list[tuple[float, int, bytes, bytes]] = []
         self._numbers = itertools.count()
         self._poll = select.epoll()

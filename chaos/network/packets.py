@@ -41,7 +41,7 @@ class Segment:
 
 
 @dataclass(slots=True)
-class Units:
+class UnitTracker:
     """Finds the raw bytes of the SMPs' messages (`smp_daemon.shared.transport`) in segments of any connection.
 
     A message's frame is found where a segment begins with one, or where a message ends; what is sent again is known by

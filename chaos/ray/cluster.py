@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import shutil
 import socket
 import subprocess
@@ -22,11 +21,11 @@ from typing import Any, Self
 import psutil
 
 from holdfast.chaos.cluster import History
-from holdfast.chaos.harm import using_arenas
+from holdfast.chaos.runner import Event, LocalNode, Runner, Wiring, release, using_arenas
 from holdfast.integrations.ray.crew import Seat
+from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, read_owner
-from holdfast.smp_daemon.shared.points import ENV as POINTS_ENV
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import end
 
 JOB = "job"
@@ -51,20 +50,45 @@ HEALTH = {
 
 @dataclass(slots=True)
 class RayFault:
-    """Something to be done when the rank on a node comes to a point of a step.
+    """A fault that is injected when the rank on a node comes to a point of a step; the process waits there meanwhile.
 
     Attributes:
-        do: what is done; the process waits at the point meanwhile.
+        kind: one of `ACTIONS`.
+        targets: names of nodes; `node` if empty.
     """
 
     node: str
     step: int
-    do: Callable[[VirtualRay], None]
+    kind: str
+    targets: tuple[str, ...] = ()
     point: str = "train.step"
     done: bool = field(default=False, compare=False)
 
 
-class VirtualRay:
+class RayNode(LocalNode):
+    """A node of a Ray cluster: a raylet, what that has started, and an SMP.
+
+    Attributes:
+        raylet: its process, once it has joined.
+    """
+
+    raylet: psutil.Process
+
+    def kill_raylet(self) -> None:
+        """SIGKILL; what it started dies of that a moment later, but for the SMP."""
+        self.raylet.kill()
+        self.raylet.wait(END_DEADLINE_S)
+
+    def started(self) -> list[psutil.Process]:
+        """All that its raylet has started."""
+        return self.raylet.children(recursive=True)
+
+    def power_cut(self) -> None:
+        self.kill_raylet()
+        super().power_cut()
+
+
+class VirtualRay(Runner):
     """A context manager; leaving it ends all its processes, and the SMPs on its nodes, and frees their memory.
 
     Args:
@@ -72,24 +96,23 @@ class VirtualRay:
         config: of Ray's GCS, besides `HEALTH`.
 
     Attributes:
-        seats: of the crew that ran last, by round; none of Ray Train's.
+        seats: of the crew that ran last, by attempt; none of Ray Train's.
     """
 
     def __init__(self, nodes: int, folder: Path, *, config: Mapping[str, Any] | None = None) -> None:
         self._count, self._folder = nodes, folder
         self._config = {**HEALTH, **(config or {})}
-        self._raylets: dict[str, psutil.Process] = {}
+        self._nodes: dict[str, RayNode] = {}
         self._driver: subprocess.Popen[bytes] | None = None
         self._frozen: list[psutil.Process] = []
+        self._faults: Sequence[RayFault] = ()
         self.seats: list[list[Seat]] = []
 
     # ------------------------------------------------------------------ nodes
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self._folder / "points.sock"))
-        self._listener.listen(64)
+        self.listen(self._folder / "points.sock")
         try:
             self.begin()
         except BaseException:
@@ -110,15 +133,13 @@ class VirtualRay:
             self.add(f"node{index}")
 
     def _options(self, name: str, **more: Any) -> dict[str, Any]:
-        points = {"socket": str(self._folder / "points.sock"), "who": name, "rules": [["train.step", None]]}
         environment = {
             NODE_ENV: name,
             ARENA_ENV: str(self.memory(name)),
-            POINTS_ENV: json.dumps(points),
             "HOLDFAST_OVERHEAD_BUDGET": "0",
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
-        }
+        } | Wiring(str(self._folder / "points.sock"), [("train.step", None)]).environment(name)
         return {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES, "env_vars": environment, **more}
 
     def memory(self, name: str) -> Path:
@@ -131,12 +152,13 @@ class VirtualRay:
         self._find(name)
 
     def _find(self, name: str) -> None:
-        known = {each.pid for each in self._raylets.values()}
+        known = self.raylets()
         for process in psutil.Process().children():
             with suppress(psutil.Error):
                 named = process.name() == "raylet" and process.environ().get(NODE_ENV) == name
                 if named and process.pid not in known:
-                    self._raylets[name] = process
+                    self._nodes[name] = RayNode(name, self.memory(name), JOB)
+                    self._nodes[name].raylet = process
                     return
         raise HoldfastError(f"{name} has no raylet")
 
@@ -147,56 +169,52 @@ class VirtualRay:
 
     def raylets(self) -> set[int]:
         """Their pids, of all that are not known to be dead."""
-        return {each.pid for each in self._raylets.values()}
-
-    def smp(self, name: str) -> int:
-        """The pid of a node's SMP."""
-        owner = read_owner(arena_path(JOB, self.memory(name)))
-        if owner is None:
-            raise HoldfastError(f"no SMP serves the job on {name}")
-        return owner.pid
+        return {node.raylet.pid for node in self._nodes.values()}
 
     # ------------------------------------------------------------------ what is done to it
 
-    def kill_raylet(self, *names: str) -> None:
+    def kill_raylet(self, name: str) -> None:
         """SIGKILL; what it started dies of that a moment later, but for the SMP."""
-        for name in names:
-            self._raylets[name].kill()
-        for name in names:
-            self._raylets[name].wait(END_DEADLINE_S)
+        self._nodes[name].kill_raylet()
 
     def freeze(self, name: str) -> None:
-        """SIGSTOP to a raylet and all that it started; the SMP goes on. To Ray the node is dead after a while."""
-        self._frozen = [*self._on([name]), self._raylets[name]]
+        """SIGSTOP to a raylet and all that it started; the SMP goes on. To Ray the node is dead after a while; a spare
+        joins."""
+        self._frozen = [*self._nodes[name].started(), self._nodes[name].raylet]
         for process in self._frozen:
             process.suspend()
+        self.add(f"{name}-spare")
 
-    def thaw(self) -> None:
+    def thaw(self, *_: str) -> None:
         """What was frozen goes on, in the middle of what it was about, although others have taken its place."""
         for process in self._frozen:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
-    def lose(self, *names: str) -> None:
-        """Cut the power of nodes: raylets, what they started, and SMPs are killed, and their memory is gone."""
-        left = [*self._on(names), *(psutil.Process(self.smp(name)) for name in names)]
-        self.kill_raylet(*names)
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, END_DEADLINE_S)
+    def replace(self, *names: str) -> None:
+        """Nodes lose power: raylets, what they started, and SMPs are killed, and their memory is gone. As many spares
+        join."""
         for name in names:
-            shutil.rmtree(self.memory(name))
+            self._nodes[name].raylet.kill()  # all at once, before Ray can notice the first
+        for name in names:
+            self._nodes[name].power_cut()
+        for name in names:
+            self.add(f"{name}-spare")
 
-    def kill_actors(self, name: str, kinds: tuple[str, ...] = TRAINERS) -> None:
-        """SIGKILL to all actors on a node that Ray calls so: members of crews, and workers of Ray Train."""
-        for process in self._on([name]):
+    def restart_raylet(self, name: str) -> None:
+        """It is killed, and comes back on the same host."""
+        self.kill_raylet(name)
+        self.add(name)
+
+    def kill_actors(self, *names: str, kinds: tuple[str, ...] = TRAINERS) -> None:
+        """SIGKILL to all actors on these nodes that Ray calls so: members of crews, and workers of Ray Train."""
+        for process in [each for name in names for each in self._nodes[name].started()]:
             with suppress(psutil.NoSuchProcess):
                 if process.cmdline()[0].startswith(kinds):
                     process.kill()
                     process.wait(END_DEADLINE_S)
 
-    def restart(self) -> None:
+    def restart(self, *_: str) -> None:
         """The head is lost, all that Ray has with it, and the driver; operators start Ray again on the same hosts."""
         if self._driver is not None:
             self._driver.kill()
@@ -204,14 +222,10 @@ class VirtualRay:
         self.end()
         self.begin()
 
-    def restart_gcs(self) -> None:
+    def restart_gcs(self, *_: str) -> None:
         """The head's GCS dies and is started again; what it had stored is there only if `config` says so."""
         self._cluster.head_node.kill_gcs_server()
         self._cluster.head_node.start_gcs_server()
-
-    def _on(self, names: Sequence[str]) -> list[psutil.Process]:
-        """All that raylets of these nodes have started."""
-        return [child for name in names for child in self._raylets[name].children(recursive=True)]
 
     # ------------------------------------------------------------------ a job on it
 
@@ -229,24 +243,22 @@ class VirtualRay:
         plan = {**plan, "folder": str(notes)}
         limit = time.monotonic() + deadline_s
         self._start_driver(plan, log)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            while self._driver is not None and (status := self._driver.poll()) != 0:
-                if time.monotonic() > limit:
-                    raise DeadlineExceeded(f"the job took over {deadline_s:.0f} s\n{_tail(log)}")
-                if status is not None:
-                    if not any(fault.done for fault in faults):
-                        raise HoldfastError(f"the driver ended with status {status}\n{_tail(log)}")
-                    self._start_driver(plan, log)
-                if selector.select(LOOK_EVERY_S):
-                    self._hear(faults)
+        self._faults = faults
+        while self._driver is not None and (status := self._driver.poll()) != 0:
+            if time.monotonic() > limit:
+                raise DeadlineExceeded(f"the job took over {deadline_s:.0f} s\n{tail(log)}")
+            if status is not None:
+                if not any(fault.done for fault in faults):
+                    raise HoldfastError(f"the driver ended with status {status}\n{tail(log)}")
+                self._start_driver(plan, log)
+            self.turn(time.monotonic() + LOOK_EVERY_S)
         self._driver = None
         if missed := [fault for fault in faults if not fault.done]:
             raise HoldfastError(f"{len(missed)} faults never came due, as that of {missed[0].node}")
         events = [json.loads(line) for path in sorted(notes.glob("rank*.jsonl")) for line in path.open()]
         seats = notes / "seats.json"
-        rounds = json.loads(seats.read_text()) if seats.exists() else []
-        self.seats = [[Seat(**seat) for seat in seats] for seats in rounds]
+        attempts = json.loads(seats.read_text()) if seats.exists() else []
+        self.seats = [[Seat(**seat) for seat in seats] for seats in attempts]
         shutil.rmtree(notes)
         return History(events)
 
@@ -256,30 +268,20 @@ class VirtualRay:
             command = [sys.executable, "-m", "holdfast.chaos.ray.job", json.dumps(plan)]
             self._driver = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
 
-    def _hear(self, faults: Sequence[RayFault]) -> None:
-        connection, _ = self._listener.accept()
-        with connection:
-            with connection.makefile("r") as lines:
-                said = json.loads(lines.readline() or "null")
-            if said is None:
-                return
-            for fault in faults:
-                if not fault.done and (fault.node, fault.point, fault.step) == (
-                    said["who"],
-                    said["point"],
-                    said["step"],
-                ):
-                    fault.done = True
-                    fault.do(self)
-            with suppress(BrokenPipeError, ConnectionResetError):
-                connection.sendall(b"g")
+    def heard(self, event: Event, sock: socket.socket) -> None:
+        """A rank has come to a point: do what is due there, and let it go on."""
+        at = event["who"], event["point"], event["step"]
+        for fault in [each for each in self._faults if not each.done and (each.node, each.point, each.step) == at]:
+            fault.done = True
+            ACTIONS[fault.kind](self, *(fault.targets or (fault.node,)))
+        release(sock)
 
     # ------------------------------------------------------------------ the end
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._listener.close()
+        self.hang_up()
         if self._driver is not None:
             self._driver.kill()
             self._driver.wait(END_DEADLINE_S)
@@ -293,7 +295,20 @@ class VirtualRay:
         for process in psutil.Process().children(recursive=True):
             if _is_rays(process):
                 end(process)
-        self._raylets.clear()
+        self._nodes.clear()
+
+
+ACTIONS: dict[str, Callable[..., None]] = {
+    "kill-trainer": VirtualRay.kill_actors,
+    "kill-controller": lambda ray, *names: ray.kill_actors(*names, kinds=(CONTROLLER,)),
+    "kill-raylet": VirtualRay.restart_raylet,
+    "kill-gcs": VirtualRay.restart_gcs,
+    "lose-head": VirtualRay.restart,
+    "lose-node": VirtualRay.replace,
+    "freeze-node": VirtualRay.freeze,
+    "thaw-node": VirtualRay.thaw,
+}
+"""How the faults of the catalogue are injected that Ray knows; each is given the names of its targets."""
 
 
 def _is_rays(process: psutil.Process) -> bool:
@@ -301,7 +316,3 @@ def _is_rays(process: psutil.Process) -> bool:
         line = " ".join(process.cmdline())
         return "/ray/" in line or line.startswith("ray::")
     return False
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])

@@ -8,16 +8,17 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.cluster import Event, History, VirtualCluster
+from holdfast.chaos.cluster import History, VirtualCluster
 from holdfast.chaos.drill import TARGET, compare
 from holdfast.chaos.launcher import Launcher
-from holdfast.chaos.ray.cluster import CONTROLLER, RayFault, VirtualRay
+from holdfast.chaos.ray.cluster import RayFault, VirtualRay
+from holdfast.chaos.runner import Event
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 JOB = "examples.plain:Replicas"
@@ -25,111 +26,86 @@ SEED, STEPS = 7, 10
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class RayScenario:
     """One job, and what is done to it.
 
     Attributes:
-        faults: node whose rank sets it off, the step in which it does, and what is done.
         by: who trains: `chaos.ray.job`.
-        rounds: how often all begin again.
+        attempts: how often all begin again.
         config: of Ray's GCS.
     """
 
     what: str
-    faults: tuple[tuple[str, int, Callable[[VirtualRay], None]], ...]
+    faults: tuple[RayFault, ...]
     by: str = "crew"
     nodes: int = 3
-    rounds: int = 1
+    attempts: int = 1
     protect: str = "auto"
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _kill_actor(cluster: VirtualRay) -> None:
-    cluster.kill_actors("node1")
-
-
-def _kill_controller(cluster: VirtualRay) -> None:
-    cluster.kill_actors("node0", (CONTROLLER,))
-
-
-def _raylet_comes_back(cluster: VirtualRay) -> None:
-    cluster.kill_raylet("node1")
-    cluster.add("node1")
-
-
-def _lose(*names: str) -> Callable[[VirtualRay], None]:
-    """Nodes lose power, and as many spares join."""
-
-    def do(cluster: VirtualRay) -> None:
-        cluster.lose(*names)
-        for name in names:
-            cluster.add(f"{name}-spare")
-
-    return do
-
-
-def _freeze(cluster: VirtualRay) -> None:
-    cluster.freeze("node1")
-    cluster.add("spare")
-
-
 SCENARIOS = {
-    "actor": Scenario("an actor is killed", (("node1", 5, _kill_actor),)),
-    "raylet": Scenario("a raylet is killed, and comes back on the same host", (("node1", 5, _raylet_comes_back),)),
-    "node": Scenario("a node is lost, raylet, SMP and memory; a spare joins", (("node1", 5, _lose("node1")),)),
-    "two-nodes": Scenario(
-        "two nodes are lost at once; two spares join", (("node1", 5, _lose("node1", "node2")),), nodes=4, protect="2+2"
+    "actor": RayScenario("an actor is killed", (RayFault("node1", 5, "kill-trainer"),)),
+    "raylet": RayScenario(
+        "a raylet is killed, and comes back on the same host", (RayFault("node1", 5, "kill-raylet"),)
     ),
-    "frozen": Scenario(
+    "node": RayScenario("a node is lost, raylet, SMP and memory; a spare joins", (RayFault("node1", 5, "lose-node"),)),
+    "two-nodes": RayScenario(
+        "two nodes are lost at once; two spares join",
+        (RayFault("node1", 5, "lose-node", ("node1", "node2")),),
+        nodes=4,
+        protect="2+2",
+    ),
+    "frozen": RayScenario(
         "a node's raylet and actor freeze; a spare joins; they wake up when it has taken over",
-        (("node1", 5, _freeze), ("spare", 8, VirtualRay.thaw)),
+        (RayFault("node1", 5, "freeze-node"), RayFault("node1-spare", 8, "thaw-node")),
     ),
-    "head": Scenario(
-        "the head is lost, and all of Ray with it; all is started again", (("node1", 5, VirtualRay.restart),)
+    "head": RayScenario(
+        "the head is lost, and all of Ray with it; all is started again", (RayFault("node1", 5, "lose-head"),)
     ),
-    "gcs": Scenario(
+    "gcs": RayScenario(
         "the head's GCS is killed and comes back; an actor is killed after that",
-        (("node1", 4, VirtualRay.restart_gcs), ("node1", 6, _kill_actor)),
+        (RayFault("node1", 4, "kill-gcs"), RayFault("node1", 6, "kill-trainer")),
         config={"gcs_storage": "rocksdb"},
     ),
-    "again": Scenario(
+    "again": RayScenario(
         "an actor is killed, a node is lost after that",
-        (("node1", 4, _kill_actor), ("node1", 7, _lose("node1"))),
-        rounds=2,
+        (RayFault("node1", 4, "kill-trainer"), RayFault("node1", 7, "lose-node")),
+        attempts=2,
     ),
-    "train-worker": Scenario("a worker of Ray Train is killed", (("node1", 5, _kill_actor),), by="train"),
-    "train-node": Scenario(
-        "a node is lost under Ray Train; a spare joins", (("node1", 5, _lose("node1")),), by="train"
+    "train-worker": RayScenario("a worker of Ray Train is killed", (RayFault("node1", 5, "kill-trainer"),), by="train"),
+    "train-node": RayScenario(
+        "a node is lost under Ray Train; a spare joins", (RayFault("node1", 5, "lose-node"),), by="train"
     ),
-    "train-controller": Scenario(
+    "train-controller": RayScenario(
         "Ray Train's controller is killed, and the job is submitted again",
-        (("node0", 5, _kill_controller),),
+        (RayFault("node0", 5, "kill-controller"),),
         by="train",
     ),
-    "train-head": Scenario(
+    "train-head": RayScenario(
         "the head is lost under Ray Train, and all of Ray with it; all is started again",
-        (("node1", 5, VirtualRay.restart),),
+        (RayFault("node1", 5, "lose-head"),),
         by="train",
     ),
-    "train-again": Scenario(
+    "train-again": RayScenario(
         "a worker of Ray Train is killed, a node is lost after that",
-        (("node1", 4, _kill_actor), ("node1", 7, _lose("node1"))),
+        (RayFault("node1", 4, "kill-trainer"), RayFault("node1", 7, "lose-node")),
         by="train",
-        rounds=2,
+        attempts=2,
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RayVerdict:
     """What came of a scenario.
 
     Attributes:
         difference: from the undisturbed run, in any loss or any final state; or what else is wrong; empty if nothing.
-        restored: of each round but the first: the step it began from, and how each rank came by its state.
-        again: finished steps that had to be done again, of each round but the first.
-        same: how many ranks were in the same process as in the round before.
-        gaps_s: from the last thing that anybody did to the start of each later round.
+        restored: of each attempt but the first: the step it began from, and how each rank came by its state.
+        again: finished steps that had to be done again, of each attempt but the first.
+        same: how many ranks were in the same process as in the attempt before.
+        gaps_s: from the last thing that anybody did to the start of each later attempt.
     """
 
     name: str
@@ -144,11 +120,11 @@ class Verdict:
         """For people."""
         if self.difference:
             return f"{self.name}: DIFFERS: {self.difference}"
-        rounds = [
+        attempts = [
             f"step {step} ({', '.join(how)}; {same} in the same process, {gap:.1f} s, {again} steps again)"
             for (step, how), again, same, gap in zip(self.restored, self.again, self.same, self.gaps_s, strict=True)
         ]
-        return f"{self.name}: identical; went on from {' and '.join(rounds)}"
+        return f"{self.name}: identical; went on from {' and '.join(attempts)}"
 
 
 def undisturbed(launcher: Launcher, nodes: int) -> History:
@@ -163,38 +139,38 @@ def plan(nodes: int, protect: str = "auto", by: str = "crew") -> dict[str, Any]:
     return {"nodes": nodes, "by": by, "args": args}
 
 
-def run(name: str, expected: History, folder: Path) -> Verdict:
+def run(name: str, expected: History, folder: Path) -> RayVerdict:
     """Run a scenario. Blocks; raises what `VirtualRay.run` does."""
     scenario = SCENARIOS[name]
     config = dict(scenario.config)
     if "gcs_storage" in config:
         config["gcs_storage_path"] = str(folder / "gcs")
     began = time.monotonic()
-    faults = [RayFault(node, step, do) for node, step, do in scenario.faults]
+    faults = [replace(fault) for fault in scenario.faults]
     with VirtualRay(scenario.nodes, folder, config=config) as cluster:
         history = cluster.run(plan(scenario.nodes, scenario.protect, scenario.by), faults)
     return judge(name, expected, history, time.monotonic() - began)
 
 
-def judge(name: str, expected: History, history: History, seconds: float) -> Verdict:
+def judge(name: str, expected: History, history: History, seconds: float) -> RayVerdict:
     """The verdict on one run. Pure."""
-    keys = sorted({_round(event) for event in history.of("started")})
-    rounds = [[event for event in history.events if _round(event) == key] for key in keys]
+    keys = sorted({_attempt(event) for event in history.of("started")})
+    attempts = [[event for event in history.events if _attempt(event) == key] for key in keys]
     restored, again, same, gaps = [], [], [], []
-    for number, (before, after) in enumerate(pairwise(rounds), 1):
+    for number, (before, after) in enumerate(pairwise(attempts), 1):
         starts = [event for event in after if event["kind"] == "started"]
-        done = max(event["step"] for events in rounds[:number] for event in events if event["kind"] != "end")
+        done = max(event["step"] for events in attempts[:number] for event in events if event["kind"] != "end")
         restored.append((starts[0]["step"], tuple(sorted({event["how"] for event in starts}))))
         again.append(max(0, done - starts[0]["step"]))
         same.append(len({event["pid"] for event in before} & {event["pid"] for event in after}))
         gaps.append(max(event["wall"] for event in starts) - max(event["wall"] for event in before))
     difference = compare(expected, history)
-    if not difference and len(restored) != SCENARIOS[name].rounds:
-        difference = f"all began again {len(restored)} times, not {SCENARIOS[name].rounds}"
-    return Verdict(name, difference, tuple(restored), tuple(again), tuple(same), tuple(gaps), seconds)
+    if not difference and len(restored) != SCENARIOS[name].attempts:
+        difference = f"all began again {len(restored)} times, not {SCENARIOS[name].attempts}"
+    return RayVerdict(name, difference, tuple(restored), tuple(again), tuple(same), tuple(gaps), seconds)
 
 
-def _round(event: Event) -> tuple[float, int]:
+def _attempt(event: Event) -> tuple[float, int]:
     return event["life"], event["generation"]
 
 

@@ -23,7 +23,7 @@ MAX_FAILURES = 5
 
 
 def member(folder: str, life: float, args: dict[str, Any]) -> None:
-    """One member of a crew, one round; `life`: of the driver."""
+    """One member of a crew, in one attempt; `life`: of the driver."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S))
@@ -92,7 +92,7 @@ def with_train(plan: dict[str, Any]) -> None:
 
 
 def drive(plan: dict[str, Any]) -> None:
-    """Start shepherds on the cluster of ``RAY_ADDRESS``, and wait until all have trained."""
+    """Start node agents on the cluster of ``RAY_ADDRESS``, and wait until all have trained."""
     import ray
 
     from holdfast.integrations.ray.nodes import start, stop

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.sim.campaign import Total, run
+from holdfast.chaos.sim.campaign import SeedTotals, run
 from holdfast.chaos.sim.plan import POINTS_HERE
 from holdfast.chaos.sim.run import simulate
 from holdfast.chaos.sim.seams import installed
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--{name} {getattr(options, name)}: give 1 or more")
     if options.seed is not None:
         return _one(options.seed, options.trace)
-    total, began = Total(), time.perf_counter()
+    total, began = SeedTotals(), time.perf_counter()
     said = began
     for part in run(range(options.first, options.first + options.seeds), options.jobs):
         total.join(part)
@@ -55,7 +55,7 @@ def replay(seed: int) -> str:
     return f"python -m holdfast.chaos.sim --seed {seed} --trace"
 
 
-def summary(total: Total, first: int, wall_s: float) -> dict[str, Any]:
+def summary(total: SeedTotals, first: int, wall_s: float) -> dict[str, Any]:
     """All numbers, for machines."""
     return {
         "first": first,

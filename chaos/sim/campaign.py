@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from holdfast.chaos.sim.run import Report, simulate
+from holdfast.chaos.sim.run import SeedReport, simulate
 from holdfast.chaos.sim.seams import installed
 
 BATCH = 100
@@ -21,7 +21,7 @@ BATCH_DEADLINE_S = 600.0
 
 
 @dataclass(slots=True)
-class Total:
+class SeedTotals:
     """What many seeds did together. `cpu_s` is time of a processor, not simulated."""
 
     seeds: int = 0
@@ -35,7 +35,7 @@ class Total:
     crashes: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
 
-    def add(self, report: Report) -> None:
+    def add(self, report: SeedReport) -> None:
         """Count one seed."""
         self.seeds += 1
         self.awaits += report.awaits
@@ -46,7 +46,7 @@ class Total:
         if report.violations:
             self.failures[report.seed] = report.violations[0]
 
-    def join(self, other: Total) -> None:
+    def join(self, other: SeedTotals) -> None:
         """Count what other seeds did."""
         for name in ("seeds", "awaits", "turns", "simulated_s", "cpu_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -55,9 +55,9 @@ class Total:
         self.failures.update(other.failures)
 
 
-def run_batch(seeds: Iterable[int]) -> Total:
+def run_batch(seeds: Iterable[int]) -> SeedTotals:
     """Run these seeds, one after another, in this process."""
-    total, cpu = Total(), time.process_time()
+    total, cpu = SeedTotals(), time.process_time()
     with installed():
         for seed in seeds:
             total.add(simulate(seed))
@@ -65,7 +65,7 @@ def run_batch(seeds: Iterable[int]) -> Total:
     return total
 
 
-def run(seeds: range, jobs: int) -> Iterator[Total]:
+def run(seeds: range, jobs: int) -> Iterator[SeedTotals]:
     """What each batch of `seeds` did, in order, in so many processes of their own; 1: in this one. Blocks for a batch.
 
     To close it before its end also ends the processes, after the batches that they are at.

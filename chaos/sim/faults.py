@@ -6,10 +6,10 @@ import json
 from collections import defaultdict
 
 from holdfast.chaos.sim.memory import MemoryPath
-from holdfast.chaos.sim.plan import Fault
+from holdfast.chaos.sim.plan import DrawnFault
 from holdfast.chaos.sim.seams import Hooks
 from holdfast.chaos.sim.tasks import Process
-from holdfast.chaos.sim.world import Node, Trainer, World
+from holdfast.chaos.sim.world import SimNode, SimTrainer, World
 
 SILENT_CHANCE = 0.5
 FROZEN_S = 20.0
@@ -22,13 +22,13 @@ class Faults:
     def __init__(self, world: World) -> None:
         self._world = world
         self._random = world.scheduler.random
-        self._at_points: dict[str, list[tuple[int, Fault]]] = defaultdict(list)
+        self._at_points: dict[str, list[tuple[int, DrawnFault]]] = defaultdict(list)
         self._life = 0
         self.zombies: list[Process] = []
         world.at_point = self._point
         Hooks.is_due = self._at_points.__contains__
 
-    def begin_life(self, faults: tuple[Fault, ...]) -> None:
+    def begin_life(self, faults: tuple[DrawnFault, ...]) -> None:
         """These faults are to strike from now on, and none of those before."""
         self._life += 1
         self._at_points.clear()
@@ -38,7 +38,7 @@ class Faults:
                 self._at_points[fault.point].append((world.hits[fault.point] + fault.nth, fault))
             else:
 
-                def strike(fault: Fault = fault) -> None:
+                def strike(fault: DrawnFault = fault) -> None:
                     if self._life == life:
                         self._strike(fault.kind)
 
@@ -58,12 +58,12 @@ class Faults:
         for item in due:
             planned.remove(item)
             self._world.crashes[point] += 1
-            if item[1].kind == "lose here":
+            if item[1].kind == "lose-node":
                 node = next(node for node in self._world.nodes if node.host == process.host)
-                self._count("lose node")
+                self._count("lose-node")
                 self._world.lose(node, silent=self._random.random() < SILENT_CHANCE)
             else:
-                self._count("kill at a point")
+                self._count("kill-process")
                 self._world.scheduler.kill(process)
 
     def _count(self, kind: str) -> None:
@@ -73,54 +73,54 @@ class Faults:
         world = self._world
         smps = [node for node in world.up() if node.smp_process is not None and node.smp_process.alive]
         trainers = [trainer for trainer in world.trainers if trainer.process.alive]
-        if kind in ("kill trainer", "zombie trainer", "kill all trainers") and not trainers:
+        if kind in ("kill-trainer", "zombie-trainer", "kill-trainers") and not trainers:
             return
-        if kind in ("kill SMP", "freeze SMP", "flip stored bit") and not smps:
+        if kind in ("kill-smp", "pause-smp", "flip-stored") and not smps:
             return
-        if kind in ("lose node", "lose several nodes") and len(world.up()) < 2:
+        if kind in ("lose-node", "lose-nodes") and len(world.up()) < 2:
             return
         world.scheduler.note(f"strikes: {kind}")
         {
-            "kill trainer": lambda: self._kill(self._random.choice(trainers)),
-            "kill all trainers": lambda: self._kill(*trainers),
-            "kill SMP": lambda: self._kill_smp(self._random.choice(smps)),
-            "lose node": lambda: self._lose(1),
-            "lose several nodes": lambda: self._lose(self._random.randint(2, 3)),
-            "freeze SMP": lambda: self._freeze(self._random.choice(smps)),
-            "zombie trainer": lambda: self._make_zombie(self._random.choice(trainers)),
-            "cut host": self._cut,
-            "slow node": self._slow,
-            "flip stored bit": lambda: self._flip(self._random.choice(smps)),
-            "grow state": self._grow,
+            "kill-trainer": lambda: self._kill(self._random.choice(trainers)),
+            "kill-trainers": lambda: self._kill(*trainers),
+            "kill-smp": lambda: self._kill_smp(self._random.choice(smps)),
+            "lose-node": lambda: self._lose(1),
+            "lose-nodes": lambda: self._lose(self._random.randint(2, 3)),
+            "pause-smp": lambda: self._freeze(self._random.choice(smps)),
+            "zombie-trainer": lambda: self._make_zombie(self._random.choice(trainers)),
+            "partition": self._cut,
+            "slow-node": self._slow,
+            "flip-stored": lambda: self._flip(self._random.choice(smps)),
+            "grow-state": self._grow,
         }[kind]()
 
-    def _kill(self, *trainers: Trainer) -> None:
+    def _kill(self, *trainers: SimTrainer) -> None:
         for trainer in trainers:
-            self._count("kill trainer")
+            self._count("kill-trainer")
             self._world.kill_trainer(trainer)
 
-    def _kill_smp(self, node: Node) -> None:
-        self._count("kill SMP")
+    def _kill_smp(self, node: SimNode) -> None:
+        self._count("kill-smp")
         assert node.smp_process is not None
         self._world.scheduler.kill(node.smp_process)
 
     def _lose(self, count: int) -> None:
         up = self._world.up()
         count = min(count, len(up) - 1)
-        self._count("lose node" if count == 1 else "lose several nodes")
+        self._count("lose-node" if count == 1 else "lose-nodes")
         for node in self._random.sample(up, count):
             self._world.lose(node, silent=self._random.random() < SILENT_CHANCE)
 
-    def _freeze(self, node: Node) -> None:
-        self._count("freeze SMP")
+    def _freeze(self, node: SimNode) -> None:
+        self._count("pause-smp")
         scheduler, process = self._world.scheduler, node.smp_process
         assert process is not None
         scheduler.freeze(process)
         scheduler.at(scheduler.now + self._random.random() * FROZEN_S, lambda: scheduler.thaw(process))
 
-    def _make_zombie(self, trainer: Trainer) -> None:
+    def _make_zombie(self, trainer: SimTrainer) -> None:
         """It hangs; its launcher gives it up without being able to kill it; some time later it goes on."""
-        self._count("zombie trainer")
+        self._count("zombie-trainer")
         scheduler = self._world.scheduler
         scheduler.freeze(trainer.process)
         trainer.outcome = "hangs"
@@ -129,14 +129,14 @@ class Faults:
         self._world.changed.notify()
 
     def _cut(self) -> None:
-        self._count("cut host")
+        self._count("partition")
         scheduler, network = self._world.scheduler, self._world.network
         host = self._random.choice(self._world.up()).host
         network.cut.add(host)
         scheduler.at(scheduler.now + self._random.random() * CUT_S, lambda: network.cut.discard(host))
 
     def _slow(self) -> None:
-        self._count("slow node")
+        self._count("slow-node")
         scheduler = self._world.scheduler
         node = self._random.choice(self._world.up())
         processes = [trainer.process for trainer in self._world.trainers if trainer.node is node]
@@ -151,20 +151,20 @@ class Faults:
 
         scheduler.at(scheduler.now + 5.0, recover)
 
-    def _flip(self, node: Node) -> None:
+    def _flip(self, node: SimNode) -> None:
         """One bit of what is sealed on a node, data or parity."""
         sealed = sorted(path for path in node.arena.glob("*.*.*.json"))
         if not sealed:
             return
         record = self._random.choice(sealed)
         data = json.loads(record.read_text())
-        self._count("flip stored bit")
+        self._count("flip-stored")
         self._world.scheduler.note(f"a bit of {record.name} on {node.name} flips: {data['snapshot']}")
         self._world.oracle.bit_flipped((data["snapshot"][0], data["snapshot"][1]))
         flip_bit(record.with_suffix(""), self._random.random())
 
     def _grow(self) -> None:
-        self._count("grow state")
+        self._count("grow-state")
         lengths = self._world.lengths
         for rank in range(len(lengths)):
             lengths[rank] += 17

@@ -22,7 +22,7 @@ ROOM_BYTES = 1 << 30
 """What the file system says it has left."""
 
 
-class Status(NamedTuple):
+class FileStatus(NamedTuple):
     """`os.stat_result`, as far as it is asked for."""
 
     st_ino: int
@@ -54,9 +54,9 @@ class File:
         self.number = number
         self.content = Mapped()
 
-    def status(self) -> Status:
+    def status(self) -> FileStatus:
         """Its `os.stat`."""
-        return Status(self.number, len(self.content), stat.S_IFREG | 0o600, os.getuid())
+        return FileStatus(self.number, len(self.content), stat.S_IFREG | 0o600, os.getuid())
 
 
 class Disk:
@@ -169,14 +169,14 @@ class MemoryPath:
     def is_symlink(self) -> bool:
         return False
 
-    def stat(self) -> Status:
+    def stat(self) -> FileStatus:
         return self.file().status()
 
-    def lstat(self) -> Status:
+    def lstat(self) -> FileStatus:
         """Of a directory or a file. Raises `FileNotFoundError`."""
         if str(self) not in self._disk.directories:
             return self.stat()
-        return Status(0, 0, stat.S_IFDIR | 0o700, os.getuid())
+        return FileStatus(0, 0, stat.S_IFDIR | 0o700, os.getuid())
 
     def glob(self, pattern: str) -> Iterator[MemoryPath]:
         matches, path = _matcher(pattern), str(self)
@@ -245,7 +245,7 @@ class MemoryOs:
         if len(file.content) < length:
             file.content += bytes(length - len(file.content))
 
-    def fstat(self, file: File) -> Status:
+    def fstat(self, file: File) -> FileStatus:
         return file.status()
 
     def read(self, file: File, length: int) -> bytes:

@@ -75,7 +75,7 @@ class Network:
         """A host is gone, with no farewell: who waits for it waits until a deadline."""
         self.dark.add(host)
 
-    def heal(self) -> None:
+    def repair(self) -> None:
         """From now on nothing breaks by itself."""
         self.cut.clear()
         self.flip_chance = self.break_chance = 0.0
@@ -284,7 +284,7 @@ class SimSocket:
             self._break(net.random.random() < 0.5)
             raise ConnectionResetError(errno.ECONNRESET, "the connection was reset")
         if payload and content and net.flip_chance and net.random.random() < net.flip_chance:
-            net.counts["flip in transit"] += 1
+            net.counts["flip-in-flight"] += 1
             bit = int(net.random.random() * len(content) * 8)
             damaged = bytearray(content)
             damaged[bit // 8] ^= 1 << bit % 8

@@ -54,7 +54,7 @@ class Oracle:
         """All that this node held is gone."""
         self._losses.append(name)
 
-    def healed(self, snapshot: Snapshot | None, places: dict[str, str]) -> None:
+    def repaired(self, snapshot: Snapshot | None, places: dict[str, str]) -> None:
         """All trainers went on from this snapshot, and there was quiet since: what was lost of it is there again.
 
         That is only so if each lost node has one replacement to itself. Where the ranks of one have moved in with

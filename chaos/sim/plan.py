@@ -22,26 +22,28 @@ REFORM = ("reform.adopt", "reform.encode", "reform.done", "reform.declined")
 PROTECTIONS = ("auto", "1+1", "2+1", "2+2", "3+1", "copies:2")
 
 KINDS = (
-    "kill trainer",
-    "kill all trainers",
-    "kill SMP",
-    "lose node",
-    "lose several nodes",
-    "freeze SMP",
-    "zombie trainer",
-    "cut host",
-    "slow node",
-    "flip stored bit",
-    "grow state",
+    "kill-trainer",
+    "kill-trainers",
+    "kill-smp",
+    "lose-node",
+    "lose-nodes",
+    "pause-smp",
+    "zombie-trainer",
+    "partition",
+    "slow-node",
+    "flip-stored",
+    "grow-state",
 )
+"""What a seed draws from the catalogue, `chaos.faults`. Their order is part of what each seed stands for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class DrawnFault:
     """One fault.
 
     Attributes:
         awaits: after so many awaits of its life it strikes; ignored if `point` is set.
+        kind: of the catalogue; with `point`, ``kill-process`` or ``lose-node`` of whoever comes there.
         point, nth: or at the n-th time that somebody comes to this named point, whom it then strikes.
     """
 
@@ -60,7 +62,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SeedPlan:
     """All that is drawn before a run begins; the order of turns is drawn while it runs.
 
     Attributes:
@@ -91,7 +93,7 @@ class Plan:
     break_chance: float
     steps: int
     step_s: float
-    lives: tuple[tuple[Fault, ...], ...]
+    lives: tuple[tuple[DrawnFault, ...], ...]
     gaps: tuple[Gap, ...]
     quiet: int
     final: str
@@ -132,7 +134,7 @@ class Size:
     hazard: int
     quiet: tuple[int, ...]
     span: int
-    opening: tuple[Fault, ...] = ()
+    opening: tuple[DrawnFault, ...] = ()
     later: tuple[str, ...] = RECOVERY
     gaps: tuple[float, ...] = (0.0, 1.0, 5.0, 90.0)
     replaced: float = 0.7
@@ -194,13 +196,13 @@ RECOVERING = replace(
     steps=(2,),
     every=(1,),
     finals=("stop", "stop", "lose"),
-    opening=(Fault("lose node", awaits=900),),
+    opening=(DrawnFault("lose-node", awaits=900),),
 )
 REFORMING = replace(
     RECOVERING,
     nodes=(3, 3, 4),
     reform_after_s=(30.0,),
-    opening=(Fault("lose node", awaits=1500), Fault("kill all trainers", awaits=1520)),
+    opening=(DrawnFault("lose-node", awaits=1500), DrawnFault("kill-trainers", awaits=1520)),
     later=(*REFORM, *RECOVERY),
     gaps=(90.0, 90.0, 5.0),
     replaced=0.2,
@@ -210,7 +212,7 @@ SIZES = (SMALL,) * 50 + (RECOVERING,) * 5 + (REFORMING,) + (MEDIUM,) * 3 + (LARG
 first lose a node, so that faults can strike at what follows."""
 
 
-def draw(seed: int) -> Plan:
+def draw(seed: int) -> SeedPlan:
     """The plan of `seed`."""
     pick = random.Random(f"plan {seed}")
     size = pick.choice(SIZES)
@@ -221,7 +223,7 @@ def draw(seed: int) -> Plan:
         + tuple(_fault(pick, size, later=life > 0 or size is REFORMING) for _ in range(pick.choice(size.faults)))
         for life in range(pick.choice(size.lives))
     )
-    return Plan(
+    return SeedPlan(
         seed=seed,
         nodes=nodes,
         ranks=ranks,
@@ -247,10 +249,10 @@ def draw(seed: int) -> Plan:
     )
 
 
-def _fault(pick: random.Random, size: Size, *, later: bool) -> Fault:
+def _fault(pick: random.Random, size: Size, *, later: bool) -> DrawnFault:
     if pick.random() < 0.5:
-        kind = pick.choice(("kill here", "kill here", "kill here", "lose here"))
+        kind = pick.choice(("kill-process", "kill-process", "kill-process", "lose-node"))
         if later and pick.random() < 0.5:
-            return Fault(kind, point=pick.choice(size.later))
-        return Fault(kind, point=pick.choice(POINTS_HERE), nth=pick.choice((1, 1, 2, 3, 5)))
-    return Fault(pick.choice(KINDS), awaits=int(pick.random() ** 2 * size.span))
+            return DrawnFault(kind, point=pick.choice(size.later))
+        return DrawnFault(kind, point=pick.choice(POINTS_HERE), nth=pick.choice((1, 1, 2, 3, 5)))
+    return DrawnFault(pick.choice(KINDS), awaits=int(pick.random() ** 2 * size.span))

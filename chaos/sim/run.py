@@ -32,7 +32,7 @@ _runs = itertools.count(1)
 
 
 @dataclass(slots=True)
-class Report:
+class SeedReport:
     """What one seed did."""
 
     seed: int
@@ -47,7 +47,7 @@ class Report:
     checks: Counter[str] = field(default_factory=Counter)
 
 
-def simulate(seed: int, trace: Callable[[str], None] | None = None) -> Report:
+def simulate(seed: int, trace: Callable[[str], None] | None = None) -> SeedReport:
     """Run one seed. Call it within `chaos.sim.seams.installed`, always from the same thread."""
     plan = draw(seed)
     scheduler = Scheduler(f"turns {seed}", plan.chance)
@@ -66,7 +66,7 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None) -> Report:
             logging.disable()
         if next(_runs) % COLLECT_EVERY == 0:
             gc.collect()
-    return Report(
+    return SeedReport(
         seed,
         list(scheduler.violations),
         scheduler.awaits,
@@ -178,9 +178,9 @@ class _Driver:
             if not self._recover(0 if final == "lose twice" else 1, "after a loss"):
                 return
         if final == "lose twice":
-            self._pass(60.0)  # lost parity is healed in the background
+            self._pass(60.0)  # lost parity is rebuilt in the background
             places = {f"dp{trainer.rank}": trainer.node.name for trainer in world.trainers}
-            world.oracle.healed(world.trainers[0].restored, places)
+            world.oracle.repaired(world.trainers[0].restored, places)
             self._lose(world.oracle.survivable())
             self._replace(True)
             if not self._recover(1, "after a second loss"):
@@ -199,7 +199,7 @@ class _Driver:
 
     def _calm(self) -> None:
         """Nothing goes wrong from now on, and what hung goes on."""
-        self._world.network.heal()
+        self._world.network.repair()
         for process in self._faults.zombies:
             self._scheduler.thaw(process)
         self._pass(CALM_S)

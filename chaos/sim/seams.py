@@ -1,4 +1,5 @@
-"""Where the simulation is put under the production code: names in its modules, replaced for as long as a block runs.
+"""Where the simulation is put under the production code, for as long as a block runs: names in its modules that are
+replaced, and points that are observed. Threads and clock of SMPs are handed to them (`chaos.sim.threads.SimSystem`).
 
 Nothing of holdfast's own is replaced but what stands behind an interface: state, capture, mover and collectives of a
 trainer (`chaos.sim.trainer`), and how an SMP's process is started.
@@ -25,9 +26,10 @@ from holdfast.chaos.sim.network import SimSocket
 from holdfast.chaos.sim.rpc import SimGrpc
 from holdfast.chaos.sim.scheduler import active
 from holdfast.chaos.sim.tasks import Process
+from holdfast.smp_daemon.shared import points
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.records import digest_units, kind_of, write_json
+from holdfast.smp_daemon.shared.records import PART, digest_units, kind_of
 from holdfast.smp_daemon.storage.arena import SHARD_SUFFIX, Arena
 from holdfast.snapshot.copy.pace import Pace
 
@@ -52,17 +54,18 @@ SOCKET = SimpleNamespace(
 PAGE_BYTES = 64
 """Headers of slot files are padded to this, so that a shard is a few hundred bytes."""
 
-MODULES = {
-    "threading": (
-        *("service", "store", "codings", "holdings", "counters", "protect", "parity", "monitor", "scrub", "local"),
-        *("transport", "listener", "gate", "peers", "client", "rejoin", "load"),
-    ),
-    "time": ("codings", "protect", "monitor", "scrub", "transport", "load", "remote"),
-    "queue": ("protect", "scratch"),
-    "socket": ("transport", "listener"),
-    "ThreadPoolExecutor": ("monitor", "census", "peers"),
-    "reach": ("store", "protect", "rebuild", "monitor", "arena", "pool", "holdings", "codings", "service", "rejoin"),
+REPLACED = {
+    "local": ("os",),
+    "net.listener": ("socket",),
+    "recovery.census": ("ThreadPoolExecutor",),
+    "shared.board": ("os", "mmap"),
+    "shared.client": ("threading", "os", "mmap"),
+    "shared.records": ("os",),
+    "shared.transport": ("threading", "time", "socket"),
+    "storage.arena": ("os",),
+    "storage.pool": ("os", "mmap"),
 }
+"""Which names of which modules of `smp_daemon` are replaced by the simulation's."""
 
 
 class Hooks:
@@ -138,16 +141,20 @@ def _await_end(process: Process, deadline_s: float) -> bool:
     return not process.alive
 
 
-def _write_json(path: MemoryPath, data: Any) -> None:
-    """`smp_daemon.shared.records.write_json`, with crashes planned before it, in the middle and after."""
+def _record_point(path: MemoryPath, data: Any, when: str) -> None:
+    """`records._reach`: the oracle learns of a record once it counts; who dies in the middle leaves half of it."""
     kind = kind_of(path.name)
-    reach(f"record.{kind}.before")
-    if Hooks.is_due(f"record.{kind}.part"):  # else what it leaves is overwritten at once
-        path.with_name(path.name + ".part").write_text('{"cut')
-    reach(f"record.{kind}.part")
-    write_json(path, data)  # type: ignore[arg-type]  # what stands for a path here
-    Hooks.committed(path, kind, data)
-    reach(f"record.{kind}.done")
+    point = f"record.{kind}.{when}"
+    if when == "done":
+        Hooks.committed(path, kind, data)
+    if when != "part" or not Hooks.is_due(point):
+        reach(point)
+        return
+    part = path.with_name(path.name + PART)
+    whole = part.read_text()
+    part.write_text('{"cut')
+    reach(point)
+    part.write_text(whole)  # it lives on
 
 
 def _release(self: Arena, keep: Collection[SnapshotId], before: SnapshotId, held: Collection[SnapshotId] = ()) -> None:
@@ -199,13 +206,14 @@ def installed() -> Iterator[None]:
         "queue": QUEUE,
         "socket": SOCKET,
         "ThreadPoolExecutor": threads.ThreadPoolExecutor,
-        "reach": reach,
+        "os": system,
+        "mmap": MemoryMmap,
     }
-    targets = {f"smp_daemon.{m}.{name}": replacements[name] for name, modules in MODULES.items() for m in modules}
-    targets |= {
-        f"smp_daemon.{module}.os": system for module in ("arena", "pool", "board", "client", "local", "records")
+    targets: dict[str, Any] = {
+        f"holdfast.smp_daemon.{module}.{name}": replacements[name]
+        for module, names in REPLACED.items()
+        for name in names
     }
-    targets |= {f"smp_daemon.{module}.mmap": MemoryMmap for module in ("pool", "board", "client")}
     targets |= {
         "holdfast.smp_daemon.net.peers.grpc": SimGrpc,
         "holdfast.smp_daemon.storage.arena.fcntl": SimFcntl,
@@ -215,24 +223,19 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.service.psutil": SimPsutil,
         "holdfast.smp_daemon.shared.transport.Path": MemoryPath,
         "holdfast.smp_daemon.shared.transport.current": Credentials,
-        "holdfast.smp_daemon.service.current": Credentials,
+        "holdfast.smp_daemon.node.core.current": Credentials,
         "holdfast.smp_daemon.net.gate.is_of_this_user": lambda sock: True,
         "holdfast.smp_daemon.shared.client.await_end": _await_end,
         "holdfast.smp_daemon.shared.slotfile.PAGE_BYTES": PAGE_BYTES,
         "holdfast.smp_daemon.storage.store.digest_units": _digest_units,
-        "holdfast.smp_daemon.storage.store.write_json": _write_json,
-        "holdfast.smp_daemon.storage.arena.write_json": _write_json,
-        "holdfast.smp_daemon.storage.pool.write_json": _write_json,
-        "holdfast.smp_daemon.service.write_json": _write_json,
+        "holdfast.smp_daemon.shared.records._reach": _record_point,
         "holdfast.snapshot.resume.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
         "holdfast.snapshot.connect.start_smp": _start_smp,
         "holdfast.snapshot.step.copier.threading": THREADING,
         "holdfast.snapshot.step.copier.queue": QUEUE,
-        "holdfast.snapshot.step.copier.reach": reach,
         "holdfast.snapshot.resume.loading.ThreadPoolExecutor": threads.ThreadPoolExecutor,
         "holdfast.snapshot.copy.pace.threading": THREADING,
         "holdfast.snapshot.resume.restore.time": TIME,
-        "holdfast.snapshot.resume.restore.reach": reach,
         "holdfast.snapshot.resume.restore._load": trainer.load,
         "holdfast.snapshot.hook.time": TIME,
         "holdfast.snapshot.hook.Pace": lambda: Pace(threads.monotonic, threads.Event.wait),  # type: ignore[arg-type]
@@ -246,6 +249,8 @@ def installed() -> Iterator[None]:
         stack.enter_context(_without_collector())
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable()
+        stack.callback(points.observe, None)
+        points.observe(reach)
         for target, new in targets.items():
             stack.enter_context(patch(target, new))
         yield

@@ -1,7 +1,7 @@
 """A trainer whose state is a few hundred bytes: the production hook around a small training loop.
 
 `snapshot.hook.SnapshotHook`, its ledger, copier, outcomes, restore and reservation are the production ones. What they
-reach through interfaces is small here: `SimAdapter` (state), `SimCapture` and `SimMover` (copying it), `Member`
+reach through interfaces is small here: `SimAdapter` (state), `SimCapture` and `SimMover` (copying it), `SimMember`
 (collectives).
 """
 
@@ -64,7 +64,7 @@ class Circle:
         return [values[rank] for rank in range(self.size)]
 
 
-class Member:
+class SimMember:
     """`snapshot.collective.agreement.Agreement` of one rank."""
 
     def __init__(self, circle: Circle, rank: int) -> None:
@@ -177,7 +177,7 @@ class SimBoundary:
 class SimCapture:
     """`snapshot.step.capture.Capture` of a `SimAdapter`."""
 
-    def __init__(self, adapter: SimAdapter, agreement: Member, mover: SimMover, job: str, coord: str) -> None:
+    def __init__(self, adapter: SimAdapter, agreement: SimMember, mover: SimMover, job: str, coord: str) -> None:
         self._adapter = adapter
         self._job = job
         self._coord = coord
@@ -275,7 +275,7 @@ class SimMover:
         """Nothing is held."""
 
 
-def load(attempt: Any, agreement: Member, adapter: SimAdapter, mover: SimMover) -> HoldfastError | None:
+def load(attempt: Any, agreement: SimMember, adapter: SimAdapter, mover: SimMover) -> HoldfastError | None:
     """`resume.restore._load` for a `SimAdapter`: the same checks, copies, agreements and errors, for one tensor."""
     problem: HoldfastError | None = None
     try:

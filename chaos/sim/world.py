@@ -11,12 +11,12 @@ from typing import Any
 from holdfast.chaos.sim.memory import Disk, MemoryPath
 from holdfast.chaos.sim.network import Network, use
 from holdfast.chaos.sim.oracle import Oracle, Snapshot
-from holdfast.chaos.sim.plan import Plan
+from holdfast.chaos.sim.plan import SeedPlan
 from holdfast.chaos.sim.scheduler import Scheduler
 from holdfast.chaos.sim.seams import Hooks
 from holdfast.chaos.sim.tasks import Process
-from holdfast.chaos.sim.threads import Signal
-from holdfast.chaos.sim.trainer import Circle, Member, SimAdapter, TrainingLost
+from holdfast.chaos.sim.threads import Signal, SimSystem
+from holdfast.chaos.sim.trainer import Circle, SimAdapter, SimMember, TrainingLost
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unrecoverable
@@ -28,7 +28,7 @@ START_DEADLINE_S = 60.0
 DRAIN_DEADLINE_S = 60.0
 
 
-class Node:
+class SimNode:
     """A host with memory: one SMP at a time, and trainers."""
 
     def __init__(self, name: str, host: str, base: MemoryPath) -> None:
@@ -49,10 +49,10 @@ class Node:
         return self.smp is not None and self.smp_process is not None and self.smp_process.alive
 
 
-class Trainer:
+class SimTrainer:
     """One rank of one life."""
 
-    def __init__(self, rank: int, node: Node, process: Process) -> None:
+    def __init__(self, rank: int, node: SimNode, process: Process) -> None:
         self.rank = rank
         self.node = node
         self.process = process
@@ -78,7 +78,7 @@ class _Hook(SnapshotHook):
 class World:
     """One run's machines."""
 
-    def __init__(self, plan: Plan, scheduler: Scheduler) -> None:
+    def __init__(self, plan: SeedPlan, scheduler: Scheduler) -> None:
         self.plan = plan
         self.scheduler = scheduler
         disk = Disk()
@@ -91,16 +91,16 @@ class World:
         self.oracle = Oracle(scheduler.violate)
         self.disk = disk
         self.changed = Signal()
-        self.nodes: list[Node] = []
-        self.trainers: list[Trainer] = []
-        self.seats: dict[int, Node] = {}
+        self.nodes: list[SimNode] = []
+        self.trainers: list[SimTrainer] = []
+        self.seats: dict[int, SimNode] = {}
         self.lengths = list(plan.lengths)
         self.hits: Counter[str] = Counter()
         self.crashes: Counter[str] = Counter()
         self.faults: Counter[str] = self.network.counts
         self.at_point: Callable[[str, Process], None] = lambda point, process: None
         self._named = 0
-        self._members: dict[Process, Member] = {}
+        self._members: dict[Process, SimMember] = {}
         self._hook_up()
         for _ in range(plan.nodes):
             self.add_node()
@@ -117,20 +117,20 @@ class World:
 
     # ------------------------------------------------------------------ nodes
 
-    def add_node(self) -> Node:
+    def add_node(self) -> SimNode:
         """A new node, with empty memory."""
         number = self._named
         self._named += 1
-        node = Node(f"n{number}", f"10.0.0.{number}", MemoryPath(self.disk, "", f"n{number}"))
+        node = SimNode(f"n{number}", f"10.0.0.{number}", MemoryPath(self.disk, "", f"n{number}"))
         node.base.mkdir(mode=0o700)
         self.nodes.append(node)
         return node
 
-    def up(self) -> list[Node]:
+    def up(self) -> list[SimNode]:
         """Nodes that have not been lost."""
         return [node for node in self.nodes if node.up]
 
-    def ensure_smp(self, node: Node) -> None:
+    def ensure_smp(self, node: SimNode) -> None:
         """Have an SMP serve the node. Blocks. Raises `ConfigError` if it cannot."""
         scheduler = self.scheduler
         limit = scheduler.now + START_DEADLINE_S
@@ -141,21 +141,21 @@ class World:
                 self._start(node)
             self.changed.wait_for(lambda: node.serves or not node.starting, 1.0)
 
-    def _start(self, node: Node) -> None:
+    def _start(self, node: SimNode) -> None:
         process = Process(f"{node.name}.smp", node.host)
         node.smp_process, node.smp, node.starting = process, None, True
         process.on_death[0] = lambda: self._smp_gone(node, process)
         self.scheduler.note(f"an SMP is started on {node.name}")
         self.scheduler.spawn(process, "main", lambda: self._run_smp(node, process))
 
-    def _run_smp(self, node: Node, process: Process) -> None:
+    def _run_smp(self, node: SimNode, process: Process) -> None:
         settings = Settings(
             backend="numpy" if self.plan.seed % 2 else "auto",
             reform_after_s=self.plan.reform_after_s,
             rebuild=self.plan.rebuild,
         )
         try:
-            smp = Smp(JOB, node.name, node.arena, node.host, settings=settings)  # type: ignore[arg-type]
+            smp = Smp(JOB, node.name, node.arena, node.host, settings=settings, system=SimSystem())  # type: ignore[arg-type]
         except HoldfastError as error:
             node.error = str(error)
             node.starting = False
@@ -168,7 +168,7 @@ class World:
         smp.close()
         self.scheduler.kill(process)
 
-    def _smp_gone(self, node: Node, process: Process) -> None:
+    def _smp_gone(self, node: SimNode, process: Process) -> None:
         if node.smp_process is process:
             node.smp, node.starting = None, False
         self.changed.notify()
@@ -177,7 +177,7 @@ class World:
         """`smp_daemon.shared.spawn.start_smp`."""
         self.ensure_smp(next(node for node in self.nodes if node.arena == arena))
 
-    def lose(self, node: Node, *, silent: bool) -> None:
+    def lose(self, node: SimNode, *, silent: bool) -> None:
         """Its memory and all that runs on it is gone; `silent`: and nobody is told."""
         if not node.up:
             return
@@ -223,7 +223,7 @@ class World:
                 self.seats[number] = spare.pop(0) if spare else up[number % len(up)]
         for rank, number in enumerate(self.plan.ranks):
             node = self.seats[number]
-            trainer = Trainer(rank, node, Process(f"{node.name}.t{rank}", node.host))
+            trainer = SimTrainer(rank, node, Process(f"{node.name}.t{rank}", node.host))
             self.trainers.append(trainer)
             node.trainers.append(trainer.process)
             trainer.process.on_death[0] = self._trainer_over(trainer, "killed")
@@ -232,11 +232,11 @@ class World:
             work = partial(self._train, trainer, circle, steps, floor, quiet, ends)
             self.scheduler.spawn(trainer.process, "train", work)
 
-    def kill_trainer(self, trainer: Trainer) -> None:
+    def kill_trainer(self, trainer: SimTrainer) -> None:
         """SIGKILL."""
         self.scheduler.kill(trainer.process)
 
-    def _trainer_over(self, trainer: Trainer, outcome: str) -> Callable[[], None]:
+    def _trainer_over(self, trainer: SimTrainer, outcome: str) -> Callable[[], None]:
         def over() -> None:
             trainer.outcome = trainer.outcome or outcome
             self.changed.notify()
@@ -244,7 +244,7 @@ class World:
         return over
 
     def _train(
-        self, trainer: Trainer, circle: Circle, steps: int, floor: Snapshot | None, quiet: bool, ends: bool
+        self, trainer: SimTrainer, circle: Circle, steps: int, floor: Snapshot | None, quiet: bool, ends: bool
     ) -> None:
         try:
             self._train_steps(trainer, circle, steps, floor, quiet, ends)
@@ -256,7 +256,7 @@ class World:
         self.scheduler.kill(trainer.process)
 
     def _train_steps(
-        self, trainer: Trainer, circle: Circle, steps: int, floor: Snapshot | None, quiet: bool, ends: bool
+        self, trainer: SimTrainer, circle: Circle, steps: int, floor: Snapshot | None, quiet: bool, ends: bool
     ) -> None:
         plan, rank = self.plan, trainer.rank
         coord = f"dp{rank}"
@@ -264,7 +264,7 @@ class World:
         adapter = SimAdapter(
             coord, self.lengths[rank], str(plan.seed), lambda snapshot, content: loaded.append(content)
         )
-        self._members[trainer.process] = Member(circle, rank)
+        self._members[trainer.process] = SimMember(circle, rank)
         hook = _Hook(
             self._note_promise,
             adapter,

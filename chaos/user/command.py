@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.audit import Notes, Report, compare_rank, together
+from holdfast.chaos.faults import CATALOGUE
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 FIRST_STEP = 3
@@ -29,31 +30,16 @@ IN_A_RECOVERY = ("restore.before", "restore.middle")
 STEP = IN_A_STEP[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What may be done: what it is, and whether training is over for the process it is done to."""
-
-    what: str
-    ends: bool
-
-
-KINDS = {
-    "kill-trainer": Kind("SIGKILL", True),
-    "term-trainer": Kind("SIGTERM", True),
-    "segv-trainer": Kind("SIGSEGV", True),
-    "kill-trainers": Kind("SIGKILL to all of them at once", True),
-    "kill-launcher": Kind("SIGKILL to the process that was started; what it leaves is killed a moment later", True),
-    "stop-trainer": Kind(f"SIGSTOP, and SIGCONT {PAUSE_S:.1f} s later", False),
-    "kill-smp": Kind("SIGKILL to the SMP of this node", False),
-    "stop-smp": Kind(f"SIGSTOP to the SMP, and SIGCONT {PAUSE_S:.1f} s later", False),
-    "kill-other": Kind("SIGKILL to another process of the command, by a word in its command line: a raylet, say", True),
-    "lose-node": Kind("SIGKILL to all of a node, its SMP too, and its memory is gone; a spare takes its place", True),
-}
-"""The last two only where there are such."""
+KINDS = (
+    *("kill-trainer", "term-trainer", "segv-trainer", "kill-trainers", "kill-launcher", "pause-trainer"),
+    *("kill-smp", "pause-smp", "kill-other", "lose-node"),
+)
+"""What a seed draws from the catalogue; the last two only where there are such. Their order is part of what each seed
+stands for."""
 
 
 @dataclass(frozen=True, slots=True)
-class OwnFault:
+class CommandFault:
     """What is done when `rank` comes to `point` of `step` or a later one.
 
     One in a recovery, whose `point` is never reached if there is nothing to restore, is done at the latest in the
@@ -73,7 +59,7 @@ class OwnFault:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPlan:
+class CommandPlan:
     """What to do to which command.
 
     Attributes:
@@ -107,7 +93,7 @@ class OwnPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnVerdict:
+class CommandVerdict:
     """What came of it.
 
     Attributes:
@@ -118,8 +104,8 @@ class OwnVerdict:
         problems: empty if everything is as it must be.
     """
 
-    asked: tuple[OwnFault, ...]
-    injected: tuple[OwnFault, ...]
+    asked: tuple[CommandFault, ...]
+    injected: tuple[CommandFault, ...]
     starts: int
     epochs: int
     steps_again: tuple[int, ...]
@@ -154,22 +140,22 @@ class OwnVerdict:
 
 def draw(
     seed: int, faults: int, ranks: int, steps: int, *, double: bool = False, other: bool = False, several: bool = False
-) -> tuple[OwnFault, ...]:
+) -> tuple[CommandFault, ...]:
     """So many faults, one after another in steps that do not come back; the same for the same arguments. Pure.
 
     Args:
-        double: see `OwnPlan`.
+        double: see `CommandPlan`.
         other: whether there are other processes to kill. `several`: whether there are nodes to lose.
     """
     source = random.Random(f"own {seed} {faults} {ranks} {steps} {double} {other}" + " several" * several)
     there = {"kill-other": other, "lose-node": several}
     kinds = [kind for kind in KINDS if there.get(kind, True)]
-    found: list[OwnFault] = []
+    found: list[CommandFault] = []
     for step in sorted(source.sample(range(FIRST_STEP, steps), faults)):
         kind = source.choice(kinds)
-        found.append(OwnFault(kind, source.randrange(ranks), source.choice(IN_A_STEP), step))
-        if double and KINDS[kind].ends:
-            found.append(OwnFault("kill-trainer", source.randrange(ranks), source.choice(IN_A_RECOVERY), step))
+        found.append(CommandFault(kind, source.randrange(ranks), source.choice(IN_A_STEP), step))
+        if double and CATALOGUE[kind].ends_job:
+            found.append(CommandFault("kill-trainer", source.randrange(ranks), source.choice(IN_A_RECOVERY), step))
     return tuple(found)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import selectors
 import signal
 import socket
 import tempfile
@@ -12,19 +9,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from holdfast.audit import Notes, read, read_last
-from holdfast.chaos.harm import send_signals
-from holdfast.chaos.user.command import IN_A_RECOVERY, KINDS, PAUSE_S, STEP, OwnFault, OwnPlan, OwnVerdict, draw, judge
-from holdfast.chaos.user.nodes import END_DEADLINE_S, JOB, OwnNode
+from holdfast.chaos.faults import CATALOGUE
+from holdfast.chaos.runner import Event, Runner, Wiring, release, send_signals
+from holdfast.chaos.user.command import (
+    IN_A_RECOVERY,
+    PAUSE_S,
+    STEP,
+    CommandFault,
+    CommandPlan,
+    CommandVerdict,
+    draw,
+    judge,
+)
+from holdfast.chaos.user.nodes import END_DEADLINE_S, JOB, CommandNode
 from holdfast.sessions import tail
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_base, arena_path, read_owner
-from holdfast.smp_daemon.shared.points import ENV as POINTS_ENV
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_base, read_owner
 
 PATIENCE_S = 30.0
 """A command that has neither ended nor trained for so long after a fault is ended, as a scheduler would."""
@@ -34,12 +39,11 @@ PATIENCE_OF_SEVERAL_S = 90.0
 processes that may be killed, such as raylets, has these to start."""
 
 LOOK_EVERY_S = 0.5
-ANSWER_DEADLINE_S = 5.0
 SAFE_DEADLINE_S = 20.0
 SIGNALS = {"kill-trainer": signal.SIGKILL, "term-trainer": signal.SIGTERM, "segv-trainer": signal.SIGSEGV}
 
 
-def run(plan: OwnPlan, progress: Callable[[str], None]) -> OwnVerdict:
+def run(plan: CommandPlan, progress: Callable[[str], None]) -> CommandVerdict:
     """Run the command three times, and judge. Blocks; leaves nothing behind.
 
     Raises:
@@ -64,20 +68,20 @@ def run(plan: OwnPlan, progress: Callable[[str], None]) -> OwnVerdict:
 
 
 @contextmanager
-def _nodes(plan: OwnPlan, folder: Path) -> Iterator[list[OwnNode]]:
+def _nodes(plan: CommandPlan, folder: Path) -> Iterator[list[CommandNode]]:
     """The nodes of one run, on which nothing is started yet; everything on them is ended and freed at the end."""
     (folder / "notes").mkdir(parents=True)
-    nodes = [OwnNode(f"node{index}", folder) for index in range(plan.nodes)]
+    nodes = [CommandNode(f"node{index}", folder) for index in range(plan.nodes)]
     try:
         yield nodes
     finally:
         for node in nodes:
             node.end()
         for node in nodes:
-            node.clear()
+            node.power_cut()
 
 
-def _undisturbed(plan: OwnPlan, folder: Path, name: str) -> list[Notes]:
+def _undisturbed(plan: CommandPlan, folder: Path, name: str) -> list[Notes]:
     log = folder / "log"
     limit = time.monotonic() + plan.deadline_s
     with _nodes(plan, folder) as nodes:
@@ -92,37 +96,38 @@ def _undisturbed(plan: OwnPlan, folder: Path, name: str) -> list[Notes]:
     return read_last(folder / "notes", log, name)
 
 
-class _Disturbed:
+class _Disturbed(Runner):
     """The run with faults: starts the command until it ends well, and hears of every point that it comes to."""
 
     def __init__(
-        self, plan: OwnPlan, folder: Path, faults: Sequence[OwnFault], progress: Callable[[str], None]
+        self, plan: CommandPlan, folder: Path, faults: Sequence[CommandFault], progress: Callable[[str], None]
     ) -> None:
         self._plan = plan
         self._folder = folder
         self._faults = faults
         self._progress = progress
-        self._injected: list[OwnFault] = []
-        self._stopped: list[tuple[float, int]] = []
+        self._injected: list[CommandFault] = []
         self._ranks: dict[int, int] = {}
         self._dying: set[int] = set()
         self._before: set[int] = set()
         self._lost = 0
-        self._nodes: list[OwnNode] = []
+        self._hurt = False
+        self._nodes: list[CommandNode] = []
         rules = sorted({(point, None) for fault in faults for point in (fault.point, STEP)})
-        points = {"socket": str(folder / "points.sock"), "who": "job", "rules": rules}
-        self._environment = {POINTS_ENV: json.dumps(points)}
+        self._wiring = Wiring(str(folder / "points.sock"), rules)
 
-    def run(self, first: Sequence[Notes], second: Sequence[Notes]) -> OwnVerdict:
+    def run(self, first: Sequence[Notes], second: Sequence[Notes]) -> CommandVerdict:
         """Until the command has ended well, hangs, or has ended badly too often for the faults that were done."""
         notes, began = self._folder / "notes", time.monotonic()
-        with _nodes(self._plan, self._folder) as self._nodes, self._hearing() as selector:
+        with _nodes(self._plan, self._folder) as self._nodes:
+            self.listen(self._folder / "points.sock")
             try:
-                starts, hang = self._train(selector)
+                starts, hang = self._train()
                 statuses = [node.status for node in self._nodes]
                 leaks = self._leaks() if not any(statuses) else ()
             finally:
-                self._wake(float("inf"))
+                self.expire(float("inf"))  # what stands still goes on, so that it can end
+                self.hang_up()
         report, again, lost, found = judge(first, second, read(notes), self._plan.ignore, self._plan.steps)
         problems: list[str] = []
         if hang:
@@ -135,7 +140,7 @@ class _Disturbed:
             problems.append(f"{len(self._faults)} faults were asked for, {len(self._injected)} were done")
         problems += [f"left behind: process {leak}" for leak in leaks]
         epochs = len({process.epoch for processes in read(notes) for process in processes})
-        return OwnVerdict(
+        return CommandVerdict(
             tuple(self._faults),
             tuple(self._injected),
             starts,
@@ -154,27 +159,13 @@ class _Disturbed:
         _, alive = psutil.wait_procs(left, END_DEADLINE_S)
         return tuple(f"{process.pid} {process.name()}" for process in alive)
 
-    @contextmanager
-    def _hearing(self) -> Iterator[selectors.BaseSelector]:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, selectors.DefaultSelector() as selector:
-            listener.bind(str(self._folder / "points.sock"))
-            listener.listen(64)
-            listener.settimeout(ANSWER_DEADLINE_S)
-            selector.register(listener, selectors.EVENT_READ)
-            try:
-                yield selector
-            finally:
-                for key in list(selector.get_map().values()):
-                    if key.data == "ended":
-                        os.close(key.fd)
-
     # ------------------------------------------------------------------ starting it, again and again
 
-    def _train(self, selector: selectors.BaseSelector) -> tuple[int, bool]:
+    def _train(self) -> tuple[int, bool]:
         """Start the command on every node, and again wherever it ends badly: how often, and whether it hung."""
-        most = 1 + len(self._nodes) * sum(KINDS[fault.kind].ends for fault in self._faults)
+        most = 1 + len(self._nodes) * sum(CATALOGUE[fault.kind].ends_job for fault in self._faults)
         starts, limit = 0, 0.0
-        size, moved, hurt = -1, time.monotonic(), False
+        size, moved = -1, time.monotonic()
         while True:
             idle = [node for node in self._nodes if not node.runs and node.status != 0]
             if idle:
@@ -185,68 +176,44 @@ class _Disturbed:
                 limit, moved = time.monotonic() + self._plan.deadline_s, time.monotonic()
                 for node in idle:
                     node.end()
-                    node.start(self._plan, self._environment)
-                    self._watch(selector, node)
+                    node.start(self._plan, self._wiring.environment("job"))
+                    self.wake_at_end(node.pid)
             elif not any(node.runs for node in self._nodes):
                 return starts, False
-            hurt |= self._listen(selector)
+            self.turn(time.monotonic() + LOOK_EVERY_S)
             now = time.monotonic()
-            self._wake(now)
             noted = sum(file.stat().st_size for file in (self._folder / "notes").iterdir())
             size, moved = (noted, now) if noted != size else (size, moved)
             if now > limit:
                 return starts, True
             patience = PATIENCE_OF_SEVERAL_S if len(self._nodes) > 1 or self._plan.other else PATIENCE_S
-            if hurt and now - moved > patience:
+            if self._hurt and now - moved > patience:
                 self._progress(f"it has not trained for {patience:.0f} s, and is ended")
                 for node in self._nodes:
                     node.end()
 
-    def _watch(self, selector: selectors.BaseSelector, node: OwnNode) -> None:
-        ended = os.pidfd_open(node.pid)
-        selector.register(ended, selectors.EVENT_READ, "ended")
+    def heard(self, event: Event, sock: socket.socket) -> None:
+        """A process has come to a point: do what is due there, and let it go on."""
+        if not psutil.pid_exists(event["pid"]):
+            return  # it was killed on its way, or while it waited here
+        node, due = self._node_of(event["pid"]), self._next(event["pid"])
+        if node and due and due.matches(self._rank_of(event["pid"]), event["point"], event["step"]):
+            self._progress(f"{due.kind} at {event['point']} of step {event['step']}, rank {due.rank}, {node.name}")
+            self._inject(due, event["pid"], node)
+            self._injected.append(due)
+            self._hurt |= CATALOGUE[due.kind].ends_job
+        release(sock)
 
-    def _listen(self, selector: selectors.BaseSelector) -> bool:
-        """Wait a moment for something to happen, and deal with it; whether training ends of it."""
-        hurt = False
-        for key, _ in selector.select(LOOK_EVERY_S):
-            if key.data == "ended":
-                selector.unregister(key.fd)
-                os.close(key.fd)
-            else:
-                hurt |= self._hear(key.fileobj)
-        return hurt
-
-    def _hear(self, listener: Any) -> bool:
-        """A process has come to a point: do what is due there, and let it go on. Whether training ends of it."""
-        connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(ANSWER_DEADLINE_S)
-            with connection.makefile("r") as lines:
-                said = json.loads(lines.readline() or "null")
-            if said is None or not psutil.pid_exists(said["pid"]):
-                return False  # it was killed on its way, or while it waited here
-            node, due = self._node_of(said["pid"]), self._next(said["pid"])
-            if node and due and due.matches(self._rank_of(said["pid"]), said["point"], said["step"]):
-                self._progress(f"{due.kind} at {said['point']} of step {said['step']}, rank {due.rank}, {node.name}")
-                self._inject(due, said["pid"], node)
-                self._injected.append(due)
-            else:
-                due = None
-            with suppress(BrokenPipeError, ConnectionResetError):  # it is dead
-                connection.sendall(b"g")
-            return due is not None and KINDS[due.kind].ends
-
-    def _next(self, pid: int) -> OwnFault | None:
+    def _next(self, pid: int) -> CommandFault | None:
         """What may be done next where `pid` is. Nothing to what is dying; and a recovery is of other processes."""
         left = self._faults[len(self._injected) :]
         if not left or pid in self._dying:
             return None
         return None if left[0].point in IN_A_RECOVERY and pid in self._before else left[0]
 
-    def _inject(self, fault: OwnFault, pid: int, node: OwnNode) -> None:
+    def _inject(self, fault: CommandFault, pid: int, node: CommandNode) -> None:
         """Do it. `pid`: of the process that has come to the point, on `node`."""
-        if KINDS[fault.kind].ends:
+        if CATALOGUE[fault.kind].ends_job:
             self._before = self._trainers(pid)
         match fault.kind:
             case "kill-trainer" | "term-trainer" | "segv-trainer":
@@ -257,12 +224,12 @@ class _Disturbed:
                     send_signals(process, signal.SIGKILL)
             case "kill-launcher":
                 node.kill()  # what it leaves is in no recovery
-            case "stop-trainer":
-                self._stop(pid)
+            case "pause-trainer":
+                self._pause(pid)
             case "kill-smp":
                 send_signals(node.smp(), signal.SIGKILL)
-            case "stop-smp":
-                self._stop(node.smp())
+            case "pause-smp":
+                self._pause(node.smp())
             case "lose-node":
                 self._lose(node)
             case "kill-other":
@@ -273,16 +240,16 @@ class _Disturbed:
         newest = [processes[-1] for processes in read(self._folder / "notes") if processes]
         return {pid, *(notes.pid for notes in newest)}
 
-    def _node_of(self, pid: int) -> OwnNode | None:
+    def _node_of(self, pid: int) -> CommandNode | None:
         """Where a process runs, if its launcher does; None if it has ended, or has another arena than it was given."""
         with suppress(psutil.Error):
             memory = psutil.Process(pid).environ().get(ARENA_ENV)
             return next((node for node in self._nodes if node.runs and str(node.memory) == memory), None)
         return None
 
-    def _lose(self, node: OwnNode) -> None:
+    def _lose(self, node: CommandNode) -> None:
         """Cut the power of a node once its loss must do no harm, and put a spare in its place."""
-        owner = read_owner(arena_path(JOB, node.memory))
+        owner = read_owner(node.arena)
         limit = time.monotonic() + SAFE_DEADLINE_S
         while owner is not None:
             overview = look(JOB, (owner.host, owner.bulk_port))
@@ -291,9 +258,9 @@ class _Disturbed:
             if time.monotonic() > limit:
                 raise HoldfastError(f"not safe against a loss within {SAFE_DEADLINE_S:.0f} s: {overview.sentence()}")
             time.sleep(LOOK_EVERY_S)
-        node.lose()
+        node.power_cut()
         self._lost += 1
-        spare = OwnNode(f"node{len(self._nodes) + self._lost - 1}", self._folder)
+        spare = CommandNode(f"node{len(self._nodes) + self._lost - 1}", self._folder)
         self._nodes[self._nodes.index(node)] = spare
 
     def _others(self) -> list[int]:
@@ -317,15 +284,9 @@ class _Disturbed:
                 self._ranks |= {notes.pid: noted for notes in processes}
         return self._ranks.get(pid)
 
-    def _stop(self, pid: int) -> None:
+    def _pause(self, pid: int) -> None:
         send_signals(pid, signal.SIGSTOP)
-        self._stopped.append((time.monotonic() + PAUSE_S, pid))
-
-    def _wake(self, now: float) -> None:
-        """Let those go on whose time has come."""
-        for each in [each for each in self._stopped if each[0] <= now]:
-            self._stopped.remove(each)
-            send_signals(each[1], signal.SIGCONT)
+        self.later(PAUSE_S, lambda: send_signals(pid, signal.SIGCONT))
 
 
 def _rank_in_environment(pid: int) -> int | None:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.chaos.node import VirtualNode, Wiring
+from holdfast.chaos.node import VirtualNode
+from holdfast.chaos.runner import Wiring
 from holdfast.ec.codec import as_array
 from holdfast.smp_daemon.recovery.rebuild import METHODS
 from holdfast.smp_daemon.shared.board import Outcome

@@ -70,7 +70,7 @@ def add(commands: Any) -> None:
 
 def show_list(parsed: argparse.Namespace) -> int:
     """``holdfast chaos list``."""
-    from holdfast.chaos.faults import CATALOGUE
+    from holdfast.chaos.faults import Where, injected_by
     from holdfast.chaos.scenario import built_in
 
     console = Console(stderr=parsed.json == "-", highlight=False)
@@ -81,7 +81,7 @@ def show_list(parsed: argparse.Namespace) -> int:
     console.print(table)
     console.print()
     kinds = Table("fault", "what", "of", box=None, pad_edge=False)
-    for kind in CATALOGUE.values():
+    for kind in injected_by(Where.CLUSTER).values():
         kinds.add_row(kind.name, kind.what + (f" (needs {kind.needs})" if kind.needs else ""), kind.of)
     console.print(kinds)
     write_json(parsed.json, [{"name": each.name, "what": each.what, "peer": each.peer} for each in scenarios])
@@ -94,7 +94,7 @@ def run_scenarios(parsed: argparse.Namespace) -> int:
     from holdfast.snapshot.interval.profiles import profile
 
     if parsed.command:
-        return _run_own(parsed)
+        return _run_command(parsed)
     mix = profile(parsed.profile) if parsed.profile else None
     if parsed.seed is None:
         if parsed.double or parsed.beyond or mix or parsed.count != 1:
@@ -110,10 +110,10 @@ def run_scenarios(parsed: argparse.Namespace) -> int:
     return _run(parsed, [draw(parsed.seed, parsed.faults, **how)])
 
 
-def _run_own(parsed: argparse.Namespace) -> int:
+def _run_command(parsed: argparse.Namespace) -> int:
     """``holdfast chaos run --seed N -- COMMAND``."""
     from holdfast.audit import show
-    from holdfast.chaos.user.command import OwnPlan
+    from holdfast.chaos.user.command import CommandPlan
     from holdfast.chaos.user.run import run
 
     if parsed.scenarios or parsed.beyond or parsed.profile or parsed.count != 1 or parsed.html or parsed.markdown:
@@ -122,7 +122,7 @@ def _run_own(parsed: argparse.Namespace) -> int:
             "--json"
         )
     seed = parsed.seed if parsed.seed is not None else random.SystemRandom().randrange(1 << 20)
-    plan = OwnPlan(
+    plan = CommandPlan(
         tuple(parsed.command),
         seed,
         parsed.faults,

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.bench.ec import describe, machine
 from holdfast.chaos.recovery import phases
-from holdfast.chaos.verdict import Verdict
+from holdfast.chaos.verdict import ScenarioVerdict
 
 WIDTH, HEIGHT = 420, 70
 BAR = 260
@@ -33,7 +33,7 @@ small { opacity: .75; } svg { display: block; } code { font-size: .9em; }
 """
 
 
-def page(verdicts: Sequence[Verdict], figures: Mapping[str, Any]) -> str:
+def page(verdicts: Sequence[ScenarioVerdict], figures: Mapping[str, Any]) -> str:
     """The whole page."""
     rows = "\n".join(_row(verdict) for verdict in verdicts)
     counts = ", ".join(
@@ -54,7 +54,7 @@ Bars: seconds of each recovery: {legend}.</small></p>
 """
 
 
-def markdown(verdicts: Sequence[Verdict], figures: Mapping[str, Any]) -> str:
+def markdown(verdicts: Sequence[ScenarioVerdict], figures: Mapping[str, Any]) -> str:
     """A table, and the figures above it."""
     lines = ["# What was broken, and what came of it", "", _when(), ""]
     lines += [f"* {name.replace('_', ' ')}: {figures[name]}" for name in figures if name != "replay"]
@@ -67,7 +67,7 @@ def markdown(verdicts: Sequence[Verdict], figures: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def result(verdict: Verdict) -> str:
+def result(verdict: ScenarioVerdict) -> str:
     """What came of it, in a few words."""
     if verdict.skipped:
         return f"skipped: {verdict.skipped}"
@@ -80,7 +80,7 @@ def _when() -> str:
     return f"{datetime.now(UTC).isoformat(timespec='seconds')}, {describe(machine())}"
 
 
-def _row(verdict: Verdict) -> str:
+def _row(verdict: ScenarioVerdict) -> str:
     scenario = verdict.scenario
     faults = "<br>".join(
         escape(f"{f.kind} {'+'.join(map(str, f.targets))} at {f.point}" + (f" of step {f.step}" if f.step else ""))
@@ -96,7 +96,7 @@ def _row(verdict: Verdict) -> str:
     )
 
 
-def _curve(verdict: Verdict) -> str:
+def _curve(verdict: ScenarioVerdict) -> str:
     """The losses of rank 0 over time, a line for each start of the job, and the faults."""
     steps = verdict.history.of("step", rank=0)
     if not steps:
@@ -128,7 +128,7 @@ def _curve(verdict: Verdict) -> str:
     return f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="loss over time">{"".join(lines)}</svg>'
 
 
-def _bars(verdict: Verdict) -> str:
+def _bars(verdict: ScenarioVerdict) -> str:
     """One bar for each recovery."""
     found = [phases(verdict.history, n, restart) for n, restart in enumerate(verdict.history.restarts, 1)]
     longest = max((sum(each.values()) for each in found), default=0.0)

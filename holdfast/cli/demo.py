@@ -43,10 +43,10 @@ def add(commands: Any) -> None:
 def _run(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from holdfast.chaos.demo import Plan, run
+    from holdfast.chaos.demo import DemoPlan, run
     from holdfast.chaos.demo_view import DemoProgress, show
 
-    plan = Plan(parsed.nodes, parsed.ranks, parsed.steps, parsed.seed, parsed.protect, _kills(parsed))
+    plan = DemoPlan(parsed.nodes, parsed.ranks, parsed.steps, parsed.seed, parsed.protect, _kills(parsed))
     console = Console(stderr=parsed.json == "-", highlight=False)
     with DemoProgress(console, plan) as progress:
         account = run(plan, progress.tell)

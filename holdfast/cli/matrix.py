@@ -33,7 +33,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from holdfast.bench.ec import describe, machine
-    from holdfast.chaos.matrix import Verdict, choose, markdown, run, show
+    from holdfast.chaos.matrix import CellVerdict, choose, markdown, run, show
 
     console = Console(stderr=parsed.json == "-", highlight=False)
     cells = choose(parsed.cells)
@@ -42,7 +42,7 @@ def _run(parsed: argparse.Namespace) -> int:
             console.print(f"{cell.name}: {cell.ranks} ranks{', quick' if cell.quick else ''}")
         return 0
 
-    def tell(verdict: Verdict) -> None:
+    def tell(verdict: CellVerdict) -> None:
         console.print(f"{verdict.cell.name}: {verdict.difference or 'identical'} ({verdict.seconds:.0f} s)")
 
     verdicts = run(cells, parsed.seed, tell)

@@ -12,12 +12,10 @@ may take turns (`smp_daemon.shared.pacer.turn_delay_s`).
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any
 
 from holdfast.smp_daemon.net.links import Links
@@ -37,6 +35,7 @@ from holdfast.smp_daemon.shared.pacer import Pacer, Patience, turn_delay_s
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.holdings import ShardKey
 from holdfast.smp_daemon.storage.store import Store
@@ -76,26 +75,29 @@ class Protector:
         priority: see `smp_daemon.shared.priority`.
     """
 
-    def __init__(self, peers: PeerClient, pacer: Pacer, turns: int = 1, priority: str = "normal") -> None:
+    def __init__(
+        self, peers: PeerClient, pacer: Pacer, turns: int = 1, priority: str = "normal", system: System = MACHINE
+    ) -> None:
+        self._system = system
         self._peers = peers
         self._pacer = pacer
         self._turns = turns
         self._priority = priority
         self._sealed: deque[tuple[SnapshotId, float]] = deque(maxlen=2)
-        self._queue: queue.SimpleQueue[SnapshotId | None] = queue.SimpleQueue()
+        self._queue: SimpleQueue[SnapshotId | None] = system.SimpleQueue()
         self._store: Store
-        self._closed = threading.Event()
+        self._closed = system.Event()
         self._links: Links | None = None
 
     def start(self, store: Store) -> None:
         """Begin to work for `store`."""
         self._store = store
-        threading.Thread(target=self._run, name="protect", daemon=True).start()
+        self._system.Thread(target=self._run, name="protect", daemon=True).start()
 
     def protect(self, snapshot: SnapshotId) -> None:
         """All shards of this node are sealed: send them to the group's parity."""
         with self._store.changed:
-            self._sealed.append((snapshot, time.monotonic()))
+            self._sealed.append((snapshot, self._system.monotonic()))
             self._store.changed.notify_all()
         self._queue.put(snapshot)
 
@@ -156,7 +158,7 @@ class Protector:
                 raise StaleEpoch(f"{snapshot} was given up")
 
         def pace(count: int) -> None:
-            self._wait(self._pacer.wait_s(count, time.monotonic()), over)
+            self._wait(self._pacer.wait_s(count, self._system.monotonic()), over)
             self._make_way(patience, over)
 
         reach("encode.before", snapshot.step)
@@ -175,7 +177,7 @@ class Protector:
         """Wait while a trainer of this node wants quiet."""
 
         def asked_s() -> float:
-            now = time.monotonic()
+            now = self._system.monotonic()
             return patience.wait_s(self._store.board.paused_for(now), now)
 
         if asked_s() > 0:
@@ -189,7 +191,7 @@ class Protector:
             times = [at for sealed, at in self._sealed if sealed.epoch == snapshot.epoch]
         if len(times) < 2:
             return 0.0
-        return times[1] + turn_delay_s(group, self._turns, times[1] - times[0]) - time.monotonic()
+        return times[1] + turn_delay_s(group, self._turns, times[1] - times[0]) - self._system.monotonic()
 
     def _is_overtaken(self, snapshot: SnapshotId) -> bool:
         """Whether a newer one was sealed meanwhile."""
@@ -215,7 +217,7 @@ def send_units(
         StaleEpoch, ProtocolError: it is not wanted any more, here or there.
         SmpUnavailable, DeadlineExceeded: a peer cannot be reached.
     """
-    sender = _Sender(links, store, check)
+    sender = _Sender(links, store, check, store.system)
     group, _ = layout.place(store.node)
     store.codings.await_gathering(store.epoch, Coding(snapshot, layout.tag(group)))
     for letter in _letters(store, snapshot, layout):
@@ -254,7 +256,8 @@ def _letters(store: Store, snapshot: SnapshotId, layout: Layout) -> Iterator[Let
 class _Sender:
     """Keeps a window of letters on their way, and sends again what a broken connection has lost."""
 
-    def __init__(self, links: Links, store: Store, check: Callable[[], None]) -> None:
+    def __init__(self, links: Links, store: Store, check: Callable[[], None], system: System) -> None:
+        self._system = system
         self._links = links
         self._store = store
         self._check = check
@@ -293,11 +296,11 @@ class _Sender:
 
     def _send_again(self, address: Address, broken: SmpUnavailable) -> None:
         """Connect anew and send all that was not acknowledged there, for as long as it is wanted."""
-        limit = time.monotonic() + RECONNECT_DEADLINE_S
+        limit = self._system.monotonic() + RECONNECT_DEADLINE_S
         while True:
             self._links.drop(address)
             self._check()
-            if time.monotonic() > limit:
+            if self._system.monotonic() > limit:
                 raise broken
             try:
                 for letter in [letter for letter in self._sent if letter.address == address]:

@@ -8,7 +8,6 @@ parity is encoded anew: of the newest snapshot that lies here, and of the one th
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.recovery.census import addresses_of, take_census
@@ -19,6 +18,7 @@ from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plan import choose_sources, healer
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
@@ -47,15 +47,16 @@ class Missing:
 class Rejoiner:
     """The thread that does it, once, when an SMP starts in an arena that holds something."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, system: System = MACHINE) -> None:
+        self._system = system
         """`method`: how lost shards are computed, see `rebuild.recover`."""
         self._method = method
-        self._closed = threading.Event()
+        self._closed = system.Event()
 
     def start(self, store: Store) -> None:
         """Begin to work for `store`, if there is anything in it and ``HOLDFAST_REJOIN`` is not 0."""
         if store.holdings.held() and os.environ.get(ENV) != "0":
-            threading.Thread(target=self._run, args=(store, store.epoch), name="rejoin", daemon=True).start()
+            self._system.Thread(target=self._run, args=(store, store.epoch), name="rejoin", daemon=True).start()
 
     def close(self) -> None:
         """Do not try again."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.shared.system import MACHINE, System
 
 BUFFERS = 3
 
@@ -15,8 +16,8 @@ BUFFERS = 3
 class Scratch:
     """`BUFFERS` buffers, each as long as the longest unit it has held. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+    def __init__(self, system: System = MACHINE) -> None:
+        self._free: queue.SimpleQueue[bytearray] = system.SimpleQueue()
         for _ in range(BUFFERS):
             self._free.put(bytearray())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +10,7 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, Pr
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.store import Store
 
 PASS_EVERY_S = 60.0
@@ -32,16 +31,17 @@ class Pass:
 class Scrubber:
     """The thread that scrubs. A rate of 0 in `pacer` means that it does not run by itself."""
 
-    def __init__(self, pacer: Pacer, priority: str = "normal") -> None:
+    def __init__(self, pacer: Pacer, priority: str = "normal", system: System = MACHINE) -> None:
+        self._system = system
         """`priority`: see `smp_daemon.shared.priority`."""
         self._pacer = pacer
         self._priority = priority
-        self._closed = threading.Event()
+        self._closed = system.Event()
 
     def start(self, store: Store) -> None:
         """Begin to work for `store`."""
         if self._pacer.rate:
-            threading.Thread(target=self._run, args=(store,), name="scrub", daemon=True).start()
+            self._system.Thread(target=self._run, args=(store,), name="scrub", daemon=True).start()
 
     def close(self) -> None:
         """Stop after the unit at hand."""
@@ -58,7 +58,7 @@ class Scrubber:
                 episodes.begin("scrub", "the scrub gave up this pass: %s", error)
 
     def _pace(self, count: int) -> None:
-        if self._closed.wait(self._pacer.wait_s(count, time.monotonic())):
+        if self._closed.wait(self._pacer.wait_s(count, self._system.monotonic())):
             raise ProtocolError("the SMP ends")
 
 

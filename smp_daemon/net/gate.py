@@ -8,7 +8,6 @@ the oldest gives way, so that those who say nothing cannot keep others out.
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S, NoToken, check_client
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import frame
 from holdfast.smp_daemon.shared.uids import SCARCE, is_of_this_user
 
@@ -36,8 +36,8 @@ log = get_log(__name__)
 class Complaints:
     """Logs what came from an address that was not let in: once, then at most every `COMPLAIN_EVERY_S`. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, system: System = MACHINE) -> None:
+        self._lock = system.Lock()
         self._said: dict[str, tuple[float, int]] = {}
 
     def note(self, source: str, why: object, now_s: float) -> bool:
@@ -57,13 +57,13 @@ class Complaints:
 class Gate:
     """Lets connections in. `enter` is called in a thread of each connection."""
 
-    def __init__(self, credentials: Credentials, job: str) -> None:
+    def __init__(self, credentials: Credentials, job: str, system: System = MACHINE) -> None:
         self._credentials = credentials
         self._job = job
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._entering: dict[int, tuple[str, socket.socket]] = {}
-        self._closed = threading.Event()
-        self._complaints = Complaints()
+        self._closed = system.Event()
+        self._complaints = Complaints(system)
 
     def enter(self, sock: socket.socket) -> socket.socket | None:
         """The socket to talk over, which takes the place of `sock`; None, and `sock` is closed, if it may not come in.

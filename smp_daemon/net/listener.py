@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +11,7 @@ from typing import Protocol
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, Stream
 
 ACCEPT_AGAIN_S = 0.5
@@ -47,18 +47,23 @@ class Listener:
     """Accepts connections and runs a `Conversation` for each, one thread per connection, `MAX_CONNECTIONS` at most."""
 
     def __init__(
-        self, sock: socket.socket, converse: Callable[[socket.socket], Conversation], gate: Gate | None = None
+        self,
+        sock: socket.socket,
+        converse: Callable[[socket.socket], Conversation],
+        gate: Gate | None = None,
+        system: System = MACHINE,
     ) -> None:
         """`gate`: who may talk; else whoever can connect."""
+        self._system = system
         self._sock = sock
         self._converse = converse
         self._gate = gate
         self._live: dict[SocketStream, None] = {}
         """In the order in which they came, so that they always end in that order too."""
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._lock = system.Lock()
+        self._closed = system.Event()
         self._episodes = Episodes(log)
-        self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
+        self._thread = self._system.Thread(target=self._accept, name="accept", daemon=True)
         self._thread.start()
 
     @property
@@ -99,7 +104,7 @@ class Listener:
                 sock.close()
                 continue
             self._episodes.end("full", "there is room for connections again")
-            threading.Thread(target=self._admit, args=(sock,), name="connection", daemon=True).start()
+            self._system.Thread(target=self._admit, args=(sock,), name="connection", daemon=True).start()
 
     def _admit(self, sock: socket.socket) -> None:
         if self._gate is None:

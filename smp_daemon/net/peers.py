@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
@@ -15,6 +13,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.layout import Layout, Node, SnapshotId
 from holdfast.smp_daemon.shared.limits import is_identifier
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.store import Store
 
@@ -36,12 +35,12 @@ log = get_log(__name__)
 class PeerServer(peer_pb2_grpc.PeerServicer):  # type: ignore[misc]  # generated, untyped
     """Answers the other SMPs of the job."""
 
-    def __init__(self, store: Store, host: str, port: int, credentials: Credentials) -> None:
+    def __init__(self, store: Store, host: str, port: int, credentials: Credentials, system: System = MACHINE) -> None:
         """Starts to serve. Raises `ConfigError` if the port is taken."""
         self._store = store
         guard = Guard(credentials, store.job)
         self._server = grpc.server(
-            ThreadPoolExecutor(2, "peer"), options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
+            system.Pool(2, "peer"), options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
         )
         peer_pb2_grpc.add_PeerServicer_to_server(self, self._server)
         try:
@@ -91,12 +90,17 @@ class PeerServer(peer_pb2_grpc.PeerServicer):  # type: ignore[misc]  # generated
 class PeerClient:
     """Tells the group's other SMPs. Thread-safe; one channel per peer, kept open."""
 
-    def __init__(self, credentials: Credentials = Credentials(), job: str = "") -> None:  # noqa: B008  # frozen
+    def __init__(
+        self,
+        credentials: Credentials = Credentials(),  # noqa: B008  # frozen
+        job: str = "",
+        system: System = MACHINE,
+    ) -> None:
         """`job` is needed with a token only."""
         self._credentials = credentials
         self._signer = Signer(credentials.token, job) if credentials.token else None
         self._channels: dict[str, grpc.Channel] = {}
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
 
     def tell_parity_done(
         self, layout: Layout, node: str, epoch: int, snapshot: SnapshotId, failed: Callable[[str], None]

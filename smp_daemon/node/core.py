@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
@@ -85,29 +85,35 @@ class Core:
     Attributes:
         owner: who serves the arena, and where; known once the sockets are bound.
         stopped: set when the SMP is to end. `finished`: nothing of the job is needed any more.
+        system: what threads and clock it runs on.
         trainers: how many are connected. `said`: what the training loop last asked to be told to operators.
     """
 
     owner: Owner
 
-    def __init__(self, job: str, node: str, arena: Path, settings: Settings, access: str) -> None:
+    def __init__(
+        self, job: str, node: str, arena: Path, settings: Settings, access: str, system: System = MACHINE
+    ) -> None:
         """Take over the arena and start the threads. Raises as `Smp`."""
         self.settings = settings
-        self.stopped = threading.Event()
+        self.system = system
+        self.stopped = system.Event()
         self.access = access
         self.trainers = 0
         self.said = ""
         self.finished = False
         self.arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero)
         self.credentials = current()
-        self.peers = PeerClient(self.credentials, job)
+        self.peers = PeerClient(self.credentials, job, system)
         self._protector = Protector(
-            self.peers, Pacer(self.settings.bandwidth), self.settings.turns, self.settings.priority
+            self.peers, Pacer(self.settings.bandwidth), self.settings.turns, self.settings.priority, system
         )
-        self._scrubber = Scrubber(Pacer(self.settings.scrub), self.settings.priority)
+        self._scrubber = Scrubber(Pacer(self.settings.scrub), self.settings.priority, system)
         self.persister = Persister(self.settings.persist, self.settings.priority)
-        self.monitor = Monitor(self.peers, self.settings.reform_after_s, self.settings.rebuild, lambda: self.trainers)
-        self.rejoiner = Rejoiner(self.settings.rebuild)
+        self.monitor = Monitor(
+            self.peers, self.settings.reform_after_s, self.settings.rebuild, lambda: self.trainers, system
+        )
+        self.rejoiner = Rejoiner(self.settings.rebuild, system)
         self.recoveries = Recoveries()
         self.store = Store(
             self.arena,
@@ -119,6 +125,7 @@ class Core:
             on_protected=self.recoveries.protected,
             on_epoch=self._begun,
             spare=self.persister.spare,
+            system=system,
         )
         self.arena.settle()
         reach("start.adopted")
@@ -128,7 +135,7 @@ class Core:
             OnHang(self.settings.on_hang, job, node) if self.settings.on_hang else None,
             self.recoveries.lost,
         )
-        self.scratch = Scratch()
+        self.scratch = Scratch(system)
         self.drainer = Drain(job, self.store.counters, self.inventory, self.monitor.move)
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)

@@ -8,10 +8,7 @@ is connected anywhere: then the job runs, or is about to, and arranges its nodes
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 
 from holdfast.smp_daemon.coding.protect import send_units
 from holdfast.smp_daemon.coding.reform import Reform, is_cluttered, plan_reform
@@ -25,6 +22,7 @@ from holdfast.smp_daemon.shared.limits import move_deadline
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.sources import Address, Sources
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.holdings import ParityKey
 from holdfast.smp_daemon.storage.store import Store
@@ -46,18 +44,26 @@ class Monitor:
         trainers: how many are connected to this SMP.
     """
 
-    def __init__(self, peers: PeerClient, after_s: float, method: str, trainers: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        peers: PeerClient,
+        after_s: float,
+        method: str,
+        trainers: Callable[[], int],
+        system: System = MACHINE,
+    ) -> None:
+        self._system = system
         self._peers = peers
         self._after_s = after_s
         self._method = method
         self.trainers = trainers
-        self._closed = threading.Event()
-        self._roused = threading.Event()
-        self._wanted = threading.Event()
+        self._closed = system.Event()
+        self._roused = system.Event()
+        self._wanted = system.Event()
         self._seen: dict[str, float] = {}
         self._suspects: set[str] = set()
         self._declined = 0
-        self._one = threading.Lock()
+        self._one = system.Lock()
         self._spares: set[Address] = set()
         self._episodes = Episodes(log)
         self._store: Store
@@ -66,8 +72,8 @@ class Monitor:
         """Begin to work for `store`."""
         self._store = store
         if self._after_s:
-            threading.Thread(target=self._watch, name="monitor", daemon=True).start()
-        threading.Thread(target=self._lead, name="reform", daemon=True).start()
+            self._system.Thread(target=self._watch, name="monitor", daemon=True).start()
+        self._system.Thread(target=self._lead, name="reform", daemon=True).start()
 
     def close(self) -> None:
         """Stop watching."""
@@ -110,12 +116,12 @@ class Monitor:
         group, _ = layout.place(self._store.node)
         members = layout.members(group)
         self._suspects &= {member.name for member in members}
-        now = time.monotonic()
+        now = self._system.monotonic()
         behind = False
         for member in members:
             try:
                 reply = self._peers.ping(member.control, layout.job, PING_DEADLINE_S)
-                self._seen[member.name] = time.monotonic()
+                self._seen[member.name] = self._system.monotonic()
                 self._suspects.discard(member.name)
                 behind |= reply.epoch == layout.epoch and reply.revision > layout.revision
             except HoldfastError:
@@ -148,7 +154,7 @@ class Monitor:
 
     def leases(self) -> dict[str, float]:
         """How long ago each other member of the group was last heard of, in seconds."""
-        layout, now = self._store.newest_layout(), time.monotonic()
+        layout, now = self._store.newest_layout(), self._system.monotonic()
         if layout is None or self._store.node not in {node.name for node in layout.nodes}:
             return {}
         group, _ = layout.place(self._store.node)
@@ -267,7 +273,7 @@ class Monitor:
             with Links(self._store.counters, deadline_s) as links:
                 links.call(reform.layout.node(name).bulk, message)
 
-        with ThreadPoolExecutor(max(AT_ONCE, len(reform.nodes)), "reform") as pool:
+        with self._system.Pool(max(AT_ONCE, len(reform.nodes)), "reform") as pool:
             for done in [pool.submit(ask, name) for name in reform.nodes]:
                 done.result()
 

@@ -7,8 +7,6 @@ and `LANES` and `SUMS` buffers.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +32,7 @@ from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.stored import StoredUnit, padding_of, place_of, stored_units
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message
 
 IDLE = 8
@@ -77,6 +76,7 @@ class Load:
         *,
         by_chain: bool,
         midway: Callable[[], None],
+        system: System = MACHINE,
     ) -> None:
         """
         Args:
@@ -84,6 +84,7 @@ class Load:
             by_chain: whether helpers may pass sums on; else every term comes here.
             midway: called once, before the unit in the middle is asked for; everything waits for it.
         """
+        self._system = system
         self._sources = sources
         self._layout = sources.layout
         self._coord = coord
@@ -92,7 +93,7 @@ class Load:
         self._backend = backend
         self._midway: Callable[[], None] | None = midway
         self._count = -(-out.nbytes // self._layout.unit_bytes)
-        self._changed = threading.Condition()
+        self._changed = system.Condition()
         self._asking = Asking(self._count, self._ways, by_chain=by_chain)
         self._terms: dict[int, dict[int, StoredUnit]] = {}
         self._sums: dict[int, _Sum] = {}
@@ -117,7 +118,7 @@ class Load:
             DamagedSnapshot: what was computed for one does not match its digest.
         """
         for _ in range(min(LANES, 2 * self._count)):
-            threading.Thread(target=self._lane, name="load", daemon=True).start()
+            self._system.Thread(target=self._lane, name="load", daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() and not self._writing)
             for links in self._open.values():
@@ -149,7 +150,7 @@ class Load:
         """Blocks until there is something to ask for; None: the load is over."""
         with self._changed:
             while not self._is_over():
-                now = time.monotonic()
+                now = self._system.monotonic()
                 ask = self._asking.next(now)
                 self._call_off()
                 if ask is not None:
@@ -191,7 +192,7 @@ class Load:
             return
         with self._changed:
             self._give_back(ask, links)
-            verdict = self._asking.answered(ask, time.monotonic(), waits)
+            verdict = self._asking.answered(ask, self._system.monotonic(), waits)
             self._received += job.length if verdict is not Verdict.DROP else 0
             if ask.how is How.TERM and verdict in (Verdict.KEEP, Verdict.SUM):
                 self._keep(ask, reply, buffer, unit.nbytes)
@@ -233,7 +234,7 @@ class Load:
         self._open.pop(ask.number)
         self._called_off.discard(ask.number)
         broke, silent = isinstance(error, SmpUnavailable), isinstance(error, DeadlineExceeded)
-        self._asking.failed(ask, time.monotonic(), broke=broke, silent=silent)
+        self._asking.failed(ask, self._system.monotonic(), broke=broke, silent=silent)
         if ours or self._is_over():
             return
         known = broke or silent or isinstance(error, DamagedSnapshot | ProtocolError)

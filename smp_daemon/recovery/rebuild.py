@@ -83,6 +83,7 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
             store.holdings.backend,
             by_chain=method == "chain",
             midway=lambda: reach("rebuild.middle", sources.snapshot.step),
+            system=store.system,
         ).run()
     return recovered(store, key, how, count)
 

@@ -29,6 +29,7 @@ __all__ = [
     "spawn",
     "starts",
     "stored",
+    "system",
     "transport",
     "uids",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import asdict, dataclass
+
+from holdfast.smp_daemon.shared.system import MACHINE, System
 
 
 @dataclass(slots=True)
@@ -43,8 +44,8 @@ class Counts:
 class Counters:
     """`Counts` that several threads add to."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, system: System = MACHINE) -> None:
+        self._lock = system.Lock()
         self._counts = Counts()
 
     def add(self, **amounts: int) -> None:

@@ -6,7 +6,6 @@ Every public method is thread-safe. `changed` is the store's lock, and notified 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, DeadlineExceeded,
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
 from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Holdings, ParityKey
 from holdfast.smp_daemon.storage.parity import ParityGathering
@@ -52,6 +52,7 @@ class Codings:
         epoch: Callable[[], int],
         on_own: Callable[[SnapshotId, Layout], None],
         on_done: Callable[[SnapshotId], None],
+        system: System = MACHINE,
     ) -> None:
         """
         Args:
@@ -59,6 +60,7 @@ class Codings:
             on_own: called once this node's own parity is committed, to tell the group of that layout.
             on_done: called when any member's parity of a snapshot is committed.
         """
+        self._system = system
         self._epoch = epoch
         self.changed = changed
         self._arena = arena
@@ -97,7 +99,7 @@ class Codings:
         Raises:
             StaleEpoch, ProtocolError, DeadlineExceeded.
         """
-        deadline = time.monotonic() + CALL_DEADLINE_S
+        deadline = self._system.monotonic() + CALL_DEADLINE_S
         with self.changed:
             while True:
                 if epoch < self._epoch():
@@ -110,7 +112,7 @@ class Codings:
                         return
                     except NoFreeSlot:
                         pass  # the next `begin` releases one
-                left = deadline - time.monotonic()
+                left = deadline - self._system.monotonic()
                 if left <= 0 or not self.changed.wait(left):
                     raise DeadlineExceeded(f"no free parity slot for {coding.snapshot} in {CALL_DEADLINE_S:.0f} s")
 

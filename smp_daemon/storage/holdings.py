@@ -31,6 +31,7 @@ from holdfast.smp_daemon.shared.records import (
     shard_from_json,
     shard_to_json,
 )
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import Pool
@@ -67,12 +68,15 @@ Record = ShardRecord | ParityRecord
 class Holdings:
     """What is sealed in an arena."""
 
-    def __init__(self, arena: Arena, lock: threading.Condition, counters: Counters, backend: str) -> None:
+    def __init__(
+        self, arena: Arena, lock: threading.Condition, counters: Counters, backend: str, system: System = MACHINE
+    ) -> None:
         """`backend`: see `ec.choose_codec`."""
         self.arena = arena
         self.counters = counters
         self.backend = backend
-        self.verifying = threading.Lock()
+        self._system = system
+        self.verifying = system.Lock()
         """Taken by whoever checks the newest shards in the background: one at a time is enough."""
         self._lock = lock
         self._records: dict[Key, Record] = {}
@@ -253,7 +257,7 @@ class Holdings:
     def gathering(self, key: ParityKey, stripes: Stripes, view: memoryview) -> ParityGathering:
         """A gathering that grows in `view`."""
         codec = choose_codec(stripes.data, stripes.parity, self.backend)
-        return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view)
+        return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._system)
 
     def take(
         self, pool: Pool, snapshot: SnapshotId, length: int, *, make_room: bool = True

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 
 from holdfast.ec import Codec, Stripes
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import ParityRecord, digest
+from holdfast.smp_daemon.shared.system import MACHINE, System
 
 
 class ParityGathering:
@@ -23,6 +22,7 @@ class ParityGathering:
         position: int,
         codec: Codec,
         slot: memoryview,
+        system: System = MACHINE,
     ) -> None:
         self.snapshot = snapshot
         self._stripes = stripes
@@ -30,7 +30,7 @@ class ParityGathering:
         self.position = position
         self._codec = codec
         self._slot = slot
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._cancelled = False
         self._mine = stripes.parity_stripes(position)
         self._lengths = {stripe: stripes.stripe_bytes(stripe) for stripe in self._mine}

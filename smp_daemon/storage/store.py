@@ -7,7 +7,6 @@ Every public method is thread-safe. `changed` is notified whenever something tha
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, write_json
 from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_format, read_stamp
 from holdfast.smp_daemon.shared.starts import WELL, End, Record, Start
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Coding, Codings
 from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
@@ -66,13 +66,15 @@ class Store:
         on_protected: Callable[[SnapshotId], None],
         on_epoch: Callable[[int], None],
         spare: int = 0,
+        system: System = MACHINE,
     ) -> None:
+        self.system = system
         self.arena = arena
         self.job = job
         self.node = node
-        self.changed = threading.Condition(threading.RLock())
-        self.counters = Counters()
-        self.holdings = Holdings(arena, self.changed, self.counters, backend)
+        self.changed = system.Condition(system.RLock())
+        self.counters = Counters(system)
+        self.holdings = Holdings(arena, self.changed, self.counters, backend, system)
         self.board = Board(arena.path / "board", create=True)
         self.epoch = 0
         self.protected: SnapshotId | None = None
@@ -86,6 +88,7 @@ class Store:
             epoch=lambda: self.epoch,
             on_own=on_parity,
             on_done=self._settle,
+            system=system,
         )
         self._failures = Episodes(log)
         self._on_sealed = on_sealed

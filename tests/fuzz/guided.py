@@ -11,7 +11,7 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["ec", "smp_daemon", "snapshot"]):
+with atheris.instrument_imports(include=["holdfast"]):
     from tests.fuzz.targets import targets, try_one
 
 

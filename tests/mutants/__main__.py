@@ -8,4 +8,4 @@ from tests.mutants import MUTANTS, applied, apply
 
 if (name := applied()) and MUTANTS[name].in_smp:
     apply(name)
-runpy.run_module("smp_daemon", run_name="__main__", alter_sys=True)
+runpy.run_module("holdfast.smp_daemon", run_name="__main__", alter_sys=True)

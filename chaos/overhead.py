@@ -19,8 +19,9 @@ from statistics import fmean, stdev
 import torch
 import torch.distributed as dist
 
-from holdfast.chaos.cluster import Event, History, VirtualCluster
+from holdfast.chaos.cluster import History, VirtualCluster
 from holdfast.chaos.launcher import Launcher
+from holdfast.chaos.runner import Event
 from holdfast.chaos.trainer import Trainer
 from holdfast.integrations.adapters import adapter_for
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -28,37 +29,37 @@ from holdfast.smp_daemon.shared.points import reach
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.interval.profile import Orders
 
-TARGET = "holdfast.chaos.toll:train"
+TARGET = "holdfast.chaos.overhead:train"
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TimedJob:
     """The job: two nodes of one rank, and their memory.
 
     Attributes:
-        busy_s: what a step takes but for its optimizer: the loop waits, as for a device.
+        compute_s: what a step takes but for its optimizer: the loop waits, as for a device.
         width: of a square matrix, whose weights and two moments are the state.
     """
 
-    busy_s: float = 0.1
+    compute_s: float = 0.1
     width: int = 1024
     nodes: int = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Toll:
+class Overhead:
     """Where the seconds of one run went, and how many failures there were.
 
     Attributes:
-        useful: steps that were kept, in quiet time.
-        overhead: what steps took beyond quiet ones.
+        useful: steps that were kept, as long as baseline steps take.
+        copying: what steps took beyond baseline ones.
         losses: for each failure, time of steps that were done in vain.
         restarts: for each failure, from the kill to the first step after it, without that step.
         nodes: for each failure, whether a node was lost.
     """
 
     useful: float
-    overhead: float
+    copying: float
     losses: tuple[float, ...]
     restarts: tuple[float, ...]
     nodes: tuple[bool, ...]
@@ -66,7 +67,7 @@ class Toll:
     @property
     def wasted(self) -> float:
         """Seconds that were not useful, for each useful one."""
-        return (self.overhead + sum(self.losses) + sum(self.restarts)) / self.useful
+        return (self.copying + sum(self.losses) + sum(self.restarts)) / self.useful
 
     @property
     def error(self) -> float:
@@ -74,11 +75,11 @@ class Toll:
         each = [loss + restart for loss, restart in zip(self.losses, self.restarts, strict=True)]
         return error_of_sum(each) / self.useful
 
-    def __add__(self, other: Toll) -> Toll:
+    def __add__(self, other: Overhead) -> Overhead:
         """Of two runs together."""
-        return Toll(
+        return Overhead(
             self.useful + other.useful,
-            self.overhead + other.overhead,
+            self.copying + other.copying,
             self.losses + other.losses,
             self.restarts + other.restarts,
             self.nodes + other.nodes,
@@ -91,8 +92,8 @@ def error_of_sum(values: Sequence[float]) -> float:
 
 
 def train() -> None:
-    """One rank. Arguments: those of `Load`, ``steps``, ``every`` (0: no snapshots), and ``profile``: a file to write
-    instead, as `holdfast profile` would."""
+    """One rank. Arguments: those of `TimedJob`, ``steps``, ``every`` (0: no snapshots), and ``profile``: a file to
+    write instead, as `holdfast profile` would."""
     trainer = Trainer.from_environment()
     args = trainer.args
     torch.set_num_threads(1)
@@ -107,7 +108,7 @@ def train() -> None:
 
     def step(number: int) -> None:
         model(torch.ones(1, args["width"]))
-        time.sleep(args["busy_s"])
+        time.sleep(args["compute_s"])
         dist.barrier()
         reach("train.step", number)
         optim.step()
@@ -139,7 +140,7 @@ def kills(seed: int, steps: int, mean_steps: float) -> list[int]:
 
 def run(
     launcher: Launcher,
-    load: Load,
+    job: TimedJob,
     *,
     steps: int,
     every: int,
@@ -154,24 +155,30 @@ def run(
         strikes: steps at which a trainer is killed; with every `lose_every`-th a node is lost.
         profile: where to write a profile instead of training to the end.
     """
-    args = {"busy_s": load.busy_s, "width": load.width, "steps": steps, "every": every, "profile": str(profile or "")}
+    args = {
+        "compute_s": job.compute_s,
+        "width": job.width,
+        "steps": steps,
+        "every": every,
+        "profile": str(profile or ""),
+    }
     cluster = VirtualCluster(
-        launcher, nodes=load.nodes, ranks_per_node=1, target=TARGET, args=args, smps=every > 0, deadline_s=deadline_s
+        launcher, nodes=job.nodes, ranks_per_node=1, target=TARGET, args=args, smps=every > 0, deadline_s=deadline_s
     )
     for number, step in enumerate(strikes, 1):
         if number % lose_every == 0:
-            cluster.kill_node(number // lose_every % load.nodes, at="train.step", step=step)
+            cluster.kill_node(number // lose_every % job.nodes, at="train.step", step=step)
         else:
-            cluster.kill_trainer(number % load.nodes, at="train.step", step=step)
+            cluster.kill_trainer(number % job.nodes, at="train.step", step=step)
     return cluster.run()
 
 
-def quiet_step(history: History, every: int) -> float:
+def baseline_step(history: History, every: int) -> float:
     """Mean seconds of steps of rank 0 beside which no snapshot is worked on: from the 4th after each snapshot on, or
     all if none is taken. The first 10 of each generation are left out. Pure.
 
     Raises:
-        ConfigError: no step is quiet, as snapshots are too close.
+        ConfigError: there is no baseline step, as snapshots are too close.
     """
     found = []
     for number in range(len(history.restarts) + 1):
@@ -180,12 +187,12 @@ def quiet_step(history: History, every: int) -> float:
             if not every or (after["step"] - 1) % every >= 3:
                 found.append(after["at"] - before["at"])
     if not found:
-        raise ConfigError(f"no step is quiet with a snapshot every {every} steps: give 0, or 4 or more")
+        raise ConfigError(f"there is no baseline step with a snapshot every {every} steps: give 0, or 4 or more")
     return fmean(found)
 
 
-def account(history: History, step_s: float) -> Toll:
-    """Where the time of a run went, if a quiet step takes `step_s`. Pure."""
+def account(history: History, step_s: float) -> Overhead:
+    """Where the time of a run went, if a baseline step takes `step_s`. Pure."""
     generations = [_generation(history, number) for number in range(len(history.restarts) + 1)]
     losses, restarts = [], []
     for restart, ((_, before), (start, after)) in zip(history.restarts, pairwise(generations), strict=True):
@@ -196,9 +203,9 @@ def account(history: History, step_s: float) -> Toll:
     _, steps = generations[0]
     useful = generations[-1][1][-1]["step"] * step_s
     wall = generations[-1][1][-1]["at"] - steps[0]["at"] + step_s
-    overhead = wall - useful - sum(losses) - sum(restarts)
+    copying = wall - useful - sum(losses) - sum(restarts)
     nodes = tuple(restart.faults[0].kind == "lose-node" for restart in history.restarts)
-    return Toll(useful, overhead, tuple(losses), tuple(restarts), nodes)
+    return Overhead(useful, copying, tuple(losses), tuple(restarts), nodes)
 
 
 def _generation(history: History, number: int) -> tuple[Event, list[Event]]:

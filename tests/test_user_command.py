@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from holdfast.audit import Notes, Values, read
-from holdfast.chaos.user.command import FIRST_STEP, IN_A_RECOVERY, KINDS, OwnFault, OwnPlan, draw, judge
-from holdfast.chaos.user.nodes import OwnNode
+from holdfast.chaos.faults import CATALOGUE
+from holdfast.chaos.user.command import FIRST_STEP, IN_A_RECOVERY, CommandFault, CommandPlan, draw, judge
+from holdfast.chaos.user.nodes import CommandNode
 from holdfast.cli.main import main
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
@@ -78,7 +79,7 @@ class TestADraw:
         assert all(FIRST_STEP <= fault.step < 20 and fault.rank < 4 for fault in single)
         first = [fault for fault in double if fault.point not in IN_A_RECOVERY]
         assert len(single) == len(first) == 5
-        assert len(double) == 5 + sum(KINDS[fault.kind].ends for fault in first)
+        assert len(double) == 5 + sum(CATALOGUE[fault.kind].ends_job for fault in first)
 
     def test_kills_others_only_if_there_are_any(self) -> None:
         assert not any(fault.kind == "kill-other" for seed in range(50) for fault in draw(seed, 5, 4, 20))
@@ -86,12 +87,12 @@ class TestADraw:
 
     def test_of_too_many_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="14 faults in 16 steps: choose 1 to 13"):
-            OwnPlan(("train",), 1, faults=14)
+            CommandPlan(("train",), 1, faults=14)
 
 
 class TestAFault:
     def test_is_due_from_its_step_on(self) -> None:
-        fault = OwnFault("kill-trainer", 1, "copy.middle", 5)
+        fault = CommandFault("kill-trainer", 1, "copy.middle", 5)
         assert fault.matches(1, "copy.middle", 6)
         assert fault.matches(None, "copy.middle", 5)
         assert not any(
@@ -99,7 +100,7 @@ class TestAFault:
         )
 
     def test_in_a_recovery_is_due_in_the_next_step_if_there_is_nothing_to_restore(self) -> None:
-        fault = OwnFault("kill-trainer", 0, "restore.middle", 5)
+        fault = CommandFault("kill-trainer", 0, "restore.middle", 5)
         assert fault.matches(0, "restore.middle", 2)
         assert fault.matches(0, "train.step", 1)
         assert not fault.matches(0, "restore.before", 2)
@@ -182,8 +183,8 @@ def test_only_where_there_are_several_nodes_are_they_lost() -> None:
 
 def test_a_node_runs_one_command_and_ends_all_that_it_started(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
-    plan = OwnPlan(("bash", "-c", "setsid sleep 97 & exec sleep 98"), 0, nodes=2)
-    here, there = OwnNode("node1", tmp_path), OwnNode("node10", tmp_path)
+    plan = CommandPlan(("bash", "-c", "setsid sleep 97 & exec sleep 98"), 0, nodes=2)
+    here, there = CommandNode("node1", tmp_path), CommandNode("node10", tmp_path)
     for node in (here, there):
         assert not node.runs and node.status is None
         node.start(plan, {})

@@ -7,9 +7,9 @@ from statistics import fmean
 import pytest
 
 from holdfast.chaos.cluster import History, Restart
-from holdfast.chaos.ground import Fault
+from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
-from holdfast.chaos.toll import Load, account, kills, quiet_step, run
+from holdfast.chaos.overhead import TimedJob, account, baseline_step, kills, run
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 
@@ -31,15 +31,15 @@ def history() -> History:
 
 
 def test_each_second_is_useful_lost_or_waited_for() -> None:
-    toll = account(history(), 1.0)
-    assert toll.useful == 20.0
-    assert toll.losses == (2.5,)  # steps 9 and 10, and half of 11
-    assert toll.restarts == pytest.approx((3.0,))
-    assert toll.overhead == pytest.approx(0.0)
-    assert toll.nodes == (True,)
-    assert toll.wasted == pytest.approx(5.5 / 20)
+    took = account(history(), 1.0)
+    assert took.useful == 20.0
+    assert took.losses == (2.5,)  # steps 9 and 10, and half of 11
+    assert took.restarts == pytest.approx((3.0,))
+    assert took.copying == pytest.approx(0.0)
+    assert took.nodes == (True,)
+    assert took.wasted == pytest.approx(5.5 / 20)
     slower = account(history(), 0.9)
-    assert slower.overhead == pytest.approx(20 * 0.1 + 2 * 0.1 - 0.1, abs=0.11)
+    assert slower.copying == pytest.approx(20 * 0.1 + 2 * 0.1 - 0.1, abs=0.11)
 
 
 def test_kills_are_as_many_as_was_asked_for_and_never_in_the_same_step() -> None:
@@ -50,19 +50,19 @@ def test_kills_are_as_many_as_was_asked_for_and_never_in_the_same_step() -> None
     assert kills(3, 2000, 3.0) == found != kills(4, 2000, 3.0)
 
 
-def test_without_quiet_steps_there_is_no_quiet_step() -> None:
-    with pytest.raises(ConfigError, match="no step is quiet with a snapshot every 2 steps"):
-        quiet_step(history(), 2)
-    assert quiet_step(history(), 0) == pytest.approx(1.0)
+def test_without_baseline_steps_there_is_no_baseline_step() -> None:
+    with pytest.raises(ConfigError, match="there is no baseline step with a snapshot every 2 steps"):
+        baseline_step(history(), 2)
+    assert baseline_step(history(), 0) == pytest.approx(1.0)
 
 
 @pytest.mark.cluster
 def test_a_job_that_is_really_killed_is_accounted_for(launcher: Launcher) -> None:
-    load = Load(busy_s=0.02, width=64)
-    found = run(launcher, load, steps=40, every=4, strikes=(15, 26), lose_every=2)
-    toll = account(found, quiet_step(found, 4))
-    assert toll.nodes == (False, True)
-    assert len(toll.losses) == len(toll.restarts) == 2
-    assert all(0 < loss <= 9 * max(0.02, toll.useful / 40) + 1 for loss in toll.losses)
-    assert all(0 < restart < 60 for restart in toll.restarts)
+    job = TimedJob(compute_s=0.02, width=64)
+    found = run(launcher, job, steps=40, every=4, strikes=(15, 26), lose_every=2)
+    took = account(found, baseline_step(found, 4))
+    assert took.nodes == (False, True)
+    assert len(took.losses) == len(took.restarts) == 2
+    assert all(0 < loss <= 9 * max(0.02, took.useful / 40) + 1 for loss in took.losses)
+    assert all(0 < restart < 60 for restart in took.restarts)
     assert not found.leaks

@@ -1,0 +1,222 @@
+"""What all backends share that play nodes on one machine: the loop of the thread that does it, and a node.
+
+Virtual clusters (`chaos.cluster`), a user's own command (`chaos.user`) and Ray (`chaos.ray`) differ in what runs on a
+node and how it is started again. How their processes report, how these are kept at a point, how time passes, how a
+node's SMP is found and how a node loses power is the same, and here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from holdfast.smp_daemon.shared import points
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, read_owner
+
+Event = dict[str, Any]
+
+KILL_DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """How a process finds the runner: its socket, and the points at which the process must stop."""
+
+    events: str
+    rules: Sequence[tuple[str, int | None]]
+
+    def environment(self, who: str) -> dict[str, str]:
+        """The environment variable that arms `smp_daemon.shared.points`; empty if there is nothing to stop at."""
+        if not self.rules:
+            return {}
+        return {points.ENV: json.dumps({"socket": self.events, "who": who, "rules": self.rules})}
+
+
+class Runner:
+    """A loop over what processes say, their ends, and timers.
+
+    Processes connect to a unix socket, and each line they send is a JSON object. One that comes to a named point says
+    so, and waits there until `release`, or until it is killed.
+
+    Not thread-safe, and without locks: everything happens in the thread that calls `turn`, between `listen` and
+    `hang_up`. Whoever waits at a point therefore stays there for as long as `heard` takes.
+    """
+
+    _selector: selectors.BaseSelector
+    _timers: list[tuple[float, int, Callable[[], None]]]
+
+    def listen(self, path: Path) -> None:
+        """Take reports at that unix socket from now on."""
+        self._selector, self._timers, self._numbers = selectors.DefaultSelector(), [], itertools.count()
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.watch(self._listening, self._accept)
+        self._listening.bind(str(path))
+        self._listening.listen(64)
+
+    def hang_up(self) -> None:
+        """Close all connections; who waits at a point goes on. Timers that are not due yet are dropped."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            elif isinstance(key.fileobj, int):
+                os.close(key.fileobj)
+        self._selector.close()
+        self._timers.clear()
+
+    def heard(self, event: Event, sock: socket.socket) -> None:
+        """A process said something over `sock`. If it ``reached`` a point, it waits for `release`."""
+        raise NotImplementedError
+
+    def watch(self, source: Any, action: Callable[[Any], None]) -> None:
+        """Call `action` with `source`, a socket or a descriptor, whenever that is readable."""
+        self._selector.register(source, selectors.EVENT_READ, action)
+
+    def wake_at_end(self, pid: int) -> None:
+        """Have `turn` return as soon as a child has ended; it is not reaped."""
+
+        def ended(pidfd: int) -> None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+
+        self.watch(os.pidfd_open(pid), ended)
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something in a while."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), action))
+
+    def turn(self, until: float) -> None:
+        """Block until something happens, at most until then (`time.monotonic`), and deal with it."""
+        due = min(until, self._timers[0][0] if self._timers else until)
+        for key, _ in self._selector.select(max(0.0, due - time.monotonic())):
+            key.data(key.fileobj)
+        self.expire(time.monotonic())
+
+    def expire(self, now: float) -> None:
+        """Do what is due by that time."""
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+
+    def _accept(self, listening: socket.socket) -> None:
+        sock, _ = listening.accept()
+        buffer = bytearray()
+        self.watch(sock, lambda sock: self._read(sock, buffer))
+
+    def _read(self, sock: socket.socket, buffer: bytearray) -> None:
+        try:
+            data = sock.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._selector.unregister(sock)
+            sock.close()
+            return
+        buffer += data
+        *lines, rest = bytes(buffer).split(b"\n")
+        buffer[:] = rest
+        for line in lines:
+            self.heard(json.loads(line), sock)
+
+
+def release(sock: socket.socket) -> None:
+    """Whoever waits at a point may go on."""
+    with suppress(OSError):  # it was killed
+        sock.sendall(b"g")
+
+
+class LocalNode:
+    """A node that is played: a name, and a folder that is its memory.
+
+    Attributes:
+        memory: the arenas of all jobs on it.
+    """
+
+    def __init__(self, name: str, memory: Path, job: str) -> None:
+        self.name = name
+        self.memory = memory
+        self.job = job
+
+    @property
+    def arena(self) -> Path:
+        """Where the job's snapshots lie."""
+        return arena_path(self.job, self.memory)
+
+    def environment(self) -> dict[str, str]:
+        """What processes on this node need to find its SMP."""
+        return {
+            ARENA_ENV: str(self.memory),
+            "HOLDFAST_JOB": self.job,
+            "HOLDFAST_NODE": self.name,
+            "HOLDFAST_MAX_REPEATS": "0",  # it is we who kill them, at one step as often as it comes
+        }
+
+    def smp(self) -> int:
+        """The pid of its SMP. Raises `HoldfastError` if there is none."""
+        owner = read_owner(self.arena)
+        if owner is None:
+            raise HoldfastError(f"no SMP serves the job on {self.name}")
+        return owner.pid
+
+    def processes(self, *, smps: bool = False) -> list[psutil.Process]:
+        """All that was told of its memory and still runs, in whatever session; SMPs only if asked for."""
+        found = []
+        for process in using_arenas(self.memory):
+            with suppress(psutil.Error):  # it has ended
+                if smps or "holdfast.smp_daemon" not in process.cmdline():
+                    found.append(process)
+        return found
+
+    def kill_processes(self, *, smps: bool = False) -> None:
+        """SIGKILL to all of `processes`. Blocks until they have ended; raises `DeadlineExceeded`."""
+        left = self.processes(smps=smps)
+        for each in left:
+            send_signals(each.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(left, KILL_DEADLINE_S)
+        if pids := [each.pid for each in alive if not _is_zombie(each)]:
+            raise DeadlineExceeded(f"processes {pids} did not end within {KILL_DEADLINE_S:.0f} s")
+
+    def power_cut(self) -> None:
+        """SIGKILL to all that runs on it, SMPs too; then its memory is gone. Blocks; raises `DeadlineExceeded`."""
+        self.kill_processes(smps=True)
+        shutil.rmtree(self.memory, ignore_errors=True)
+
+
+def send_signals(pid: int | None, *signals: signal.Signals) -> None:
+    """Send signals, if the process is there: it may have ended by itself."""
+    for each in signals if pid is not None else ():
+        try:
+            os.kill(pid or 0, each)
+        except ProcessLookupError:
+            return
+
+
+def using_arenas(folder: Path) -> list[psutil.Process]:
+    """Processes that were told of an arena in `folder` or below it, in whatever session, SMPs too."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            told = Path(process.environ().get(ARENA_ENV, "/"))
+            if process.status() != psutil.STATUS_ZOMBIE and told.is_relative_to(folder):
+                found.append(process)
+    return found
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return True
