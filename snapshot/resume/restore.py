@@ -39,11 +39,10 @@ from holdfast.smp_daemon.shared.starts import Choice, Start, Streak
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.movers import Mover
 from holdfast.snapshot.copy.tensors import read_leaf
-from holdfast.snapshot.resume.elastic import Resharding, ask_idle
+from holdfast.snapshot.resume.elastic import Resharding, ask_idle, check_change
 from holdfast.snapshot.resume.loading import check_ranges, load_checked, units_of
 from holdfast.snapshot.resume.tiers import PERSISTED, Course, tier_of
 from holdfast.snapshot.resume.wishes import Wishes, agree, check_repeats, choose
-from holdfast.snapshot.resume.worlds import check_change
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.record import (
