@@ -47,11 +47,11 @@ from holdfast.snapshot.interval.cadence import Cadence, budget_from_environment
 from holdfast.snapshot.interval.profile import leave, recording_from_environment
 from holdfast.snapshot.own_smp import OwnSmp
 from holdfast.snapshot.resume.arrange import coordinate_key, parse_domains, parse_protect
+from holdfast.snapshot.resume.choice import start_options_from_environment
 from holdfast.snapshot.resume.comparison import Resumed, check_environment, check_inputs
 from holdfast.snapshot.resume.elastic import ELSEWHERE, elastic_from_environment
 from holdfast.snapshot.resume.reserve import reserve
 from holdfast.snapshot.resume.restore import Restored, restore
-from holdfast.snapshot.resume.wishes import wishes_from_environment
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
 from holdfast.snapshot.state.hidden import registered, untracked
@@ -143,7 +143,7 @@ class SnapshotHook:
             raise ConfigError(f"slots={slots}: {SLOTS_RULE}")
         self._adapter = adapter
         self._job = job or job_from_environment()
-        self._wishes = wishes_from_environment(
+        self._start_options = start_options_from_environment(
             max_repeats=max_repeats, generations=generations, restore_step=restore_step
         )
         budget = budget_from_environment() if overhead_budget is None else overhead_budget
@@ -157,12 +157,12 @@ class SnapshotHook:
         self._arena = arena_path(self._job, arena)
         self._deadline_s = deadline_s
         self._elastic = elastic_from_environment() if elastic is None else elastic
-        self._slots = slots + self._wishes.generations - 1
+        self._slots = slots + self._start_options.generations - 1
         if self._slots > MAX_SLOTS:
             raise ConfigError(
-                f"slots={slots} and {self._wishes.generations} generations: together at most {MAX_SLOTS + 1}"
+                f"slots={slots} and {self._start_options.generations} generations: together at most {MAX_SLOTS + 1}"
             )
-        self._ledger = Ledger(self._slots, generations=self._wishes.generations)
+        self._ledger = Ledger(self._slots, generations=self._start_options.generations)
         self._copy: CopyJob | None = None
         self._outcomes: Result | None = None
         self._copies: dict[SnapshotId, CopyJob] = {}
@@ -391,7 +391,7 @@ class SnapshotHook:
         self._mover = choose_mover({item.tensor.device for item in self._adapter.tensors()})
         try:
             self._restored = restore(
-                self._client, self._agreement, self._adapter, self._mover, self._wishes, elastic=self._elastic
+                self._client, self._agreement, self._adapter, self._mover, self._start_options, elastic=self._elastic
             )
         except BaseException as error:
             self._smp.say_end(0, error)
@@ -406,7 +406,7 @@ class SnapshotHook:
             self._restored.snapshot,
             self._restored.protected,
             known=self._restored.whole,
-            generations=self._wishes.generations,
+            generations=self._start_options.generations,
             earlier=self._restored.earlier,
             abandoned=self._restored.abandoned,
         )
