@@ -40,7 +40,7 @@ from holdfast.smp_daemon.shared.paths import arena_path
 from holdfast.snapshot.collective.agreement import Agreement, AgreementLost, Result, default_agreement
 from holdfast.snapshot.connect import job_from_environment, warn_of_stale_store
 from holdfast.snapshot.copy.devices import choose_mover
-from holdfast.snapshot.copy.errors import Misfit
+from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.interval.cadence import Cadence, budget_from_environment
@@ -710,7 +710,7 @@ class SnapshotHook:
         outcomes = [self._outcome(snapshot) for snapshot in self._ledger.pending]
         # What does not fit an earlier epoch's layout was the reason for this one.
         present = [copy for snapshot, copy in self._copies.items() if snapshot.epoch == self._epoch]
-        misfit = self._misfit or any(isinstance(copy.error, Misfit) for copy in present)
+        misfit = self._misfit or any(isinstance(copy.error, LayoutChanged) for copy in present)
         return [*outcomes, int(not misfit), -self._cadence.rhythm.wanted(), int(self._client.persist_due)]
 
     def _outcome(self, snapshot: SnapshotId) -> Outcome:
@@ -740,7 +740,7 @@ class SnapshotHook:
             elif isinstance(error, ReplicasDiffer):
                 text = "%s"  # once, however many snapshots were under way
                 self._episodes.begin("replicas", text, error)
-            elif error is not None and self._strict and not isinstance(error, Misfit):
+            elif error is not None and self._strict and not isinstance(error, LayoutChanged):
                 raise error
         if not fits_everywhere:
             self._planned = False
@@ -800,7 +800,7 @@ class SnapshotHook:
         try:
             declared = self._declared or ended
             copy = self._capture.begin(snapshot, due.keep, due.protected, declared=declared, marked=marked)
-        except Misfit as error:
+        except LayoutChanged as error:
             self._episodes.begin("layout", "no snapshot of step %d, a new layout is made: %s", self._step, error)
             self._misfit = True
         except HoldfastError as error:
