@@ -43,7 +43,7 @@ from holdfast.snapshot.copy.devices import choose_mover
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged
-from holdfast.snapshot.interval.cadence import Cadence, budget_from_environment
+from holdfast.snapshot.interval.policy import IntervalController, budget_from_environment
 from holdfast.snapshot.interval.profile import leave, recording_from_environment
 from holdfast.snapshot.own_smp import OwnSmp
 from holdfast.snapshot.resume.arrange import coordinate_key, parse_domains, parse_protect
@@ -148,7 +148,7 @@ class SnapshotHook:
         )
         budget = budget_from_environment() if overhead_budget is None else overhead_budget
         self._recording = recording_from_environment(slots)
-        self._cadence = Cadence(every, budget or None, slots, self._recording)
+        self._intervals = IntervalController(every, budget or None, slots, self._recording)
         self._protection = parse_protect(protect)
         self._domain_text = os.environ.get("HOLDFAST_DOMAINS", "") if domains is None else domains
         self._start = start
@@ -196,7 +196,7 @@ class SnapshotHook:
         self._held_data: dict[str, Any] = {}
         self._smp_is_slow = False
         check_environment()
-        self.statistics = Statistics(interval=self._cadence.rhythm.interval)
+        self.statistics = Statistics(interval=self._intervals.policy.interval)
 
     # ------------------------------------------------------------------ for the user
 
@@ -412,9 +412,9 @@ class SnapshotHook:
         )
         self._capture = Capture(self._adapter, self._agreement, self._mover, self._job, self._coord)
         self._copier = Copier(self._client, self._smp.sealing, self._mover, self._pace, self._attach_again, self._over)
-        self._capture.notes = self._cadence.notes
+        self._capture.notes = self._intervals.notes
         self._capture.loop = self._loop
-        self._cadence.enter(self._smp.another, self._agreement, self._restored.notes)
+        self._intervals.enter(self._smp.another, self._agreement, self._restored.notes)
         orders = orders_from_environment()
         if orders is not None:
             self._auditor = Auditor(
@@ -482,7 +482,7 @@ class SnapshotHook:
                 self._copy.abort(Retaken("the loop was left before it was certain that the step had begun"))
         try:
             self._copier.close(self._deadline_s)
-            self._cadence.close(self._deadline_s)
+            self._intervals.close(self._deadline_s)
             if kind is None:
                 self._finish_together()
         except HoldfastError as failure:
@@ -605,13 +605,13 @@ class SnapshotHook:
         self._step += 1
         self._phase = Phase.STEP
         self._beat()
-        self._cadence.observe(began, self.statistics.stall_s, busy=bool(self._ledger.pending))
+        self._intervals.observe(began, self.statistics.stall_s, overlapped=bool(self._ledger.pending))
         try:
             if self._enabled and self._parted and self._agreement.meet(self._step):
                 self._go_on()
             if self._enabled and not self._parted:
                 self._settle()
-                if self._cadence.rhythm.takes(self._step):
+                if self._intervals.policy.takes(self._step):
                     self._prepare()
         except AgreementLost as error:
             self._part()
@@ -711,7 +711,7 @@ class SnapshotHook:
         # What does not fit an earlier epoch's layout was the reason for this one.
         present = [copy for snapshot, copy in self._copies.items() if snapshot.epoch == self._epoch]
         misfit = self._misfit or any(isinstance(copy.error, LayoutChanged) for copy in present)
-        return [*outcomes, int(not misfit), -self._cadence.rhythm.wanted(), int(self._client.persist_due)]
+        return [*outcomes, int(not misfit), -self._intervals.policy.wanted(), int(self._client.persist_due)]
 
     def _outcome(self, snapshot: SnapshotId) -> Outcome:
         copy = self._copies.get(snapshot)
@@ -722,10 +722,10 @@ class SnapshotHook:
             return
         *outcomes, fits_everywhere, interval, self._persist_due = self._outcomes()
         self._outcomes = None
-        if saying := self._cadence.agree(-interval):
+        if saying := self._intervals.agree(-interval):
             self._copier.say(saying)
-        rhythm, self.statistics.why = self._cadence.rhythm, self._cadence.why
-        self.statistics.interval, self.statistics.overhead = rhythm.interval, rhythm.overhead
+        policy, self.statistics.why = self._intervals.policy, self._intervals.why
+        self.statistics.interval, self.statistics.overhead = policy.interval, policy.overhead
         results = [Outcome(value) for value in outcomes]
         self.statistics.protected += results.count(Outcome.PROTECTED)
         if Outcome.PROTECTED in results:
@@ -877,22 +877,22 @@ class SnapshotHook:
             self._slots,
             self._domains,
         )
-        self._cadence.placed(self._layout)
+        self._intervals.placed(self._layout)
         self._index = [shard.coord for shard in self._layout.node(self._client.node).shards].index(self._coord)
         self._episodes.end("layout", "memory is reserved anew: snapshots are taken from step %d on", self._step)
         if self._layout.coords[0] == self._coord:
-            self._copier.say(self._cadence.plan_in_words())
+            self._copier.say(self._intervals.plan_in_words())
 
     def _over(self, job: CopyJob) -> None:
         """A copy is sealed, or was given up. Called in one of the copy threads."""
         if job is self._copy:
             self._client.copying(None)
         self._capture.over(job)
-        self._cadence.sealed(job)
+        self._intervals.sealed(job)
 
     def _end_recording(self) -> None:
         """The profile is complete: it is written, and this process ends well. A collective call."""
-        self._cadence.close(self._deadline_s)
+        self._intervals.close(self._deadline_s)
         if self._recording is not None and self._layout is not None:
             self._recording.write(self._layout, self._client.node, self._coord, self._agreement)
         self.close()
@@ -922,7 +922,7 @@ class SnapshotHook:
         mine = {
             "step": self._step,
             "epoch": self._epoch,
-            "interval": self._cadence.rhythm.interval,
+            "interval": self._intervals.policy.interval,
             "ledger": self._ledger.to_json(),
         }
         said = [json.loads(text) for text in self._agreement.gather(json.dumps(mine).encode())]
@@ -934,7 +934,7 @@ class SnapshotHook:
         self.statistics.failed += len(self._ledger.pending)
         self._ledger = Ledger.together([Ledger.from_json(each["ledger"]) for each in said])
         self._copies = {}
-        self._cadence.agree(max(each["interval"] for each in said))
+        self._intervals.agree(max(each["interval"] for each in said))
         self._parted = False
         self._episodes.end("ranks", "all ranks have met again, and snapshots are taken after step %d", self._step)
 

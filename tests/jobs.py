@@ -125,7 +125,7 @@ def paced() -> None:
     torch.set_num_threads(1)
     trainer.init_process_group()
     os.environ["HOLDFAST_MTBF"] = "10ms"  # so often that the budget alone bounds the interval
-    lines, logger = Lines(), logging.getLogger("holdfast.snapshot.interval.cadence")
+    lines, logger = Lines(), logging.getLogger("holdfast.snapshot.interval.policy")
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
     model = Stamped(1000)
@@ -134,8 +134,8 @@ def paced() -> None:
     snap.track("slow", lambda: time.sleep(args["cost_s"]), lambda nothing: None)
     with snap:
         statistics = snap.statistics
-        _, _, *failures = (snap._cadence.notes() or {})["failures"]
-        trainer.report("started", step=snap.step, interval=snap._cadence.rhythm.interval, failures=len(failures))
+        _, _, *failures = (snap._intervals.notes() or {})["failures"]
+        trainer.report("started", step=snap.step, interval=snap._intervals.policy.interval, failures=len(failures))
         taken, before = [], 0
         for step in range(snap.step, args["steps"]):
             model(step + 1)

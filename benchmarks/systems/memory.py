@@ -119,7 +119,7 @@ class Alone:
             self._model, self._optimizer, protect=self._options, deadline_s=DEADLINE_S, strict=True
         )
         self._governor = OnDemand()
-        self._snap._cadence.rhythm = self._governor
+        self._snap._intervals.policy = self._governor
         self._snap.__enter__()
         self._snap._boundary.remove()
 

@@ -1,13 +1,13 @@
 """How often a snapshot is taken, and what that is decided by."""
 
 __all__ = [
-    "cadence",
     "checks",
     "durations",
     "failures",
     "measured",
     "online",
     "periods",
+    "policy",
     "profile",
     "profiles",
     "rates",
