@@ -6,6 +6,7 @@ __all__ = [
     "failures",
     "measured",
     "online",
+    "overlap",
     "periods",
     "policy",
     "profile",

@@ -72,56 +72,52 @@ class IntervalController:
     """One rank's. Called by the hook, in the training thread, but for `sealed`."""
 
     def __init__(
-        self, every: int | Literal["auto"], budget: float | None, slots: int, recording: Recording | None
+        self,
+        every: int | Literal["auto"],
+        budget: float | None,
+        slots: int,
+        recording: Recording | None,
+        connect: Callable[[], SmpClient],
+        agreement: Agreement,
+        notes: Mapping[str, Any],
     ) -> None:
-        """
+        """Snapshots can be taken from now on. A collective call with ``"auto"``.
+
         Args:
             budget: largest fraction of training time that snapshots may take; None: any.
             recording: of a profile, if one is to be made; then `every` and `budget` do not matter.
+            connect: a further connection to this node's SMP.
+            notes: those of the snapshot that was restored, if it has some.
 
         Raises:
-            ConfigError: `every`, the budget or ``HOLDFAST_MTBF`` cannot be.
+            ConfigError: ``HOLDFAST_MTBF``, or the notes, cannot be.
         """
-        if every != "auto" and (not isinstance(every, int) or every < 1):
-            raise ConfigError(f"every={every!r}: a snapshot is taken every 1 or more steps, or 'auto'")
         self._recording = recording
         self._budget = budget
         self._told = every if isinstance(every, int) else 1
-        self._leads = False
+        self._leads = agreement.rank == 0
         self._said = ""
+        self._mtbf_s = mtbf_from_environment() if every == "auto" else None
         self._online: Online | None = None
         self.policy: IntervalPolicy
         if recording is not None:
             self.policy = recording.policy
         elif every == "auto":
-            self._mtbf_s = mtbf_from_environment()
             self.policy = self._online = Online(budget, FailureRate(self._rate_of(1)), slots)
+            if notes:
+                self._online.resume(notes)
+            self._online.agree(-agreement.minimum([-self._online.interval])()[0])
         else:
             self.policy = Governor(budget, every)
-        self._watch: Watch | None = None
+        self._watch = Watch(connect) if self._online is not None or recording is not None else None
         self._boundary_s: float | None = None
         self._stalled_s = 0.0
+        self._say()
 
     @property
     def why(self) -> str:
         """With ``"auto"``, what the interval follows from, in words."""
         return self._online.why if self._online else ""
-
-    def enter(self, connect: Callable[[], SmpClient], agreement: Agreement, notes: Mapping[str, Any] | None) -> None:
-        """Snapshots can be taken from now on. A collective call with ``"auto"``.
-
-        Args:
-            connect: a further connection to this node's SMP.
-            notes: those of the snapshot that was restored, if it has some.
-        """
-        if self._online is not None:
-            if notes:
-                self._online.resume(notes)
-            self._online.agree(-agreement.minimum([-self._online.interval])()[0])
-        self._leads = agreement.rank == 0
-        if self._online is not None or self._recording is not None:
-            self._watch = Watch(connect)
-        self._say()
 
     def placed(self, layout: Layout) -> None:
         """The job has this layout now."""

@@ -61,10 +61,9 @@ from holdfast.snapshot.state.record import (
 from holdfast.snapshot.state.replicas import is_part_of, shared_from_json
 from holdfast.snapshot.state.shares import parse_part
 from holdfast.snapshot.state.values import decode
+from holdfast.snapshot.step.data import ELSEWHERE
 
 ENV = "HOLDFAST_ELASTIC"
-ELSEWHERE = {"elsewhere": True}
-"""What is held of a place in data that was read by another number of ranks; see `snapshot.step.data`."""
 
 UNITS_KEPT = 16
 """So many units are remembered: neighbours of a shard are asked for one after another, of a few shards in turn."""
