@@ -49,8 +49,11 @@ class SnapshotHook:
     @property
     def step(self) -> int:
         """Where the loop goes on: how many steps, or turns of a loop with `begin` or `steps`, the state has behind it.
-        0 on a cold start. This, and all that follows but `track` and `untracked`, raises `ConfigError` before
-        entering."""
+        0 on a cold start.
+
+        Raises:
+            ConfigError: before entering; as do all others but `protected_step`, `track`, `untracked` and `statistics`.
+        """
         return self._session.step
 
     @property
@@ -110,8 +113,9 @@ class SnapshotHook:
 
     @property
     def protected_step(self) -> int | None:
-        """The newest step whose snapshot is protected on every node, as far as the ranks have agreed."""
-        return self._session.protected_step
+        """The newest step whose snapshot is protected on every node, as far as the ranks have agreed.
+        None before entering, too: nothing is known to be protected."""
+        return self._entered.protected_step if self._entered is not None else None
 
     def track(
         self,
