@@ -188,7 +188,7 @@ def steps_of(layers: int, seconds: float, every: str) -> list[str]:
     busy: list[float] = []
     try:
         with InMemorySnapshot(model, optim, overhead_budget=0) as snap:
-            client, limit, written, writing = snap._client, time.monotonic() + seconds, 0, False
+            client, limit, written, writing = snap._session.rank.client, time.monotonic() + seconds, 0, False
             x = torch.randn(128, 1024)
             while time.monotonic() < limit:
                 due = client.persist_due

@@ -28,6 +28,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.interval.profile import Orders
+from holdfast.snapshot.options import Options
 
 TARGET = "holdfast.chaos.overhead:train"
 
@@ -120,7 +121,7 @@ def train() -> None:
             step(number)
         return
     adapter = adapter_for(model, optim, None, {})
-    with SnapshotHook(adapter, start=False, every=args["every"], overhead_budget=0) as snap:
+    with SnapshotHook(adapter, Options(start=False, every=args["every"], overhead_budget=0)) as snap:
         trainer.report("started", step=snap.step)
         for number in range(snap.step + 1, args["steps"] + 1):
             step(number)

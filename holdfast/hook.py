@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from holdfast.integrations.adapters import adapter_for
 from holdfast.snapshot.hook import SnapshotHook
+from holdfast.snapshot.options import Options
+from holdfast.snapshot.session import Checks
 from holdfast.snapshot.state.live import Stateful
 
 
@@ -88,9 +90,8 @@ class InMemorySnapshot(SnapshotHook):
         restore_step: int | None = None,
         elastic: bool | None = None,
     ) -> None:
-        super().__init__(
-            adapter_for(model, optim, scheduler, {} if extra is None else dict(extra)),
-            job=job,
+        options = Options.given(
+            job=job or None,
             every=every,
             protect=protect,
             domains=domains,
@@ -106,14 +107,15 @@ class InMemorySnapshot(SnapshotHook):
             restore_step=restore_step,
             elastic=elastic,
         )
+        super().__init__(adapter_for(model, optim, scheduler, {} if extra is None else dict(extra)), options)
 
 
 class SettledSnapshot(InMemorySnapshot):
     """For trainers that say when a step begins: `settle`."""
 
-    checks_resumption = False  # trainers restore what is theirs after entering
+    checks = Checks(resumption=False, reading=False)  # trainers restore what is theirs after entering
 
     def settle(self) -> None:
         """The next step begins; all of the last one is done. It may be called more often than steps are taken."""
-        self._mark()
-        self._begin()
+        self._session.mark()
+        self._session.begin()

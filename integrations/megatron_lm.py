@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.hook import InMemorySnapshot
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.session import Checks
 
 MODULE = "megatron.training.training"
 """Where Megatron-LM has its loop."""
@@ -62,6 +63,8 @@ def protect(
 class _Snapshot(InMemorySnapshot):
     """Stands in for two functions of the loop until it is left."""
 
+    checks = Checks(reading=False)  # iterators go on by the counters, whatever making them draws
+
     def follow(self, args: Any, training: ModuleType | None) -> None:
         """Before entering."""
         self._counters = _Counters(args, lambda: self.step)
@@ -86,9 +89,6 @@ class _Snapshot(InMemorySnapshot):
         while self._undo:
             self._undo.pop()()
         super().__exit__(kind, error, trace)
-
-    def _warn_of_what_was_read(self) -> None:
-        """Nothing that matters: iterators go on by the counters, whatever making them draws."""
 
     def _beginning_with(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(train_step)

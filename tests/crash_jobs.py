@@ -99,4 +99,4 @@ def _again(rank: int, steps: int, grown: list[int], found: Training) -> bool:
 
 
 def _left(snap: Any) -> bool:
-    return bool(snap._arena.exists())
+    return bool(snap._options.job_arena.exists())

@@ -379,7 +379,7 @@ def gates() -> Iterator[list[BaseException]]:
             "holdfast.snapshot.resume.restore.reach": reached,
             "holdfast.snapshot.step.copier.queue": SimpleNamespace(SimpleQueue=lambda: MortalQueue(current_life())),
             "holdfast.snapshot.copy.movers.CpuMover": MortalMover,
-            "holdfast.snapshot.hook.default_agreement": lambda: (
+            "holdfast.snapshot.rank.default_agreement": lambda: (
                 Member(_HERE.circle, rank()) if _HERE.circle else Alone()
             ),
             "holdfast.integrations.adapters.torch_native.TorchAdapter.coordinate": lambda self: f"dp{rank()}",

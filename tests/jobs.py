@@ -125,7 +125,7 @@ def paced() -> None:
     torch.set_num_threads(1)
     trainer.init_process_group()
     os.environ["HOLDFAST_MTBF"] = "10ms"  # so often that the budget alone bounds the interval
-    lines, logger = Lines(), logging.getLogger("holdfast.snapshot.interval.cadence")
+    lines, logger = Lines(), logging.getLogger("holdfast.snapshot.interval.policy")
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
     model = Stamped(1000)
@@ -134,8 +134,10 @@ def paced() -> None:
     snap.track("slow", lambda: time.sleep(args["cost_s"]), lambda nothing: None)
     with snap:
         statistics = snap.statistics
-        _, _, *failures = (snap._cadence.notes() or {})["failures"]
-        trainer.report("started", step=snap.step, interval=snap._cadence.rhythm.interval, failures=len(failures))
+        _, _, *failures = (snap._session.intervals.notes() or {})["failures"]
+        trainer.report(
+            "started", step=snap.step, interval=snap._session.intervals.policy.interval, failures=len(failures)
+        )
         taken, before = [], 0
         for step in range(snap.step, args["steps"]):
             model(step + 1)
@@ -190,7 +192,7 @@ def replicated() -> None:
             if snap is not None:
                 snap.drain(DRAIN_DEADLINE_S)
             optim.step()
-        names = sorted(name for name in snap._capture.leaf_names if "@" in name) if snap is not None else []
+        names = sorted(name for name in snap._session.capture.leaf_names if "@" in name) if snap is not None else []
         trainer.report("end", digest=_digest(model, optim), random=torch.rand(1).item(), parts=names)
 
 
@@ -371,7 +373,7 @@ class Persisting(Workload):
             count = self._waits.get(step + 1)
             if self._snap is not None and self._snap.restored.snapshot is None and count is not None:
                 limit = time.monotonic() + PERSIST_DEADLINE_S
-                client = self._snap._client
+                client = self._snap._session.rank.client
                 while client.counters()["snapshots_persisted"] < count or not client.persist_due:
                     if time.monotonic() > limit:
                         raise DeadlineExceeded(f"{count} snapshots were not persisted by step {step + 1}")

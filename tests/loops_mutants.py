@@ -36,7 +36,11 @@ WITHIN = (End(4, "backward", "kill"),)
 
 MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
     "generators are not restored": (
-        [(rng, "restore", _ignore), (Resumed, "check", _ignore), ("holdfast.snapshot.hook", "check_inputs", _ignore)],
+        [
+            (rng, "restore", _ignore),
+            (Resumed, "check", _ignore),
+            ("holdfast.snapshot.session", "check_inputs", _ignore),
+        ],
         Loop(1, model="dropout", form="begin", ends=WITHIN),
     ),
     "what changes during a copy is not noticed": (
@@ -51,7 +55,7 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         [
             (Boundary, "_forward", _blind),
             (Capture, "changed", lambda *_: (False, False)),
-            ("holdfast.snapshot.hook", "check_inputs", _ignore),
+            ("holdfast.snapshot.session", "check_inputs", _ignore),
         ],
         Loop(
             4,
@@ -66,7 +70,7 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         Loop(5, form="steps", twists=(Twist("schedule: end"),), ends=WITHIN),
     ),
     "a batch that was read ahead is not noticed": (
-        [("holdfast.snapshot.hook", "check_inputs", _ignore)],
+        [("holdfast.snapshot.session", "check_inputs", _ignore)],
         Loop(7, data="prefetched, before entering", form="steps", ends=WITHIN),
     ),
     "buffers are not restored": (

@@ -115,25 +115,25 @@ with InMemorySnapshot(model, optim) as snap:
         dist.barrier()
         snap.drain(20)
         if snap.step == 4 and how == "late":
-            snap._agreement._ranks._set_default_timeout(timedelta(seconds=1))
+            snap._session.rank.agreement._ranks._set_default_timeout(timedelta(seconds=1))
             if rank == 0:  # until the other one has given up waiting
                 limit = time.monotonic() + 60
                 while not (folder / "gone on").exists():
                     assert time.monotonic() < limit
                     time.sleep(0.01)
         if snap.step == 4 and how == "signal" and rank == 0:
-            snap._agreement.minimum = lambda values: lambda: os.kill(os.getpid(), signal.SIGUSR1)
+            snap._session.rank.agreement.minimum = lambda values: lambda: os.kill(os.getpid(), signal.SIGUSR1)
         try:
             optim.step()
         except InterruptedError:
             print("interrupted", flush=True)
-            del snap._agreement.minimum
+            del snap._session.rank.agreement.minimum
         if snap.step == 5 and rank == 1:
             (folder / "gone on").touch()
     while snap.step < steps:
         step()
     statistics = snap.statistics
-    print(snap.step, snap.protected_step, snap._epoch, statistics.taken, flush=True)
+    print(snap.step, snap.protected_step, snap._session.progress.epoch, statistics.taken, flush=True)
 """
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from holdfast.chaos.cluster import History, VirtualCluster
 from holdfast.chaos.launcher import Launcher
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.cadence import MTBF_ENV, Cadence
+from holdfast.snapshot.interval.policy import MTBF_ENV
+from holdfast.snapshot.options import Options
 
 BUDGET = 0.06
 COST_S = 0.1
@@ -53,19 +52,14 @@ def test_a_restart_goes_on_with_the_interval_and_counts_the_failure(launcher: La
     assert not history.leaks
 
 
-def cadence(**options: Any) -> Cadence:
-    every: Any = options.get("every", "auto")
-    return Cadence(every, 0.01, 3, None)
-
-
 def test_a_wrong_mtbf_or_interval_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="every='often': a snapshot is taken every 1 or more steps, or 'auto'"):
-        cadence(every="often")
+        Options(job="job", every="often")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="every=0"):
-        cadence(every=0)
+        Options(job="job", every=0)
     monkeypatch.setenv(MTBF_ENV, "soon")
     with pytest.raises(ConfigError, match="HOLDFAST_MTBF: 'soon' is no time span"):
-        cadence()
+        Options(job="job", every="auto")
     monkeypatch.setenv(MTBF_ENV, "0s")
     with pytest.raises(ConfigError, match="HOLDFAST_MTBF='0s': give more than 0"):
-        cadence()
+        Options(job="job", every="auto")

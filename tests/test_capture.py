@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.errors import HoldfastError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_stamp
 from holdfast.snapshot.collective.agreement import Alone
-from holdfast.snapshot.copy.errors import Misfit
+from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.movers import CpuMover, Piece
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.tensors import read_leaf
@@ -188,13 +188,13 @@ def test_the_layout_has_a_place_for_every_tensor_and_the_record(rig: Rig) -> Non
 
 def test_there_is_no_snapshot_before_there_is_a_layout() -> None:
     rig = Rig(toy())
-    with pytest.raises(Misfit, match="there is no layout yet"):
+    with pytest.raises(LayoutChanged, match="there is no layout yet"):
         rig.begin()
     rig.copier.close(DEADLINE_S)
 
 
 def test_there_is_no_snapshot_before_the_boundary_is_marked(rig: Rig) -> None:
-    with pytest.raises(Misfit, match="nothing was marked"):
+    with pytest.raises(LayoutChanged, match="nothing was marked"):
         rig.begin_marked()
 
 
@@ -411,7 +411,7 @@ def test_a_state_of_other_leaves_needs_a_new_layout(rig: Rig, change: Callable[[
     rig.take()
     change(rig)
     for _ in range(2):
-        with pytest.raises(Misfit):
+        with pytest.raises(LayoutChanged):
             rig.begin()
     rig.plan()
     rig.take()
@@ -419,7 +419,7 @@ def test_a_state_of_other_leaves_needs_a_new_layout(rig: Rig, change: Callable[[
 
 def test_a_tensor_without_room_is_named(rig: Rig) -> None:
     add_late(rig)
-    with pytest.raises(Misfit, match=r"there is no room for late\.more"):
+    with pytest.raises(LayoutChanged, match=r"there is no room for late\.more"):
         rig.begin()
     rig.plan()
     assert rig.take()["late.more"] == [0, 0]
@@ -438,7 +438,7 @@ def test_a_value_that_cannot_be_kept_is_named_as_the_step_begins(rig: Rig, tree:
 
 def test_plain_values_that_grow_beyond_their_room_need_a_new_layout(rig: Rig) -> None:
     rig.adapter.late_tree["text"] = "x" * rig.form.record[1]
-    assert isinstance(rig.fail(rig.begin()), Misfit)
+    assert isinstance(rig.fail(rig.begin()), LayoutChanged)
     rig.plan()
     assert rig.take().plain[1]["text"] == rig.adapter.late_tree["text"]
 
@@ -494,7 +494,7 @@ def test_data_of_another_shape_that_comes_while_it_is_copied_is_named(rig: Rig) 
     job = rig.begin()
     rig.mover.after_copy = widen
     error = rig.fail(job)
-    assert isinstance(error, Misfit)
+    assert isinstance(error, LayoutChanged)
     assert str(error) == "model.weight: of another shape than when the layout was made"
 
 
@@ -509,7 +509,7 @@ def test_a_tensor_that_is_transposed_in_its_memory_is_named(rig: Rig, when: str)
         job = rig.begin()
         rig.mover.before_copy = lambda: (weight.t_(), None)[1] if weight.shape == (2, 3) else None
     error = rig.fail(job)
-    assert isinstance(error, Misfit)
+    assert isinstance(error, LayoutChanged)
     assert "model.weight" in str(error)
     rig.plan()
     assert rig.take()["model.weight"] == [0, 3, 1, 4, 2, 5]
@@ -522,7 +522,7 @@ def test_a_square_that_is_transposed_through_data_is_named(rig: Rig) -> None:
     rig.take()
     weight = rig.live("model.weight")
     weight.data = weight.data.t()
-    assert isinstance(rig.fail(rig.begin()), Misfit)
+    assert isinstance(rig.fail(rig.begin()), LayoutChanged)
     rig.plan()
     assert rig.take()["model.weight"] == [0, 3, 6, 1, 4, 7, 2, 5, 8]
 
@@ -694,7 +694,7 @@ def test_buffers_that_were_marked_are_those_of_the_boundary(rig: Rig) -> None:
 
 def test_buffers_that_nobody_marked_cannot_be_had_once_forward_has_run(rig: Rig) -> None:
     rig.capture.mark()
-    with pytest.raises(Misfit, match="forward ran before anybody knew, and has changed buffers"):
+    with pytest.raises(LayoutChanged, match="forward ran before anybody knew, and has changed buffers"):
         rig.begin_marked(marked=True)
 
 
@@ -702,7 +702,7 @@ def test_buffers_that_were_marked_are_used_once(rig: Rig) -> None:
     rig.capture.mark(buffers=True)
     rig.end(rig.begin_marked(marked=True))
     rig.capture.mark()
-    with pytest.raises(Misfit):
+    with pytest.raises(LayoutChanged):
         rig.begin_marked(marked=True)
 
 

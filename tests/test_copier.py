@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
-from holdfast.snapshot.copy.errors import Misfit
+from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.movers import CpuMover, Piece
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
@@ -346,7 +346,7 @@ def test_a_tensor_of_another_shape_is_named_before_its_copy_is_trusted(rig: Rig)
     made.reshaped = lambda: ["w"]
     rig.submit(made)
     assert made.done.wait(DEADLINE_S)
-    assert isinstance(made.error, Misfit)
+    assert isinstance(made.error, LayoutChanged)
     assert str(made.error) == "w: of another shape than when the layout was made"
     assert rig.slots.abandoned == [made.snapshot]
 
@@ -368,7 +368,7 @@ def test_replicas_that_differ_are_not_sealed(rig: Rig) -> None:
     made = job()
 
     def differ() -> None:
-        raise Misfit("replicas differ")
+        raise LayoutChanged("replicas differ")
 
     made.alike = differ
     rig.submit(made)

@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import plan_restore, whole_snapshots
 from holdfast.smp_daemon.shared.starts import Choice
 from holdfast.snapshot.resume.arrange import parse_protect
-from holdfast.snapshot.resume.wishes import Wishes, agree
+from holdfast.snapshot.resume.choice import StartOptions, agree
 from holdfast.snapshot.step.ledger import Ledger
 from tests.smp_kit import playground, run_on
 from tests.test_hook import arena as arena
@@ -86,15 +86,15 @@ def test_memory_grows_by_a_slot_of_shards_and_parity_for_each() -> None:
         size(job, machine, protection, 3, 9)
 
 
-@pytest.mark.parametrize("wishes", [{"generations": 0}, {"generations": 9}, {"restore_step": 0}])
-def test_what_cannot_be_wished_is_refused(wishes: Any) -> None:
+@pytest.mark.parametrize("options", [{"generations": 0}, {"generations": 9}, {"restore_step": 0}])
+def test_start_options_out_of_range_are_refused(options: Any) -> None:
     with pytest.raises(ConfigError, match="HOLDFAST_"):
-        Wishes(**wishes)
+        StartOptions(**options)
 
 
 def test_ranks_that_want_to_go_back_to_different_steps_are_told() -> None:
     with pytest.raises(ConfigError, match=r"HOLDFAST_RESTORE_STEP .*rank 2: .*restore_step=4"):
-        agree([Wishes(), Wishes(), Wishes(restore_step=4)])
+        agree([StartOptions(), StartOptions(), StartOptions(restore_step=4)])
 
 
 # ---------------------------------------------------------------------- one process

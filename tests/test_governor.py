@@ -10,7 +10,9 @@ from itertools import pairwise
 import pytest
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.governor import EVIDENCE, PROBE_FACTOR, STALE_STEPS, WINDOW, Governor
+from holdfast.snapshot.interval.governor import PROBE_FACTOR, WINDOW, Governor
+from holdfast.snapshot.interval.overlap import STALE_STEPS
+from holdfast.snapshot.interval.samples import EVIDENCE
 
 BUDGET = 0.01
 

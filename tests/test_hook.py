@@ -425,7 +425,7 @@ def test_a_signal_that_raises_while_the_smp_is_asked_costs_a_snapshot_or_two(are
             train(snap, model, optim, 8)
             assert snap.statistics.failed <= 2 and snap.statistics.failed + snap.statistics.protected == 11
             assert snap.protected_step == snap.step - 1
-            assert smp_pid(arena) == smp.pid and snap._client.inventory().record.ends == {}
+            assert smp_pid(arena) == smp.pid and snap._session.rank.client.inventory().record.ends == {}
             kept = values(model, optim)
             model(torch.ones(1, 4))
             assert snap.drain(10)
@@ -479,7 +479,7 @@ def test_a_second_run_of_the_same_job_is_refused_while_the_first_is_at_work(aren
 
 def _interrupt_once_asked(snap: InMemorySnapshot) -> None:
     limit = time.monotonic() + 10
-    while not snap._client._lock.locked():
+    while not snap._session.rank.client._lock.locked():
         assert time.monotonic() < limit, "nobody asked"
     os.kill(os.getpid(), signal.SIGUSR1)
 

@@ -47,7 +47,7 @@ from holdfast.smp_daemon.storage.pool import Pool
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.copy.movers import CpuMover
 from holdfast.snapshot.copy.witness import StateChanged
-from holdfast.snapshot.hook import SnapshotHook
+from holdfast.snapshot.session import Session
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.record import LOOP, Values
@@ -420,7 +420,7 @@ class World:
             (life, snap), self.zombie = self.zombie, None
             life.thaw()
             with suppress(Killed):  # it has a slot that it would give back
-                snap._copier.close(DEADLINE_S)
+                snap._session.protecting.copier.close(DEADLINE_S)
             life.bury()
             self.seen["zombies"] += 1
 
@@ -430,8 +430,9 @@ class World:
         assert smp is not None
         holdings = smp.store.holdings
         with smp.store.changed:
-            wanted = max(snap._copies)
-            snap._copies[wanted].sure.set()
+            copies = snap._session.protecting.copies
+            wanted = max(copies)
+            copies[wanted].sure.set()
             assert smp.store.changed.wait_for(
                 lambda: any(key.snapshot == wanted for key in holdings.held()), DEADLINE_S
             )
@@ -540,7 +541,7 @@ class Rank:
         went_on: list[bool] = []
 
         def before() -> None:
-            if self.world.smps[0] is not None and self.snap._copies and self.drain():
+            if self.world.smps[0] is not None and self.snap._session.protecting.copies and self.drain():
                 went_on.append(True)
 
         for i in range(self.plan.steps, self.plan.steps + GO_ON_STEPS):
@@ -566,9 +567,11 @@ class Rank:
         if self.life.over:
             raise Killed
         if done:
-            self.world.promise(self, max((snapshot.step for snapshot in self.snap._copies), default=None))
+            self.world.promise(
+                self, max((snapshot.step for snapshot in self.snap._session.protecting.copies), default=None)
+            )
         elif self.plan.smp is None:
-            errors = [copy.error for copy in self.snap._copies.values()]
+            errors = [copy.error for copy in self.snap._session.protecting.copies.values()]
             moved = self.plan.moves == "in backward" and any(isinstance(error, StateChanged) for error in errors)
             assert moved, f"not everything was protected: {errors}"
             self.world.seen["given up as the teacher moved"] += 1
@@ -779,14 +782,15 @@ def test_a_connection_that_is_accepted_while_the_smp_closes_ends_without_a_bug()
 # ---------------------------------------------------------------------- that all this can fail
 
 
-def take_at_once(after_step: Callable[[SnapshotHook], None]) -> Callable[[SnapshotHook], None]:
-    def mutant(hook: SnapshotHook) -> None:
-        after_step(hook)
-        if hook._open is not None and not hook._beginning.seen:
-            hook._take(hook._open)
-            hook._beginning.seen = True
-            if hook._copy is not None:
-                hook._copy.sure.set()
+def take_at_once(after_step: Callable[[Session], None]) -> Callable[[Session], None]:
+    def mutant(session: Session) -> None:
+        after_step(session)
+        protecting = session.protecting
+        if protecting.due is not None and not session._beginning.seen:
+            session._take(protecting.due)
+            session._beginning.seen = True
+            if protecting.newest is not None:
+                protecting.newest.sure.set()
 
     return mutant
 
@@ -807,7 +811,7 @@ MUTANTS: dict[str, dict[str, Any]] = {
         "holdfast.snapshot.copy.witness.Witness.check": lambda witness, slot: None,
     },
     "the state is taken when the step ends": {
-        "holdfast.snapshot.hook.SnapshotHook.after_step": take_at_once(SnapshotHook.after_step)
+        "holdfast.snapshot.session.Session.after_step": take_at_once(Session.after_step)
     },
     "buffers are copied while forward runs": {
         "holdfast.snapshot.step.capture.Staging.take": lambda staging, pieces: tuple(pieces)

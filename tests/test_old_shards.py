@@ -9,8 +9,13 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.snapshot.copy.tensors import Block
-from holdfast.snapshot.resume.elastic import _check_private, elastic_from_environment
-from holdfast.snapshot.resume.old_shards import OldManifest, decode_plain, region_of
+from holdfast.snapshot.resume.elastic import (
+    OldManifest,
+    _check_private,
+    decode_plain,
+    elastic_from_environment,
+    region_of,
+)
 from holdfast.snapshot.resume.reshard import Index, Read, Region, plan_reads, range_runs
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.values import encode

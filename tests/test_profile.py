@@ -104,15 +104,15 @@ def test_an_impossible_profile_is_refused(arguments: dict[str, Any], message: st
 # ---------------------------------------------------------------------- what is recorded
 
 
-def train(rhythm: Alternation, steps: int, span: int, slots: int = 3) -> list[int]:
+def train(policy: Alternation, steps: int, span: int, slots: int = 3) -> list[int]:
     """A job whose snapshots keep `span` steps busy; the steps after which one was taken."""
     taken = []
     left = 0
     for step in range(1, steps + 1):
         if step > 1:
-            rhythm.observe(1.5 if left else 1.0, 0.25 if left else 0.0, bool(left))
+            policy.observe(1.5 if left else 1.0, 0.25 if left else 0.0, bool(left))
             left = max(0, left - 1)
-        if rhythm.takes(step):
+        if policy.takes(step):
             taken.append(step)
             left = span
     return taken
@@ -120,23 +120,23 @@ def train(rhythm: Alternation, steps: int, span: int, slots: int = 3) -> list[in
 
 @pytest.mark.parametrize("span", [1, 3])
 def test_snapshots_alternate_with_quiet_steps(span: int) -> None:
-    rhythm = Alternation(slots=3)
-    taken = train(rhythm, 60, span)
+    policy = Alternation(slots=3)
+    taken = train(policy, 60, span)
     assert {later - earlier for earlier, later in pairwise(taken)} == {span + 1}
-    assert set(rhythm.quiet) == {1.0}
-    assert set(rhythm.busy) == {1.5}
-    assert abs(len(rhythm.busy) - span * len(rhythm.quiet)) <= span
-    assert next(iter(rhythm.stalls)) > taken[3]  # every slot was written before
-    assert set(list(rhythm.stalls.values())[:-1]) == {0.25 * span}
+    assert set(policy.baseline) == {1.0}
+    assert set(policy.overlapped) == {1.5}
+    assert abs(len(policy.overlapped) - span * len(policy.baseline)) <= span
+    assert next(iter(policy.stalls)) > taken[3]  # every slot was written before
+    assert set(list(policy.stalls.values())[:-1]) == {0.25 * span}
 
 
 def test_where_snapshots_keep_many_steps_busy_enough_of_them_are_waited_for() -> None:
-    rhythm = Alternation(slots=2)
+    policy = Alternation(slots=2)
     counts = []
     for steps in range(1, 120):
-        rhythm = Alternation(slots=2)
-        train(rhythm, steps, 9, slots=2)
-        counts.append(rhythm.recorded())
+        policy = Alternation(slots=2)
+        train(policy, steps, 9, slots=2)
+        counts.append(policy.recorded())
     first = next(count for count in counts if count)
     assert first == LEAST * 10
 

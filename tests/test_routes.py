@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from holdfast.snapshot.collective.routes import Hop, groups, hops
+from holdfast.snapshot.collective.agreement import Hop, groups, hops
 
 
 def test_on_one_node_or_one_on_each_a_broadcast_does() -> None:

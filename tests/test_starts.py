@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_FAILURE
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.starts import KILLED, WELL, End, Record, Start, Streak, failure_text
-from holdfast.snapshot.resume.wishes import Wishes, agree, check_repeats
+from holdfast.snapshot.resume.choice import StartOptions, agree, check_repeats
 from tests.test_hook import arena as arena
 
 counts = st.integers(0, MAX_COUNT)
@@ -140,15 +140,15 @@ def test_what_only_ends_the_program_is_no_failure() -> None:
 
 def test_a_job_that_ended_too_often_is_refused_with_all_that_is_known() -> None:
     inventories = told(Start(7, 10, BEFORE), {"dp0": End(12, CRASH)})
-    assert check_repeats(inventories, Wishes(5)) == Streak(4, 10, 12, CRASH)
-    assert check_repeats(inventories, Wishes(0)) is not None
+    assert check_repeats(inventories, StartOptions(5)) == Streak(4, 10, 12, CRASH)
+    assert check_repeats(inventories, StartOptions(0)) is not None
     with pytest.raises(Repeated, match=r"4 times in a row at step 12, .* step 10: ValueError: the loss is nan.*=0"):
-        check_repeats(inventories, Wishes(4))
+        check_repeats(inventories, StartOptions(4))
 
 
-def test_ranks_that_wish_different_things_are_told() -> None:
+def test_ranks_that_were_started_with_different_options_are_told() -> None:
     with pytest.raises(ConfigError, match="HOLDFAST_MAX_REPEATS"):
-        agree([Wishes(5), Wishes(4)])
+        agree([StartOptions(5), StartOptions(4)])
 
 
 @pytest.mark.parametrize("text", ["-1", "five", "1.5"])

@@ -11,7 +11,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_persisted, plan_restore
 from holdfast.smp_daemon.shared.sources import Sources
-from holdfast.snapshot.resume.tiers import ATTEMPTS, Course, tier_of
+from holdfast.snapshot.resume.choice import ATTEMPTS, Course, tier_of
 
 OLD, NEW = SnapshotId(1, 10), SnapshotId(1, 20)
 NODES = tuple(Node(f"n{i}", f"10.0.0.{i}", 1, 2, (Shard(f"dp{i}", 100),)) for i in range(3))

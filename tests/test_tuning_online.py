@@ -10,7 +10,8 @@ from itertools import pairwise
 import pytest
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.online import FIRST, LONGEST, STALE_STEPS, Online
+from holdfast.snapshot.interval.online import FIRST, LONGEST, Online
+from holdfast.snapshot.interval.overlap import STALE_STEPS
 from holdfast.snapshot.interval.periods import choose_interval
 from holdfast.snapshot.interval.rates import REMEMBERED, FailureRate
 from holdfast.snapshot.interval.samples import EVIDENCE, Recent, Timing

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import StateMismatch
-from holdfast.snapshot.resume.worlds import carriers, check_change, family, heir_of, members, preference, readers
+from holdfast.snapshot.resume.elastic import (
+    check_change,
+    group_of,
+    members,
+    preference,
+    readers,
+    source_rank,
+    stream_owners,
+)
 from holdfast.snapshot.state import rng, streams
 
 
@@ -24,9 +32,9 @@ def world(ranks: int, families: tuple[str, ...] = ("",)) -> list[str]:
 MEGATRON = ("pp0-tp0-cp0-ep0", "pp0-tp1-cp0-ep0")
 
 
-def test_a_family_is_a_coordinate_without_its_data_parallel_place() -> None:
-    assert family("pp0-tp1-cp0-ep0-dp12") == "pp0-tp1-cp0-ep0"
-    assert family("dp3") == ""
+def test_a_data_parallel_group_is_a_coordinate_without_its_data_parallel_place() -> None:
+    assert group_of("pp0-tp1-cp0-ep0-dp12") == "pp0-tp1-cp0-ep0"
+    assert group_of("dp3") == ""
     assert members(world(11, MEGATRON), "pp0-tp1-cp0-ep0-dp99")[-1] == "pp0-tp1-cp0-ep0-dp10"
 
 
@@ -47,9 +55,9 @@ def test_the_number_of_data_parallel_ranks_may_change_and_nothing_else() -> None
 def test_whoever_stays_takes_its_own_and_the_others_take_the_firsts(before: int, after: int) -> None:
     old, new = world(before, MEGATRON), world(after, MEGATRON)
     for coord in new:
-        heir = heir_of(coord, old)
-        assert heir == (coord if coord in old else f"{family(coord)}-dp0")
-        assert preference(coord, old)[0] == heir
+        source = source_rank(coord, old)
+        assert source == (coord if coord in old else f"{group_of(coord)}-dp0")
+        assert preference(coord, old)[0] == source
         assert sorted(preference(coord, old)) == sorted(members(old, coord))
     read = [coord for index in range(len(new)) for coord in readers(old, len(new), index)]
     assert sorted(read) == sorted(old)
@@ -62,10 +70,10 @@ def test_a_stream_is_carried_by_just_one_rank_until_its_own_is_back(sizes: list[
     ever = set(world(sizes[0], MEGATRON))
     for before, after in pairwise(sizes):
         old, new = world(before, MEGATRON), world(after, MEGATRON)
-        share = carriers(old, new, carried)
+        share = stream_owners(old, new, carried)
         for carrier, taken in share.items():
             for coord, holder in taken.items():
-                assert family(coord) == family(carrier)
+                assert group_of(coord) == group_of(carrier)
                 assert holder == (coord if coord in old else carried[coord])
         flat = [coord for taken in share.values() for coord in taken]
         assert len(flat) == len(set(flat))

@@ -56,7 +56,7 @@ class Alone:
         files = partial(files_below, self._base)
         self._memory = Memory(
             files if self._counts else tuple,
-            lambda: [self._snap._client.pid] if self._entered() else [],
+            lambda: [self._snap._session.rank.client.pid] if self._entered() else [],
             tuple if self._counts else files,
         )
         self._enter()
@@ -71,7 +71,7 @@ class Alone:
         self._snap.after_step()
         self._snap.begin()
         if self._snap.statistics.taken > taken:
-            self._newest = SnapshotId(self._snap._epoch, self._snap._step)
+            self._newest = SnapshotId(self._snap._session.progress.epoch, self._snap._session.progress.step)
             self._accepted = True
         self._governor.due = False
 
@@ -83,11 +83,11 @@ class Alone:
         self._snap.before_step()
 
     def survives_kill(self) -> bool:
-        copy = self._snap._copy
+        copy = self._snap._session.protecting.newest
         return copy is not None and copy.done.is_set() and copy.error is None
 
     def done(self) -> bool:
-        outcome = self._snap._client.outcome(self._newest) if self._newest else Outcome.PENDING
+        outcome = self._snap._session.rank.client.outcome(self._newest) if self._newest else Outcome.PENDING
         if outcome is Outcome.FAILED:
             raise RuntimeError(f"{self._newest} failed")
         return self.survives_kill() and outcome is Outcome.PROTECTED
@@ -97,7 +97,7 @@ class Alone:
 
     def restore(self) -> None:
         """What a restarted trainer does when it enters the hook."""
-        self._snap._keep = True
+        object.__setattr__(self._snap._options, "keep", True)  # what users say before they enter
         self._snap.__exit__(None, None, None)
         self._enter()
 
@@ -119,9 +119,9 @@ class Alone:
             self._model, self._optimizer, protect=self._options, deadline_s=DEADLINE_S, strict=True
         )
         self._governor = OnDemand()
-        self._snap._cadence.rhythm = self._governor
         self._snap.__enter__()
-        self._snap._boundary.remove()
+        self._snap._session.intervals.policy = self._governor
+        self._snap._session.boundary.remove()
 
 
 class Protected(Alone):

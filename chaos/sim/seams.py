@@ -32,6 +32,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import PART, digest_units, kind_of
 from holdfast.smp_daemon.storage.arena import SHARD_SUFFIX, Arena
 from holdfast.snapshot.copy.pace import Pace
+from holdfast.snapshot.protecting import Protecting
 
 THREADING = SimpleNamespace(
     Thread=threads.Thread,
@@ -77,9 +78,18 @@ class Hooks:
     captured: Callable[[Any, str, bytes], None]
     committed: Callable[[MemoryPath, str, Any], None]
     given_up: Callable[[Any, str], None]
+    promised: Callable[[Any], None]
     unit_bytes: Callable[[int, int], int]
     is_due: Callable[[str], bool]
     locks: dict[str, Process]
+
+
+class _Protecting(Protecting):
+    """Says what the job is promised as soon as it knows: what is freed from then on is judged by it."""
+
+    def settle(self) -> None:
+        super().settle()
+        Hooks.promised(self.ledger.sure)
 
 
 def reach(point: str, step: int = -1) -> None:
@@ -237,12 +247,14 @@ def installed() -> Iterator[None]:
         "holdfast.snapshot.copy.pace.threading": THREADING,
         "holdfast.snapshot.resume.restore.time": TIME,
         "holdfast.snapshot.resume.restore._load": trainer.load,
-        "holdfast.snapshot.hook.time": TIME,
-        "holdfast.snapshot.hook.Pace": lambda: Pace(threads.monotonic, threads.Event.wait),  # type: ignore[arg-type]
-        "holdfast.snapshot.hook.Capture": trainer.SimCapture,
-        "holdfast.snapshot.hook.Boundary": trainer.SimBoundary,
-        "holdfast.snapshot.hook.choose_mover": lambda devices: trainer.SimMover(),
-        "holdfast.snapshot.hook.default_agreement": lambda: Hooks.agreement(),
+        "holdfast.snapshot.session.time": TIME,
+        "holdfast.snapshot.protecting.time": TIME,
+        "holdfast.snapshot.protecting.Pace": lambda: Pace(threads.monotonic, threads.Event.wait),  # type: ignore[arg-type]
+        "holdfast.snapshot.session.Protecting": _Protecting,
+        "holdfast.snapshot.session.Capture": trainer.SimCapture,
+        "holdfast.snapshot.session.Boundary": trainer.SimBoundary,
+        "holdfast.snapshot.rank.choose_mover": lambda devices: trainer.SimMover(),
+        "holdfast.snapshot.rank.default_agreement": lambda: Hooks.agreement(),
         "holdfast.chaos.sim.trainer.captured": lambda *what: Hooks.captured(*what),
     }
     with ExitStack() as stack:

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, Pr
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot
 from holdfast.snapshot.collective.agreement import AgreementLost, Result, T
-from holdfast.snapshot.copy.errors import Misfit
+from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.movers import CpuMover, Piece
 from holdfast.snapshot.resume.loading import load_checked
 from holdfast.snapshot.state.steppers import Steppers
@@ -211,7 +211,7 @@ class SimCapture:
     ) -> CopyJob:
         form, live = self._form, self._adapter.live
         if form is None or form.offsets[LEAF][1].bytes != len(live):
-            raise Misfit("the state has another length")
+            raise LayoutChanged("the state has another length")
         self.on_begin(snapshot, self._coord, bytes(live))
         piece = Piece(live, form.offsets[LEAF][0], len(live))  # type: ignore[arg-type]  # for `SimMover` alone
         return CopyJob(

@@ -22,6 +22,8 @@ from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unrecoverable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.hook import SnapshotHook
+from holdfast.snapshot.options import Options
+from holdfast.snapshot.session import Checks
 
 JOB = "job"
 START_DEADLINE_S = 60.0
@@ -64,15 +66,9 @@ class SimTrainer:
 
 
 class _Hook(SnapshotHook):
-    """Says what the job is promised as soon as it knows: what is freed from then on is judged by it."""
+    """The loop restores what is its own, and draws nothing."""
 
-    def __init__(self, promises: Callable[[SnapshotHook], None], *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._promises = promises
-
-    def _settle(self) -> None:
-        super()._settle()
-        self._promises(self)
+    checks = Checks(resumption=False, reading=False)
 
 
 class World:
@@ -112,6 +108,7 @@ class World:
         Hooks.captured = self.oracle.captured
         Hooks.committed = self._committed
         Hooks.given_up = self.oracle.given_up
+        Hooks.promised = self._note_promise
         Hooks.unit_bytes = lambda longest, data: self.plan.unit_bytes
         Hooks.locks = {}
 
@@ -261,13 +258,12 @@ class World:
         plan, rank = self.plan, trainer.rank
         coord = f"dp{rank}"
         loaded: list[bytes] = []
-        adapter = SimAdapter(
+        adapter: Any = SimAdapter(
             coord, self.lengths[rank], str(plan.seed), lambda snapshot, content: loaded.append(content)
         )
         self._members[trainer.process] = SimMember(circle, rank)
-        hook = _Hook(
-            self._note_promise,
-            adapter,
+        arena: Any = trainer.node.base  # what stands for a path here
+        options = Options(
             job=JOB,
             every=plan.every,
             protect=plan.protect,
@@ -275,14 +271,13 @@ class World:
             slots=plan.slots,
             generations=plan.generations,
             keep=not ends,
-            arena=trainer.node.base,  # what stands for a path here
+            arena=arena,
             overhead_budget=0.0,
         )
-        hook.checks_resumption = False
-        with hook:
+        with _Hook(adapter, options) as hook:
             restored = hook.restored.snapshot
             trainer.restored, trainer.entered, trainer.hook = restored, True, hook
-            self._note_promise(hook)
+            self._note_promise(hook._session.protecting.ledger.sure)
             self.scheduler.note(f"restored {restored} ({hook.restored.how}), epoch {hook.restored.epoch}")
             if trainer.outcome != "hangs":  # else it goes on where nobody listens any more
                 self.oracle.restored(coord, restored, loaded[-1] if loaded else None)
@@ -306,9 +301,8 @@ class World:
                 hook.after_step()
                 hook.begin()
 
-    def _note_promise(self, hook: SnapshotHook) -> None:
-        sure: SnapshotId | None = hook._ledger.sure
-        if sure is not None and hook.protected_step == sure.step:
+    def _note_promise(self, sure: SnapshotId | None) -> None:
+        if sure is not None:
             self.oracle.protected(sure)
 
     # ------------------------------------------------------------------ what the seams ask for

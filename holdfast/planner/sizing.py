@@ -12,7 +12,7 @@ from holdfast.planner.shapes import Shape
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
 from holdfast.snapshot.resume.arrange import Protection
-from holdfast.snapshot.resume.wishes import MAX_GENERATIONS
+from holdfast.snapshot.resume.choice import MAX_GENERATIONS
 
 STATE_BYTES = {"adam": 12.0, "adam-16bit": 6.0, "adam-8bit": 6.0, "sgd": 8.0}
 """Of each trained parameter: its main copy and moments, fp32; all in 16 bits; fp32 and two moments of a byte each

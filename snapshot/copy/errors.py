@@ -9,5 +9,5 @@ class GivenUp(HoldfastError):
     """A snapshot is given up, as it would not be exact. The hook tells the loop why."""
 
 
-class Misfit(HoldfastError):
+class LayoutChanged(HoldfastError):
     """The state has other leaves, or longer plain values, than the slots have room for: a new layout is needed."""

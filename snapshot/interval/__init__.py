@@ -1,13 +1,14 @@
 """How often a snapshot is taken, and what that is decided by."""
 
 __all__ = [
-    "cadence",
     "checks",
     "durations",
     "failures",
     "measured",
     "online",
+    "overlap",
     "periods",
+    "policy",
     "profile",
     "profiles",
     "rates",

@@ -2,10 +2,10 @@
 
 As CheckFreq does (Mohan et al., FAST 2021), the interval between snapshots is tuned to a bound on measured overhead.
 
-Steps during which no snapshot was worked on are *quiet*; the typical one gives `base`, the time a step takes by itself.
-Each snapshot costs what its busy steps take beyond that, so ``overhead = cost / (interval * base)``, and the shortest
-interval within the budget is ``cost / (budget * base)``. Where snapshots follow each other so closely that no step is
-quiet, the governor asks for a longer interval for a while: a *probe*.
+The typical baseline step gives `base`, the time a step takes by itself, and what a snapshot's overlapped steps take
+beyond that its cost; see `snapshot.interval.overlap`. So ``overhead = cost / (interval * base)``, and the shortest
+interval within the budget is ``cost / (budget * base)``. Where snapshots follow each other so closely that there is no
+baseline step, the governor asks for a longer interval for a while: a *probe*.
 
 Each rank has one `Governor`. All take the maximum of what each `wanted`, and `agree` on it.
 """
@@ -18,19 +18,14 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.samples import typical
+from holdfast.snapshot.interval.overlap import STALE_STEPS, OverlapLog, Overlapped, check_budget
+from holdfast.snapshot.interval.samples import EVIDENCE, typical
 
 WINDOW = 64
-"""How many of the newest snapshots and quiet steps count."""
-
-EVIDENCE = 8
-"""No fewer of both, since the interval changed last, move it again."""
-
-STALE_STEPS = 1000
-"""What was measured is forgotten after so many steps without a quiet one; two probes are at least so far apart."""
+"""How many of the newest snapshots and baseline steps count."""
 
 PROBE_FACTOR = 16
-"""A probe that finds no quiet step at so many times the interval is given up."""
+"""A probe that finds no baseline step at so many times the interval is given up; the next is `STALE_STEPS` later."""
 
 _ERRORS = 2.0
 """How many standard errors a difference must have to count before the windows are full."""
@@ -38,7 +33,7 @@ _ERRORS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """How many steps were busy with a snapshot; what they took beyond `base`, and the stall, as multiples of `base`."""
+    """How many steps it overlapped; what they took beyond `base`, and the stall, as multiples of `base`."""
 
     steps: int
     excess: float
@@ -69,22 +64,18 @@ class Governor:
     """
 
     def __init__(self, budget: float | None, every: int, longest: int = 1000) -> None:
-        if budget is not None and not 0 < budget < 1:
-            raise ConfigError(f"overhead budget {budget}: give a fraction between 0 and 1, such as 0.01, or None")
         if every < 1 or longest < 1:
             raise ConfigError(f"snapshots every {every} steps, at most {longest}: intervals are 1 or more steps")
-        self._budget = budget
+        self._budget = check_budget(budget)
         self._every = every
         self._longest = max(every, longest)
         self._interval = every
         self._home: int | None = None  # during a probe: the interval before it
         self._next_probe = 0
         self._steps = 0
-        self._quiet: deque[float] = deque(maxlen=WINDOW)
+        self._log = OverlapLog()  # counts the baseline steps since what was known was forgotten
+        self._baseline: deque[float] = deque(maxlen=WINDOW)
         self._snapshots: deque[_Snapshot] = deque(maxlen=WINDOW)
-        self._fresh_quiet = 0
-        self._busy_in_a_row = 0
-        self._open: list[tuple[float, float]] | None = None  # steps of a snapshot; None: not known where one begins
         self._measured: _Measurement | None = None  # at this interval
         self._newest: _Measurement | None = None  # at any
 
@@ -97,7 +88,7 @@ class Governor:
     def overhead(self) -> float | None:
         """Fraction of training time that snapshots take at this interval; None as long as it is unknown.
 
-        Where no step is quiet it is what the last probe measured, for this interval.
+        Where there is no baseline step it is what the last probe measured, for this interval.
         """
         return self._newest.cost / self._interval if self._newest else None
 
@@ -105,35 +96,23 @@ class Governor:
         """Whether a snapshot is taken after this step."""
         return step % self.interval == 0
 
-    def observe(self, step_s: float, stall_s: float, busy: bool) -> None:
-        """Take note of a finished training step.
-
-        Args:
-            step_s: from boundary to boundary, stall included, in seconds.
-            stall_s: how long of it the loop was held up.
-            busy: a snapshot was taken at its start, or was being copied, sealed or encoded at some time during it.
-        """
+    def observe(self, step_s: float, stall_s: float, overlapped: bool) -> None:
+        """Take note of a finished training step; see `OverlapLog.observe`."""
         self._steps += 1
-        if busy:
-            self._busy_in_a_row += 1
-            if self._open is not None:
-                self._open.append((step_s, stall_s))
-                if len(self._open) == self._interval:
-                    self._close()
-            if self._busy_in_a_row == STALE_STEPS:
-                self._forget()
-        else:
-            self._busy_in_a_row = 0
-            self._quiet.append(step_s)
-            self._fresh_quiet += 1
-            self._close()
+        if not overlapped:
+            self._baseline.append(step_s)
+        snapshot = self._log.observe(step_s, stall_s, overlapped, self._interval)
+        if snapshot is not None:
+            self._compare(snapshot)
+        if self._log.in_a_row == STALE_STEPS:
+            self._forget()
 
     def wanted(self) -> int:
         """The interval this rank asks for, at least `every`. Follows from what was observed, and changes nothing."""
         verdict = self._verdict()
         if verdict is not None:
             return verdict
-        if not self._starved:
+        if not self._log.starved(self._interval):
             return self._interval
         if self._home is None:
             return min(self._interval + 1, self._longest) if self._steps >= self._next_probe else self._interval
@@ -156,17 +135,12 @@ class Governor:
             if interval <= max(self._home, self._verdict() or 0):
                 self._home = None
                 self._next_probe = self._steps + STALE_STEPS
-        elif interval > self._interval and self._starved:
+        elif interval > self._interval and self._log.starved(self._interval):
             self._home = self._interval
-            self._quiet.clear()
+            self._baseline.clear()
         if interval != self._interval:
             self._interval = interval
             self._forget()
-
-    @property
-    def _starved(self) -> bool:
-        """Whether there was no quiet step for so long that none will come by itself."""
-        return self._busy_in_a_row >= max(EVIDENCE, 2 * self._interval)
 
     def _verdict(self) -> int | None:
         """The interval that the evidence calls for; None while there is too little."""
@@ -186,34 +160,27 @@ class Governor:
             return now
         return None
 
-    def _close(self) -> None:
-        """A snapshot's steps are complete: the next one begins, or a quiet step has come.
-
-        It is compared with the quiet steps around it, so that steps may become slower or faster over time.
-        """
-        if self._open:
-            base, _ = typical(list(self._quiet)[-EVIDENCE:])
-            if base > 0:
-                took_s, stall_s = (sum(column) for column in zip(*self._open, strict=True))
-                steps = len(self._open)
-                self._snapshots.append(_Snapshot(steps, took_s / base - steps, stall_s / base))
-                self._measure(base)
-        self._open = []
+    def _compare(self, snapshot: Overlapped) -> None:
+        """With the baseline steps just before it, so that steps may become slower or faster over time."""
+        base, _ = typical(list(self._baseline)[-EVIDENCE:]) if self._baseline else (0.0, 0.0)
+        if base > 0:
+            steps, excess_s = snapshot.steps, snapshot.took_s - snapshot.steps * base
+            self._snapshots.append(_Snapshot(steps, excess_s / base, snapshot.stall_s / base))
+            self._measure(base)
 
     def _measure(self, base: float) -> None:
-        if min(len(self._snapshots), self._fresh_quiet) < EVIDENCE:
+        if min(len(self._snapshots), self._log.baseline) < EVIDENCE:
             return
-        _, base_error = typical(self._quiet)
+        _, base_error = typical(self._baseline)
         excess, excess_error = typical([snapshot.excess for snapshot in self._snapshots])
         stall, _ = typical([snapshot.stall for snapshot in self._snapshots])
         error = math.hypot(excess_error, base_error / base * fmean(snapshot.steps for snapshot in self._snapshots))
-        full = len(self._snapshots) == len(self._quiet) == WINDOW
+        full = len(self._snapshots) == len(self._baseline) == WINDOW
         self._measured = self._newest = _Measurement(max(excess, stall), error, full)
 
     def _forget(self) -> None:
         """What was observed so far says nothing about what comes."""
         self._snapshots.clear()
-        self._fresh_quiet = 0
-        self._busy_in_a_row = 0
-        self._open = None
+        self._log.baseline = 0
+        self._log.restart()
         self._measured = None

@@ -1,9 +1,10 @@
 """How often to take snapshots while a job runs: `choose_interval`, fed by what the job measures. Pure: no clock.
 
 It begins with a snapshot every few steps, so that there are steps with and without one to compare. From then on it
-plans anew whenever a snapshot is over: from the time of a quiet step, what a snapshot costs, how long it takes to be
+plans anew whenever a snapshot is over: from the time of a baseline step, what a snapshot costs, how long it takes to be
 protected and how often the job fails, all of them from the newest samples alone where they have changed. Where
-snapshots follow each other so closely that no step is quiet, it asks for a longer interval for a while: a *probe*.
+snapshots follow each other so closely that there is no baseline step, it asks for a longer interval for a while: a
+*probe*. Baseline and overlapped steps: see `snapshot.interval.overlap`.
 
 Each rank has one `Online`. All use the longest interval that any of them wants.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.interval.durations import duration
+from holdfast.snapshot.interval.overlap import STALE_STEPS, OverlapLog, Overlapped, check_budget
 from holdfast.snapshot.interval.periods import Interval, choose_interval
 from holdfast.snapshot.interval.rates import FailureRate
 from holdfast.snapshot.interval.samples import EVIDENCE, Recent, Timing
@@ -30,10 +32,7 @@ LONGEST = 1000
 SAME = 0.2
 """A plan that differs by less is not worth a change: it gains about half of the square of this."""
 
-STALE_STEPS = 1000
-"""What a snapshot costs is measured again after so many steps without a quiet one."""
-
-QUIET, SNAPSHOTS = 256, 128
+STEPS, SNAPSHOTS = 256, 128
 """How many of the newest samples count, if nothing changes."""
 
 
@@ -42,7 +41,7 @@ class Seen:
     """What a plan is made of, in seconds.
 
     Attributes:
-        step_s: a quiet step.
+        step_s: a baseline step.
         cost_s: training time that a snapshot takes.
         commit_s, encode_s: until it is sealed, and from there until it is protected.
     """
@@ -67,25 +66,20 @@ class Online:
     """
 
     def __init__(self, budget: float | None, rate: FailureRate, slots: int, longest: int = LONGEST) -> None:
-        if budget is not None and not 0 < budget < 1:
-            raise ConfigError(f"overhead budget {budget}: give a fraction between 0 and 1, such as 0.01, or None")
         if longest < FIRST:
             raise ConfigError(f"snapshots at most every {longest} steps: give {FIRST} or more")
         self.rate = rate
-        self._budget = budget
+        self._budget = check_budget(budget)
         self._slots = slots
         self._longest = longest
         self._interval = FIRST
-        self._quiet = Recent(QUIET)
-        self._busy = Recent(QUIET)
+        self._log = OverlapLog()  # counts the baseline steps since what is known went stale
+        self._baseline, self._overlapped = Recent(STEPS), Recent(STEPS)
         self._costs, self._stalls = Recent(SNAPSHOTS), Recent(SNAPSHOTS)
         self._commits, self._encodes = Recent(SNAPSHOTS), Recent(SNAPSHOTS)
-        self._open: list[tuple[float, float]] | None = None  # steps of a snapshot; None: not known where one begins
-        self._busy_in_a_row = 0
         self._seen: Seen | None = None
         self._stale = False
-        self._probed = False  # this interval was asked for to find quiet steps
-        self._fresh = 0  # quiet steps since what is known went stale
+        self._probed = False  # this interval was asked for to find baseline steps
         self._plan: Interval | None = None
         self._why = "measures first"
 
@@ -108,24 +102,18 @@ class Online:
         """Whether a snapshot is taken after this step."""
         return step % self._interval == 0
 
-    def observe(self, step_s: float, stall_s: float, busy: bool) -> None:
-        """Take note of a finished training step; see `snapshot.interval.governor.Governor.observe`."""
+    def observe(self, step_s: float, stall_s: float, overlapped: bool) -> None:
+        """Take note of a finished training step; see `OverlapLog.observe`."""
         self.rate.trained(step_s)
-        if busy:
-            self._busy_in_a_row += 1
-            if self._busy.add(step_s) or self._busy_in_a_row == STALE_STEPS:
+        snapshot = self._log.observe(step_s, stall_s, overlapped, self._interval)
+        if overlapped:
+            if self._overlapped.add(step_s) or self._log.in_a_row == STALE_STEPS:
                 self._go_stale()
-            if self._open is not None:
-                self._open.append((step_s, stall_s))
-                if len(self._open) == self._interval:
-                    self._close()
-        else:
-            self._busy_in_a_row = 0
-            self._fresh += 1
-            if (self._quiet.add(step_s) or len(self._quiet) == EVIDENCE) and self._seen is not None:
-                self._seen = replace(self._seen, step_s=self._quiet.value)
-                self._replan()
-            self._close()
+        elif (self._baseline.add(step_s) or len(self._baseline) == EVIDENCE) and self._seen is not None:
+            self._seen = replace(self._seen, step_s=self._baseline.value)
+            self._replan()
+        if snapshot is not None:
+            self._compare(snapshot)
 
     def timed(self, timing: Timing) -> None:
         """Take note of how long a snapshot took to be protected."""
@@ -156,9 +144,8 @@ class Online:
         self._probed = self._starved and interval > self._interval
         self._why = self._reason(interval)
         self._interval = interval
-        self._open = None
-        self._busy_in_a_row = 0
-        self._busy.clear()
+        self._log.restart()
+        self._overlapped.clear()
 
     def notes(self) -> dict[str, Any]:
         """What the next start of the job must know, as plain values."""
@@ -189,36 +176,31 @@ class Online:
 
     @property
     def _starved(self) -> bool:
-        """Whether something must be measured, and there was no quiet step for so long that none will come."""
-        unknown = self._plan is None or self._stale
-        return unknown and self._busy_in_a_row >= max(EVIDENCE, 2 * self._interval)
+        """Whether something must be measured, and no baseline step will come by itself."""
+        return (self._plan is None or self._stale) and self._log.starved(self._interval)
 
     def _over_budget(self, interval: int) -> bool:
         overhead = self._seen.cost_s / (interval * self._seen.step_s) if self._seen else 0.0
         return self._budget is not None and overhead > self._budget
 
-    def _close(self) -> None:
-        """A snapshot's steps are complete: the next one begins, or a quiet step has come."""
-        if self._open and len(self._quiet) and not (self._stale and self._fresh < EVIDENCE):
-            base_s = self._quiet.value
-            took_s, stall_s = (sum(column) for column in zip(*self._open, strict=True))
-            self._costs.add(took_s - len(self._open) * base_s)
-            self._stalls.add(stall_s)
+    def _compare(self, snapshot: Overlapped) -> None:
+        if len(self._baseline) and not (self._stale and self._log.baseline < EVIDENCE):
+            self._costs.add(snapshot.took_s - snapshot.steps * self._baseline.value)
+            self._stalls.add(snapshot.stall_s)
             self._measure()
-        self._open = []
 
     def _measure(self) -> None:
-        if min(len(self._costs), len(self._quiet)) < EVIDENCE:
+        if min(len(self._costs), len(self._baseline)) < EVIDENCE:
             return
         cost_s = max(0.0, self._costs.value, self._stalls.value)
-        self._seen = Seen(self._quiet.value, cost_s, self._commits.value, self._encodes.value)
+        self._seen = Seen(self._baseline.value, cost_s, self._commits.value, self._encodes.value)
         self._stale = False
         self._replan()
 
     def _go_stale(self) -> None:
-        """What a snapshot costs must be measured again, beside quiet steps that are still to come."""
+        """What a snapshot costs must be measured again, beside baseline steps that are still to come."""
         self._stale = True
-        self._fresh = 0
+        self._log.baseline = 0
         self._costs.clear()
         self._stalls.clear()
 

@@ -57,13 +57,13 @@ class Recording:
 
     def __init__(self, orders: Orders, slots: int) -> None:
         self._orders = orders
-        self.rhythm = Alternation(slots)
+        self.policy = Alternation(slots)
         self.timings: list[Timing] = []
 
     @property
     def over(self) -> bool:
         """Whether enough was recorded. The same on every rank, since all count the same steps."""
-        return self.rhythm.recorded() >= self._orders.steps
+        return self.policy.recorded() >= self._orders.steps
 
     def write(self, layout: Layout, node: str, coord: str, agreement: Agreement) -> None:
         """Gather what all ranks saw, and have rank 0 write the profile. A collective call; blocks.
@@ -74,8 +74,7 @@ class Recording:
         data, parity = layout.code(layout.place(node)[0])
         mine = next(shard.bytes for shard in layout.node(node).shards if shard.coord == coord)
         place = Place(node, mine, layout.slots, data if parity else 0, parity)
-        rhythm = self.rhythm
-        part = Part(place, rhythm.quiet, rhythm.busy, rhythm.stalls, self.timings)
+        part = Part(place, self.policy.baseline, self.policy.overlapped, self.policy.stalls, self.timings)
         parts = [Part.from_json(json.loads(text)) for text in agreement.gather(json.dumps(part.to_json()).encode())]
         if agreement.rank == 0:
             self._save(parts)

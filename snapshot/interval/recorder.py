@@ -1,6 +1,6 @@
 """From what every rank saw of its steps and snapshots to a `Measured` profile. Pure.
 
-Snapshots alternate with steps in which nothing is worked on: one is taken after every quiet step. So both kinds of
+Snapshots alternate with steps in which nothing is worked on: one is taken after every baseline step. So both kinds of
 steps are of the same minutes, and what slows the machine slows both.
 """
 
@@ -20,7 +20,7 @@ WARM_STEPS = 4
 """The first steps of a run are longer than those to come."""
 
 LEAST = 4
-"""Of quiet steps, and so of snapshots: where each keeps many steps busy, more are recorded than was asked for."""
+"""Of baseline steps, and so of snapshots: where each overlaps many steps, more are recorded than was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class Part:
     """What one rank saw.
 
     Attributes:
-        quiet, busy: seconds of steps, in order; the same steps on every rank.
+        baseline, overlapped: seconds of steps, in order; the same steps on every rank.
         stalls: by the step of a snapshot, how long it held up the loop.
         timings: of the snapshots that were protected.
     """
 
     place: Place
-    quiet: list[float] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
+    baseline: list[float] = field(default_factory=list)
+    overlapped: list[float] = field(default_factory=list)
     stalls: dict[int, float] = field(default_factory=dict)
     timings: list[Timing] = field(default_factory=list)
 
@@ -64,26 +64,26 @@ class Part:
         """What `to_json` made, of another rank of the same run."""
         return cls(
             Place(**data["place"]),
-            data["quiet"],
-            data["busy"],
+            data["baseline"],
+            data["overlapped"],
             {int(step): stall_s for step, stall_s in data["stalls"].items()},
             [Timing(**timing) for timing in data["timings"]],
         )
 
 
 class Alternation:
-    """Takes a snapshot after each step that was quiet, and keeps what steps took. Not thread-safe; nothing blocks.
+    """Takes a snapshot after each baseline step, and keeps what steps took. Not thread-safe; nothing blocks.
 
     Every slot is written once before anything counts, as memory that was never touched is slow.
     """
 
     def __init__(self, slots: int) -> None:
         self._warm_snapshots = slots + 1
-        self._was_quiet = True
+        self._was_baseline = True
         self._step = 0
         self._taken: list[int] = []
-        self.quiet: list[float] = []
-        self.busy: list[float] = []
+        self.baseline: list[float] = []
+        self.overlapped: list[float] = []
         self.stalls: dict[int, float] = {}
 
     interval = 2
@@ -92,22 +92,22 @@ class Alternation:
     overhead: float | None = None
 
     def takes(self, step: int) -> bool:
-        """Whether a snapshot is taken after this step: if it was quiet."""
+        """Whether a snapshot is taken after this step: if it was a baseline step."""
         self._step = step
-        if self._was_quiet:
+        if self._was_baseline:
             self._taken.append(step)
-        return self._was_quiet
+        return self._was_baseline
 
-    def observe(self, step_s: float, stall_s: float, busy: bool) -> None:
-        """Take note of a finished step; see `snapshot.interval.governor.Governor.observe`."""
-        self._was_quiet = not busy
+    def observe(self, step_s: float, stall_s: float, overlapped: bool) -> None:
+        """Take note of a finished step; see `snapshot.interval.overlap.OverlapLog.observe`."""
+        self._was_baseline = not overlapped
         if len(self._taken) <= self._warm_snapshots or self._step < WARM_STEPS:
             return
-        if busy:
-            self.busy.append(step_s)
+        if overlapped:
+            self.overlapped.append(step_s)
             self.stalls[self._taken[-1]] = self.stalls.get(self._taken[-1], 0.0) + stall_s
-        elif self.busy:
-            self.quiet.append(step_s)
+        elif self.overlapped:
+            self.baseline.append(step_s)
 
     def wanted(self) -> int:
         """The interval is not for the ranks to choose."""
@@ -117,8 +117,8 @@ class Alternation:
         """It is as it was."""
 
     def recorded(self) -> int:
-        """How many steps count so far, if nothing is on its way and `LEAST` of them were quiet; else 0."""
-        return len(self.quiet) + len(self.busy) if self._was_quiet and len(self.quiet) >= LEAST else 0
+        """How many steps count so far, if nothing is on its way and `LEAST` of them were baseline steps; else 0."""
+        return len(self.baseline) + len(self.overlapped) if self._was_baseline and len(self.baseline) >= LEAST else 0
 
 
 def merge(parts: Sequence[Part]) -> Measured:
@@ -132,12 +132,12 @@ def merge(parts: Sequence[Part]) -> Measured:
     common = sorted(
         set.intersection(*(set(part) & set(seen.stalls) for part, seen in zip(timings, parts, strict=True)))
     )
-    quiet = [fmean(steps) for steps in zip(*(part.quiet for part in parts), strict=True)]
-    busy = [fmean(steps) for steps in zip(*(part.busy for part in parts), strict=True)]
-    if len(quiet) < 2 or len(busy) < 2 or not common:
+    baseline = [fmean(steps) for steps in zip(*(part.baseline for part in parts), strict=True)]
+    overlapped = [fmean(steps) for steps in zip(*(part.overlapped for part in parts), strict=True)]
+    if len(baseline) < 2 or len(overlapped) < 2 or not common:
         raise ConfigError(
-            f"{len(quiet)} quiet steps, {len(busy)} busy ones and {len(common)} protected snapshots were recorded: at "
-            "least 2, 2 and 1 make a profile; let it run for more steps"
+            f"{len(baseline)} quiet steps, {len(overlapped)} busy ones and {len(common)} protected snapshots were "
+            "recorded: at least 2, 2 and 1 make a profile; let it run for more steps"
         )
 
     def slowest(name: str) -> float:
@@ -148,8 +148,8 @@ def merge(parts: Sequence[Part]) -> Measured:
         state[part.place.node] = state.get(part.place.node, 0) + part.place.shard_bytes
     snapshots = len(parts[0].stalls)
     return Measured(
-        step_s=fmean(quiet),
-        snapshot_step_s=fmean(busy),
+        step_s=fmean(baseline),
+        snapshot_step_s=fmean(overlapped),
         stall_s=fmean(max(part.stalls[step] for part in parts) for step in parts[0].stalls),
         copy_s=slowest("copy_s"),
         seal_s=slowest("seal_s"),
@@ -158,11 +158,11 @@ def merge(parts: Sequence[Part]) -> Measured:
         slots=first.slots,
         parity=first.parity,
         data=first.data,
-        interval_steps=math.ceil((len(quiet) + len(busy)) / snapshots),
-        quiet_steps=len(quiet),
-        busy_steps=len(busy),
+        interval_steps=math.ceil((len(baseline) + len(overlapped)) / snapshots),
+        quiet_steps=len(baseline),
+        busy_steps=len(overlapped),
         snapshots=snapshots,
         nodes=len(state),
-        step_sd_s=stdev(quiet),
-        snapshot_step_sd_s=stdev(busy),
+        step_sd_s=stdev(baseline),
+        snapshot_step_sd_s=stdev(overlapped),
     )

@@ -1,5 +1,8 @@
 """Going on with another number of data-parallel ranks: a snapshot of an older world, cut anew for this one.
 
+A coordinate without its data-parallel place names a *data-parallel group*: ranks that train the same part of the model.
+A world may change in how many ranks each group has, and in nothing else.
+
 Nothing is written anywhere but into live tensors, so whatever goes wrong on the way leaves the snapshot as it is; it is
 kept until one of the new world is protected.
 """
@@ -8,12 +11,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import xxhash
 
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, StateMismatch, failure_of
@@ -21,22 +27,49 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.points import reach
-from holdfast.smp_daemon.shared.slotfile import Leaf
+from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
+from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.movers import Mover
-from holdfast.snapshot.copy.tensors import flat, leaf_of
-from holdfast.snapshot.resume.old_shards import OldManifest, OldShard, Units, decode_plain, region_of
-from holdfast.snapshot.resume.reshard import Index, Read, Region, plan_reads, unclaimed
-from holdfast.snapshot.resume.worlds import carriers, heir_of, members, preference, readers
+from holdfast.snapshot.copy.tensors import Block, flat, leaf_of, read_leaf
+from holdfast.snapshot.resume.arrange import coordinate_key
+from holdfast.snapshot.resume.reshard import (
+    Held,
+    Index,
+    Read,
+    Region,
+    Run,
+    block_runs,
+    plan_reads,
+    range_runs,
+    unclaimed,
+)
 from holdfast.snapshot.state import streams
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
+from holdfast.snapshot.state.manifest import FIXED
 from holdfast.snapshot.state.optimizers import NAMED, some
-from holdfast.snapshot.state.record import BEGAN, LOOP
+from holdfast.snapshot.state.record import (
+    BEGAN,
+    LATE,
+    LOOP,
+    decode_values,
+    is_of_record,
+    parse_record,
+    shared_leaves,
+)
+from holdfast.snapshot.state.replicas import is_part_of, shared_from_json
+from holdfast.snapshot.state.shares import parse_part
+from holdfast.snapshot.state.values import decode
+from holdfast.snapshot.step.data import ELSEWHERE
 
 ENV = "HOLDFAST_ELASTIC"
-ELSEWHERE = {"elsewhere": True}
-"""What is held of a place in data that was read by another number of ranks; see `snapshot.step.data`."""
+
+UNITS_KEPT = 16
+"""So many units are remembered: neighbours of a shard are asked for one after another, of a few shards in turn."""
+
+_PLACE = re.compile(r"(?:^|-)dp(0|[1-9]\d*)$")
+_UNCHANGING = re.compile(r"(?:^|-)(?:cp|ep)[1-9]")
 
 log = get_log(__name__)
 
@@ -58,6 +91,314 @@ def ask_idle(client: SmpClient, agreement: Agreement, inventories: Sequence[Inve
     told = client.census(missing) if missing and agreement.rank == 0 else []
     texts = agreement.gather(json.dumps([inventory.to_json() for inventory in told]).encode())
     return [Inventory.from_json(each) for text in texts for each in json.loads(text)]
+
+
+# ------------------------------------------------------------------ who goes on for whom: pure, the same on every rank
+
+
+def group_of(coord: str) -> str:
+    """The data-parallel group of a coordinate; empty if it has only a data-parallel place."""
+    return _PLACE.sub("", coord)
+
+
+def check_change(old: Collection[str], new: Collection[str]) -> None:
+    """Raises `StateMismatch` unless the worlds differ in the number of data-parallel ranks only."""
+    for coord in (*old, *new):
+        if _PLACE.search(coord) is None:
+            raise StateMismatch(f"{coord!r} has no data-parallel place: its world cannot change")
+        if _UNCHANGING.search(coord):
+            raise StateMismatch(
+                f"{coord!r}: with context or expert parallelism the number of data-parallel ranks cannot change: "
+                "start with as many as before"
+            )
+    held, wanted = {group_of(coord) for coord in old}, {group_of(coord) for coord in new}
+    if held != wanted:
+        raise StateMismatch(
+            f"only the number of data-parallel ranks may change; not in the snapshot: {sorted(wanted - held)[:8]}; "
+            f"not in this job: {sorted(held - wanted)[:8]}. Start with the same tensor and pipeline parallel sizes"
+        )
+
+
+def members(coords: Collection[str], of: str) -> list[str]:
+    """Those of the data-parallel group of `of`, in order."""
+    return sorted((coord for coord in coords if group_of(coord) == group_of(of)), key=coordinate_key)
+
+
+def source_rank(coord: str, old: Collection[str]) -> str:
+    """Whose place a new rank takes: its own if there was such a rank, else that of the first of its group."""
+    return coord if coord in old else members(old, coord)[0]
+
+
+def preference(coord: str, old: Collection[str]) -> list[str]:
+    """From whom `coord` takes what several hold: from whose place it takes, then from the others of its group."""
+    source = source_rank(coord, old)
+    return [source, *(other for other in members(old, coord) if other != source)]
+
+
+def readers(old: Sequence[str], ranks: int, index: int) -> list[str]:
+    """Whose manifests rank `index` of `ranks` reads for all."""
+    return sorted(old, key=coordinate_key)[index::ranks]
+
+
+def stream_owners(old: Collection[str], new: Collection[str], carried: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Which random streams each new rank carries for ranks that are not there: by coordinate, in whose record they are.
+
+    Args:
+        carried: by coordinate, in whose record of the snapshot a stream stands that was carried then.
+    """
+    found = {coord: holder for coord, holder in carried.items() if coord not in old}
+    homeless = {**found, **{coord: coord for coord in old}}
+    waiting = sorted((coord for coord in homeless if coord not in new), key=coordinate_key)
+    result: dict[str, dict[str, str]] = {coord: {} for coord in new}
+    for number, coord in enumerate(waiting):
+        takers = members(new, coord)
+        result[takers[number % len(takers)]][coord] = homeless[coord]
+    return result
+
+
+# ------------------------------------------------------------------ what stands in the old shards
+
+
+class Units:
+    """Bytes of any shard of one snapshot. Blocks while they travel or are computed; not thread-safe.
+
+    Attributes:
+        bytes_fetched: what came to this node's SMP over the network for it.
+    """
+
+    def __init__(self, client: SmpClient, sources: Sources) -> None:
+        client.lend(sources)
+        self._client = client
+        self._layout = sources.layout
+        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self.bytes_fetched = 0
+
+    def length(self, coord: str) -> int:
+        """Of the slot file of `coord`, in bytes."""
+        return self._layout.shard_bytes(coord)
+
+    def read(self, coord: str, offset: int, length: int) -> memoryview:
+        """A copy of some bytes of a shard, checked against the digests that they were sealed with."""
+        out = memoryview(bytearray(length))
+        self.read_into(coord, offset, out)
+        return out
+
+    def read_into(self, coord: str, offset: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `offset` on.
+
+        Raises:
+            ProtocolError: the shard has no such bytes.
+            HoldfastError: they cannot be had.
+        """
+        if not 0 <= offset <= offset + out.nbytes <= self.length(coord):
+            raise ProtocolError(f"{out.nbytes} bytes at {offset} are not within the shard of {coord}")
+        done = 0
+        while done < out.nbytes:
+            index, begin = divmod(offset + done, self._layout.unit_bytes)
+            unit = self._unit(coord, index)
+            count = min(out.nbytes - done, unit.nbytes - begin)
+            out[done : done + count] = unit[begin : begin + count]
+            done += count
+
+    def _unit(self, coord: str, index: int) -> memoryview:
+        key = coord, index
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        length = min(self._layout.unit_bytes, self.length(coord) - index * self._layout.unit_bytes)
+        unit = memoryview(bytearray(length))
+        self.bytes_fetched = self._client.unit(coord, index, unit)
+        self._kept[key] = unit
+        if len(self._kept) > UNITS_KEPT:
+            self._kept.popitem(last=False)
+        return unit
+
+
+class OldShard:
+    """One shard: its format, and its record, read and checked.
+
+    Raises (on making one):
+        ProtocolError: it is not what a trainer wrote.
+        HoldfastError: it cannot be had.
+    """
+
+    def __init__(self, units: Units, sources: Sources, coord: str) -> None:
+        self.coord = coord
+        self._units = units
+        total = units.length(coord)
+        first = units.read(coord, 0, min(PAGE_BYTES, total))
+        header = units.read(coord, 0, min(8 + int.from_bytes(first[:8], "little"), total))
+        self.form: SlotFormat = read_format(header, total)[0]
+        if read_stamp(header) != sources.snapshot:
+            raise ProtocolError(f"the shard of {coord} is stamped {read_stamp(header)}, not {sources.snapshot}")
+        self.record = parse_record(bytes(units.read(coord, *self.form.record)), sources.snapshot)
+
+    def values(self) -> tuple[Tree, Tree, Tree]:
+        """Its early, late and fixed values."""
+        return decode_values(self.record, self._tensor)
+
+    def digest(self, name: str) -> str:
+        """Of a leaf's bytes."""
+        offset, leaf = self.form.offsets[name]
+        found = xxhash.xxh3_64()
+        for begin in range(0, leaf.bytes, 1 << 20):
+            found.update(self._units.read(self.coord, offset + begin, min(1 << 20, leaf.bytes - begin)))
+        return found.hexdigest()
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        offset, leaf = self.form.offsets[name]
+        return read_leaf(self._units.read(self.coord, offset, leaf.bytes), 0, leaf)
+
+
+@dataclass(frozen=True, slots=True)
+class OldManifest:
+    """What all ranks must know of one old shard. Plain data.
+
+    Attributes:
+        leaves: name, dtype, shape, offset of every tensor but those of the record.
+        shared: what its replicas share, whole: dtype and shape by name.
+        blocks: which part of a whole each divided leaf is, by name.
+        optimizers: of each its ``prefix``, ``groups`` and ``order`` as `OptimizerState.fixed` gives them, and
+            ``state``, what of its parameters' state is no tensor, still encoded.
+        digests: of the leaves that are neither shared nor divided.
+        streams: digests of its random generators.
+        carried: whose streams it carries.
+        values: digests of what users keep: schedules, extras, tracked values.
+    """
+
+    coord: str
+    leaves: list[list[Any]]
+    shared: dict[str, Any]
+    blocks: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    digests: dict[str, str]
+    streams: dict[str, str]
+    carried: list[str]
+    values: dict[str, str]
+
+    @classmethod
+    def of(cls, shard: OldShard) -> OldManifest:
+        """Reads the leaves that only this rank holds.
+
+        Raises:
+            StateMismatch: it was written by a version that did not say which parts of a whole tensors are.
+        """
+        early, late, fixed = shard.values()
+        if "blocks" not in shard.record[FIXED]:
+            raise StateMismatch(
+                f"the snapshot of {shard.coord} was taken by an older holdfast and cannot be cut anew: "
+                "start with the same parallel sizes"
+            )
+        shared, blocks = shared_leaves(shard.record), shard.record[FIXED]["blocks"]
+        tensors = {name: place for name, place in shard.form.offsets.items() if not is_of_record(name)}
+        encoded = shard.record[LATE].get("optim", [])
+        return cls(
+            shard.coord,
+            [[name, leaf.dtype, list(leaf.shape), offset] for name, (offset, leaf) in tensors.items()],
+            shard.record[FIXED]["shared"],
+            blocks,
+            [
+                {
+                    "prefix": kept["prefix"],
+                    "groups": kept["groups"],
+                    "order": kept["order"],
+                    "state": plain["state"],
+                }
+                for kept, plain in zip(fixed.get("optim", []), encoded, strict=True)
+            ],
+            {name: shard.digest(name) for name in tensors if name not in blocks and not is_part_of(name, shared)},
+            streams.digests(early["rng"]),
+            sorted(early.get("streams", {})),
+            {
+                "scheduler": streams.digest(late["scheduler"]),
+                **{f"extra[{n!r}]": streams.digest(v) for part in (early, late) for n, v in part["extra"].items()},
+                **{f"extra state of {n}": streams.digest(v) for n, v in late["get_extra_state"].items()},
+                **{f"tracked {n!r}": streams.digest(v) for part in (early, late) for n, v in part["tracked"].items()},
+            },
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> OldManifest:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise ProtocolError(f"not what stands in a shard: {error!r}") from error
+
+    def whole_leaves(self) -> dict[str, Leaf]:
+        """Every leaf as this rank had it: divided ones in part, shared ones whole."""
+        shared = shared_from_json(self.shared)
+        own = {
+            name: Leaf(name, dtype, tuple(shape))
+            for name, dtype, shape, _ in self.leaves
+            if name != RECORD and not is_part_of(name, shared)
+        }
+        return own | shared
+
+    def held(self) -> Iterator[Held]:
+        """What stands where in its slot.
+
+        Raises:
+            StateMismatch: a leaf is divided in a way that is not known.
+        """
+        shared = shared_from_json(self.shared)
+        for name, dtype, shape, offset in self.leaves:
+            base, whole, runs = self._place(name, tuple(shape), shared)
+            yield Held(self.coord, offset, Region(base, dtype, whole, runs))
+
+    def states(self) -> Iterator[tuple[str, Leaf]]:
+        """Every tensor of an optimizer's state: the stem that it has from its parameter, and its leaf, whole."""
+        leaves = self.whole_leaves()
+        for told in self.optimizers:
+            for place, entries in told["order"].items():
+                stem = f"{told['prefix']}.{place}"
+                for name in (f"{stem}.{entry}" for entry in entries if not place.startswith(NAMED)):
+                    if (leaf := leaves.get(name)) is not None:
+                        whole = tuple(self.blocks[name][0]) if name in self.blocks else leaf.shape
+                        yield stem, Leaf(name, leaf.dtype, whole)
+
+    def _place(
+        self, name: str, shape: tuple[int, ...], shared: Mapping[str, Leaf]
+    ) -> tuple[str, tuple[int, ...], tuple[Run, ...]]:
+        if is_part_of(name, shared):
+            base, first, last = parse_part(name) or (name, 0, shared[name].elements)
+            return base, shared[base].shape, range_runs(first, last)
+        block = self.blocks.get(name)
+        region = region_of(name, shape, Block(tuple(block[0]), tuple(block[1])) if block else None)
+        return name, *region
+
+
+def region_of(name: str, shape: tuple[int, ...], block: Block | None) -> tuple[tuple[int, ...], tuple[Run, ...]]:
+    """The shape of the whole, and the runs of a rank's part of it.
+
+    Raises:
+        StateMismatch: it is no block.
+    """
+    if block is None:
+        return shape, block_runs(shape, (0,) * len(shape), shape)
+    try:
+        return block.whole, block_runs(block.whole, block.start, shape)
+    except ValueError as error:
+        raise StateMismatch(
+            f"{name} is divided among ranks in a way that is not known here, so the number of ranks cannot change: "
+            f"{error}. Start with the same parallel sizes"
+        ) from error
+
+
+def decode_plain(encoded: Any) -> Any:
+    """Plain values of an optimizer's state. Raises `ProtocolError` if there is a tensor among them."""
+
+    def none(name: str) -> torch.Tensor:
+        raise ProtocolError(f"{name}: a tensor within a plain value of an optimizer's state cannot be resharded")
+
+    return decode(encoded, none)
+
+
+# ------------------------------------------------------------------ cutting it anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +461,18 @@ class Resharding:
         problem: HoldfastError | None = None
         try:
             manifests = {told.coord: told for told in map(OldManifest.from_json, everyone)}
-            family = [manifests[coord] for coord in preference(self._coord, self._old)]
-            index = Index((held for manifest in family for held in manifest.held()), [m.coord for m in family])
-            values = self._values(manifests, family, adapter)
-            self._plan(family, index, values, adapter)
+            # Those of this rank's data-parallel group: what several hold is taken from the first of them.
+            preferred = [manifests[coord] for coord in preference(self._coord, self._old)]
+            index = Index((held for manifest in preferred for held in manifest.held()), [m.coord for m in preferred])
+            values = self._values(manifests, preferred, adapter)
+            self._plan(preferred, index, values, adapter)
         except HoldfastError as error:
             problem = error
         wanted = None if problem else [fill.item.name for fill in self._fills]
         asked = [json.loads(t) for t in agreement.gather(json.dumps([self._coord, wanted]).encode())]
         if problem is None and all(keys is not None for _, keys in asked):
-            of_family = {key for coord, keys in asked if coord in members(self._new, self._coord) for key in keys}
-            if extra := unclaimed(index, of_family):
+            of_group = {key for coord, keys in asked if coord in members(self._new, self._coord) for key in keys}
+            if extra := unclaimed(index, of_group):
                 problem = StateMismatch(f"the snapshot does not fit this job: not in this job: {some(extra)}")
         fatal = isinstance(problem, StateMismatch | ConfigError | ProtocolError)
         fits, ready = agreement.minimum([int(not fatal), int(problem is None)])()
@@ -157,29 +499,29 @@ class Resharding:
         return OldShard(self._units, self._sources, coord)
 
     def _values(
-        self, manifests: Mapping[str, OldManifest], family: Sequence[OldManifest], adapter: Adapter
+        self, manifests: Mapping[str, OldManifest], preferred: Sequence[OldManifest], adapter: Adapter
     ) -> tuple[Tree, Tree, Tree]:
         """The plain values that this rank takes over."""
-        early, late, fixed = self._shard(heir_of(self._coord, self._old)).values()
-        _warn_of_differences("values", [manifest.values for manifest in family])
+        early, late, fixed = self._shard(source_rank(self._coord, self._old)).values()
+        _warn_of_differences("values", [manifest.values for manifest in preferred])
         where = {coord: manifest.coord for manifest in manifests.values() for coord in manifest.carried}
         if self._coord not in self._old:
             first = early["rng"]
-            common = {n for n in first if len({manifest.streams.get(n) for manifest in family}) == 1}
+            common = {n for n in first if len({manifest.streams.get(n) for manifest in preferred}) == 1}
             known = self._stream(self._coord, where[self._coord]) if self._coord in where else None
             early["rng"] = streams.for_new_rank(first, common, known, self._coord, self._step)
-            self._borrow_extras(family, early, late, set(adapter.extras()))
-        mine = carriers(self._old, self._new, where)[self._coord]
+            self._borrow_extras(preferred, early, late, set(adapter.extras()))
+        mine = stream_owners(self._old, self._new, where)[self._coord]
         early["streams"] = {coord: self._stream(coord, holder) for coord, holder in mine.items()}
-        _regroup(family, late, fixed, adapter)
+        _regroup(preferred, late, fixed, adapter)
         return early, late, fixed
 
-    def _borrow_extras(self, family: Sequence[OldManifest], early: Tree, late: Tree, wanted: set[str]) -> None:
+    def _borrow_extras(self, preferred: Sequence[OldManifest], early: Tree, late: Tree, wanted: set[str]) -> None:
         """Of a new rank the extras that it has, each of the first old rank that had it: some have fewer than others."""
         mine = (early, late)
         for part in mine:
             part["extra"] = {name: value for name, value in part["extra"].items() if name in wanted}
-        for manifest in family[1:]:
+        for manifest in preferred[1:]:
             missing = wanted - early["extra"].keys() - late["extra"].keys()
             if not missing:
                 return
@@ -196,10 +538,10 @@ class Resharding:
     # ------------------------------------------------------------------ tensors
 
     def _plan(
-        self, family: Sequence[OldManifest], index: Index, values: tuple[Tree, Tree, Tree], adapter: Adapter
+        self, preferred: Sequence[OldManifest], index: Index, values: tuple[Tree, Tree, Tree], adapter: Adapter
     ) -> None:
         adapter.check(*values)
-        adapter.materialise(_leaves_to_make(family, adapter))
+        adapter.materialise(_leaves_to_make(preferred, adapter))
         self._made = True
         problems = []
         live = list(adapter.tensors())
@@ -211,7 +553,7 @@ class Resharding:
             self._fills.append(_Fill(item, reads))
         if problems:
             raise StateMismatch(f"the snapshot does not fit this job: {some(problems)}")
-        _check_private(live, family)
+        _check_private(live, preferred)
 
     def _fill(self) -> None:
         """Copy, shard by shard as far as can be, into the live tensors."""
@@ -233,7 +575,7 @@ class Resharding:
                 tensor.copy_(target)
 
 
-def _regroup(family: Sequence[OldManifest], late: Tree, fixed: Tree, adapter: Adapter) -> None:
+def _regroup(preferred: Sequence[OldManifest], late: Tree, fixed: Tree, adapter: Adapter) -> None:
     """What optimizers say of the parameters that this rank has now, whoever had them.
 
     Raises:
@@ -247,9 +589,9 @@ def _regroup(family: Sequence[OldManifest], late: Tree, fixed: Tree, adapter: Ad
         order = {name: entries for name, entries in kept["order"].items() if name.startswith(NAMED)}
         state = {name: value for name, value in plain["state"].items() if name.startswith(NAMED)}
         groups: list[dict[str, None]] = [{} for _ in own]
-        for manifest in family:
+        for manifest in preferred:
             if len(manifest.optimizers) <= i or len(manifest.optimizers[i]["groups"]) != len(own):
-                raise StateMismatch(f"{manifest.coord} had other optimizers, or groups, than {family[0].coord}")
+                raise StateMismatch(f"{manifest.coord} had other optimizers, or groups, than {preferred[0].coord}")
             told = manifest.optimizers[i]
             held = decode_plain(told["state"])
             for place, entries in told["order"].items():
@@ -265,11 +607,11 @@ def _regroup(family: Sequence[OldManifest], late: Tree, fixed: Tree, adapter: Ad
         ]
 
 
-def _leaves_to_make(family: Sequence[OldManifest], adapter: Adapter) -> dict[str, Leaf]:
+def _leaves_to_make(preferred: Sequence[OldManifest], adapter: Adapter) -> dict[str, Leaf]:
     """The leaves that this rank's job has once it has all that the snapshot has: state of optimizers above all, which
     is as long as the part of its parameter that this rank has, or else whole."""
-    states = [held for manifest in family for held in manifest.states()]
-    leaves = family[0].whole_leaves()
+    states = [held for manifest in preferred for held in manifest.states()]
+    leaves = preferred[0].whole_leaves()
     for _, leaf in states:
         leaves.pop(leaf.name, None)
     updated = adapter.updated()
@@ -280,7 +622,7 @@ def _leaves_to_make(family: Sequence[OldManifest], adapter: Adapter) -> dict[str
     return leaves
 
 
-def _check_private(live: Sequence[LiveTensor], family: Sequence[OldManifest]) -> None:
+def _check_private(live: Sequence[LiveTensor], preferred: Sequence[OldManifest]) -> None:
     """What several ranks held whole must be alike, or nobody could say which of them is right.
 
     What forward changes, and what users track, may be a rank's own.
@@ -289,7 +631,7 @@ def _check_private(live: Sequence[LiveTensor], family: Sequence[OldManifest]) ->
         StateMismatch: a parameter, or an optimizer's state, differs.
     """
     digests: dict[str, set[str]] = {}
-    for manifest in family:
+    for manifest in preferred:
         for name, digest in manifest.digests.items():
             digests.setdefault(name, set()).add(digest)
     differing = {name for name, found in digests.items() if len(found) > 1}

@@ -39,11 +39,9 @@ from holdfast.smp_daemon.shared.starts import Choice, Start, Streak
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.movers import Mover
 from holdfast.snapshot.copy.tensors import read_leaf
-from holdfast.snapshot.resume.elastic import Resharding, ask_idle
+from holdfast.snapshot.resume.choice import PERSISTED, Course, StartOptions, agree, check_repeats, choose, tier_of
+from holdfast.snapshot.resume.elastic import Resharding, ask_idle, check_change
 from holdfast.snapshot.resume.loading import check_ranges, load_checked, units_of
-from holdfast.snapshot.resume.tiers import PERSISTED, Course, tier_of
-from holdfast.snapshot.resume.wishes import Wishes, agree, check_repeats, choose
-from holdfast.snapshot.resume.worlds import check_change
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.record import (
@@ -82,7 +80,7 @@ class Restored:
             where it begins; see `snapshot.resume.comparison`.
         rewind: puts the random generators back as they were restored.
         clock: `time.monotonic` at the end of each phase: ``enter``, ``plan``, ``fetch``, ``load``.
-        tier: what the job as a whole came back from, see `snapshot.resume.tiers`; empty on a cold start.
+        tier: what the job as a whole came back from, see `snapshot.resume.choice`; empty on a cold start.
         passed_over: why what would have been better was not taken.
         earlier: older snapshots that are whole, oldest first.
         abandoned: newer ones, if an older one was chosen.
@@ -111,11 +109,11 @@ def restore(
     agreement: Agreement,
     adapter: Adapter,
     mover: Mover,
-    wishes: Wishes | None = None,
+    options: StartOptions | None = None,
     *,
     elastic: bool = False,
 ) -> Restored:
-    """Bring the newest snapshot back that can be had, tier by tier: see `resume.tiers`. A collective call; blocks.
+    """Bring the newest snapshot back that can be had, tier by tier: see `resume.choice`. A collective call; blocks.
 
     A copy that turns out to be damaged is no longer counted, and planning starts again. A snapshot that failed twice,
     and was never promised, is passed over: an older one may be whole, down to the one that was promised. What is
@@ -127,7 +125,7 @@ def restore(
     Raises:
         StateMismatch: see `check_fit`. Nothing was written on any rank.
         Unrecoverable: see `plan_restore`; or every copy turned out to be damaged, and tensors may be filled in part.
-        ConfigError, PlaceError: see `Course.choose_persisted`, `snapshot.resume.wishes.agree`.
+        ConfigError, PlaceError: see `Course.choose_persisted`, `snapshot.resume.choice.agree`.
         Repeated: see `check_repeats`. Nothing was changed anywhere.
     """
     coord = adapter.coordinate()
@@ -139,12 +137,12 @@ def restore(
     choice: Choice | None = None
     joined = False
     while True:
-        inventories, coords, all_wishes = exchange_wishes(client, agreement, coord, wishes or Wishes())
+        inventories, coords, everyones = _exchange(client, agreement, coord, options or StartOptions())
         if elastic:
             inventories += ask_idle(client, agreement, inventories)
         if not joined:
-            streak = check_repeats(inventories, agree(all_wishes))
-            choice = choose(inventories, all_wishes[0])
+            streak = check_repeats(inventories, agree(everyones))
+            choice = choose(inventories, everyones[0])
         unpromised.update(*(inventory.unpromised for inventory in inventories))
         plan, newest = _plan(client, agreement, inventories, coords, course, unpromised, choice, failure, elastic)
         resharded = plan is not None and set(plan.sources.layout.coords) != set(coords)
@@ -175,7 +173,7 @@ def restore(
             _say_what_is_lost(plan, inventories, course)
             known = [inventory.protected for inventory in inventories if inventory.protected is not None]
             protected = max((snapshot for snapshot in known if snapshot < plan.snapshot), default=None)
-            held = sorted(whole_snapshots(inventories)) if choice or all_wishes[0].generations > 1 else []
+            held = sorted(whole_snapshots(inventories)) if choice or everyones[0].generations > 1 else []
             return Restored(
                 epoch,
                 plan.snapshot,
@@ -277,27 +275,27 @@ def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], cours
 
 def exchange(client: SmpClient, agreement: Agreement, coord: str) -> tuple[list[Inventory], dict[str, str]]:
     """Every SMP's inventory, and the node of every coordinate. A collective call."""
-    inventories, coords, _ = exchange_wishes(client, agreement, coord, Wishes())
+    inventories, coords, _ = _exchange(client, agreement, coord, StartOptions())
     return inventories, coords
 
 
-def exchange_wishes(
-    client: SmpClient, agreement: Agreement, coord: str, wishes: Wishes
-) -> tuple[list[Inventory], dict[str, str], list[Wishes]]:
-    """The same, and what every rank wishes."""
-    mine = {"coord": coord, "inventory": client.inventory().to_json(), "wishes": wishes.to_json()}
+def _exchange(
+    client: SmpClient, agreement: Agreement, coord: str, options: StartOptions
+) -> tuple[list[Inventory], dict[str, str], list[StartOptions]]:
+    """The same, and every rank's start options."""
+    mine = {"coord": coord, "inventory": client.inventory().to_json(), "options": options.to_json()}
     by_node: dict[str, Inventory] = {}
     coords: dict[str, str] = {}
-    all_wishes: list[Wishes] = []
+    everyones: list[StartOptions] = []
     for text in agreement.gather(json.dumps(mine).encode()):
         data: Any = json.loads(text)
         inventory = Inventory.from_json(data["inventory"])
         by_node[inventory.node] = inventory
-        all_wishes.append(Wishes.from_json(data["wishes"]))
+        everyones.append(StartOptions.from_json(data["options"]))
         if data["coord"] in coords:
             raise StateMismatch(f"two ranks have the coordinate {data['coord']!r}")
         coords[data["coord"]] = inventory.node
-    return list(by_node.values()), coords, all_wishes
+    return list(by_node.values()), coords, everyones
 
 
 class _Attempt:

@@ -17,7 +17,7 @@ import xxhash
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.copy.errors import Misfit
+from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.movers import Sample
 from holdfast.snapshot.copy.tensors import flat, leaf_of
 from holdfast.snapshot.state.live import LiveTensor
@@ -81,7 +81,7 @@ class Sharing:
         return {name: [leaf.dtype, list(leaf.shape)] for name, leaf in self.leaves.items()}
 
 
-class ReplicasDiffer(Misfit):
+class ReplicasDiffer(LayoutChanged):
     """What replicas were seen to hold alike, they do not any more."""
 
 

@@ -24,6 +24,7 @@ class Beginning:
     """What is known of the beginning of the step at hand. The training thread's.
 
     Attributes:
+        forward: number of the newest forward that may begin a step; 0: none was seen.
         seen: whether the step has begun, as far as can be told.
         blind: whether forward runs without anybody seeing it, as seen in an earlier step.
         has_backward: whether gradients were computed since the last step ended.
@@ -33,28 +34,32 @@ class Beginning:
     """
 
     def __init__(self) -> None:
+        self.forward = 0
         self.seen = False
         self.blind = False
         self.has_backward = False
         self.doubtful = False
-        self._own = False
+        self._began_with = 0  # the forward that the step is taken to begin with
+        self._own = False  # gradients of that forward were computed
 
     def over(self) -> None:
         """The step has ended."""
         self.seen = self.has_backward = self.doubtful = self._own = False
+
+    def with_this_forward(self) -> None:
+        """The step is taken to begin with the newest forward."""
+        self._began_with = self.forward
 
     def certain(self) -> None:
         """The step begins, whatever is computed from now on."""
         self.seen = self._own = True
         self.doubtful = False
 
-    def backward(self, *, own: bool) -> bool:
-        """Gradients are computed; `own`: of the forward that the step is taken to begin with.
-
-        Whether it is certain now that it did.
-        """
+    def backward(self, number: int) -> bool:
+        """Gradients are computed of that forward; 0: of one that nobody saw. Whether it is certain now that the step
+        began where it is taken to begin."""
         self.has_backward = True
-        if own:
+        if number == self._began_with:
             self._own, self.doubtful = True, False
         return self.seen and not self.doubtful
 

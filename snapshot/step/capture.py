@@ -17,7 +17,7 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.copy.errors import Misfit
+from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.movers import Mover, Piece
 from holdfast.snapshot.copy.witness import Subjects, Witness
 from holdfast.snapshot.state import rng, streams
@@ -64,7 +64,7 @@ class Capture:
         self._placed: Placed | None = None
         self._tensors: frozenset[Leaf] = frozenset()
         self._leaves: frozenset[Leaf] = frozenset()
-        self._early: Values | HoldfastError = Misfit("nothing was marked")
+        self._early: Values | HoldfastError = LayoutChanged("nothing was marked")
         self._buffers: tuple[Piece, ...] = ()
         self._restless: set[str] = set()
         self._roams = False
@@ -130,7 +130,7 @@ class Capture:
             marked: forward has changed buffers by now; take those that `mark` noted.
 
         Raises:
-            Misfit: call `plan` again; or it cannot be had in this way.
+            LayoutChanged: call `plan` again; or it cannot be had in this way.
             StateMismatch: something cannot be represented just now; the message names its path.
         """
         if isinstance(self._early, HoldfastError):
@@ -145,7 +145,7 @@ class Capture:
         if marked:
             staged, self._buffers = self._buffers, ()
             if len(staged) != len(placed.at_once):
-                raise Misfit("forward ran before anybody knew, and has changed buffers")
+                raise LayoutChanged("forward ran before anybody knew, and has changed buffers")
         else:
             staged = self._staging.take(placed.at_once)
         self._taken = _Taken(late, began, Subjects(placed.at_once).versions())
@@ -234,7 +234,7 @@ class Capture:
 
     def _current(self) -> Placed:
         if self._form is None:
-            raise Misfit("there is no layout yet")
+            raise LayoutChanged("there is no layout yet")
         if self._placed is not None:
             moved = self._placed.manifest.has_moved()
             self._roams = self._roams or moved
@@ -242,7 +242,7 @@ class Capture:
                 return self._placed
         manifest = Manifest(self._adapter, self._sharing)
         if frozenset(manifest.leaves) != self._tensors:
-            raise Misfit("the state has grown, shrunk or changed its shape")
+            raise LayoutChanged("the state has grown, shrunk or changed its shape")
         return self._place(manifest, self._form)
 
     def _place(self, manifest: Manifest, form: SlotFormat) -> Placed:
@@ -261,7 +261,7 @@ class Capture:
 
     def _check_leaves(self, values: Values) -> None:
         if new := [leaf.name for leaf in values.leaves if leaf not in self._leaves]:
-            raise Misfit(f"there is no room for {', '.join(new)}")
+            raise LayoutChanged(f"there is no room for {', '.join(new)}")
 
 
 def _differing(before: Values, now: Values) -> set[str]:

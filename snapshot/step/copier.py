@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
-from holdfast.snapshot.copy.errors import GivenUp, Misfit
+from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.movers import Mover, Piece
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import Witness
@@ -224,7 +224,7 @@ class Copier:
             self._attached = self._attached and not isinstance(error, SmpUnavailable | DeadlineExceeded)
             if isinstance(error, Retaken):
                 log.debug("%s: %s", job.snapshot, error, extra=about(job.snapshot))
-            elif isinstance(error, Misfit):
+            elif isinstance(error, LayoutChanged):
                 log.info("%s needs a new layout: %s", job.snapshot, error, extra=about(job.snapshot))
             elif isinstance(error, GivenUp):
                 log.info("%s is given up: %s", job.snapshot, error, extra=about(job.snapshot))
@@ -278,7 +278,7 @@ class Copier:
         offset, capacity = job.form.record
         record = job.record(None if job.inputs is None else job.inputs.digest())
         if len(record) > capacity:
-            raise Misfit(f"the plain values of {job.snapshot} take {len(record)} bytes, and {capacity} are kept")
+            raise LayoutChanged(f"the plain values of {job.snapshot} take {len(record)} bytes, and {capacity} are kept")
         job.slot[offset : offset + capacity] = record.ljust(capacity)
 
     def _begin_ahead(self, job: CopyJob) -> None:
@@ -328,7 +328,7 @@ class Copier:
         self._mover.copy(moving, slot, pause)
         reach("copy.middle", step)
         if names := reshaped():
-            raise Misfit(f"{', '.join(names)}: of another shape than when the layout was made")
+            raise LayoutChanged(f"{', '.join(names)}: of another shape than when the layout was made")
         if witness is not None and not self._mover.queues:
             witness.look()
         job.copied.set()

@@ -26,6 +26,9 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state import own_generators, rng
 from holdfast.snapshot.state.live import Stateful, Tree
 
+ELSEWHERE = {"elsewhere": True}
+"""What is held of a place in data that was read by another number of ranks."""
+
 log = get_log(__name__)
 
 REMEMBERED = 2

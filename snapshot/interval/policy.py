@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -23,7 +23,6 @@ from holdfast.snapshot.interval.online import Online
 from holdfast.snapshot.interval.profile import Recording
 from holdfast.snapshot.interval.profiles import profile
 from holdfast.snapshot.interval.rates import FailureRate
-from holdfast.snapshot.interval.rhythm import Rhythm
 from holdfast.snapshot.interval.watch import Watch
 from holdfast.snapshot.step.copier import CopyJob
 
@@ -34,73 +33,104 @@ PUBLISHED = "ft-hsdp"
 log = get_log(__name__)
 
 
-class Cadence:
+class IntervalPolicy(Protocol):
+    """One rank's wish for an interval, from what it observes; all ranks use the longest that any of them wants.
+
+    Whether a snapshot is taken follows from the step's number and what the ranks agreed on, so all take the same ones.
+    Not thread-safe; nothing blocks.
+    """
+
+    @property
+    def interval(self) -> int:
+        """Steps from one snapshot to the next, as the ranks agreed."""
+        ...
+
+    @property
+    def overhead(self) -> float | None:
+        """Fraction of training time that snapshots take at this interval; None as long as it is unknown."""
+        ...
+
+    def takes(self, step: int) -> bool:
+        """Whether a snapshot is taken after this step."""
+        ...
+
+    def observe(self, step_s: float, stall_s: float, overlapped: bool) -> None:
+        """Take note of a finished step: seconds from boundary to boundary, what of it the loop was held up, and whether
+        a snapshot was worked on at some time during it."""
+        ...
+
+    def wanted(self) -> int:
+        """The interval this rank asks for."""
+        ...
+
+    def agree(self, interval: int) -> None:
+        """All ranks use `interval` from now on."""
+        ...
+
+
+class IntervalController:
     """One rank's. Called by the hook, in the training thread, but for `sealed`."""
 
     def __init__(
-        self, every: int | Literal["auto"], budget: float | None, slots: int, recording: Recording | None
+        self,
+        every: int | Literal["auto"],
+        budget: float | None,
+        slots: int,
+        recording: Recording | None,
+        connect: Callable[[], SmpClient],
+        agreement: Agreement,
+        notes: Mapping[str, Any],
     ) -> None:
-        """
+        """Snapshots can be taken from now on. A collective call with ``"auto"``.
+
         Args:
             budget: largest fraction of training time that snapshots may take; None: any.
             recording: of a profile, if one is to be made; then `every` and `budget` do not matter.
+            connect: a further connection to this node's SMP.
+            notes: those of the snapshot that was restored, if it has some.
 
         Raises:
-            ConfigError: `every`, the budget or ``HOLDFAST_MTBF`` cannot be.
+            ConfigError: ``HOLDFAST_MTBF``, or the notes, cannot be.
         """
-        if every != "auto" and (not isinstance(every, int) or every < 1):
-            raise ConfigError(f"every={every!r}: a snapshot is taken every 1 or more steps, or 'auto'")
         self._recording = recording
         self._budget = budget
         self._told = every if isinstance(every, int) else 1
-        self._leads = False
+        self._leads = agreement.rank == 0
         self._said = ""
+        self._mtbf_s = mtbf_from_environment() if every == "auto" else None
         self._online: Online | None = None
-        self.rhythm: Rhythm
+        self.policy: IntervalPolicy
         if recording is not None:
-            self.rhythm = recording.rhythm
+            self.policy = recording.policy
         elif every == "auto":
-            self._mtbf_s = mtbf_from_environment()
-            self.rhythm = self._online = Online(budget, FailureRate(self._rate_of(1)), slots)
+            self.policy = self._online = Online(budget, FailureRate(self._rate_of(1)), slots)
+            if notes:
+                self._online.resume(notes)
+            self._online.agree(-agreement.minimum([-self._online.interval])()[0])
         else:
-            self.rhythm = Governor(budget, every)
-        self._watch: Watch | None = None
+            self.policy = Governor(budget, every)
+        self._watch = Watch(connect) if self._online is not None or recording is not None else None
         self._boundary_s: float | None = None
         self._stalled_s = 0.0
+        self._say()
 
     @property
     def why(self) -> str:
         """With ``"auto"``, what the interval follows from, in words."""
         return self._online.why if self._online else ""
 
-    def enter(self, connect: Callable[[], SmpClient], agreement: Agreement, notes: Mapping[str, Any] | None) -> None:
-        """Snapshots can be taken from now on. A collective call with ``"auto"``.
-
-        Args:
-            connect: a further connection to this node's SMP.
-            notes: those of the snapshot that was restored, if it has some.
-        """
-        if self._online is not None:
-            if notes:
-                self._online.resume(notes)
-            self._online.agree(-agreement.minimum([-self._online.interval])()[0])
-        self._leads = agreement.rank == 0
-        if self._online is not None or self._recording is not None:
-            self._watch = Watch(connect)
-        self._say()
-
     def placed(self, layout: Layout) -> None:
         """The job has this layout now."""
         if self._online is not None:
             self._online.rate.prior = self._rate_of(len(layout.nodes))
 
-    def observe(self, now_s: float, stalled_s: float, busy: bool) -> None:
+    def observe(self, now_s: float, stalled_s: float, overlapped: bool) -> None:
         """A step is done.
 
         Args:
             now_s: the boundary after it.
             stalled_s: how long the loop was held up since the hook was entered.
-            busy: a snapshot was worked on at some time during it.
+            overlapped: a snapshot was worked on at some time during it.
         """
         for timing in self._watch.take() if self._watch else ():
             if self._recording is not None:
@@ -108,14 +138,14 @@ class Cadence:
             elif self._online is not None:
                 self._online.timed(timing)
         if self._boundary_s is not None:
-            self.rhythm.observe(now_s - self._boundary_s, stalled_s - self._stalled_s, busy)
+            self.policy.observe(now_s - self._boundary_s, stalled_s - self._stalled_s, overlapped)
         self._boundary_s = now_s
         self._stalled_s = stalled_s
 
     def agree(self, interval: int) -> str | None:
         """All ranks use `interval` from now on. If that is another one, what to tell operators, once for the job."""
-        before = self.rhythm.interval
-        self.rhythm.agree(interval)
+        before = self.policy.interval
+        self.policy.agree(interval)
         if interval == before or not self._leads:
             return None
         if self._online is not None:
@@ -129,7 +159,7 @@ class Cadence:
 
     def plan_in_words(self) -> str:
         """How often snapshots are taken, as is said, and logged, when a job begins."""
-        every = "every step" if self.rhythm.interval == 1 else f"every {self.rhythm.interval} steps"
+        every = "every step" if self.policy.interval == 1 else f"every {self.policy.interval} steps"
         limit = f"; less often where they take more than {self._budget:.1%} of the time" if self._budget else ""
         text = f"a snapshot {every}{limit}"
         if text != self._said:
@@ -144,10 +174,10 @@ class Cadence:
             return self._online.why
         if self._budget is None:
             return "as asked for"
-        if self.rhythm.overhead is None:
+        if self.policy.overhead is None:
             return "to see what steps take without one"
         return (
-            f"that takes {self.rhythm.overhead:.1%} of the training time, of which overhead_budget allows "
+            f"that takes {self.policy.overhead:.1%} of the training time, of which overhead_budget allows "
             f"{self._budget:.1%}"
         )
 

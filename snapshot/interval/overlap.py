@@ -1,0 +1,84 @@
+"""Which steps of a running job were slowed by which snapshot. Pure: no clock.
+
+Steps beside which no snapshot was worked on are *baseline* steps; all others are *overlapped*. A snapshot costs what
+its overlapped steps take beyond as many baseline steps, and no less than it held up the loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.samples import EVIDENCE
+
+STALE_STEPS = 1000
+"""What a snapshot costs is measured again after so many steps without a baseline one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlapped:
+    """The steps that one snapshot overlapped: how many, how long they took, and how long it held up the loop."""
+
+    steps: int
+    took_s: float
+    stall_s: float
+
+
+class OverlapLog:
+    """Puts overlapped steps together by snapshot, and counts. Not thread-safe; nothing blocks.
+
+    Attributes:
+        in_a_row: overlapped steps since the last baseline step.
+        baseline: how many baseline steps there were; whoever reads it sets it back.
+    """
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        self.baseline = 0
+        self._open: list[tuple[float, float]] | None = None  # of a snapshot; None: not known where one begins
+
+    def observe(self, step_s: float, stall_s: float, overlapped: bool, interval: int) -> Overlapped | None:
+        """Take note of a finished step.
+
+        Args:
+            step_s: from boundary to boundary, stall included.
+            stall_s: how long of it the loop was held up.
+            overlapped: a snapshot was taken at its start, or was copied, sealed or encoded at some time during it.
+            interval: steps from one snapshot to the next.
+
+        Returns:
+            A snapshot whose steps are complete now: the next one begins, or a baseline step has come.
+        """
+        if not overlapped:
+            self.in_a_row = 0
+            self.baseline += 1
+            return self._complete()
+        self.in_a_row += 1
+        if self._open is None:
+            return None
+        self._open.append((step_s, stall_s))
+        return self._complete() if len(self._open) == interval else None
+
+    def starved(self, interval: int) -> bool:
+        """Whether there was no baseline step for so long that none will come by itself: time for a *probe*, a longer
+        interval for a while."""
+        return self.in_a_row >= max(EVIDENCE, 2 * interval)
+
+    def restart(self) -> None:
+        """Snapshots are taken at another interval from now on."""
+        self.in_a_row = 0
+        self._open = None
+
+    def _complete(self) -> Overlapped | None:
+        steps, self._open = self._open, []
+        if not steps:
+            return None
+        took_s, stall_s = (sum(column) for column in zip(*steps, strict=True))
+        return Overlapped(len(steps), took_s, stall_s)
+
+
+def check_budget(budget: float | None) -> float | None:
+    """`budget`, a fraction of training time, or None. Raises `ConfigError` if it is not between 0 and 1."""
+    if budget is not None and not 0 < budget < 1:
+        raise ConfigError(f"overhead budget {budget}: give a fraction between 0 and 1, such as 0.01, or None")
+    return budget

@@ -1,0 +1,98 @@
+"""What a job wants of its snapshots, complete and checked before anything is done."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
+from holdfast.smp_daemon.shared.paths import arena_path
+from holdfast.snapshot.connect import job_from_environment
+from holdfast.snapshot.interval.overlap import check_budget
+from holdfast.snapshot.interval.policy import budget_from_environment, mtbf_from_environment
+from holdfast.snapshot.resume.arrange import Protection, parse_protect
+from holdfast.snapshot.resume.choice import (
+    GENERATIONS_ENV,
+    MAX_REPEATS,
+    MAX_REPEATS_ENV,
+    RESTORE_STEP_ENV,
+    StartOptions,
+    whole_number,
+)
+from holdfast.snapshot.resume.comparison import check_environment
+from holdfast.snapshot.resume.elastic import elastic_from_environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """`holdfast.InMemorySnapshot` says what each means. What is left out is as the environment says, if it has a say.
+
+    Raises:
+        ConfigError: one of them, or of the environment, cannot be; the message names it.
+    """
+
+    job: str = field(default_factory=job_from_environment)
+    every: int | Literal["auto"] = 1
+    protect: str = "auto"
+    domains: str = field(default_factory=lambda: os.environ.get("HOLDFAST_DOMAINS", ""))
+    slots: int = 3
+    start: bool = True
+    keep: bool = False
+    strict: bool = False
+    arena: Path | None = None
+    deadline_s: float = 60.0
+    overhead_budget: float = field(default_factory=budget_from_environment)
+    max_repeats: int = field(default_factory=partial(whole_number, MAX_REPEATS_ENV, MAX_REPEATS))
+    generations: int = field(default_factory=partial(whole_number, GENERATIONS_ENV, 1))
+    restore_step: int | None = field(default_factory=partial(whole_number, RESTORE_STEP_ENV, None))
+    elastic: bool = field(default_factory=elastic_from_environment)
+
+    @classmethod
+    def given(cls, **values: Any) -> Options:
+        """Of values by name; None is the same as left out."""
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def __post_init__(self) -> None:
+        if not MIN_SLOTS <= self.slots <= MAX_SLOTS:
+            raise ConfigError(f"slots={self.slots}: {SLOTS_RULE}")
+        if self.every == "auto":
+            mtbf_from_environment()
+        elif not isinstance(self.every, int) or self.every < 1:
+            raise ConfigError(f"every={self.every!r}: a snapshot is taken every 1 or more steps, or 'auto'")
+        check_budget(self.budget)
+        if self.for_start.generations + self.slots - 1 > MAX_SLOTS:
+            raise ConfigError(
+                f"slots={self.slots} and {self.generations} generations: together at most {MAX_SLOTS + 1}"
+            )
+        parse_protect(self.protect)
+        arena_path(self.job, self.arena)
+        check_environment()
+
+    @property
+    def budget(self) -> float | None:
+        """Largest fraction of training time that snapshots may take; None: any."""
+        return self.overhead_budget or None
+
+    @property
+    def for_start(self) -> StartOptions:
+        """What is to be done with what earlier starts left."""
+        return StartOptions(self.max_repeats, self.generations, self.restore_step)
+
+    @property
+    def slots_with_generations(self) -> int:
+        """Slots per shard: one more for each generation beyond the first."""
+        return self.slots + self.generations - 1
+
+    @property
+    def protection(self) -> Protection:
+        """What `protect` says."""
+        return parse_protect(self.protect)
+
+    @property
+    def job_arena(self) -> Path:
+        """The arena of this job on this node."""
+        return arena_path(self.job, self.arena)

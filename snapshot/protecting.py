@@ -1,0 +1,445 @@
+"""The job's snapshots, as one rank has them: which are due, under way and protected, as all ranks have agreed.
+
+In every step the ranks take an asynchronous minimum over what became of each snapshot under way (`report`), and settle
+it when the step has ended (`step_ended`). So all have the same `Ledger`, and take the same snapshots, without a leader.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.shared.board import Outcome, Phase
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.snapshot.collective.agreement import AgreementLost, Result
+from holdfast.snapshot.copy.errors import LayoutChanged
+from holdfast.snapshot.copy.pace import Pace
+from holdfast.snapshot.copy.witness import StateChanged
+from holdfast.snapshot.interval.policy import IntervalController
+from holdfast.snapshot.options import Options
+from holdfast.snapshot.rank import Rank
+from holdfast.snapshot.resume.arrange import coordinate_key
+from holdfast.snapshot.resume.reserve import reserve
+from holdfast.snapshot.resume.restore import Restored
+from holdfast.snapshot.state.replicas import ReplicasDiffer
+from holdfast.snapshot.step.capture import Capture
+from holdfast.snapshot.step.copier import Copier, CopyJob
+from holdfast.snapshot.step.ledger import Ledger
+
+STARVED_S = 30.0
+"""If a snapshot is not protected for so long, and there is no slot for another, that is worth a warning."""
+
+log = get_log(__name__)
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Counters since the hook was entered.
+
+    Attributes:
+        taken, protected, failed, skipped: snapshots begun, protected job-wide, failed; steps without a free slot.
+        stall_s: time that the training thread spent in the hook.
+        interval: steps from one snapshot to the next, as the ranks agreed.
+        overhead: fraction of training time lost to snapshots at that interval; None while it is unknown.
+        why: with ``every="auto"``, what the interval follows from, in words.
+    """
+
+    taken: int = 0
+    protected: int = 0
+    failed: int = 0
+    skipped: int = 0
+    stall_s: float = 0.0
+    interval: int = 1
+    overhead: float | None = None
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far this rank is. Only the training thread writes it; lines of the log of any thread name it.
+
+    Attributes:
+        epoch: of the job's layout. step: how many the state has behind it. phase: where the training thread is.
+    """
+
+    epoch: int
+    step: int
+    phase: Phase = Phase.START
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A snapshot that is taken when the next step begins."""
+
+    snapshot: SnapshotId
+    keep: tuple[SnapshotId, ...]
+    protected: SnapshotId | None
+
+
+class Protecting:
+    """The training thread's, but for what the two threads of the copier call: `_attach_again` and `_over`.
+
+    Attributes:
+        ledger: which snapshots hold slots; the same on every rank.
+        copies: those of them that are, or were, copied here.
+        newest: the one that is copied beside the step at hand; None: no snapshot is.
+        due: what is taken when the next step begins, or was taken as this one did; None: nothing.
+        index: of this rank among those of its node.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        rank: Rank,
+        restored: Restored,
+        capture: Capture,
+        intervals: IntervalController,
+        progress: Progress,
+        statistics: Statistics,
+    ) -> None:
+        self._options = options
+        self._rank = rank
+        self._capture = capture
+        self._intervals = intervals
+        self._progress = progress
+        self._statistics = statistics
+        self.ledger = Ledger.restored(
+            options.slots_with_generations,
+            restored.snapshot,
+            restored.protected,
+            known=restored.whole,
+            generations=options.generations,
+            earlier=restored.earlier,
+            abandoned=restored.abandoned,
+        )
+        self.copies: dict[SnapshotId, CopyJob] = {}
+        self.newest: CopyJob | None = None
+        self.due: Due | None = None
+        self.layout: Layout | None = None
+        self.index = 0
+        self.pace = Pace()
+        self.episodes = Episodes(log)
+        self._outcomes: Result | None = None  # of the minimum that is under way
+        self._planned = False  # the layout fits the state
+        self._attempted = False  # a layout of this epoch was tried: the next one is of another
+        self._layout_changed = False
+        self._persist_due = 0
+        self._enabled = True
+        self._parted = False  # from the other ranks, until all meet again
+        self.copier = Copier(rank.client, rank.smp.sealing, rank.mover, self.pace, self._attach_again, self._over)
+
+    # ------------------------------------------------------------------ in every step
+
+    def report(self) -> None:
+        """Tell the other ranks how things are here, unless nothing is under way. A collective call; does not wait."""
+        if self._enabled and not self._parted and self.ledger.pending and self._outcomes is None:
+            self._outcomes = self._rank.agreement.minimum(self._facts())
+
+    def step_ended(self) -> None:
+        """Settle what was reported, and see whether a snapshot is due. A collective call; blocks.
+
+        Raises:
+            HoldfastError: what went wrong, if the hook is strict, or before there was any layout. Else snapshots are
+                not taken for a while, or not any more, and it is logged.
+        """
+        step = self._progress.step
+        try:
+            if self._enabled and self._parted and self._rank.agreement.meet(step):
+                self._go_on()
+            if self._enabled and not self._parted:
+                self.settle()
+                if self._intervals.policy.takes(step):
+                    self._prepare()
+        except AgreementLost as error:
+            self._part()
+            if self._options.strict:
+                raise
+            text = "no snapshots are taken after step %d, until all ranks have met again: %s"
+            self.episodes.begin("ranks", text, step, error, level=logging.ERROR)
+        except HoldfastError as error:
+            self._part()
+            if self._options.strict or self.layout is None:
+                raise
+            self._enabled = False
+            log.error("no more snapshots are taken: %s", error)
+        except BaseException:  # the handler of a signal may raise while ranks agree: the others must not wait for this
+            self._part()
+            raise
+
+    def take(
+        self,
+        due: Due,
+        *,
+        declared: bool,
+        begins: bool,
+        marked: bool = False,
+        instead: CopyJob | None = None,
+        ended: bool = False,
+    ) -> CopyJob | None:
+        """Capture the state as it is now, and have it copied; None if it cannot be had.
+
+        Args:
+            declared, marked, instead: see `Capture.begin` and `CopyJob`.
+            begins: it is certain that the step begins.
+            ended: the loop has ended, and no step will begin.
+
+        Raises:
+            HoldfastError: why it cannot be had, if the hook is strict and no new layout helps.
+        """
+        snapshot, step = due.snapshot, self._progress.step
+        alike = self._capture.compare_replicas(snapshot) if instead is None else instead.alike
+        try:
+            copy = self._capture.begin(snapshot, due.keep, due.protected, declared=declared, marked=marked)
+        except LayoutChanged as error:
+            self.episodes.begin("layout", "no snapshot of step %d, a new layout is made: %s", step, error)
+            self._layout_changed = True
+            return None
+        except HoldfastError as error:
+            if self._options.strict:
+                raise
+            text, extra = "no snapshot of step %d: %s", about(snapshot, error=type(error).__name__)
+            self.episodes.begin("capture", text, step, error, level=logging.ERROR, extra=extra)
+            return None
+        copy.alike, copy.instead, copy.begins = alike, instead, begins
+        if ended:
+            copy.sure.set()
+        if self._persist_due and due.protected is not None and due.protected.epoch == self._progress.epoch:
+            copy.persist = due.protected
+        self.episodes.end("capture", "state is captured again: step %d", step, extra=about(snapshot))
+        self.newest = self.copies[snapshot] = copy
+        self.pace.boundary(time.monotonic())
+        self._rank.client.copying(step)
+        self.copier.submit(copy)
+        return copy
+
+    def settle(self) -> None:
+        """Take note of what the ranks reported, if they did. Waits for it."""
+        if self._outcomes is None:
+            return
+        *outcomes, fits_everywhere, interval, self._persist_due = self._outcomes()
+        self._outcomes = None
+        if saying := self._intervals.agree(-interval):
+            self.copier.say(saying)
+        statistics, policy = self._statistics, self._intervals.policy
+        statistics.interval, statistics.overhead, statistics.why = policy.interval, policy.overhead, self._intervals.why
+        results = [Outcome(value) for value in outcomes]
+        statistics.protected += results.count(Outcome.PROTECTED)
+        statistics.failed += results.count(Outcome.FAILED)
+        if Outcome.PROTECTED in results:
+            self.episodes.end("starved", "snapshots are protected again: step %d", self._progress.step)
+        self.ledger = self.ledger.settle(results)
+        over = [copy.error for snapshot, copy in self.copies.items() if snapshot not in self.ledger.pending]
+        self.copies = {s: copy for s, copy in self.copies.items() if s in self.ledger.pending}
+        for error in over:
+            if isinstance(error, StateChanged):
+                self._hear_of(error)
+            elif isinstance(error, ReplicasDiffer):
+                text = "%s"  # once, however many snapshots were under way
+                self.episodes.begin("replicas", text, error)
+            elif error is not None and self._options.strict and not isinstance(error, LayoutChanged):
+                raise error
+        if not fits_everywhere:
+            self._planned = False
+            self._layout_changed = False
+
+    def _facts(self) -> list[int]:
+        """What the ranks take the minimum of: what became of each pending snapshot, whether the layout holds, the
+        interval that each wants, negative so that the longest wins, and whether its node is ready to persist one."""
+        outcomes = [self._outcome(snapshot) for snapshot in self.ledger.pending]
+        # What does not fit an earlier epoch's layout was the reason for this one.
+        present = [copy for snapshot, copy in self.copies.items() if snapshot.epoch == self._progress.epoch]
+        changed = self._layout_changed or any(isinstance(copy.error, LayoutChanged) for copy in present)
+        return [*outcomes, int(not changed), -self._intervals.policy.wanted(), int(self._rank.client.persist_due)]
+
+    def _outcome(self, snapshot: SnapshotId) -> Outcome:
+        copy = self.copies.get(snapshot)
+        return self._rank.client.outcome(snapshot) if copy and copy.error is None else Outcome.FAILED
+
+    def _hear_of(self, error: StateChanged) -> None:
+        """Tensors changed while they were copied: see that it does not happen again, and say so."""
+        length = self._capture.copy_at_once(error.names)
+        log.warning(
+            "%s: from now on such tensors are copied at once as a step begins, which takes %.1f MB more memory and "
+            "holds up the loop for that copy",
+            error,
+            length / 1e6,
+        )
+
+    def _prepare(self) -> None:
+        """A snapshot is due when the next step begins, if there is a slot for it. A collective call."""
+        self.newest = None  # without a copy a snapshot counts as failed: the others go on taking part
+        if not self.ledger.may_begin:
+            self._starve()
+        if not self.ledger.may_begin or not (self._planned or self._configure()):
+            self._statistics.skipped += 1
+            return
+        snapshot = SnapshotId(self._progress.epoch, self._progress.step)
+        self.due = Due(snapshot, self.ledger.keep, self.ledger.sure)
+        self.ledger = self.ledger.begin(snapshot)
+        self._statistics.taken += 1
+
+    def _starve(self) -> None:
+        """Every slot holds a snapshot that is kept or still being protected. If that lasts, it is said."""
+        oldest = next((self.copies[each] for each in self.ledger.pending if each in self.copies), None)
+        if oldest is not None and time.monotonic() - oldest.begun_s > STARVED_S:
+            text = (
+                "no snapshot is taken: %s has been waiting for %.0f s to be sealed and protected; is the SMP of a node "
+                "slow or stopped? `holdfast status` tells"
+            )
+            self.episodes.begin("starved", text, oldest.snapshot, time.monotonic() - oldest.begun_s)
+
+    # ------------------------------------------------------------------ layouts
+
+    def _configure(self) -> bool:
+        """Agree on a layout for the state as it is now, and reserve it. A collective call.
+
+        Every change of layout, and every attempt at one, is an epoch of its own; what was snapshot before stays until
+        the new is protected. False, on every rank: some SMP is away, and it must be tried again.
+        """
+        progress = self._progress
+        failure = failure_of(lambda: self._rank.smp.attach(progress.epoch, self._wait_for_copies), SmpUnavailable)
+        if self._rank.agreement.minimum([int(failure is None)])() == [1]:
+            form = self._capture.plan(SnapshotId(progress.epoch, progress.step))
+            if self._attempted:
+                progress.epoch += 1
+            self._attempted = True
+            failure = failure_of(lambda: self._reserve(form.total_bytes), SmpUnavailable)
+            if failure is None:
+                self._planned = True
+                return True
+        if self._options.strict:
+            raise failure or SmpUnavailable("the SMP of another node is away")
+        text = "no snapshot of step %d, nor until all SMPs are back: %s"
+        self.episodes.begin("layout", text, progress.step, failure or "one is away")
+        return False
+
+    def _wait_for_copies(self) -> None:
+        limit = time.monotonic() + self._options.deadline_s
+        for copy in self.copies.values():
+            copy.done.wait(max(0.0, limit - time.monotonic()))
+
+    def _reserve(self, slot_bytes: int) -> None:
+        rank = self._rank
+        self.layout = reserve(
+            rank.client,
+            rank.agreement,
+            self._options.job,
+            self._progress.epoch,
+            rank.coord,
+            slot_bytes,
+            self._options.protection,
+            self._options.slots_with_generations,
+            rank.domains,
+        )
+        self._intervals.placed(self.layout)
+        self.index = [shard.coord for shard in self.layout.node(rank.client.node).shards].index(rank.coord)
+        self.episodes.end("layout", "memory is reserved anew: snapshots are taken from step %d on", self._progress.step)
+        if self.layout.coords[0] == rank.coord:
+            self.copier.say(self._intervals.plan_in_words())
+
+    # ------------------------------------------------------------------ the copier's threads
+
+    def _attach_again(self) -> None:
+        """Called in the copy thread, before the first copy after the SMP went away."""
+        self._rank.smp.attach_again(self._progress.epoch, self.layout)
+
+    def _over(self, job: CopyJob) -> None:
+        """A copy is sealed, or was given up. Called in one of the copy threads."""
+        if job is self.newest:
+            self._rank.client.copying(None)
+        self._capture.over(job)
+        self._intervals.sealed(job)
+
+    # ------------------------------------------------------------------ ranks that lose each other
+
+    def _part(self) -> None:
+        """This rank does not agree with the others any more, and they shall not wait for it."""
+        self._parted = True
+        self._outcomes = None
+        self._rank.agreement.leave()
+
+    def _go_on(self) -> None:
+        """All ranks have met again: they agree on where they stand, in a new epoch. A collective call."""
+        progress = self._progress
+        mine = {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "interval": self._intervals.policy.interval,
+            "ledger": self.ledger.to_json(),
+        }
+        said = [json.loads(text) for text in self._rank.agreement.gather(json.dumps(mine).encode())]
+        steps = [each["step"] for each in said]
+        if len(set(steps)) > 1:
+            raise ConfigError(f"ranks are at different steps, {steps}: each must call optim.step() equally often")
+        progress.epoch = max(each["epoch"] for each in said)
+        self._attempted, self._planned, self._layout_changed, self._persist_due = True, False, False, 0
+        self._statistics.failed += len(self.ledger.pending)
+        self.ledger = Ledger.together([Ledger.from_json(each["ledger"]) for each in said])
+        self.copies = {}
+        self._intervals.agree(max(each["interval"] for each in said))
+        self._parted = False
+        self.episodes.end("ranks", "all ranks have met again, and snapshots are taken after step %d", progress.step)
+
+    # ------------------------------------------------------------------ ends
+
+    def drained(self, limit_s: float, is_doubtful: Callable[[CopyJob], bool]) -> bool:
+        """Block until this node has protected all that was copied here; whether it has, by `limit_s` of
+        `time.monotonic`. `is_doubtful`: of a copy, whether its step may not have begun."""
+        self.pace.fence()
+        outcomes = []
+        for snapshot, copy in list(self.copies.items()):
+            if is_doubtful(copy):
+                return False
+            copy.sure.set()
+            if not copy.done.wait(limit_s - time.monotonic()) or copy.error is not None:
+                return False
+            try:
+                outcomes.append(self._rank.client.await_outcome(snapshot, max(0.0, limit_s - time.monotonic())))
+            except (SmpUnavailable, DeadlineExceeded):
+                return False
+        return all(outcome is Outcome.PROTECTED for outcome in outcomes)
+
+    def finish_together(self) -> None:
+        """End the job here, once all ranks have ended well, though they may have lost each other. A collective call.
+
+        Raises:
+            HoldfastError: the SMP of this node goes on running.
+        """
+        lost: AgreementLost | None = None
+        if self._enabled and not self._parted:
+            try:
+                self._finish()
+                return
+            except AgreementLost as error:
+                lost = error
+        if self._options.keep:
+            return
+        self._part()
+        if not self._rank.agreement.meet_at_end(self._options.deadline_s):
+            raise lost or AgreementLost("not all ranks have ended well")
+        self._finish()
+
+    def _finish(self) -> None:
+        rank, deadline_s = self._rank, self._options.deadline_s
+        if self.newest is not None:
+            self.newest.done.wait(deadline_s)
+        if self._options.keep:
+            if self.ledger.pending:
+                rank.client.await_outcome(self.ledger.pending[-1], deadline_s)
+            return
+        mine = json.dumps([rank.coord, rank.client.node, self._progress.epoch])
+        everyone = [json.loads(text) for text in rank.agreement.gather(mine.encode())]
+        on_this_node = [coord for coord, node, _ in everyone if node == rank.client.node]
+        if min(on_this_node, key=coordinate_key) == rank.coord:
+            rank.smp.finish(max(epoch for _, _, epoch in everyone))
+
+    def let_go(self) -> None:
+        """Whoever still refers to this hook shall not keep slots mapped: a process may enter many."""
+        self.newest = None
+        self.copies.clear()
+        self.copier.let_go()

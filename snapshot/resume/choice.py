@@ -1,0 +1,247 @@
+"""Which snapshot a start goes back to: what was asked for, how the starts before it ended, what each tier holds.
+Decisions are pure, and the same on every rank.
+
+The tiers, best first: ``local``, what every node still holds; ``group``, what others hold or parity gives;
+``previous``, an older snapshot in memory, never older than one that was protected; ``persisted``, if that tier is on.
+The first two cost no step. The last is taken only if memory has nothing that may be taken, for then steps are lost
+that were protected: what was asked for by switching it on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from holdfast.smp_daemon.shared.crash_loop import newest_start, streak_of
+from holdfast.smp_daemon.shared.errors import ConfigError, PlaceError, ProtocolError, Repeated
+from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.plan import RestorePlan, candidates, whole_snapshots
+from holdfast.smp_daemon.shared.starts import Choice, Streak
+
+MAX_REPEATS_ENV = "HOLDFAST_MAX_REPEATS"
+MAX_REPEATS = 5
+RESTORE_STEP_ENV = "HOLDFAST_RESTORE_STEP"
+GENERATIONS_ENV = "HOLDFAST_GENERATIONS"
+MAX_GENERATIONS = 8
+
+ATTEMPTS = 4
+"""So often is memory tried, and so often are persisted snapshots."""
+
+ENOUGH_FAILURES = 2
+"""So often is a snapshot tried that was never promised, if it cannot be had after all; or a persisted one, unless it
+is seen to be damaged: then it is not tried again."""
+
+PERSISTED = "persisted"
+
+N = TypeVar("N", int, None)
+
+
+@dataclass(frozen=True, slots=True)
+class StartOptions:
+    """What whoever starts the job wants done with what earlier starts left; the same on every rank.
+
+    Attributes:
+        max_repeats: so many starts in a row may end at the same step in the same way; the next is refused. 0: any.
+        generations: how many protected snapshots are kept, beside those that are under way.
+        restore_step: the step to go back to; None: the newest.
+    """
+
+    max_repeats: int = MAX_REPEATS
+    generations: int = 1
+    restore_step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_repeats < 0:
+            raise ConfigError(f"{MAX_REPEATS_ENV}={self.max_repeats}: give a number of starts, or 0 for no limit")
+        if not 1 <= self.generations <= MAX_GENERATIONS:
+            raise ConfigError(f"{GENERATIONS_ENV}={self.generations}: keep 1 to {MAX_GENERATIONS} protected snapshots")
+        if self.restore_step is not None and self.restore_step < 1:
+            raise ConfigError(f"{RESTORE_STEP_ENV}={self.restore_step}: give the step of a snapshot, 1 or more")
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> StartOptions:
+        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
+        try:
+            return cls(**data)
+        except (TypeError, ConfigError) as error:
+            raise ProtocolError(f"not a rank's start options: {error}") from error
+
+
+def start_options_from_environment(
+    *, max_repeats: int | None = None, generations: int | None = None, restore_step: int | None = None
+) -> StartOptions:
+    """What is given, else what the environment says. Raises `ConfigError`."""
+    return StartOptions(
+        whole_number(MAX_REPEATS_ENV, MAX_REPEATS) if max_repeats is None else max_repeats,
+        whole_number(GENERATIONS_ENV, 1) if generations is None else generations,
+        whole_number(RESTORE_STEP_ENV, None) if restore_step is None else restore_step,
+    )
+
+
+def whole_number(variable: str, default: N) -> int | N:
+    """A variable of the environment. Raises `ConfigError` if it is no whole number from 0 on."""
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return default
+    if not text.isascii() or not text.isdecimal():
+        raise ConfigError(f"{variable}={text!r}: give a whole number, 0 or more")
+    return int(text)
+
+
+def agree(everyones: Sequence[StartOptions]) -> StartOptions:
+    """The start options of all ranks. Raises `ConfigError`, on every rank, if they are not alike."""
+    if len(set(everyones)) > 1:
+        others = next(rank for rank, options in enumerate(everyones) if options != everyones[0])
+        raise ConfigError(
+            f"ranks were started with different {MAX_REPEATS_ENV}, {GENERATIONS_ENV} or {RESTORE_STEP_ENV} "
+            f"(rank 0: {everyones[0]}; rank {others}: {everyones[others]}): set them alike on all"
+        )
+    return everyones[0]
+
+
+def choose(inventories: Sequence[Inventory], options: StartOptions) -> Choice | None:
+    """What to go back to, if not to the newest. Once a start has made a choice, and the same is asked for again, it
+    goes on from what was taken since: a launcher that starts it once more says the same.
+
+    Raises:
+        ConfigError: there is no whole snapshot of that step.
+    """
+    if options.restore_step is None:
+        return None
+    start = newest_start(inventories)
+    if start is not None and start.choice is not None and start.choice.snapshot.step == options.restore_step:
+        return start.choice
+    held = whole_snapshots(inventories)
+    for snapshot in held:
+        if snapshot.step == options.restore_step:
+            return Choice(snapshot, max(inventory.epoch for inventory in inventories) + 1)
+    raise ConfigError(
+        f"{RESTORE_STEP_ENV}={options.restore_step}: memory holds no whole snapshot of that step; it holds "
+        f"{steps_in_words(held)}. Choose one of them, or start without it; {GENERATIONS_ENV} keeps more"
+    )
+
+
+def steps_in_words(snapshots: Sequence[SnapshotId]) -> str:
+    """``steps 12, 10 and 8``, as they come."""
+    steps = [str(step) for step in dict.fromkeys(snapshot.step for snapshot in snapshots)]
+    if len(steps) < 2:
+        return f"step {steps[0]}" if steps else "none"
+    return f"steps {', '.join(steps[:-1])} and {steps[-1]}"
+
+
+def check_repeats(inventories: Sequence[Inventory], options: StartOptions) -> Streak | None:
+    """How the starts before this one ended; None if there is nothing to tell, or if this one goes back to another step
+    than they by choice.
+
+    Raises:
+        Repeated: too many of them, at the same step, in the same way.
+    """
+    streak, start = streak_of(inventories), newest_start(inventories)
+    before = start.choice.snapshot.step if start is not None and start.choice is not None else None
+    if options.restore_step is not None and options.restore_step != before:
+        return None
+    if streak is not None and 0 < options.max_repeats <= streak.times:
+        raise Repeated(
+            f"the job is not started again: {streak}. It would go back to where it was and end there once more. See "
+            f"to what fails; then start once with {MAX_REPEATS_ENV}=0, or with a number above {streak.times}. "
+            + _way_back(whole_snapshots(inventories))
+        )
+    return streak
+
+
+def _way_back(held: Sequence[SnapshotId]) -> str:
+    if len(held) < 2:
+        return f"No older snapshot is held; {GENERATIONS_ENV}=2 would keep one from then on"
+    return (
+        f"Or go back further: {RESTORE_STEP_ENV}={held[1].step} takes the snapshot before the newest; held are "
+        f"{steps_in_words(held)}"
+    )
+
+
+@dataclass(slots=True)
+class Course:
+    """What was tried so far.
+
+    Attributes:
+        passed_over: why each snapshot and each tier that was tried was not taken, in order.
+        given_up: why memory is not tried any more; empty if it is.
+    """
+
+    failures: Counter[SnapshotId] = field(default_factory=Counter)
+    persisted_failures: Counter[SnapshotId] = field(default_factory=Counter)
+    passed_over: list[str] = field(default_factory=list)
+    given_up: str = ""
+
+    def hopeless(self, unpromised: Collection[SnapshotId]) -> set[SnapshotId]:
+        """What of memory is not tried again, of what was never promised."""
+        return {snapshot for snapshot, count in self.failures.items() if count >= ENOUGH_FAILURES} & set(unpromised)
+
+    def failed(self, plan: RestorePlan, reason: str, *, damaged: bool) -> None:
+        """An attempt failed. `damaged`: a rank has seen that its bytes are not what was written."""
+        if plan.sources.persisted:
+            self.persisted_failures[plan.snapshot] += ENOUGH_FAILURES if damaged else 1
+        else:
+            self.failures[plan.snapshot] += 1
+            if self.failures.total() == ATTEMPTS:
+                self.given_up = f"recovery failed {ATTEMPTS} times; last: {reason}"
+        where = PERSISTED if plan.sources.persisted else "in memory"
+        self.note(f"{plan.snapshot}, {where}: {reason}")
+
+    def passed(self, snapshot: SnapshotId, reason: str) -> None:
+        """A persisted snapshot cannot be looked into."""
+        self.persisted_failures[snapshot] += 1
+        self.note(f"{snapshot}, {PERSISTED}: {reason}")
+
+    def note(self, reason: str) -> None:
+        """A reason why something was passed over; once."""
+        if reason not in self.passed_over:
+            self.passed_over.append(reason)
+
+    def choose_persisted(self, answers: Sequence[Persisted]) -> SnapshotId | None:
+        """The newest persisted snapshot that every rank's SMP sees, whole, and that has not failed; None if there is
+        none, or the tier is off.
+
+        Raises:
+            ConfigError: the tier is on for some of them only, or not at the same place.
+            PlaceError: one of them cannot see what is there. To start from nothing then might undo all that is.
+        """
+        if self.persisted_failures.total() >= ATTEMPTS:
+            return None
+        if problems := sorted({answer.problem for answer in answers if answer.problem}):
+            raise PlaceError(
+                f"memory holds nothing to go back to, and what is persisted cannot be seen: {problems[0]}. "
+                "Bring the storage back, or start without HOLDFAST_PERSIST"
+            )
+        places = {answer.place for answer in answers}
+        if places == {""}:
+            return None
+        if len(places) > 1:
+            named = ", ".join(sorted(place or "nowhere" for place in places))
+            raise ConfigError(f"the SMPs of this job persist at different places ({named}): set HOLDFAST_PERSIST alike")
+        for reason in sorted({reason for answer in answers for reason in answer.others}):
+            self.note(f"{reason} ({PERSISTED})")
+        seen = frozenset.intersection(*(answer.snapshots for answer in answers))
+        tried = {snapshot for snapshot, count in self.persisted_failures.items() if count >= ENOUGH_FAILURES}
+        return max(seen - tried, default=None)
+
+
+def tier_of(plan: RestorePlan, inventories: Sequence[Inventory], coords: Mapping[str, str]) -> str:
+    """Which tier a plan is of, for the job as a whole. `coords`: the node of every coordinate, as it is now."""
+    if plan.sources.persisted:
+        return PERSISTED
+    held = {
+        (inventory.node, coord) for inventory in inventories for of, coord in inventory.shards if of == plan.snapshot
+    }
+    if plan.snapshot != candidates(inventories, None)[0]:
+        return "previous"
+    if set(coords) != set(plan.sources.layout.coords):
+        return "group"  # cut anew for another number of ranks
+    return "local" if all((node, coord) in held for coord, node in coords.items()) else "group"

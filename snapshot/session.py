@@ -1,0 +1,481 @@
+"""What there is between entering the hook and leaving it: the training thread's way through a step.
+
+::
+
+    optim.step() of s ──► the step ends: settle outcomes, note generators
+    code between steps: schedules, averages, evaluations, reading data
+    step s+1 begins ────► capture, hand over ──────────────────────────────┐
+    forward, backward of s+1                                               │ copy thread: slot, copy, check
+    optim.step() of s+1 ◄─ before_step: wait for the copy, report outcomes ┘ seal thread; SMP: digest, encode, post
+
+The state at a boundary is the state with which the next step begins. What code between two steps leaves behind belongs
+to it, what that borrows and gives back does not. The loop says where a step begins (`begin`, `steps`, `data`); or it is
+taken to be the first forward in training mode and with gradients, see `snapshot.step.beginning`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, Phase
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here
+from holdfast.snapshot.interval.policy import IntervalController
+from holdfast.snapshot.interval.profile import leave, recording_from_environment
+from holdfast.snapshot.options import Options
+from holdfast.snapshot.protecting import Due, Progress, Protecting, Statistics
+from holdfast.snapshot.rank import Rank
+from holdfast.snapshot.resume.comparison import Resumed, check_inputs
+from holdfast.snapshot.resume.restore import Restored, restore
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.audit import Auditor, orders_from_environment
+from holdfast.snapshot.state.inputs import Batch
+from holdfast.snapshot.step.beginning import Beginning, Doubtful
+from holdfast.snapshot.step.boundary import BEGIN, Boundary
+from holdfast.snapshot.step.capture import Capture
+from holdfast.snapshot.step.copier import CopyJob, Retaken
+from holdfast.snapshot.step.data import Data
+from holdfast.snapshot.step.gradients import Gradients
+from holdfast.snapshot.step.position import Position
+
+PATIENCE_S = 0.5
+"""How long ``optim.step()`` may wait for a copy to begin. If the SMP gives no slot by then, it does not wait at all
+until one begins by itself again."""
+
+log = get_log(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What of a loop is looked at, which trainers do that restore, or read, what is theirs in their own way.
+
+    Attributes:
+        resumption: whether the first step after a restore must begin with what was restored.
+        reading: whether it is said that something was read between entering and the first step.
+    """
+
+    resumption: bool = True
+    reading: bool = True
+
+
+@dataclass(slots=True)
+class _FirstStep:
+    """What is still to be done, once, in the first step after a restore.
+
+    Attributes:
+        rewind: puts the random generators back as they were restored.
+        state: compares what the step begins with to what was restored.
+        inputs: what its first forward must be given; None: anything.
+    """
+
+    rewind: Callable[[], None] | None = None
+    state: Resumed | None = None
+    inputs: str | None = None
+
+    def put_generators_back(self) -> None:
+        """Data is about to be read for the first time."""
+        if self.rewind is not None:
+            self.rewind()
+            self.rewind = None
+
+    def check_state(self, *, declared: bool, forward_ran: bool = False) -> None:
+        """The step begins. Raises `StateMismatch`, see `Resumed.check`."""
+        if self.state is not None:
+            state, self.state = self.state, None
+            state.check(declared=declared, forward_ran=forward_ran)
+
+
+def enter(adapter: Adapter, options: Options, statistics: Statistics, checks: Checks) -> Session:
+    """Restore if the job has a snapshot, and begin to take snapshots. A collective call; blocks.
+
+    Raises:
+        HoldfastError: as `restore`, and as making a `Rank`. Nothing is left open.
+    """
+    rank = Rank(adapter, options)
+    rank.client.beat(Phase.RESTORE, 0)
+    log_here(job=options.job, node=rank.client.node, rank=rank.agreement.rank, coord=rank.coord, epoch=None, step=None)
+    try:
+        restored = restore(rank.client, rank.agreement, adapter, rank.mover, options.for_start, elastic=options.elastic)
+    except BaseException as error:
+        rank.smp.say_end(0, error)
+        rank.close()
+        raise
+    return Session(adapter, options, rank, restored, statistics, checks)
+
+
+class Session:
+    """One rank's, from entering the hook to leaving it. The training thread's.
+
+    It listens to the loop (`snapshot.step.boundary.Listener`). What all ranks decide together is `Protecting`'s.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        options: Options,
+        rank: Rank,
+        restored: Restored,
+        statistics: Statistics,
+        checks: Checks,
+    ) -> None:
+        self.restored = restored
+        self.rank = rank
+        self._pid = os.getpid()
+        self._options = options
+        self._statistics = statistics
+        self._checks = checks
+        step = restored.snapshot.step if restored.snapshot else 0
+        self.progress = progress = Progress(restored.epoch, step)
+        # Lines of the log name the epoch and the step as they are by then; they must not keep the state alive.
+        identify(epoch=lambda: progress.epoch, step=lambda: progress.step)
+        self.beat()
+        self._recording = recording_from_environment(options.slots)
+        self.intervals = IntervalController(
+            options.every,
+            options.budget,
+            options.slots,
+            self._recording,
+            rank.smp.another,
+            rank.agreement,
+            restored.notes,
+        )
+        statistics.interval = self.intervals.policy.interval
+        self.capture = Capture(adapter, rank.agreement, rank.mover, options.job, rank.coord)
+        self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, progress, statistics)
+        self.position = Position(step, restored.loop)
+        self.capture.notes = self.intervals.notes
+        self.capture.loop = self.position.tree
+        self._auditor = self._auditor_if_ordered(adapter)
+        self.boundary = Boundary(adapter.optimizers(), adapter.modules(), self, adapter.scalers())
+        self._gradients = Gradients(adapter.modules(), log.warning)
+        self._steppers = adapter.steppers()
+        self.capture.entered()
+        self._first = _FirstStep()
+        if restored.snapshot is not None:
+            self._first.rewind = restored.rewind
+            if checks.resumption:
+                self._first.state = Resumed(adapter, rank.mover, restored.began, step)
+                self._first.inputs = restored.inputs
+        self._beginning = Beginning()
+        self._batch = Batch()
+        self._stepped = False  # an optimizer has stepped since the last step ended
+        self._stepping = False  # the first optimizer of the step is about to step, and none has
+        self._marked = False  # data was read, or a step declared, for the first time
+        self._unheard: CopyJob | None = None  # a copy of which it is not known yet what its first forward is given
+        self._smp_is_slow = False
+
+    def _auditor_if_ordered(self, adapter: Adapter) -> Auditor | None:
+        orders = orders_from_environment()
+        if orders is None:
+            return None
+        rank, at = self.rank.agreement.rank, self.progress
+        return Auditor(orders, rank, at.epoch, at.step, adapter.modules(), self.drain, lambda: self.protected_step)
+
+    # ------------------------------------------------------------------ what users ask for
+
+    @property
+    def step(self) -> int:
+        """See `SnapshotHook.step`."""
+        return self.position.number(self.progress.step)
+
+    @property
+    def protected_step(self) -> int | None:
+        """See `SnapshotHook.protected_step`."""
+        sure = self.protecting.ledger.sure
+        return sure.step if sure else None
+
+    def begin_turn(self) -> None:
+        """The loop says that a step begins, and counts."""
+        self._declare()
+        self.position.turn_begins()
+        self.mark()
+        self.begin()
+
+    def next_turn(self) -> int:
+        """Number of the turn that the next `begin_turn` begins. The loop says where its steps begin."""
+        self._declare()
+        return self.position.next_turn
+
+    def data(self, source: Any, name: str, ahead: int | None, exact: bool) -> Data:
+        """See `SnapshotHook.data`."""
+        self._declare()
+        return self.position.data(
+            source,
+            name,
+            lambda held: Data(source, name, held, self.mark, self.begin, ahead=ahead, exact=exact, beat=self.beat),
+        )
+
+    def communicate(self, begins: bool) -> None:
+        """The step begins, or ends, to communicate: our copies and traffic wait meanwhile. Never blocks."""
+        index = self.protecting.index
+        if begins:
+            self.protecting.pace.comm(True)
+            self.rank.client.pause(index, time.monotonic() + MAX_PAUSE_S)
+        else:
+            self.rank.client.resume(index)
+            self.protecting.pace.comm(False)
+
+    def drain(self, deadline_s: float) -> bool:
+        """See `SnapshotHook.drain`."""
+        done = self.protecting.drained(time.monotonic() + deadline_s, self._is_doubtful)
+        return done and (self.protecting.due is None or self._beginning.seen)
+
+    def beat(self) -> None:
+        """This process is alive, and where."""
+        self.rank.client.beat(self.progress.phase, self.progress.step)
+
+    # ------------------------------------------------------------------ what the boundary tells
+
+    def before_step(self) -> None:
+        """The fence: nothing that is still being copied may change."""
+        if self._auditor is not None:
+            self._auditor.before_step(self.progress.step)
+        began = time.monotonic()
+        if not self._beginning.seen:
+            self._begin_unseen()
+        self._stepping = True
+        self._check_inputs()
+        self.protecting.pace.fenced(began)
+        if self.protecting.newest is not None:
+            self._fence(self.protecting.newest)
+        self.protecting.report()
+        self._statistics.stall_s += time.monotonic() - began
+
+    def after_step(self) -> None:
+        """An optimizer has stepped. Unless the loop says where its steps begin, the step is over."""
+        self._stepped = True
+        self._stepping, self._first.inputs = False, None
+        if self._unheard is not None:
+            self._be_sure(self._unheard)
+        if not self.position.declared:
+            self._end_step()
+            self.capture.mark(buffers=self._beginning.blind)
+
+    def on_forward(self, number: int, given: Any) -> None:
+        """A module runs forward, in training mode and with gradients: the step begins, if the loop does not say so."""
+        if not self.position.declared:
+            if not self._beginning.forward:
+                self.capture.first_began()
+            self._beginning.forward = number
+            self.begin()
+        if self._unheard is not None or self._first.inputs is not None:
+            self._batch.forward(number, given)
+            if self.position.declared or self._stepping:
+                self._batch.settle(number)
+                self._hear()
+
+    def on_backward(self, number: int) -> None:
+        """Gradients are computed of a forward that `on_forward` told of, or (0) of one that nobody saw."""
+        self._batch.settle(number)
+        if self._beginning.backward(number) and self.protecting.newest is not None:
+            self._be_sure(self.protecting.newest)
+
+    # ------------------------------------------------------------------ a step
+
+    def mark(self) -> None:
+        """Data is about to be read for the next step. If one has ended, this is what belongs to its boundary."""
+        self._declare()
+        if not self._marked:
+            self._marked = True
+            self._warn_of_what_was_read()
+        self._first.put_generators_back()
+        if self._stepped:
+            self._end_step()
+        if self.protecting.due is not None and not self._beginning.seen:
+            self.capture.mark()
+
+    def begin(self) -> None:
+        """The next step begins here, as far as can be told."""
+        began = time.monotonic()
+        self.beat()
+        self._first.check_state(declared=self.position.declared)
+        if self._auditor is not None:
+            self._auditor.settled(self.progress.step)
+        if self._beginning.seen:
+            self._begin_again()
+        else:
+            self._beginning.with_this_forward()
+            if self.protecting.due is not None:
+                self._take(self.protecting.due)
+        self._beginning.seen = True
+        self._statistics.stall_s += time.monotonic() - began
+
+    def _declare(self) -> None:
+        """The loop says where its steps begin, if it did not before."""
+        self.position.declare(self.progress.step)
+        self.boundary.declared = True
+
+    def _warn_of_what_was_read(self) -> None:
+        """The first step is about to begin. A batch that was read ahead of it would be another after a restart."""
+        drawn = [] if self.position.sources or not self._checks.reading else self.capture.drawn()
+        if drawn:
+            log.warning(
+                "something drew from the random generators of %s between entering and the first step; if it read a "
+                "batch ahead, or made an order of data, that is not captured, and a restart makes another: go through "
+                "data by `snap.data`, or `track` what was read",
+                ", ".join(drawn),
+            )
+
+    def _begin_again(self) -> None:
+        """One more forward before any backward: was the one before it an evaluation?"""
+        due, copy = self.protecting.due, self.protecting.newest
+        if due is None or copy is None or copy.sure.is_set() or self.position.declared:
+            return
+        if self._beginning.was_another(self.capture, copy):
+            self._beginning.with_this_forward()
+            self.protecting.newest = None
+            copy.abort(Retaken("an evaluation, which did not begin the step"))
+            self._take(due, instead=copy)
+
+    def _begin_unseen(self) -> None:
+        """``optim.step()`` is about to be called, and no step was seen to begin since the last one."""
+        unseen = self._beginning.has_backward and not self.position.declared
+        if unseen and not self._beginning.blind:
+            self._beginning.blind = True
+            log.warning(
+                "no forward of the model was seen in step %d, as if it were compiled: copies cannot run beside the "
+                "step, and what code between two steps does to buffers is not captured: %s",
+                self.progress.step,
+                BEGIN,
+            )
+        self._first.check_state(declared=True, forward_ran=unseen)
+        if self.protecting.due is not None:
+            self._take(self.protecting.due, marked=unseen, begins=True)
+        self._beginning.certain()
+
+    def _take(
+        self,
+        due: Due,
+        *,
+        marked: bool = False,
+        instead: CopyJob | None = None,
+        begins: bool = False,
+        ended: bool = False,
+    ) -> None:
+        """Capture the state as it is now; see `Protecting.take`."""
+        declared = self.position.declared
+        copy = self.protecting.take(
+            due, declared=declared or ended, begins=declared or begins, marked=marked, instead=instead, ended=ended
+        )
+        if copy is not None:
+            self._unheard = copy
+
+    def _fence(self, copy: CopyJob) -> None:
+        """Wait until what is being copied may change; not for an SMP."""
+        if self._is_doubtful(copy):
+            copy.abort(Doubtful(self.progress.step))
+            text, extra = "no snapshot of step %d: %s", about(copy.snapshot)
+            self.protecting.episodes.begin("doubtful", text, self.progress.step, copy.error, extra=extra)
+        if self._batch.known or self._beginning.has_backward:
+            self._be_sure(copy)
+        in_time = copy.fence(0.0 if self._smp_is_slow else PATIENCE_S, self._options.deadline_s)
+        if in_time:
+            self.rank.mover.fence()
+        self._smp_is_slow = not in_time
+        self.capture.let_go()
+
+    def _end_step(self) -> None:
+        """Settle what became of earlier snapshots, and see whether another is due."""
+        began = time.monotonic()
+        self._stepped = False
+        self.protecting.due = None
+        self._beginning.over()
+        self._batch.over()
+        self._gradients.stepped()
+        self._steppers.check()
+        self.progress.step += 1
+        self.progress.phase = Phase.STEP
+        self.beat()
+        self.intervals.observe(began, self._statistics.stall_s, overlapped=bool(self.protecting.ledger.pending))
+        self.protecting.step_ended()
+        self._statistics.stall_s += time.monotonic() - began
+        if self._auditor is not None:
+            self._auditor.after_step(self.progress.step, lambda: self.rank.agreement.minimum([1])())
+        if self._recording is not None and self._recording.over:
+            self._end_recording()
+
+    # ------------------------------------------------------------------ whether, and with what, it began
+
+    def _is_doubtful(self, copy: CopyJob) -> bool:
+        """Whether the step may not have begun where the copy was made."""
+        if self.position.declared or copy is not self.protecting.newest or copy.sure.is_set():
+            return False
+        return self._beginning.is_doubtful(self.capture, copy)
+
+    def _be_sure(self, copy: CopyJob) -> None:
+        """The step began where `copy` was made, and what its first forward is given is known, if it ever will be."""
+        if copy is self._unheard:
+            copy.inputs, self._unheard = self._batch.inputs, None
+        copy.sure.set()
+
+    def _hear(self) -> None:
+        """It is certain what the step is given."""
+        if self._unheard is not None and self._unheard.begins:
+            self._be_sure(self._unheard)
+        if self._stepping:
+            self._check_inputs()
+
+    def _check_inputs(self) -> None:
+        """No optimizer has changed anything yet. Is the first step after a restore given what it was before?"""
+        expected = self._first.inputs
+        if expected is None or not self._batch.known:
+            return
+        self._first.inputs = None
+        if all(data.exact for data in self.position.sources.values()):
+            check_inputs(expected, self._batch.inputs, self.progress.step)
+
+    # ------------------------------------------------------------------ ends
+
+    def leave(self, error: BaseException | None) -> None:
+        """See `SnapshotHook.__exit__`. Blocks."""
+        if os.getpid() != self._pid:
+            return
+        well, protecting, deadline_s = error is None, self.protecting, self._options.deadline_s
+        if well and not self._stepped:
+            self._gradients.check()
+        self.boundary.remove()
+        self._gradients.remove()
+        self._steppers.remove()
+        self.rank.smp.say_end(self.progress.step, error)
+        protecting.pace.fence()
+        if well and self._options.keep:
+            self._end_last_step()
+        if (copy := protecting.newest) is not None:
+            if copy.begins or (well and not self._is_doubtful(copy)):
+                copy.sure.set()
+            elif not copy.sure.is_set():
+                copy.abort(Retaken("the loop was left before it was certain that the step had begun"))
+        try:
+            protecting.copier.close(deadline_s)
+            self.intervals.close(deadline_s)
+            if well:
+                protecting.finish_together()
+        except HoldfastError as failure:
+            if self._options.strict and well:
+                raise
+            log.error("the SMP of this node was left running (`holdfast gc` removes it): %s", failure)
+        finally:
+            self.rank.close()
+            self._unheard = None
+            protecting.let_go()
+
+    def _end_last_step(self) -> None:
+        """The loop has ended well, and its last snapshot is kept."""
+        if self._stepped:
+            self.position.turn_ended()
+            self.mark()
+        if self.protecting.due is not None and not self._beginning.seen:
+            self._take(self.protecting.due, ended=True)
+
+    def _end_recording(self) -> None:
+        """The profile is complete: it is written, and this process ends well. A collective call."""
+        self.intervals.close(self._options.deadline_s)
+        layout = self.protecting.layout
+        if self._recording is not None and layout is not None:
+            self._recording.write(layout, self.rank.client.node, self.rank.coord, self.rank.agreement)
+        self.leave(None)
+        leave()

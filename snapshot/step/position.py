@@ -1,0 +1,89 @@
+"""Where a loop is, in its own count: turns, if it says where they begin, and places in its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.step.data import ELSEWHERE, Data
+
+DATA = "data"
+"""How a source of batches is called if nobody says."""
+
+
+class Position:
+    """The training thread's.
+
+    Attributes:
+        declared: the loop says where its steps begin.
+        sources: of batches, by name.
+    """
+
+    def __init__(self, step: int, held: Tree) -> None:
+        """
+        Args:
+            step: how many steps the state has behind it.
+            held: `tree` of the run before; empty if there was none.
+        """
+        self.declared = False
+        self.sources: dict[str, Data] = {}
+        self._turn: int | None = held.get("turn")
+        self._next_turn = self.number(step)
+        self._held: dict[str, Any] = dict(held.get("data", {}))  # of sources that the loop has not named yet
+
+    def number(self, step: int) -> int:
+        """How many turns the state has behind it; of a loop that does not declare them, steps."""
+        return step if self._turn is None else self._turn
+
+    @property
+    def next_turn(self) -> int:
+        """Number of the turn that begins next."""
+        return self._next_turn
+
+    @property
+    def epoch(self) -> int:
+        """How many passes over `DATA` are finished."""
+        if DATA in self.sources:
+            return self.sources[DATA].epoch()
+        return int(self._held.get(DATA, {}).get("epoch", 0))
+
+    def declare(self, step: int) -> None:
+        """The loop says where its steps begin, if it did not before."""
+        if not self.declared:
+            self.declared = True
+            self._next_turn = max(self._next_turn, step)
+
+    def turn_begins(self) -> None:
+        """The next turn of a loop that counts them."""
+        self._turn = self._next_turn
+        self._next_turn += 1
+
+    def turn_ended(self) -> None:
+        """The last turn is over: what is kept goes on with the next one."""
+        if self._turn is not None:
+            self._turn = self._next_turn
+
+    def data(self, source: Any, name: str, make: Callable[[Tree | None], Data]) -> Data:
+        """The source of that name; made, by what the run before held of it, if it is new.
+
+        Raises:
+            ConfigError: see `SnapshotHook.data`.
+        """
+        known = self.sources.get(name)
+        if known is None:
+            held = self._held.pop(name, None)
+            if held == ELSEWHERE:
+                raise ConfigError(
+                    f"data({name!r}) was read by another number of ranks, so its place cannot be found again: cut "
+                    "batches with `holdfast.integrations.batches.GlobalBatches` where the number of ranks may change"
+                )
+            known = self.sources[name] = make(held)
+        elif known.source is not source:
+            known.source = source
+        return known
+
+    def tree(self) -> Tree:
+        """As plain values, for the next run."""
+        return {"turn": self._turn, "data": self._held | {name: data.state() for name, data in self.sources.items()}}
