@@ -368,13 +368,15 @@ def test_the_training_thread_neither_blocks_nor_waits_for_the_device() -> None:
 def test_a_fence_without_a_new_mark_is_harmless() -> None:
     fake = FakeCuda()
     mover = CudaMover(fake)
+    live = state(fake)
+    pieces, slot = place(*live), new_slot()
     mover.fence()
     mover.mark()
-    mover.copy(place(*state(fake)), new_slot(), no_pause)
+    mover.copy(pieces, slot, no_pause)
     mover.fence()
     mover.finish()
     mover.fence()
-    fake.run()
+    assert [bits(tensor) for tensor in live] == content(slot, pieces)
 
 
 def test_a_copy_that_was_not_queued_as_a_whole_before_the_fence_fails() -> None:

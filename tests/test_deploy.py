@@ -25,8 +25,8 @@ MARGIN_S = 5
 KIB = {"Mi": 2**20, "Gi": 2**30}
 
 
-def test_there_are_some() -> None:
-    assert [len(UNITS), len(SCRIPTS), len(MANIFESTS)] == [2, 3, 3]
+def test_there_is_something_for_every_supervisor() -> None:
+    assert UNITS and SCRIPTS and MANIFESTS, "tests of none of them would pass"
 
 
 # ---------------------------------------------------------------------- what they run and set
