@@ -32,7 +32,8 @@ from holdfast.smp_daemon.shared.handshake import check_client, prove_to_server
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import Authority, credentials, needs_openssl, token_file
-from tests.smp_kit import DEADLINE_S, JOB, Ground, Run, SmpProcess, playground, refusal, run_on
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import JOB, Ground, Run, SmpProcess, playground, refusal, run_on
 
 TOKEN = b"a token of enough bytes"
 

@@ -19,7 +19,8 @@ from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plan import plan_restore
-from tests.smp_kit import DEADLINE_S, Ground, Run, SmpProcess, Trainer, playground, run_on
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
 from tests.test_reform import (
     SNAPSHOT,
     carried_out,

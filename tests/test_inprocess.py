@@ -144,10 +144,10 @@ def test_entering_again_and_again_in_one_process_keeps_no_slot_mapped(monkeypatc
                     assert snap.step == 3 * life
                     for _ in range(3):
                         model(torch.ones(2, 8)).sum().backward()
-                        snap.drain(10)
+                        snap.drain(60)
                         optim.step()
                     model(torch.ones(2, 8))
-                    snap.drain(10)
+                    snap.drain(60)
                     raise RuntimeError
             held = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(base) in line]
             assert not [line for line in held if "board" not in line]

@@ -52,8 +52,8 @@ from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.record import LOOP, Values
 from holdfast.snapshot.state.values import encode
+from tests.deadlines import DEADLINE_S
 from tests.interleaving_kit import (
-    DEADLINE_S,
     SMP,
     Circle,
     Killed,
@@ -862,12 +862,12 @@ with InMemorySnapshot(model, optim, scheduler=schedule, job="steady", overhead_b
     for step in range(int(sys.argv[1])):
         optim.zero_grad()
         model(torch.ones(1, 512)).sum().backward()
-        assert snap.drain(30), step  # both are at rest now
+        assert snap.drain(60), step  # both are at rest now
         seen.append([(sum(memory(p)), p.num_fds(), p.num_threads()) for p in (psutil.Process(), smp)])
         optim.step()
         schedule.step()
     model(torch.ones(1, 512))  # the last snapshot is taken as one more step begins
-    assert snap.drain(30)
+    assert snap.drain(60)
     counts = {name: getattr(snap.statistics, name) for name in ("taken", "failed", "skipped", "protected")}
 print(json.dumps({"seen": seen, "counts": counts}))
 """

@@ -179,10 +179,10 @@ def train_until(end: int, error: BaseException | None, **options: int) -> int:
         for _ in range(began, end):
             optim.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
-            snap.drain(10)
+            snap.drain(60)
             optim.step()
         model(torch.ones(2, 4))
-        snap.drain(10)
+        snap.drain(60)
         if error is not None:
             raise error
     return began
@@ -251,7 +251,7 @@ try:
     with InMemorySnapshot(model, optim, max_repeats=2) as snap:
         for step in range(snap.step, 9):
             loss = model(torch.ones(2, 4)).sum()
-            snap.drain(10)
+            snap.drain(60)
             if step == 4 and dist.get_rank() == 1:
                 raise ArithmeticError("rank 1 overflows")
             optim.zero_grad(); loss.backward(); dist.all_reduce(loss.detach()); optim.step()

@@ -21,7 +21,8 @@ from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.transport import SocketStream, call, connect
 from tests.access_kit import credentials, token_file
 from tests.attacks.victim import Victim, ask, dial
-from tests.smp_kit import DEADLINE_S, JOB, Ground, playground
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import JOB, Ground, playground
 
 TOKEN = b"a token of enough bytes"
 

@@ -22,7 +22,8 @@ from holdfast.smp_daemon.shared.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import credentials, token_file
 from tests.attacks.victim import dial, frame
-from tests.smp_kit import DEADLINE_S, JOB, SmpProcess, playground, run_on
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import JOB, SmpProcess, playground, run_on
 
 GUESSES = 24
 
