@@ -1,4 +1,4 @@
-"""The rooms: what may import what, what starts quickly, and what must not appear anywhere."""
+"""The rooms: what may import what, what starts without frameworks, and what must not appear anywhere."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import ast
 import graphlib
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("ec", "smp_daemon", "snapshot", "integrations", "chaos")
@@ -128,12 +129,10 @@ def test_nothing_unpickles_or_evaluates() -> None:
         assert not {"eval", "exec", "torch.load"} & calls, path
 
 
-def test_the_front_door_opens_quickly_and_without_frameworks() -> None:
+def test_the_front_door_opens_without_frameworks() -> None:
     code = "import sys, holdfast; print([m for m in ('torch', 'ray', 'megatron', 'grpc', 'numpy') if m in sys.modules])"
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.strip() == "[]"
-    assert time.monotonic() - began < 10
 
 
 def test_the_version_is_printed_without_frameworks() -> None:
@@ -142,7 +141,7 @@ def test_the_version_is_printed_without_frameworks() -> None:
         "try: cli.main(['--version'])\n"
         "except SystemExit as end: print(end.code, [m for m in ('torch', 'ray', 'megatron') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.split("\n")[1] == "0 []"
 
 

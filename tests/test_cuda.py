@@ -32,6 +32,7 @@ from holdfast.snapshot.copy.movers import CpuMover, Mover, Piece
 from holdfast.snapshot.copy.numa import numa_node, parse_cpus, pin_to_node
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
+from tests.deadlines import DEADLINE_S
 
 quick = settings(deadline=None, derandomize=True, max_examples=120)
 
@@ -400,7 +401,7 @@ def test_a_copy_that_was_not_queued_as_a_whole_before_the_fence_fails() -> None:
 def mover_fence_from_training(mover: CudaMover) -> None:
     training = threading.Thread(target=mover.fence)
     training.start()
-    training.join(10)
+    training.join(DEADLINE_S)
     assert not training.is_alive()
 
 
@@ -836,7 +837,7 @@ def in_thread(work: Callable[[], tuple[bool, set[int]]]) -> tuple[bool, set[int]
     results: list[tuple[bool, set[int]]] = []
     thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
-    thread.join(10)
+    thread.join(DEADLINE_S)
     return results[0]
 
 

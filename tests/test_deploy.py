@@ -15,6 +15,7 @@ import pytest
 
 from holdfast.cli.main import make_parser
 from holdfast.smp_daemon.shared.budget import parse_size
+from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -98,7 +99,7 @@ def test_units_leave_time_for_the_drain(path: Path) -> None:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_bash(path: Path) -> None:
     assert path.stat().st_mode & 0o111
-    subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=DEADLINE_S)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", str(path)], check=True, timeout=60)
 

@@ -291,7 +291,7 @@ class TestSigterm:
         smps[0].process.send_signal(signal.SIGTERM)
         await_leaving(run["dp0"])
         smps[0].process.send_signal(signal.SIGTERM)
-        assert smps[0].process.wait(10) == 0
+        assert smps[0].process.wait(DEADLINE_S) == 0
 
     def test_without_grace_is_what_it_is_to_others(self, ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOLDFAST_GRACE", "0")

@@ -22,6 +22,7 @@ from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import suspend
 
 SCRIPT = """
@@ -98,7 +99,7 @@ def kill_smp(arena: Path) -> None:
     if owner is not None and psutil.pid_exists(owner.pid):
         process = psutil.Process(owner.pid)
         process.kill()
-        process.wait(10)
+        process.wait(DEADLINE_S)
 
 
 def smp_pid(arena: Path) -> int:
@@ -419,7 +420,7 @@ def test_a_signal_that_raises_while_the_smp_is_asked_costs_a_snapshot_or_two(are
                     asked = threads.submit(_interrupt_once_asked, snap)
                     with pytest.raises(Notice):
                         snap.drain(60)
-                    asked.result(10)
+                    asked.result(DEADLINE_S)
             finally:
                 smp.resume()
             train(snap, model, optim, 8)
@@ -599,14 +600,14 @@ def test_traffic_pauses_while_the_step_communicates(arena: Path) -> None:
 
 
 def test_an_smp_that_was_made_ready_ahead_is_the_one_that_serves(arena: Path) -> None:
-    prefetch().join(30)
+    prefetch().join(DEADLINE_S)
     pid = smp_pid(arena)
     model, optim = small()
     with InMemorySnapshot(model, optim, start=False, keep=True, protect="none") as snap:
         train(snap, model, optim, 2)
         snap.begin()
         assert snap.drain(60)
-    prefetch().join(30)
+    prefetch().join(DEADLINE_S)
     assert smp_pid(arena) == pid
     with InMemorySnapshot(*small(), start=False) as again:
         assert again.step == 2

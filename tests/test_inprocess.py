@@ -68,12 +68,12 @@ class Survival:
     def close(self) -> None:
         for process in self._processes.values():
             process.kill()
-            process.wait(10)
+            process.wait(DEADLINE_S)
         for owner in filter(None, (read_owner(self.base / f"node{rank}" / "survivors") for rank in range(WORLD))):
             if psutil.pid_exists(owner.pid):
                 smp = psutil.Process(owner.pid)
                 smp.kill()
-                smp.wait(10)
+                smp.wait(DEADLINE_S)
         shutil.rmtree(self.base)
 
 
@@ -156,7 +156,7 @@ def test_entering_again_and_again_in_one_process_keeps_no_slot_mapped(monkeypatc
         if owner is not None:
             smp = psutil.Process(owner.pid)
             smp.kill()
-            smp.wait(10)
+            smp.wait(DEADLINE_S)
         shutil.rmtree(base, ignore_errors=True)
 
 

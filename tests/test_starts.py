@@ -23,6 +23,7 @@ from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_FAILURE
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.starts import KILLED, WELL, End, Record, Start, Streak, failure_text
 from holdfast.snapshot.resume.wishes import Wishes, agree, check_repeats
+from tests.deadlines import DEADLINE_S
 from tests.test_hook import arena as arena
 
 counts = st.integers(0, MAX_COUNT)
@@ -216,7 +217,7 @@ def test_an_smp_that_died_meanwhile_still_knows(arena: Path) -> None:
     assert owner is not None
     process = psutil.Process(owner.pid)
     process.kill()
-    process.wait(10)
+    process.wait(DEADLINE_S)
     with pytest.raises(Repeated, match="step 0: ValueError: no data"):
         train_until(0, None, max_repeats=1)
 

@@ -178,7 +178,7 @@ def test_grpc_calls_without_a_right_signature_are_refused(guarded: Guarded, sign
         for method in ("ParityDone", "Ping"):
             call = channel.unary_unary(f"/holdfast.v1.Peer/{method}", bytes, bytes)
             with pytest.raises(grpc.RpcError) as refused:
-                call(request.SerializeToString(), timeout=10.0, metadata=((CALL_KEY, sign),))
+                call(request.SerializeToString(), timeout=DEADLINE_S, metadata=((CALL_KEY, sign),))
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
