@@ -19,6 +19,7 @@ from holdfast.smp_daemon.shared.credentials import (
     TOKEN_FILE_ENV,
     current,
 )
+from tests.deadlines import DEADLINE_S
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command makes the certificates")
 
@@ -83,4 +84,4 @@ def _new_key(path: Path) -> list[str]:
 
 
 def _openssl(*arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=30)
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=DEADLINE_S)

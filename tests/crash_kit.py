@@ -23,7 +23,8 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.records import ParityRecord, ShardRecord, digest, parity_from_json, shard_from_json
 from tests.crash_jobs import END
-from tests.smp_kit import DEADLINE_S, JOB, Ground, Held, Rules, SmpProcess
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import JOB, Ground, Held, Rules, SmpProcess
 
 Event = dict[str, Any]
 TARGET = "tests.crash_jobs:endure"

@@ -32,11 +32,11 @@ from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, co
 from holdfast.snapshot.collective.agreement import Alone, Result, T
 from holdfast.snapshot.copy.movers import CpuMover, Piece
 from holdfast.snapshot.step.copier import CopyJob
+from tests.deadlines import DEADLINE_S
 
 HOLD_S = 0.001
 """A thread is held no longer, so that threads which wait for it without a gate go on."""
 
-DEADLINE_S = 30.0
 LONGEST_HOLD = 8
 OWN_THREADS = "holdfast-"
 """How the names of a hook's threads begin."""

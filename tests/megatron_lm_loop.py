@@ -163,7 +163,7 @@ def train_step(
     loss = model(next(data)).square().mean()
     loss.backward()
     if snap is not None:
-        snap.drain(10)
+        snap.drain(60)
     optimizer.step()
     scheduler.step()
     return float(loss.item()).hex()

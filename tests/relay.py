@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast.smp_daemon.net.listener import bind_tcp
-
-DEADLINE_S = 10.0
+from tests.deadlines import DEADLINE_S
 
 
 class Relay:

@@ -37,9 +37,9 @@ from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
+from tests.deadlines import DEADLINE_S
 
 JOB = "testrun"
-DEADLINE_S = 60.0
 RECORD_BYTES = 600
 PROTECTED = Outcome.PROTECTED
 QUIET = {"HOLDFAST_SCRUB": "0", "HOLDFAST_REFORM_AFTER": "0", "HOLDFAST_REJOIN": "0"}

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.records import ParityRecord, ShardRecord
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
 snapshots = st.builds(SnapshotId, st.integers(1, 3), st.integers(1, 2**40))
@@ -50,6 +51,26 @@ def layouts(draw: st.DrawFn) -> Layout:
         unit_bytes=draw(st.integers(1, 64)),
         slots=draw(st.integers(2, 16)),
     )
+
+
+numbers = st.integers(0, 2**63)
+digests = st.integers(0, 2**64 - 1)
+unit_lengths = st.integers(1, 2**26)
+shard_records = st.builds(
+    ShardRecord, snapshots, names, numbers, unit_lengths, st.lists(digests, max_size=5).map(tuple)
+)
+
+
+@st.composite
+def drawn_parity_records(draw: st.DrawFn) -> ParityRecord:
+    unit_bytes = draw(unit_lengths)
+    folded = st.dictionaries(st.integers(0, 9), digests, max_size=3)
+    units = draw(st.lists(st.tuples(st.integers(0, unit_bytes), digests, folded), max_size=5))
+    lengths, parities, sources = zip(*units, strict=True) if units else ((), (), ())
+    return ParityRecord(draw(snapshots), draw(tags), draw(st.integers(0, 9)), unit_bytes, lengths, parities, sources)
+
+
+parity_records = drawn_parity_records()
 
 
 def through_json(data: Any) -> Any:

@@ -95,7 +95,7 @@ class Rank:
             for step in range(snap.step, STEPS):
                 self.reach("top", step)
                 loss = self.loss(model)
-                snap.drain(10)
+                snap.drain(60)
                 self.reach("middle", step)
                 torch.autograd.backward(loss)
                 self.optim.step()

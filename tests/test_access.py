@@ -32,7 +32,8 @@ from holdfast.smp_daemon.shared.handshake import check_client, prove_to_server
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import Authority, credentials, needs_openssl, token_file
-from tests.smp_kit import DEADLINE_S, JOB, Ground, Run, SmpProcess, playground, refusal, run_on
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import JOB, Ground, Run, SmpProcess, playground, refusal, run_on
 
 TOKEN = b"a token of enough bytes"
 
@@ -308,7 +309,7 @@ def test_whoever_does_not_know_them_gets_nothing(ground: Ground, tmp_path: Path,
     for stranger in strangers:
         with credentials(stranger):
             with pytest.raises(HoldfastError):
-                call(connect(smp.bulk, 10.0, JOB), question)
+                call(connect(smp.bulk, DEADLINE_S, JOB), question)
             with pytest.raises(HoldfastError):
                 guarded.ping(smp)
             assert take_census(JOB, [smp.bulk], Counters()) == []
@@ -327,12 +328,12 @@ def test_a_certificate_for_another_name_is_not_enough(ground: Ground, tmp_path: 
         smp = ground.smp()
     with credentials(authority.environment("web.example.org")):
         with pytest.raises(HoldfastError):
-            call(connect(smp.bulk, 10.0, JOB), {"op": "inventory", "job": JOB})
+            call(connect(smp.bulk, DEADLINE_S, JOB), {"op": "inventory", "job": JOB})
         with pytest.raises(HoldfastError):
             ping(smp)
     with credentials(authority.environment() | {"HOLDFAST_TLS_NAME": "web.example.org"}):
         with pytest.raises(SmpUnavailable, match="certificate"):
-            connect(smp.bulk, 10.0, JOB)
+            connect(smp.bulk, DEADLINE_S, JOB)
 
 
 def ping(smp: SmpProcess) -> object:
@@ -382,13 +383,13 @@ def test_a_call_that_was_overheard_cannot_be_repeated(ground: Ground, tmp_path: 
         with grpc.insecure_channel(smps[0].control) as channel:
             stub = peer_pb2_grpc.PeerStub(channel)
             with pytest.raises(grpc.RpcError) as refused:
-                stub.Ping(request, timeout=5.0)
+                stub.Ping(request, timeout=DEADLINE_S)
             assert signer.learn("it", refused.value)
             sign = signer.sign("it", "/holdfast.v1.Peer/Ping", request.SerializeToString())
             overheard = ((CALL_KEY, sign),)
-            assert stub.Ping(request, timeout=5.0, metadata=overheard).node == "node0"
+            assert stub.Ping(request, timeout=DEADLINE_S, metadata=overheard).node == "node0"
         smps[0].restart()
         for smp in smps:
             with grpc.insecure_channel(smp.control) as channel:
                 with pytest.raises(grpc.RpcError, match="not let in"):
-                    peer_pb2_grpc.PeerStub(channel).Ping(request, timeout=5.0, metadata=overheard)
+                    peer_pb2_grpc.PeerStub(channel).Ping(request, timeout=DEADLINE_S, metadata=overheard)

@@ -16,10 +16,10 @@ import pytest
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from holdfast.snapshot.collective import agreement
 from holdfast.snapshot.collective.agreement import AgreementLost, Alone, Result, work_in_rounds
+from tests.deadlines import DEADLINE_S
 from tests.test_replicas import Rank, together
 
 ROUNDS = 5
-DEADLINE_S = 10.0
 
 
 class Counting(Alone):
@@ -113,7 +113,7 @@ with InMemorySnapshot(model, optim) as snap:
         optim.zero_grad()
         model(torch.ones(2, 8)).sum().backward()
         dist.barrier()
-        snap.drain(20)
+        snap.drain(60)
         if snap.step == 4 and how == "late":
             snap._session.rank.agreement._ranks._set_default_timeout(timedelta(seconds=1))
             if rank == 0:  # until the other one has given up waiting

@@ -1,4 +1,4 @@
-"""The rooms: what may import what, what starts quickly, and what must not appear anywhere."""
+"""The rooms: what may import what, what starts without frameworks, and what must not appear anywhere."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import ast
 import graphlib
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("ec", "smp_daemon", "snapshot", "integrations", "chaos")
@@ -44,8 +45,13 @@ def product() -> dict[str, Path]:
 MODULES = product()
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -85,7 +91,8 @@ def test_a_room_imports_only_itself_and_rooms_below(room: str) -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    graphlib.TopologicalSorter({name: edges(path) - {name} for name, path in MODULES.items()}).prepare()
+    sorter = graphlib.TopologicalSorter({name: edges(path) - {name} for name, path in MODULES.items()})
+    assert set(sorter.static_order()) == MODULES.keys()  # or it raises, and names the circle
 
 
 @pytest.mark.parametrize("room", [room for room in ROOMS if room.partition(".")[0] in ("smp_daemon", "snapshot")])
@@ -117,18 +124,15 @@ def test_below_the_trainer_nothing_imports_torch(room: str) -> None:
 def test_nothing_unpickles_or_evaluates() -> None:
     forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
     for path in MODULES.values():
-        tree = ast.parse(path.read_text())
-        calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        calls = {ast.unparse(node.func) for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)}
         assert not forbidden & {name.split(".")[0] for name in imports(path)}, path
         assert not {"eval", "exec", "torch.load"} & calls, path
 
 
-def test_the_front_door_opens_quickly_and_without_frameworks() -> None:
+def test_the_front_door_opens_without_frameworks() -> None:
     code = "import sys, holdfast; print([m for m in ('torch', 'ray', 'megatron', 'grpc', 'numpy') if m in sys.modules])"
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.strip() == "[]"
-    assert time.monotonic() - began < 10
 
 
 def test_the_version_is_printed_without_frameworks() -> None:
@@ -137,7 +141,7 @@ def test_the_version_is_printed_without_frameworks() -> None:
         "try: cli.main(['--version'])\n"
         "except SystemExit as end: print(end.code, [m for m in ('torch', 'ray', 'megatron') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.split("\n")[1] == "0 []"
 
 

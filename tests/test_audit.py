@@ -117,6 +117,7 @@ def test_generators_that_drifted_are_named_with_the_reason(tmp_path: Path) -> No
 
 
 @pytest.mark.cluster
+@pytest.mark.slow  # and killed in `test_examples`
 def test_a_loop_over_a_data_loader_with_workers_is_exact() -> None:
     report = audit("dataloader")
     assert report.exact, report.differences

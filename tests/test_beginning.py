@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from holdfast import ConfigError, InMemorySnapshot
+from tests.deadlines import DEADLINE_S
 from tests.test_hook import arena as arena
 
 STEPS = 7
 STOP = 4
-DEADLINE_S = 10.0
 
 
 class Job:

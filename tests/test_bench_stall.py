@@ -90,11 +90,10 @@ def test_a_plot_has_a_bar_for_each_system_and_longer_ones_for_more() -> None:
 
 
 def test_a_plot_of_nothing_is_a_plot() -> None:
-    ET.fromstring(draw(report()))
+    assert ET.fromstring(draw(report())).tag.endswith("svg")
 
 
 def test_systems_are_chosen_by_name() -> None:
-    assert choose("all") == SYSTEMS
     assert [system.key for system in choose("holdfast,nvrx")] == ["holdfast", "nvrx"]
     with pytest.raises(ConfigError, match="'nobody'"):
         choose("nobody")

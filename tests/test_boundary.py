@@ -578,7 +578,7 @@ def test_snapshots_of_a_compiled_train_step_are_whole() -> None:
     with InMemorySnapshot(model, optim, keep=True) as snap:
         for _ in range(5):
             train(torch.randn(4, 3))
-            snap.drain(10)
+            snap.drain(60)
         assert snap.step == 5
         assert (snap.statistics.failed, snap.statistics.skipped) == (0, 0)
         kept = state(model, optim)

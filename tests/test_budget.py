@@ -20,6 +20,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.spawn import find_leftovers, sweep
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import Pool
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, SmpProcess, Trainer, memory_of, playground, run_on
 from tests.test_arena import PAGE, TAG, at, crash, hold
 
@@ -253,7 +254,7 @@ class writing_trainer:
 
     def __exit__(self, *exc: object) -> None:
         self.process.kill()
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=DEADLINE_S)
 
 
 @pytest.mark.parametrize("memory", ["0", "1MB"])
@@ -271,7 +272,7 @@ def test_whoever_is_killed_nothing_leaks(ground: Ground, memory: str, monkeypatc
                 smp.kill()
             if victims != "smp":
                 process.kill()
-                process.wait(20)
+                process.wait(DEADLINE_S)
             if victims != "trainer":
                 smp.launch().wait_ready()
         again = smp.client()

@@ -62,13 +62,13 @@ def test_an_average_goes_with_the_snapshot_and_is_not_overlooked(
         snap.settle()
         overlooked.look()
         model(torch.ones(1, 3)).sum().backward()
-        snap.drain(10)  # such short steps are skipped while snapshots are being sealed
+        snap.drain(60)  # such short steps are skipped while snapshots are being sealed
         optim.step()
         optim.zero_grad()
         for by, average in enumerate(first, 1):
             average.update(by)
     snap.settle()
-    assert snap.drain(10)
+    assert snap.drain(60)
     assert "held by no snapshot" not in caplog.text
     snap.__exit__(RuntimeError, RuntimeError("killed"), None)
 

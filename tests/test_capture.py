@@ -30,12 +30,12 @@ from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.record import decode_record, decode_values
 from holdfast.snapshot.step.capture import Capture, Staging
 from holdfast.snapshot.step.copier import Copier, CopyJob
+from tests.deadlines import DEADLINE_S
 from tests.test_hook import arena as arena
 from tests.test_hook import train, values
 from tests.test_movers import Counting
 from tests.test_state import Toy, named, toy
 
-DEADLINE_S = 10.0
 SLOTS = 3
 
 
@@ -803,7 +803,7 @@ def test_an_average_of_the_weights_comes_back_as_it_was_after_the_step() -> None
             train(snap, model, optim, 1)
             for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
                 mean.lerp_(weight.detach(), 0.25)
-            snap.drain(10)
+            snap.drain(60)
         assert snap.statistics.failed == 0
         kept = [*values(model, optim), *(mean.clone() for mean in average.parameters())]
     model, average, optim = job()

@@ -16,8 +16,8 @@ from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.network import clocks
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import arena_base
+from tests.deadlines import DEADLINE_S
 
-DEADLINE_S = 20.0
 DAY_S, HOUR_S = 86400, 3600
 
 pytestmark = pytest.mark.skipif(bool(clocks.unavailable()), reason=clocks.unavailable() or "-")

@@ -22,8 +22,8 @@ from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
 from holdfast.snapshot.state.record import place_tensors
 from holdfast.snapshot.step.copier import Copier, CopyJob, Retaken
+from tests.deadlines import DEADLINE_S
 
-DEADLINE_S = 10.0
 SOON_S = 0.05
 """How long somebody waits that is not to come."""
 

@@ -11,8 +11,8 @@ from dataclasses import fields
 import pytest
 
 from holdfast.smp_daemon.shared.counters import Counters, Counts
+from tests.deadlines import DEADLINE_S
 
-DEADLINE_S = 30.0
 THREADS = 4
 ROUNDS = 2000
 

@@ -20,8 +20,8 @@ from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.points import PERSIST_POINTS, POINTS, SMP_POINTS, TRAINER_POINTS
 from tests.crash_kit import Job, held_whole, job, next_life
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
-    DEADLINE_S,
     Ground,
     SmpProcess,
     Trainer,

@@ -32,6 +32,7 @@ from holdfast.snapshot.copy.movers import CpuMover, Mover, Piece
 from holdfast.snapshot.copy.numa import numa_node, parse_cpus, pin_to_node
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
+from tests.deadlines import DEADLINE_S
 
 quick = settings(deadline=None, derandomize=True, max_examples=120)
 
@@ -368,13 +369,15 @@ def test_the_training_thread_neither_blocks_nor_waits_for_the_device() -> None:
 def test_a_fence_without_a_new_mark_is_harmless() -> None:
     fake = FakeCuda()
     mover = CudaMover(fake)
+    live = state(fake)
+    pieces, slot = place(*live), new_slot()
     mover.fence()
     mover.mark()
-    mover.copy(place(*state(fake)), new_slot(), no_pause)
+    mover.copy(pieces, slot, no_pause)
     mover.fence()
     mover.finish()
     mover.fence()
-    fake.run()
+    assert [bits(tensor) for tensor in live] == content(slot, pieces)
 
 
 def test_a_copy_that_was_not_queued_as_a_whole_before_the_fence_fails() -> None:
@@ -398,7 +401,7 @@ def test_a_copy_that_was_not_queued_as_a_whole_before_the_fence_fails() -> None:
 def mover_fence_from_training(mover: CudaMover) -> None:
     training = threading.Thread(target=mover.fence)
     training.start()
-    training.join(10)
+    training.join(DEADLINE_S)
     assert not training.is_alive()
 
 
@@ -834,7 +837,7 @@ def in_thread(work: Callable[[], tuple[bool, set[int]]]) -> tuple[bool, set[int]
     results: list[tuple[bool, set[int]]] = []
     thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
-    thread.join(10)
+    thread.join(DEADLINE_S)
     return results[0]
 
 

@@ -59,7 +59,7 @@ def run(
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [
-        (1, "bf16"),
+        pytest.param(1, "bf16", marks=pytest.mark.slow),
         pytest.param(2, "fp16", marks=NO_FP16),
         (3, "bf16"),
         pytest.param(0, "fp32", marks=pytest.mark.slow),

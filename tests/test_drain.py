@@ -19,7 +19,8 @@ from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plan import plan_restore
-from tests.smp_kit import DEADLINE_S, Ground, Run, SmpProcess, Trainer, playground, run_on
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
 from tests.test_reform import (
     SNAPSHOT,
     carried_out,
@@ -290,7 +291,7 @@ class TestSigterm:
         smps[0].process.send_signal(signal.SIGTERM)
         await_leaving(run["dp0"])
         smps[0].process.send_signal(signal.SIGTERM)
-        assert smps[0].process.wait(10) == 0
+        assert smps[0].process.wait(DEADLINE_S) == 0
 
     def test_without_grace_is_what_it_is_to_others(self, ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOLDFAST_GRACE", "0")

@@ -16,8 +16,8 @@ import pytest
 
 from holdfast.ec import Codec, backends, choose_codec, describe_auto, isal
 from holdfast.ec.isal import XOR_ALIGNMENT, IsalKernel
+from tests.deadlines import DEADLINE_S
 
-DEADLINE_S = 60
 ODD_UNIT = 4097
 
 Addresses = ctypes.Array[ctypes.c_void_p]

@@ -24,8 +24,8 @@ from holdfast.ec.codec import Buffer, Kernel, as_array
 from holdfast.ec.isal import TABLE_BYTES, IsalKernel, load
 from holdfast.ec.matrix import Matrix
 from holdfast.ec.numpy_kernel import NumpyKernel
+from tests.deadlines import DEADLINE_S
 
-DEADLINE_S = 120
 ROOT = Path(__file__).parent.parent
 
 PAGE = mmap.PAGESIZE

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import sampled
 from tests.test_hook import arena as arena
 
 LONG_S = 120.0
@@ -98,10 +99,11 @@ def noted(lines: list[str]) -> list[tuple[str, str]]:
     ]
 
 
+@sampled("kills", few=2, whole=5)
 def test_the_loop_of_the_readme_is_exact_wherever_it_is_killed(
-    arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
-    """A plain shuffled DataLoader with two workers, five SIGKILLs at instants drawn from a seed."""
+    """A plain shuffled DataLoader with two workers, SIGKILLs at instants drawn from a seed."""
     seed = int(os.environ.get(SEED) or random.SystemRandom().randrange(1 << 32))
     print(f"{SEED}={seed}")
     drawn = random.Random(seed)
@@ -111,8 +113,8 @@ def test_the_loop_of_the_readme_is_exact_wherever_it_is_killed(
     expected = dict(noted(alone))
     assert len(expected) == 4 * (32 + 1)
     killed: list[tuple[str, str]] = []
-    for _ in range(5):
-        # Seldom enough lines that five lives do not finish the job; some die before their first step ends.
+    for _ in range(kills):
+        # Seldom enough lines that these lives do not finish the job; some die before their first step ends.
         told = noted(
             kill_after(start("dataloader", "killed", tmp_path), drawn.randrange(1, 22), drawn.uniform(0, 0.02))
         )

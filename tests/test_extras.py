@@ -23,7 +23,7 @@ def go_on(snap: InMemorySnapshot, model: nn.Module, optim: torch.optim.Optimizer
     """As users write it: nothing says where a step begins but the forward."""
     for _ in range(steps):
         torch.autograd.backward(model(torch.ones(2, 4)).sum())
-        snap.drain(10)
+        snap.drain(60)
         optim.step()
         optim.zero_grad()
 
@@ -192,7 +192,7 @@ def test_what_forward_changes_of_it_is_as_it_was_when_the_step_began(arena: Path
         seen.append(model[0].amax)
         go_on(snap, model, optim)
     model(torch.ones(2, 4)).sum().backward()
-    assert snap.drain(10)
+    assert snap.drain(60)
     snap.__exit__(RuntimeError, RuntimeError("killed"), None)
     again, other = scaled()
     with InMemorySnapshot(again, other) as snap:

@@ -14,9 +14,9 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.relay import relaying
+from tests.sampling import sampled
 from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, playground, run_on
 
-FLIPS = 10_000
 SEED = 20260
 
 
@@ -91,7 +91,8 @@ def scrub_all(run: Run) -> dict[str, int]:
     return {name: sum(each[name] for each in found) for name in ("units", "damaged", "mended")}
 
 
-def test_ten_thousand_flips_at_rest_are_all_noticed_and_mended(ground: Ground) -> None:
+@sampled("flips", few=1_000, whole=10_000)
+def test_flips_at_rest_are_all_noticed_and_mended(ground: Ground, flips: int) -> None:
     source = random.Random(SEED)
     smps = ground.smps(4)
     run = in_small_units(run_on(smps, [[60_000], [60_000], [40_000], [50_000]], protect="2+2"))
@@ -102,17 +103,17 @@ def test_ten_thousand_flips_at_rest_are_all_noticed_and_mended(ground: Ground) -
     for unit in units:
         by_stripe.setdefault(unit.stripe, []).append(unit)
     done = 0
-    while done < FLIPS:
+    while done < flips:
         # Any units, but no more of a stripe than parity makes up for; a unit may be hit several times.
         hit = [u for stripe in by_stripe.values() for u in source.sample(stripe, min(2, len(stripe)))]
-        hit = hit[: FLIPS - done]
+        hit = hit[: flips - done]
         for unit in hit:
             flip(unit, source)
         assert scrub_all(run) == {"units": len(units), "damaged": len(hit), "mended": len(hit)}, f"seed {SEED}"
         done += len(hit)
     assert images(run, units) == before
-    assert sum(trainer.client.counters()["units_damaged"] for trainer in run) == FLIPS
-    assert sum(trainer.client.counters()["units_mended"] for trainer in run) == FLIPS
+    assert sum(trainer.client.counters()["units_damaged"] for trainer in run) == flips
+    assert sum(trainer.client.counters()["units_mended"] for trainer in run) == flips
 
 
 def test_more_flips_in_a_stripe_than_parity_are_noticed_and_not_mended_into_something_else(ground: Ground) -> None:
@@ -192,7 +193,10 @@ def test_a_flip_on_the_way_into_parity_is_refused(ground: Ground) -> None:
     assert run.outcomes(snapshot) == {PROTECTED}
 
 
-def test_a_flip_on_the_way_to_a_new_node_is_noticed_and_the_unit_computed_from_others(ground: Ground) -> None:
+@sampled("times", few=5, whole=40)
+def test_a_flip_on_the_way_to_a_new_node_is_noticed_and_the_unit_computed_from_others(
+    ground: Ground, times: int
+) -> None:
     source = random.Random(SEED)
     smps = ground.smps(4)
     run = run_on(smps, [[30_000]] * 4, protect="2+2")
@@ -200,7 +204,7 @@ def test_a_flip_on_the_way_to_a_new_node_is_noticed_and_the_unit_computed_from_o
     plan = run.plan(*[trainer.client.inventory() for trainer in run])
     for trainer in run:
         trainer.client.join(2)
-    for _ in range(40):
+    for _ in range(times):
         smps[3].lose()
         smps[3].launch().wait_ready()
         fresh = smps[3].client()

@@ -117,7 +117,7 @@ def life(steps: int, history: dict[int, list[torch.Tensor]] | None = None, **opt
                 now = [p.detach().clone() for p in model.parameters()]
                 assert all(torch.equal(*pair) for pair in zip(now, seen.setdefault(step, now), strict=True)), step
                 model(torch.ones(2, 4)).sum().backward()
-                snap.drain(10)
+                snap.drain(60)
                 if step == began + steps:
                     raise Crash
                 optim.step()

@@ -52,7 +52,7 @@ def job() -> tuple[Any, torch.optim.Optimizer]:
 
 def step(snap: InMemorySnapshot, model: torch.nn.Module, optim: torch.optim.Optimizer) -> None:
     torch.autograd.backward(model(torch.ones(4, 2)).sum())
-    snap.drain(10)
+    snap.drain(60)
     optim.step()
     optim.zero_grad()
 
@@ -81,7 +81,7 @@ def test_what_a_registered_class_keeps_comes_back(arena: Path, centred: None) ->
         step(snap, model, optim)
     before = [(model[i].count, model[i].means["x"].clone()) for i in (1, 2)]
     model(torch.ones(4, 2))  # the fourth step begins: the state before it is snapshot 3
-    assert snap.drain(10)
+    assert snap.drain(60)
     snap.__exit__(RuntimeError, RuntimeError("killed"), None)
 
     model, optim = job()

@@ -30,6 +30,7 @@ from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Holdings, Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.pool import Pool
 from holdfast.smp_daemon.storage.slots import SlotState
+from tests.deadlines import DEADLINE_S
 
 UNIT = 8
 LENGTHS = {"dp0": 20, "dp1": 13, "dp2": 8}
@@ -609,16 +610,16 @@ def test_a_waiter_is_woken_by_what_is_taken_in(place: Place) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert waiting.wait(30)
+    assert waiting.wait(DEADLINE_S)
     place.put_shard(SHARD)
-    assert woken.wait(15)
-    thread.join(30)
+    assert woken.wait(DEADLINE_S)
+    thread.join(DEADLINE_S)
 
 
 def test_damage_that_several_find_at_once_is_counted_once(place: Place) -> None:
     place.put_shard(SHARD)
     place.flip(SHARD, 0)
-    ready = threading.Barrier(4, timeout=30)
+    ready = threading.Barrier(4, timeout=DEADLINE_S)
 
     def find() -> None:
         ready.wait()
@@ -629,6 +630,6 @@ def test_damage_that_several_find_at_once_is_counted_once(place: Place) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(DEADLINE_S)
         assert not thread.is_alive()
     assert place.count("units_damaged") == 1

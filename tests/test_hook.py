@@ -22,6 +22,7 @@ from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import suspend
 
 SCRIPT = """
@@ -44,7 +45,7 @@ with InMemorySnapshot(model, optim, scheduler=schedule) as snap:
         x = torch.randn(8, 16) * random.random() + numpy.random.random()
         loss = model(x).square().mean()
         if stop - 2 <= step <= stop:
-            snap.drain(10)  # such short steps are skipped while snapshots are being sealed
+            snap.drain(60)  # such short steps are skipped while snapshots are being sealed
         if step == stop:
             os.kill(os.getpid(), signal.SIGKILL)
         optim.zero_grad(); loss.backward(); optim.step(); schedule.step()
@@ -84,7 +85,7 @@ def train(snap: InMemorySnapshot, model: torch.nn.Module, optim: torch.optim.Opt
         width: Any = next(model.parameters()).shape[1]
         optim.zero_grad()
         model(torch.ones(2, width)).sum().backward()
-        snap.drain(10)
+        snap.drain(60)
         optim.step()
 
 
@@ -98,7 +99,7 @@ def kill_smp(arena: Path) -> None:
     if owner is not None and psutil.pid_exists(owner.pid):
         process = psutil.Process(owner.pid)
         process.kill()
-        process.wait(10)
+        process.wait(DEADLINE_S)
 
 
 def smp_pid(arena: Path) -> int:
@@ -136,7 +137,7 @@ def test_an_exception_in_the_loop_keeps_everything_for_the_restart(arena: Path) 
             train(snap, model, optim, 4)
             kept = values(model, optim)
             model(torch.ones(1, 4))
-            snap.drain(10)
+            snap.drain(60)
             raise ZeroDivisionError
     again, other = small()
     with InMemorySnapshot(again, other) as snap:
@@ -411,15 +412,15 @@ def test_a_signal_that_raises_while_the_smp_is_asked_costs_a_snapshot_or_two(are
         with InMemorySnapshot(model, optim) as snap:
             train(snap, model, optim, 4)
             model(torch.ones(1, 4)).sum().backward()
-            assert snap.drain(10)
+            assert snap.drain(60)
             smp = psutil.Process(smp_pid(arena))
             suspend(smp.pid)
             try:
                 with ThreadPoolExecutor(1) as threads:
                     asked = threads.submit(_interrupt_once_asked, snap)
                     with pytest.raises(Notice):
-                        snap.drain(30)
-                    asked.result(10)
+                        snap.drain(60)
+                    asked.result(DEADLINE_S)
             finally:
                 smp.resume()
             train(snap, model, optim, 8)
@@ -428,7 +429,7 @@ def test_a_signal_that_raises_while_the_smp_is_asked_costs_a_snapshot_or_two(are
             assert smp_pid(arena) == smp.pid and snap._session.rank.client.inventory().record.ends == {}
             kept = values(model, optim)
             model(torch.ones(1, 4))
-            assert snap.drain(10)
+            assert snap.drain(60)
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         pass
@@ -449,7 +450,7 @@ optim = torch.optim.Adam(model.parameters())
 with InMemorySnapshot(model, optim) as snap:
     for line in sys.stdin:
         model(torch.ones(1, 4)).sum().backward()
-        snap.drain(10)
+        snap.drain(60)
         optim.step()
         print(snap.step, flush=True)
 """
@@ -531,7 +532,7 @@ with InMemorySnapshot(model, optim) as snap:
     data = torch.randn(12, 4)
     loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")
     for batch in loader:
-        optim.zero_grad(); model(batch).sum().backward(); snap.drain(10); optim.step()
+        optim.zero_grad(); model(batch).sum().backward(); snap.drain(60); optim.step()
     print(snap.step, snap.protected_step, "grpc" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -545,7 +546,7 @@ from holdfast import InMemorySnapshot
 model = torch.nn.Linear(4, 3); optim = torch.optim.Adam(model.parameters())
 def steps():
     for _ in range(3):
-        optim.zero_grad(); model(torch.randn(2, 4)).sum().backward(); snap.drain(10); optim.step()
+        optim.zero_grad(); model(torch.randn(2, 4)).sum().backward(); snap.drain(60); optim.step()
 with InMemorySnapshot(model, optim, overhead_budget=0) as snap:
     steps()
     child = os.fork()
@@ -599,14 +600,14 @@ def test_traffic_pauses_while_the_step_communicates(arena: Path) -> None:
 
 
 def test_an_smp_that_was_made_ready_ahead_is_the_one_that_serves(arena: Path) -> None:
-    prefetch().join(30)
+    prefetch().join(DEADLINE_S)
     pid = smp_pid(arena)
     model, optim = small()
     with InMemorySnapshot(model, optim, start=False, keep=True, protect="none") as snap:
         train(snap, model, optim, 2)
         snap.begin()
-        assert snap.drain(10)
-    prefetch().join(30)
+        assert snap.drain(60)
+    prefetch().join(DEADLINE_S)
     assert smp_pid(arena) == pid
     with InMemorySnapshot(*small(), start=False) as again:
         assert again.step == 2
@@ -623,7 +624,7 @@ def test_a_frozen_base_is_restored(arena: Path) -> None:
     with InMemorySnapshot(model, optim, keep=True, protect="none") as snap:
         train(snap, model, optim, 6)
         snap.begin()
-        assert snap.drain(10)
+        assert snap.drain(60)
     fresh, fresh_optim = make()
     with InMemorySnapshot(fresh, fresh_optim, protect="none") as snap:
         assert snap.step == 6
@@ -646,7 +647,7 @@ def test_several_optimizers_and_a_scaler_that_skips_come_back(arena: Path) -> No
             optim.zero_grad()
         scaler.scale(model(torch.full((2, 4), float("inf") if i == 3 else 1.0 + i)).sum()).backward()
         if snap is not None:
-            snap.drain(10)
+            snap.drain(60)
         for optim in optims:
             scaler.step(optim)
         scaler.update()
@@ -664,7 +665,7 @@ def test_several_optimizers_and_a_scaler_that_skips_come_back(arena: Path) -> No
         for i in range(5):
             step(job, i, snap)
         job[0](torch.zeros(1, 4))
-        assert snap.drain(10)
+        assert snap.drain(60)
     job = make()
     with InMemorySnapshot(job[0], job[1], extra={"scaler": job[2]}, protect="none") as snap:
         assert snap.step == 5
@@ -704,7 +705,7 @@ def test_a_loop_that_ended_well_and_does_not_say_where_steps_begin_may_draw_its_
             for _ in range(snap.step, until):
                 optim.zero_grad()
                 model(torch.randn(2, 4)).sum().backward()
-                snap.drain(10)
+                snap.drain(60)
                 optim.step()
         return values(model, optim)
 

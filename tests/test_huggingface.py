@@ -63,7 +63,7 @@ class Watched(Trainer):
                 os.kill(os.getpid(), signal.SIGKILL)
             return loss
         if protected and kept.snapshot is not None and stop - 3 <= step <= stop:
-            kept.snapshot.drain(10)  # such short steps are skipped while snapshots are being sealed
+            kept.snapshot.drain(60)  # such short steps are skipped while snapshots are being sealed
         if step == stop and ends == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if step == stop and ends == "raise":

@@ -68,12 +68,12 @@ class Survival:
     def close(self) -> None:
         for process in self._processes.values():
             process.kill()
-            process.wait(10)
+            process.wait(DEADLINE_S)
         for owner in filter(None, (read_owner(self.base / f"node{rank}" / "survivors") for rank in range(WORLD))):
             if psutil.pid_exists(owner.pid):
                 smp = psutil.Process(owner.pid)
                 smp.kill()
-                smp.wait(10)
+                smp.wait(DEADLINE_S)
         shutil.rmtree(self.base)
 
 
@@ -144,10 +144,10 @@ def test_entering_again_and_again_in_one_process_keeps_no_slot_mapped(monkeypatc
                     assert snap.step == 3 * life
                     for _ in range(3):
                         model(torch.ones(2, 8)).sum().backward()
-                        snap.drain(10)
+                        snap.drain(60)
                         optim.step()
                     model(torch.ones(2, 8))
-                    snap.drain(10)
+                    snap.drain(60)
                     raise RuntimeError
             held = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(base) in line]
             assert not [line for line in held if "board" not in line]
@@ -156,7 +156,7 @@ def test_entering_again_and_again_in_one_process_keeps_no_slot_mapped(monkeypatc
         if owner is not None:
             smp = psutil.Process(owner.pid)
             smp.kill()
-            smp.wait(10)
+            smp.wait(DEADLINE_S)
         shutil.rmtree(base, ignore_errors=True)
 
 

@@ -67,7 +67,7 @@ class Net(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         snap = self.trainer.callbacks[0].snapshot if protected else None
         if snap is not None and stop - 3 <= self.batch <= stop:
-            snap.drain(10)  # such short steps are skipped while snapshots are being sealed
+            snap.drain(60)  # such short steps are skipped while snapshots are being sealed
         loss = torch.nn.functional.mse_loss(self(batch), batch)
         if self.batch == stop and ends == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

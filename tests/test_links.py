@@ -21,7 +21,8 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, Stream
-from tests.smp_kit import DEADLINE_S, Ground, playground
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import Ground, playground
 
 SOON_S = 0.05
 """A deadline that is meant to pass."""

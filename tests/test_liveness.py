@@ -33,7 +33,8 @@ from holdfast.smp_daemon.watchdog.liveness import (
     median_step,
     parse_deadlines,
 )
-from tests.smp_kit import DEADLINE_S, JOB, Ground, SmpProcess, playground, run_on
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import JOB, Ground, SmpProcess, playground, run_on
 
 LIMITS = Deadlines(start=900, restore=600, step=60, copy=120, factor=10)
 
@@ -274,7 +275,7 @@ class trainer_process:
 
     def __exit__(self, *exc: object) -> None:
         self.process.kill()
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=DEADLINE_S)
 
 
 def beat(process: subprocess.Popen[str]) -> None:
@@ -352,7 +353,7 @@ def test_one_that_goes_is_not_missed_and_one_that_dies_is_until_it_is_back(
     smp = watching(ground, monkeypatch, "")
     with trainer_process(smp) as process:
         assert [trainer.health for trainer in of(smp)] == [Health.ALIVE]
-        process.communicate(timeout=20)
+        process.communicate(timeout=DEADLINE_S)
     await_that(lambda: of(smp) == [])
     with trainer_process(smp) as process:
         process.kill()
@@ -381,8 +382,8 @@ def test_a_command_that_takes_too_long_is_killed_and_nothing_waits_for_it(tmp_pa
 
     trainer = Trainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0)
     began = time.monotonic()
-    OnHang(f"echo $$ > {tmp_path / 'pid'}; sleep 300", JOB, "node0", 0.5).run(trainer)
-    assert time.monotonic() - began < 0.4
+    OnHang(f"echo $$ > {tmp_path / 'pid'}; sleep 300", JOB, "node0", 2.0).run(trainer)
+    assert time.monotonic() - began < 2.0
     await_that((tmp_path / "pid").exists)
     await_that(lambda: (tmp_path / "pid").read_text().strip())
     pid = int((tmp_path / "pid").read_text())
@@ -418,10 +419,10 @@ def test_the_hook_beats_from_its_start_to_its_end(ground: Ground, monkeypatch: p
         assert (begun.health, begun.phase, begun.pid) == (Health.ALIVE, "start", os.getpid())
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
-            assert snap.drain(20)
+            assert snap.drain(60)
             optim.step()
         model(torch.ones(2, 4))
-        assert snap.drain(20)
+        assert snap.drain(60)
         (trained,) = of(smp)
         assert (trained.health, trained.phase, trained.step) == (Health.ALIVE, "step", 3)
         assert Board(smp.arena / "board").beats(0)[2] == 0  # what was copied is sealed

@@ -24,8 +24,8 @@ from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.transport import Message, Stream
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
-    DEADLINE_S,
     Ground,
     Held,
     SmpProcess,
@@ -38,7 +38,7 @@ from tests.smp_kit import (
 )
 
 ELEMENTS = 30_000
-SOON_S = CALL_DEADLINE_S / 2
+SOON_S = CALL_DEADLINE_S
 """Whoever waits for one that stands still until a deadline of the network is not done by then."""
 
 

@@ -27,6 +27,7 @@ from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.movers import LOAD_THREADS, CpuMover, Mover, Piece
 from holdfast.snapshot.resume import loading, restore
 from holdfast.snapshot.resume.loading import check_ranges, cut, load_checked
+from tests.deadlines import DEADLINE_S
 from tests.test_state import SNAPSHOT, toy, whole_slot
 from tests.test_tensors import bits, random_bits
 
@@ -37,7 +38,6 @@ UNIT = 64
 UNITS = 20
 BYTES = UNITS * UNIT - 10
 """The last unit is short."""
-DEADLINE_S = 30.0
 
 HOLDER = b"\xa5"
 """What live tensors hold before they are loaded."""

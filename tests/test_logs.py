@@ -27,7 +27,8 @@ from holdfast.smp_daemon.shared.logs import (
     identify,
     parse_line,
 )
-from tests.smp_kit import DEADLINE_S, Ground, SmpProcess, playground, run_on
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import Ground, SmpProcess, playground, run_on
 
 FIELDS = {"time", "level", "job", "node", "epoch", "step", "at", "msg"}
 

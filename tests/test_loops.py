@@ -1,4 +1,4 @@
-"""Training loops drawn from seeds: the generator, the judge, fifty seeds, and builds that are broken on purpose."""
+"""Training loops drawn from seeds: the generator, the judge, runs of them, and builds that are broken on purpose."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from holdfast.chaos.loops.draw import draw
 from holdfast.chaos.loops.judge import Outcome, judge, names
 from holdfast.chaos.loops.script import Loop
 from tests.loops_mutants import MUTANTS
+from tests.sampling import sampled
 
-FIFTY = 50
 FIRST = 7000
 DEADLINE_S = 400.0
 
@@ -125,19 +125,20 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_fifty_seeds_are_identical_or_refused_by_name(tmp_path: Path) -> None:
+@sampled("seeds", few=12, whole=50)
+def test_seeds_are_identical_or_refused_by_name(tmp_path: Path, seeds: int) -> None:
     file, report = tmp_path / "loops.json", tmp_path / "loops.md"
-    arguments = ["--seeds", str(FIFTY), "--first", str(FIRST), "--jobs", "2"]
+    arguments = ["--seeds", str(seeds), "--first", str(FIRST), "--jobs", "2"]
     status, text = run("holdfast.chaos.loops", *arguments, "--json", str(file), "--markdown", str(report))
     assert file.exists(), text
     data = json.loads(file.read_text())
     counts = {outcome.value: data[outcome.value] for outcome in Outcome}
-    assert sum(counts.values()) == FIFTY == len(data["seeds"])
-    assert {seed["seed"] for seed in data["seeds"]} == set(range(FIRST, FIRST + FIFTY))
+    assert sum(counts.values()) == seeds == len(data["seeds"])
+    assert {seed["seed"] for seed in data["seeds"]} == set(range(FIRST, FIRST + seeds))
     assert all(seed["history"].startswith(f"# seed {seed['seed']}:") for seed in data["seeds"])
     assert (counts["silent"], counts["unprotected"], counts["errors"], status) == (0, 0, 0, 0), text
-    assert counts["identical"] > FIFTY / 2
-    assert "| model: mlp |" in report.read_text()
+    assert counts["identical"] > seeds / 2
+    assert all(f"| {feature} |" in report.read_text() for feature in draw(FIRST).features())
 
 
 def test_a_single_seed_shows_itself() -> None:

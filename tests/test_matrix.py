@@ -8,12 +8,24 @@ from holdfast import ConfigError
 from holdfast.chaos.cluster import History
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.matrix import CELLS, Cell, choose, drill, judge
+from tests.sampling import chosen
 
 CELL = Cell("toy", "examples.plain:Plain", 2)
+COVERING = (
+    "TP2 PP2 DP2",
+    "TP2 DP2, fp16, no distributed optimizer",
+    "MoE with expert bias, PP2 EP2",
+    "one process, foreach",
+    "FSDP2",
+    "LoRA-FA",
+    "ZeRO-1 under DDP, LoRA",
+    "pool of unequal stages",
+)
+"""Every kind of parallelism, of precision and of state; what the other cells have, one of these or an audit has."""
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("cell", choose("quick"), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", chosen(choose("quick"), choose(";".join(COVERING))), ids=lambda cell: cell.name)
 def test_a_job_that_is_killed_goes_on_to_the_last_bit(launcher: Launcher, cell: Cell) -> None:
     verdict = drill(launcher, cell, seed=1234)
     assert verdict.difference == ""

@@ -16,8 +16,8 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.collective import meeting
 from holdfast.snapshot.collective.meeting import LEAD_STEPS, MOST_DOUBLINGS, Meeting
 from holdfast.snapshot.step.ledger import Ledger
+from tests.deadlines import DEADLINE_S
 
-DEADLINE_S = 20.0
 thorough = settings(deadline=None, derandomize=True, max_examples=200)
 
 

@@ -170,7 +170,7 @@ def train(
     for iteration in range(args.iteration, until):
         args.curr_iteration = iteration
         torch.autograd.backward(model(torch.ones(1, 3)).sum())
-        snap.drain(10)
+        snap.drain(60)
         optim.step()
         args.consumed_train_samples += BATCH
 
@@ -181,7 +181,7 @@ def test_without_megatrons_module_an_iteration_begins_with_the_first_forward(are
     assert (snap.step, args.iteration) == (0, 100)
     train(snap, args, model, optim, until=105)
     torch.autograd.backward(model(torch.ones(1, 3)).sum())
-    assert snap.drain(10)
+    assert snap.drain(60)
     snap.__exit__(RuntimeError, RuntimeError("killed"), None)
 
     args, model, optim = start(iteration=90)  # a checkpoint on disk, older by nature

@@ -332,9 +332,11 @@ def test_layouts_that_are_over_are_let_go() -> None:
 
 def test_a_closed_mover_may_be_closed_again() -> None:
     mover = CpuMover()
-    remember(mover)
+    tensor = remember(mover)
     mover.close()
     mover.close()
+    gc.collect()
+    assert tensor() is None
 
 
 def test_nothing_and_empty_tensors_are_copied_without_a_pause() -> None:

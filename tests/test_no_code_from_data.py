@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_architecture import MODULES as PRODUCT
-from tests.test_architecture import ROOT, imports
+from tests.test_architecture import ROOT, imports, parsed
 
 MODULES = {
     *("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "dbm", "code", "codeop"),
@@ -46,9 +46,8 @@ ALLOWED = {
 
 def found(path: Path) -> set[str]:
     """What a module names that it must not."""
-    tree = ast.parse(path.read_text())
     names = {name for name in imports(path) if name in MODULES or name.split(".")[0] in MODULES}
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             keywords = {keyword.arg for keyword in node.keywords}
@@ -63,7 +62,7 @@ def found(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_nothing_is_named_that_makes_code_of_data(room: str) -> None:
-    for path in (path for name, path in PRODUCT.items() if name.split(".")[0] == room):
+    for path in (path for name, path in PRODUCT.items() if name.partition(".")[0] == room):
         relative = str(path.relative_to(ROOT))
         assert {name for name in found(path) if (relative, name) not in ALLOWED} == set(), relative
 

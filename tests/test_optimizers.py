@@ -32,7 +32,7 @@ def adam(*groups: Any, cls: type[torch.optim.Optimizer] = torch.optim.Adam) -> t
 def train(snap: InMemorySnapshot, model: nn.Module, optim: Any, until: int) -> None:
     for step in range(snap.step, until):
         snap.begin()
-        snap.drain(10)
+        snap.drain(60)
         optim.zero_grad()
         inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
         torch.autograd.backward(model(inputs).square().mean())

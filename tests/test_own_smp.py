@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import psutil
 import pytest
 
+from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
-from holdfast.snapshot.own_smp import ATTACH_DEADLINE_S, LEAST_PAUSE_S, OwnSmp
+from holdfast.snapshot.own_smp import LEAST_PAUSE_S, OwnSmp
 from tests.smp_kit import Ground, playground, suspend
 
 
@@ -28,15 +29,11 @@ def test_an_smp_that_stands_still_is_asked_more_and_more_seldom(ground: Ground) 
     suspend(process.pid)
     try:
         for pause_s in (LEAST_PAUSE_S, 2 * LEAST_PAUSE_S):
-            began = time.monotonic()
             with pytest.raises(SmpUnavailable, match=f"asked again in {pause_s:.0f} s"):
                 own.attach(2, lambda: None)
-            assert time.monotonic() - began < 3 * ATTACH_DEADLINE_S
-            began = time.monotonic()
-            for _ in range(100):
+            with patch.object(SmpClient, "join", side_effect=AssertionError("it is asked, and waited for")):
                 with pytest.raises(SmpUnavailable, match="asked again later"):
                     own.attach(2, lambda: None)
-            assert time.monotonic() - began < ATTACH_DEADLINE_S
             now_s += pause_s
     finally:
         process.resume()

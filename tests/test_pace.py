@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S
 from holdfast.snapshot.copy.pace import EVIDENCE, REMEMBERED, SLACK, SPREAD, Pace, plan
+from tests.deadlines import DEADLINE_S
 
 quick = settings(deadline=None, derandomize=True, max_examples=100)
 
-DEADLINE_S = 30.0
 BATCH = 64 << 20
 BATCHES = 10
 BATCH_S = 0.01

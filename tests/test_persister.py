@@ -26,9 +26,9 @@ from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, Dead
 from holdfast.smp_daemon.shared.inventory import Persisted
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.sources import Sources
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, flip_a_byte, playground, run_on
 
-DEADLINE_S = 30.0
 EVERY_S = "0.1"
 
 

@@ -20,9 +20,9 @@ from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, Board, Outcome
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import choose_sources
+from tests.deadlines import DEADLINE_S
 from tests.relay import Relay, relaying
 from tests.smp_kit import (
-    DEADLINE_S,
     JOB,
     PROTECTED,
     Ground,

@@ -201,7 +201,7 @@ def train():
                 raise ValueError("the loss is nan")
             torch.autograd.backward(loss)
             optim.step()
-            snap.drain(5.0)
+            snap.drain(60)
 
 ray.init()
 run = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=9), callbacks=[GiveUp()])

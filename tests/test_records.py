@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
@@ -26,87 +24,10 @@ from holdfast.smp_daemon.shared.records import (
     shard_to_json,
     write_json,
 )
-from tests.strategies import json_values, lacking_a_key, names, snapshots, spoilt, tags, through_json
+from tests.strategies import parity_records, shard_records
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
 many = settings(deadline=None, derandomize=True, max_examples=200)
-
-numbers = st.integers(0, 2**63)
-digests = st.integers(0, 2**64 - 1)
-unit_lengths = st.integers(1, 2**26)
-shard_records = st.builds(
-    ShardRecord, snapshots, names, numbers, unit_lengths, st.lists(digests, max_size=5).map(tuple)
-)
-
-
-@st.composite
-def drawn_parity_records(draw: st.DrawFn) -> ParityRecord:
-    unit_bytes = draw(unit_lengths)
-    folded = st.dictionaries(st.integers(0, 9), digests, max_size=3)
-    units = draw(st.lists(st.tuples(st.integers(0, unit_bytes), digests, folded), max_size=5))
-    lengths, parities, sources = zip(*units, strict=True) if units else ((), (), ())
-    return ParityRecord(draw(snapshots), draw(tags), draw(st.integers(0, 9)), unit_bytes, lengths, parities, sources)
-
-
-parity_records = drawn_parity_records()
-
-
-@quick
-@given(shard_records)
-def test_a_shard_record_comes_back_from_json(record: ShardRecord) -> None:
-    assert shard_from_json(through_json(shard_to_json(record))) == record
-
-
-@quick
-@given(parity_records)
-def test_a_parity_record_comes_back_from_json(record: ParityRecord) -> None:
-    assert parity_from_json(through_json(parity_to_json(record))) == record
-
-
-@many
-@given(json_values)
-def test_random_json_is_no_record(data: Any) -> None:
-    for read in (shard_from_json, parity_from_json):
-        with pytest.raises(ProtocolError):
-            read(data)
-
-
-@quick
-@given(lacking_a_key(shard_records.map(shard_to_json)))
-def test_a_shard_record_that_lacks_a_key_is_refused(data: Any) -> None:
-    with pytest.raises(ProtocolError, match="shard's commit record"):
-        shard_from_json(data)
-
-
-def without_units(record: ParityRecord) -> dict[str, Any]:
-    """A good record whose keys are all needed: what was folded into a unit has any keys."""
-    return parity_to_json(replace(record, lengths=(), digests=(), sources=()))
-
-
-@quick
-@given(lacking_a_key(parity_records.map(without_units)))
-def test_a_parity_record_that_lacks_a_key_is_refused(data: Any) -> None:
-    with pytest.raises(ProtocolError, match="parity slot's commit record"):
-        parity_from_json(data)
-
-
-@many
-@given(spoilt(shard_records.map(shard_to_json)), spoilt(parity_records.map(parity_to_json)))
-def test_a_spoilt_record_never_raises_anything_else(shard: Any, parity: Any) -> None:
-    for read, data in ((shard_from_json, shard), (parity_from_json, parity)):
-        try:
-            read(data)
-        except ProtocolError:
-            pass
-
-
-@quick
-@given(shard_records, parity_records)
-def test_one_kind_of_record_is_not_taken_for_the_other(shard: ShardRecord, parity: ParityRecord) -> None:
-    with pytest.raises(ProtocolError, match="of kind 'parity'"):
-        shard_from_json({**parity_to_json(parity), **shard_to_json(shard), "kind": "parity"})
-    with pytest.raises(ProtocolError, match="of kind 'shard'"):
-        parity_from_json({**shard_to_json(shard), **parity_to_json(parity), "kind": "shard"})
 
 
 @pytest.mark.parametrize("unit_bytes", [0, -1, float("inf")])

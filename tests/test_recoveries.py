@@ -18,6 +18,7 @@ from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.recovery.recoveries import KEPT, Recoveries, Recovery, summarise
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import EVENTS_KEPT, MAX_EVENT_CHARACTERS, Event, get_log, last_events, log_to
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, Trainer, playground, run_on
 from tests.test_reform import come_back
 
@@ -158,7 +159,7 @@ def train_and_die(arena: Path, job: str) -> None:
         "client = SmpClient(Path(sys.argv[1]), sys.argv[2], 'dp9'); "
         "client.beat(Phase.STEP, 3); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", script, str(arena), job], check=False, timeout=30)
+    subprocess.run([sys.executable, "-c", script, str(arena), job], check=False, timeout=DEADLINE_S)
 
 
 def test_the_last_lines_of_the_log_are_kept_short(tmp_path: Path) -> None:

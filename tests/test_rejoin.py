@@ -13,8 +13,8 @@ from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.records import PART
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
-    DEADLINE_S,
     JOB,
     Ground,
     Run,

@@ -26,8 +26,7 @@ from holdfast.snapshot.state.replicas import (
     shared_from_json,
 )
 from holdfast.snapshot.state.shares import Part, parse_part
-
-DEADLINE_S = 10.0
+from tests.deadlines import DEADLINE_S
 
 
 class Table:

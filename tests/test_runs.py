@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 
 from holdfast.ec.codec import as_array
 from holdfast.snapshot.copy import runs
+from tests.deadlines import DEADLINE_S
 from tests.test_ec_guard import FILL, PAGE, ROOT, Enclosure, address
 
 quick = settings(deadline=None, derandomize=True, max_examples=80)
 
-DEADLINE_S = 60
 BLOCK = 4 * PAGE
 """From this length on, from the next line of 64 bytes, the streaming stores are at work."""
 LENGTHS = (
@@ -151,7 +151,11 @@ def test_every_other_run_of_a_table_can_be_copied(copier: str) -> None:
 
 
 def test_no_runs_are_no_copy(copier: str) -> None:
-    runs.copy(runs.make_runs([]))
+    source, target = bytes(range(1, 65)), bytearray(64)
+    table = in_memory([(0, 0, 64)], source, target)
+    for none in (table[:0], runs.make_runs([])):
+        runs.copy(none)
+    assert target == bytes(64)
 
 
 def test_this_installation_has_the_compiled_library() -> None:

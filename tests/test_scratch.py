@@ -12,8 +12,8 @@ import pytest
 from holdfast.smp_daemon.coding import scratch as scratch_module
 from holdfast.smp_daemon.coding.scratch import BUFFERS, Scratch
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
+from tests.deadlines import DEADLINE_S
 
-DEADLINE_S = 30.0
 SHORT_S = 0.05
 """A deadline that is meant to pass."""
 

@@ -21,10 +21,10 @@ from holdfast.chaos.matrix import Cell, drill
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Event, Wiring
 from holdfast.smp_daemon.shared.paths import arena_base
+from tests.deadlines import DEADLINE_S
 
 JOB = "examples.shared_host:SharedHost"
 NODES, STEPS, SUSPENDED_AFTER = 2, 9, 5
-DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def run(*arguments: str, deadline_s: float = 120.0) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
@@ -20,6 +22,7 @@ def run(*arguments: str, deadline_s: float = 120.0) -> dict[str, Any]:
         return report
 
 
+@pytest.mark.slow  # `test_two_processes_do_what_one_does` and `test_sim` run some hundred of them
 def test_two_thousand_seeds_keep_the_promise_and_reach_every_point() -> None:
     report = run("--seeds", "2000", deadline_s=600.0)
     assert report["seeds"] == 2000

@@ -45,8 +45,8 @@ from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.transport import Message, Stream, call, connect
 from holdfast.smp_daemon.storage.holdings import Holdings, Key
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
-    DEADLINE_S,
     PROTECTED,
     RECORD_BYTES,
     Ground,

@@ -19,7 +19,8 @@ from holdfast.cli.smp import NO_ANSWER, NOT_RUNNING, smp_arguments
 from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.paths import read_owner
-from tests.smp_kit import DEADLINE_S, JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on, suspend
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on, suspend
 
 QUICK = ("--scrub", "0", "--reform-after", "0")
 

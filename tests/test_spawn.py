@@ -27,8 +27,8 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner
 from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, start_smp
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
-    DEADLINE_S,
     JOB,
     Ground,
     SmpProcess,

@@ -23,6 +23,7 @@ from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_FAILURE
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.starts import KILLED, WELL, End, Record, Start, Streak, failure_text
 from holdfast.snapshot.resume.choice import StartOptions, agree, check_repeats
+from tests.deadlines import DEADLINE_S
 from tests.test_hook import arena as arena
 
 counts = st.integers(0, MAX_COUNT)
@@ -179,10 +180,10 @@ def train_until(end: int, error: BaseException | None, **options: int) -> int:
         for _ in range(began, end):
             optim.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
-            snap.drain(10)
+            snap.drain(60)
             optim.step()
         model(torch.ones(2, 4))
-        snap.drain(10)
+        snap.drain(60)
         if error is not None:
             raise error
     return began
@@ -216,7 +217,7 @@ def test_an_smp_that_died_meanwhile_still_knows(arena: Path) -> None:
     assert owner is not None
     process = psutil.Process(owner.pid)
     process.kill()
-    process.wait(10)
+    process.wait(DEADLINE_S)
     with pytest.raises(Repeated, match="step 0: ValueError: no data"):
         train_until(0, None, max_repeats=1)
 
@@ -251,7 +252,7 @@ try:
     with InMemorySnapshot(model, optim, max_repeats=2) as snap:
         for step in range(snap.step, 9):
             loss = model(torch.ones(2, 4)).sum()
-            snap.drain(10)
+            snap.drain(60)
             if step == 4 and dist.get_rank() == 1:
                 raise ArithmeticError("rank 1 overflows")
             optim.zero_grad(); loss.backward(); dist.all_reduce(loss.detach()); optim.step()

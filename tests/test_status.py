@@ -30,6 +30,7 @@ from holdfast.smp_daemon.shared.limits import MAX_SAYING
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.spawn import smp_command
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, Run, SmpProcess, playground, refusal, run_on
 from tests.test_reform import SNAPSHOT, everything, layout_of
 
@@ -129,7 +130,7 @@ def fetch(smp: SmpProcess, path: str, **headers: str) -> tuple[int, dict[str, st
     assert owner is not None
     request = urllib.request.Request(f"http://127.0.0.1:{owner.http_port}{path}", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
             return answer.status, dict(answer.headers), answer.read()
     except urllib.error.HTTPError as error:
         return error.code, dict(error.headers), error.read()

@@ -28,6 +28,14 @@ def watching(model: nn.Module, *given: torch.optim.Optimizer) -> Iterator[Steppe
         steppers.remove()
 
 
+def is_accepted(steppers: Steppers) -> bool:
+    try:
+        steppers.check()
+    except ConfigError:
+        return False
+    return True
+
+
 def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
@@ -78,7 +86,7 @@ def test_what_is_found_inside_may_step() -> None:
     with watching(model, container) as steppers:
         for _ in range(3):
             container.step()
-        steppers.check()
+        assert is_accepted(steppers)
 
 
 def test_a_wrapper_of_what_is_given_may_step_while_it_keeps_nothing_of_its_own() -> None:
@@ -124,7 +132,7 @@ def test_a_wrapper_whose_step_torch_does_not_call_hooks_for_is_believed() -> Non
     with watching(model, ahead) as steppers:
         for _ in range(3):
             ahead.step()
-        steppers.check()
+        assert is_accepted(steppers)
 
 
 def test_after_the_end_nothing_is_left_behind() -> None:

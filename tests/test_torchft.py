@@ -31,8 +31,9 @@ from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 
 pytest.importorskip("torchft")
 from holdfast.integrations.torchft import MemoryTransport
+from tests.deadlines import DEADLINE_S
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=DEADLINE_S)
 AT_ONCE = timedelta(seconds=0.1)
 
 
@@ -117,7 +118,7 @@ def test_a_sender_whose_smp_died_sends_through_another(
     healthy.send_checkpoint([1], 1, {"x": 1}, SOON)
     smp = psutil.Process(healthy._client.pid)
     smp.kill()
-    smp.wait(10)
+    smp.wait(DEADLINE_S)
     metadata = healthy.metadata()
     healthy.send_checkpoint([1], 2, {"x": 2}, SOON)
     assert back.recv_checkpoint(0, metadata, 2, SOON) == {"x": 2}
@@ -216,8 +217,8 @@ class Replica:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(30)
-        self._reader.join(30)
+        self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 

@@ -33,7 +33,7 @@ with InMemorySnapshot(model, optim) as snap:
     for step in range(snap.step, 10):
         loss = model(torch.randn(4, 8)).square().mean()
         if step == 6 and sys.argv[1] == "kill":
-            snap.drain(10)
+            snap.drain(60)
             dist.barrier()
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -33,7 +33,7 @@ class Job:
     def train(self, snap: InMemorySnapshot, steps: int, after: Callable[[], None] = lambda: None) -> None:
         for _ in range(steps):
             self.model(torch.ones(1, 3)).sum().backward()
-            snap.drain(10)
+            snap.drain(60)
             self.optim.step()
             self.optim.zero_grad()
             after()
@@ -52,7 +52,7 @@ def run(track: Callable[[Job, InMemorySnapshot], None], steps: int, after: Calla
     snap.__enter__()
     job.train(snap, steps, lambda: after(job))
     job.model(torch.ones(1, 3))
-    assert snap.drain(10)
+    assert snap.drain(60)
     stop(snap)
     return job
 
@@ -118,7 +118,7 @@ def test_what_a_forward_changes_does_not_get_into_a_snapshot(arena: Path) -> Non
     job.model.register_forward_hook(change)
     job.train(snap, 3)
     job.model(torch.ones(1, 3))  # the fourth; snapshot 3 is finalised before it
-    assert snap.drain(10)
+    assert snap.drain(60)
     stop(snap)
     job, snap = resumed(track)
     assert torch.equal(job.vectors["a"], torch.full((5,), 4.0))

@@ -44,7 +44,8 @@ from holdfast.smp_daemon.shared.limits import (
 from holdfast.smp_daemon.shared.paths import socket_path
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, Stream, call, connect, receive_reply
 from tests.attacks.victim import tell
-from tests.smp_kit import DEADLINE_S, Ground, Run, SmpProcess, Trainer, playground, run_on
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
 
 quick = settings(deadline=None, derandomize=True, max_examples=150, suppress_health_check=list(HealthCheck))
 

@@ -25,6 +25,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.interval.failures import DAY_S, FailureModel, from_profile
 from holdfast.snapshot.interval.profiles import profile
 from holdfast.snapshot.interval.waste import first_order, overhead
+from tests.deadlines import DEADLINE_S
 from tests.test_tuning_measured import FULL
 
 MODEL = from_profile(profile("ft-hsdp"))
@@ -277,5 +278,5 @@ def test_the_tuner_runs_without_torch_and_scipy() -> None:
         "from holdfast.snapshot.interval import measured\n"
         "print([m for m in ('torch', 'scipy', 'grpc') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.strip() == "[]"

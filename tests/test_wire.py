@@ -25,10 +25,10 @@ from holdfast.chaos.network.packets import UnitTracker, addresses, flipped
 from holdfast.chaos.network.wire import Wire
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import arena_base
+from tests.deadlines import DEADLINE_S
 
 SEED = 20261122
 A, B, C = (socket.inet_aton(f"10.77.0.{number}") for number in (1, 2, 3))
-DEADLINE_S = 20.0
 
 wired = pytest.mark.skipif(bool(unavailable()), reason=f"no network namespaces here: {unavailable()}")
 

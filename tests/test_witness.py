@@ -15,12 +15,12 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.snapshot.copy.movers import SAMPLE_BYTES, CpuMover, Piece, Sample
 from holdfast.snapshot.copy.tensors import DTYPES
 from holdfast.snapshot.copy.witness import SHOWN, StateChanged, Subjects, Witness
+from tests.deadlines import DEADLINE_S
 from tests.test_movers import BEFORE, Counting, slot_for, strided, transposed, unpaced
 from tests.test_tensors import random_bits
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
 
-DEADLINE_S = 10.0
 PERIODS = 3
 """Every part of a piece is looked at once in so many times as many turns as it has parts."""
 

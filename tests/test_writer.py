@@ -13,7 +13,8 @@ from holdfast.smp_daemon.shared.plan import newest_protected
 from holdfast.snapshot.collective.agreement import Alone
 from holdfast.snapshot.resume.arrange import parse_protect
 from holdfast.snapshot.writer import SlotWriter
-from tests.smp_kit import DEADLINE_S, Ground, SmpProcess, playground
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import Ground, SmpProcess, playground
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ umask 077
 export HOLDFAST_JOB="$SLURM_JOB_ID" HOLDFAST_TOKEN_FILE="$HOME/.holdfast-$SLURM_JOB_ID"
 [ -e "$HOLDFAST_TOKEN_FILE" ] || head -c 32 /dev/urandom | base64 >"$HOLDFAST_TOKEN_FILE"
 trap 'rm -f "$HOLDFAST_TOKEN_FILE"' EXIT
+# shellcheck disable=SC2016  # each node's own shell is to expand these, not this one
 srun --overlap --ntasks-per-node=1 --cpus-per-task=1 --kill-on-bad-exit=0 --label bash -c '
     export HOLDFAST_NODE="$SLURMD_NODENAME"
     HOLDFAST_HOST=$(hostname -I | cut -d" " -f1) exec holdfast smp start' &

@@ -28,6 +28,7 @@ from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from tests.attacks.victim import Victim, ask
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, SmpProcess, playground, read_line
 
 Message = dict[str, Any]
@@ -296,10 +297,10 @@ def test_a_trainer_that_was_stopped_and_goes_on_writes_nothing(zombie: Zombie) -
         process.stdin.write("go on\n")
         process.stdin.flush()
         assert set(json.loads(read_line(process.stdout)).values()) == {STALE}
-        assert process.wait(30) == 0
+        assert process.wait(DEADLINE_S) == 0
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(DEADLINE_S)
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 stream.close()

@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.smp_daemon.shared.limits import MAX_MESSAGE_BYTES, MAX_UNIT_BYTES
 from tests.attacks.victim import Address, Victim, anonymous_bytes, ask, dial, frame, tell
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB
 
 SEED = "frames"
@@ -77,14 +78,14 @@ def test_random_protobufs(victim: Victim, method: str) -> None:
         call = channel.unary_unary(f"/holdfast.v1.Peer/{method}", bytes, bytes)
         for _ in range(60):
             with pytest.raises(grpc.RpcError) as refused:
-                call(source.randbytes(source.randrange(1, 200)), timeout=10.0)
+                call(source.randbytes(source.randrange(1, 200)), timeout=DEADLINE_S)
             assert refused.value.code() in (
                 grpc.StatusCode.INVALID_ARGUMENT,
                 grpc.StatusCode.PERMISSION_DENIED,
                 grpc.StatusCode.UNIMPLEMENTED,
             )
         with pytest.raises(grpc.RpcError) as too_long:
-            call(bytes(2 << 20), timeout=10.0)
+            call(bytes(2 << 20), timeout=DEADLINE_S)
         assert too_long.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED or method == "Nothing"
 
 
@@ -100,7 +101,7 @@ def test_names_of_groups_are_not_remembered_without_end(victim: Victim) -> None:
                 job=JOB, epoch=1, snapshot_epoch=1, snapshot_step=1 << 40, tag=f"{number:016x}", position=0
             )
             try:
-                stub.ParityDone(request, timeout=30.0)
+                stub.ParityDone(request, timeout=DEADLINE_S)
             except grpc.RpcError:
                 return False
             return True
@@ -110,7 +111,7 @@ def test_names_of_groups_are_not_remembered_without_end(victim: Victim) -> None:
         assert taken <= 256
         long = peer_pb2.ParityDoneRequest(job=JOB, epoch=1, tag="x" * 100_000)
         with pytest.raises(grpc.RpcError):
-            stub.ParityDone(long, timeout=10.0)
+            stub.ParityDone(long, timeout=DEADLINE_S)
     victim.run["dp0"].client.inventory()
 
 

@@ -20,6 +20,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.uids import _asked, _looked_up, uid_of
 from tests.attacks.victim import Victim, frame
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, playground, refusal
 
 NOBODY = 65534
@@ -206,5 +207,5 @@ def test_a_socket_that_another_user_serves_is_not_talked_to() -> None:
             SmpClient(base, JOB)
     finally:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=DEADLINE_S)
         shutil.rmtree(base)

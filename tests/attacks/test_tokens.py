@@ -22,7 +22,8 @@ from holdfast.smp_daemon.shared.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import credentials, token_file
 from tests.attacks.victim import dial, frame
-from tests.smp_kit import DEADLINE_S, JOB, SmpProcess, playground, run_on
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import JOB, SmpProcess, playground, run_on
 
 GUESSES = 24
 
@@ -177,7 +178,7 @@ def test_grpc_calls_without_a_right_signature_are_refused(guarded: Guarded, sign
         for method in ("ParityDone", "Ping"):
             call = channel.unary_unary(f"/holdfast.v1.Peer/{method}", bytes, bytes)
             with pytest.raises(grpc.RpcError) as refused:
-                call(request.SerializeToString(), timeout=10.0, metadata=((CALL_KEY, sign),))
+                call(request.SerializeToString(), timeout=DEADLINE_S, metadata=((CALL_KEY, sign),))
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import socket_path
-from tests.smp_kit import DEADLINE_S, Ground, SmpProcess, run_on
+from tests.deadlines import DEADLINE_S
+from tests.smp_kit import Ground, SmpProcess, run_on
 
 BUDGET_BYTES = 64 << 20
 """How much an attack may make an SMP grow."""

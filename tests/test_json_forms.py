@@ -1,0 +1,211 @@
+"""What goes over a socket or lies in shared memory as JSON: it comes back the same, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import Layout
+from holdfast.smp_daemon.shared.records import (
+    ParityRecord,
+    ShardRecord,
+    parity_from_json,
+    parity_to_json,
+    shard_from_json,
+    shard_to_json,
+)
+from holdfast.smp_daemon.shared.sources import Sources
+from tests.strategies import (
+    addresses,
+    json_values,
+    lacking_a_key,
+    layouts,
+    names,
+    parity_records,
+    ports,
+    shard_records,
+    snapshots,
+    spoilt,
+    tags,
+    through_json,
+)
+
+quick = settings(deadline=None, derandomize=True, max_examples=60)
+many = settings(deadline=None, derandomize=True, max_examples=200)
+INFINITE = float("inf")
+positions = st.integers(0, 7)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One kind of message or record.
+
+    Attributes:
+        drawn: good ones.
+        refusal: a pattern of what is said of one that is none.
+        needed: of good ones, those whose keys are all needed; a dictionary with any keys may be short of one.
+        infinite: changes of a good one, each with a number that is none.
+    """
+
+    drawn: st.SearchStrategy[Any]
+    tell: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+    refusal: str
+    needed: Callable[[Any], Any] = lambda value: value
+    infinite: tuple[dict[str, Any], ...] = ()
+
+    def told(self) -> st.SearchStrategy[Any]:
+        return self.drawn.map(self.tell)
+
+
+FORMS = {
+    "layout": Form(
+        layouts(),
+        Layout.to_json,
+        Layout.from_json,
+        "not a layout",
+        infinite=tuple({key: INFINITE} for key in ("epoch", "revision", "data", "parity", "unit_bytes", "slots")),
+    ),
+    "inventory": Form(
+        st.builds(
+            Inventory,
+            node=names,
+            host=names,
+            control_port=ports,
+            bulk_port=ports,
+            epoch=st.integers(0, 9),
+            protected=st.none() | snapshots,
+            trainers=st.integers(0, 9),
+            layouts=st.lists(layouts(), max_size=2).map(
+                lambda some: {(each.epoch, each.revision): each for each in some}
+            ),
+            shards=st.frozensets(st.tuples(snapshots, names), max_size=4),
+            parities=st.frozensets(st.tuples(snapshots, tags, positions), max_size=4),
+            unpromised=st.frozensets(snapshots, max_size=3),
+        ),
+        Inventory.to_json,
+        Inventory.from_json,
+        ".",
+        infinite=(
+            {"epoch": INFINITE},
+            {"trainers": INFINITE},
+            {"protected": [1, INFINITE]},
+            {"shards": [[1, INFINITE, "dp0"]]},
+            {"parities": [[1, 2, "tag", INFINITE]]},
+        ),
+    ),
+    "sources": Form(
+        st.builds(
+            Sources,
+            snapshots,
+            layouts(),
+            st.dictionaries(names, addresses, min_size=1, max_size=4),
+            st.dictionaries(st.tuples(positions, positions), addresses, max_size=4),
+        ),
+        Sources.to_json,
+        Sources.from_json,
+        ".",
+        needed=lambda sources: replace(sources, shards={}),
+        infinite=({"snapshot": [1, INFINITE]}, {"parities": [[0, 0, "host", INFINITE]]}),
+    ),
+    "shard record": Form(
+        shard_records, shard_to_json, shard_from_json, "shard's commit record", infinite=({"unit_bytes": INFINITE},)
+    ),
+    "parity record": Form(
+        parity_records,
+        parity_to_json,
+        parity_from_json,
+        "parity slot's commit record",
+        needed=lambda record: replace(record, lengths=(), digests=(), sources=()),
+        infinite=({"unit_bytes": INFINITE},),
+    ),
+}
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
+    return FORMS[request.param]
+
+
+def test_it_comes_back(form: Form) -> None:
+    @quick
+    @given(form.drawn)
+    def check(value: Any) -> None:
+        assert form.read(through_json(form.tell(value))) == value
+
+    check()
+
+
+def test_random_json_is_refused(form: Form) -> None:
+    @many
+    @given(json_values)
+    def check(data: Any) -> None:
+        with pytest.raises(ProtocolError):
+            form.read(data)
+
+    check()
+
+
+def test_what_lacks_a_key_is_refused(form: Form) -> None:
+    @quick
+    @given(lacking_a_key(form.drawn.map(lambda value: form.tell(form.needed(value)))))
+    def check(data: Any) -> None:
+        with pytest.raises(ProtocolError, match=form.refusal):
+            form.read(data)
+
+    check()
+
+
+def test_what_is_spoilt_is_refused_or_is_something_else_that_is_good(form: Form) -> None:
+    @many
+    @given(spoilt(form.told()))
+    def check(data: Any) -> None:
+        try:
+            value = form.read(data)
+        except ProtocolError:
+            return
+        assert form.read(through_json(form.tell(value))) == value
+
+    check()
+
+
+def test_an_infinite_number_is_refused(form: Form) -> None:
+    @settings(quick, max_examples=10)
+    @given(form.told())
+    def check(good: Any) -> None:
+        for bad in form.infinite:
+            with pytest.raises(ProtocolError):
+                form.read({**good, **bad})
+
+    check()
+
+
+# ---------------------------------------------------------------------- one by one
+
+
+@quick
+@given(shard_records, parity_records)
+def test_one_kind_of_record_is_not_taken_for_the_other(shard: ShardRecord, parity: ParityRecord) -> None:
+    with pytest.raises(ProtocolError, match="of kind 'parity'"):
+        shard_from_json({**parity_to_json(parity), **shard_to_json(shard), "kind": "parity"})
+    with pytest.raises(ProtocolError, match="of kind 'shard'"):
+        parity_from_json({**shard_to_json(shard), **parity_to_json(parity), "kind": "shard"})
+
+
+@quick
+@given(layouts())
+def test_layouts_of_one_epoch_are_told_apart_by_their_revision(layout: Layout) -> None:
+    newer = replace(layout, revision=layout.revision + 1)
+    both = {(layout.epoch, layout.revision): layout, (layout.epoch, newer.revision): newer}
+    assert Inventory.from_json(through_json(Inventory("a", "h", 1, 2, layouts=both).to_json())).layouts == both
+
+
+def test_an_inventory_says_where_bytes_are_served() -> None:
+    assert Inventory("a", "10.0.0.1", 7000, 7001).bulk == ("10.0.0.1", 7001)
