@@ -12,7 +12,7 @@ import pytest
 from holdfast.planner.montecarlo import play
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.interval.failures import DAY_S
-from holdfast.snapshot.interval.periods import expected_time, optimal_periods
+from holdfast.snapshot.interval.periods import expected_time, young
 from holdfast.snapshot.interval.waste import Level, Limits, best_periods, ettr, first_order, optimum, overhead
 
 LEVELS = (
@@ -37,7 +37,8 @@ def test_meta_rscs_training_time_ratios_come_out(minutes: float, published: floa
 
 
 def test_the_three_level_example_comes_out() -> None:
-    periods = optimal_periods([level.cost_s for level in LEVELS], [level.rate for level in LEVELS])
+    periods = [young(level.cost_s, 1 / level.rate) for level in LEVELS]
+    assert periods == pytest.approx((65.727, 131.453, 4000.0), abs=0.001)
     assert wasted(first_order(LEVELS, periods)) == pytest.approx(0.0494, abs=0.00005)
     assert first_order(LEVELS, periods) == pytest.approx(optimum(LEVELS))
 

@@ -133,30 +133,3 @@ class _Lanes:
         self._counts = np.where(fails & below, usable, self._counts)
         self._step = np.where(fails, usable, self._step)
         self._restart = np.where(fails, restarts[kind], np.where(self.running, 0.0, self._restart))
-
-
-def play_group(
-    size: int, tolerated: int, rate: float, window_s: float, *, seed: int, losses: int = 1000, lanes: int = 512
-) -> Played:
-    """How often a group loses data, per second, and the standard error: node by node, until `losses` were seen.
-
-    Every node that is up fails at `rate`; one that failed is up again, its bytes rebuilt, after exactly `window_s`.
-    When more than `tolerated` are down at once the data is lost; then the group starts anew with all nodes up.
-    """
-    generator = np.random.default_rng(seed)
-    now = np.zeros(lanes)
-    lived = 0.0
-    up_again = np.zeros((lanes, size))
-    seen = 0
-    lane = np.arange(lanes)
-    while seen < losses:
-        gap = generator.exponential(1.0 / (size * rate), lanes)
-        now += gap
-        lived += float(gap.sum())
-        node = generator.integers(size, size=lanes)
-        fails = up_again[lane, node] <= now
-        up_again[lane, node] = np.where(fails, now + window_s, up_again[lane, node])
-        dead = (up_again > now[:, None]).sum(axis=1) > tolerated
-        seen += int(dead.sum())
-        up_again[dead] = 0.0
-    return Played(seen / lived, math.sqrt(seen) / lived, seen)

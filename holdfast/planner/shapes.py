@@ -33,18 +33,10 @@ class Shape:
     @property
     def parameters(self) -> int:
         """How many there are."""
-        return self._count(self.experts)
-
-    @property
-    def active_parameters(self) -> int:
-        """How many a token meets: what a step's floating point operations follow from."""
-        return self._count(self.active)
-
-    def _count(self, experts: int) -> int:
         kv = self.hidden // self.heads * self.kv_heads
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * kv
         router = self.hidden * self.experts if self.experts > 1 else 0
-        layer = attention + experts * 3 * self.hidden * self.inner + router + 2 * self.hidden
+        layer = attention + self.experts * 3 * self.hidden * self.inner + router + 2 * self.hidden
         return self.layers * layer + self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
 
 
