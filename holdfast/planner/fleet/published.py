@@ -20,7 +20,7 @@ TRIALS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class PublishedPoint:
     """A published number.
 
     Attributes:
@@ -115,39 +115,39 @@ _RSC = "Meta RSC (arXiv 2410.21680)"
 _HSDP = "FT-HSDP (arXiv 2602.00277)"
 
 POINTS = (
-    Point(
+    PublishedPoint(
         "ETTR, 2,000 nodes, checkpoint every 60 min", _RSC, 0.70, 0.03, "its first-order formula gives 0.684", _rsc(60)
     ),
-    Point(
+    PublishedPoint(
         "ETTR, 2,000 nodes, checkpoint every 5 min", _RSC, 0.93, 0.01, "its first-order formula gives 0.932", _rsc(5)
     ),
-    Point(
+    PublishedPoint(
         *("ETTR, 100,000 GPUs, 2 min to restart, checkpoint every 2 min", _RSC, 0.90, 0.0, "it asks for 0.9"),
         *(_rsc_large, True),
     ),
-    Point("hours between failures, 16,384 GPUs", _RSC, 1.8, 0.1, "a projection", _hours_between(16_384)),
-    Point("hours between failures, 131,072 GPUs", _RSC, 0.23, 0.01, "a projection", _hours_between(131_072)),
-    Point(
+    PublishedPoint("hours between failures, 16,384 GPUs", _RSC, 1.8, 0.1, "a projection", _hours_between(16_384)),
+    PublishedPoint("hours between failures, 131,072 GPUs", _RSC, 0.23, 0.01, "a projection", _hours_between(131_072)),
+    PublishedPoint(
         *("failures of 2,048 nodes in 54 days", "Llama 3 (arXiv 2407.21783)", 419, 25, "one run of theirs, Poisson"),
         _llama_failures,
     ),
-    Point(
+    PublishedPoint(
         *("ETTR, 2,048 nodes, asynchronous checkpoints", "Llama 3 (arXiv 2407.21783)", 0.90, 0.0, "'over 90 %'"),
         *(_llama, True),
     ),
-    Point(
+    PublishedPoint(
         *("16 nodes, pairs, any 2 are lost: survives", "GEMINI (SOSP 2023)", 0.933, 0.005, "sampling"),
         _survives("pairs", 2),
     ),
-    Point(
+    PublishedPoint(
         *("ETTR, 98,304 GPUs, a failure every 18 min, cold restart of 900 s", _HSDP, 0.44, 0.02),
         *("no lost work is counted here", _hsdp(900)),
     ),
-    Point(
+    PublishedPoint(
         *("ETTR, 98,304 GPUs, a failure every 18 min, a stall of 3 min", _HSDP, 0.80, 0.05),
         *("no lost work is counted here", _hsdp(180)),
     ),
-    Point(
+    PublishedPoint(
         *("ETTR, 9,600 GPUs, a failure every 2.78 h, copies every step", "ByteRobust (SOSP 2025)", 0.97, 0.02),
         *("its times to restart are not ours", _byte_robust),
     ),
