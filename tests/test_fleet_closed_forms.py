@@ -8,11 +8,12 @@ import statistics
 import pytest
 
 from holdfast.planner.fleet.engine import simulate
-from holdfast.planner.fleet.failures import DAY_S, FailureProcess
+from holdfast.planner.fleet.failures import FailureProcess
 from holdfast.planner.fleet.job import Job, Site
 from holdfast.planner.fleet.progress import Save
 from holdfast.planner.fleet.strategies import Design, DiskAsync, DiskSync, InMemoryCode, Nothing, Strategy
 from holdfast.planner.survival import loss_rate_first_order
+from holdfast.snapshot.interval.failures import DAY_S
 from holdfast.snapshot.interval.periods import expected_time
 
 

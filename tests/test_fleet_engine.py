@@ -11,7 +11,7 @@ import pytest
 
 from holdfast import ConfigError
 from holdfast.planner.fleet.engine import Outcome, simulate
-from holdfast.planner.fleet.failures import DAY_S, Failure, FailureProcess
+from holdfast.planner.fleet.failures import Failure, FailureProcess
 from holdfast.planner.fleet.groups import Groups, place
 from holdfast.planner.fleet.job import Job, Site
 from holdfast.planner.fleet.progress import Save
@@ -25,6 +25,7 @@ from holdfast.planner.fleet.strategies import (
     Strategy,
 )
 from holdfast.planner.fleet.sweep import Estimate, Sweep, run
+from holdfast.snapshot.interval.failures import DAY_S
 from holdfast.snapshot.interval.profiles import PROFILES
 
 JOB = Job(8, step_s=10.0, state_bytes=0.0, detect_s=5.0, restart_s=25.0)

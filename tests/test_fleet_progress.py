@@ -9,8 +9,8 @@ import pytest
 
 from holdfast.ec import crowded
 from holdfast.planner.fleet.copies import Copies
+from holdfast.planner.fleet.engine import Machines
 from holdfast.planner.fleet.groups import Groups, place
-from holdfast.planner.fleet.machines import Machines
 from holdfast.planner.fleet.progress import MARKS, Pace, Save
 
 

@@ -8,11 +8,12 @@ from statistics import fmean, stdev
 
 import pytest
 
-from holdfast.planner.fleet.failures import DAY_S, FailureProcess
+from holdfast.planner.fleet.failures import FailureProcess
 from holdfast.planner.fleet.groups import place
 from holdfast.planner.fleet.job import restart_s
 from holdfast.planner.fleet.published import POINTS, PublishedPoint
 from holdfast.planner.survival import simultaneous
+from holdfast.snapshot.interval.failures import DAY_S
 from holdfast.snapshot.interval.profiles import PROFILES
 
 

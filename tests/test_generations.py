@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast import ConfigError, InMemorySnapshot, Repeated
 from holdfast.cli.status import gather
-from holdfast.planner.shapes import parse_shape
-from holdfast.planner.sizing import Job, Machine, size
+from holdfast.planner.sizing import Job, Machine, parse_shape, size
 from holdfast.smp_daemon.shared.board import Outcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.layout import SnapshotId

@@ -12,8 +12,7 @@ import pytest
 
 from holdfast import ConfigError
 from holdfast.cli.main import main
-from holdfast.planner.shapes import PRESETS, parse_shape
-from holdfast.planner.sizing import Job, Machine, activation_bytes, device_bytes, size
+from holdfast.planner.sizing import PRESETS, Job, Machine, activation_bytes, device_bytes, parse_shape, size
 from holdfast.snapshot.interval.durations import parse_duration
 from holdfast.snapshot.resume.arrange import parse_protect
 

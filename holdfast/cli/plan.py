@@ -11,8 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.cli.output import add_json, write_json
-from holdfast.planner.shapes import PRESETS, parse_shape
-from holdfast.planner.sizing import BASE_BYTES, RECOMPUTE, STATE_BYTES, Job, Machine, Sizes, size
+from holdfast.planner.sizing import (
+    BASE_BYTES,
+    PRESETS,
+    RECOMPUTE,
+    STATE_BYTES,
+    Job,
+    Machine,
+    Sizes,
+    parse_shape,
+    size,
+)
 from holdfast.smp_daemon.shared.pacer import parse_rate
 from holdfast.snapshot.interval.durations import duration, parse_duration
 from holdfast.snapshot.resume.arrange import parse_protect

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.plan import amount
-from holdfast.planner.shapes import parse_shape
-from holdfast.planner.sizing import STATE_BYTES
+from holdfast.planner.sizing import STATE_BYTES, parse_shape
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.pacer import parse_rate
 from holdfast.snapshot.interval.durations import duration, parse_duration

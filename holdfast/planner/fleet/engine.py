@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,7 +17,6 @@ from enum import Enum
 from holdfast.planner.fleet.copies import Copies
 from holdfast.planner.fleet.failures import Failure
 from holdfast.planner.fleet.job import Job, Site
-from holdfast.planner.fleet.machines import Machines
 from holdfast.planner.fleet.progress import Pace
 from holdfast.planner.fleet.strategies import Design
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -67,6 +66,40 @@ class Outcome:
     def ettr(self) -> float:
         """Effective training time ratio: useful over all time."""
         return self.useful_s / self.wall_s
+
+
+class Machines:
+    """Spares stand by; a broken machine is repaired and then stands by, or takes the place that waits longest.
+
+    Attributes:
+        empty: places without a machine.
+        spares: machines that stand by.
+    """
+
+    def __init__(self, spares: int) -> None:
+        self.empty: set[int] = set()
+        self.spares = spares
+        self._waiting: deque[int] = deque()
+
+    def breaks(self, place: int) -> bool:
+        """The machine at `place` is gone. Whether a spare takes over; if not, the place waits for a repair."""
+        self.empty.add(place)
+        if self.spares:
+            self.spares -= 1
+            return True
+        self._waiting.append(place)
+        return False
+
+    def repaired(self) -> int | None:
+        """A machine is back. The place that it takes, None if none waits."""
+        if self._waiting:
+            return self._waiting.popleft()
+        self.spares += 1
+        return None
+
+    def arrives(self, place: int) -> None:
+        """The place has a machine again."""
+        self.empty.remove(place)
 
 
 def simulate(job: Job, site: Site, design: Design, failures: Iterable[Failure], seconds: float) -> Outcome:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from random import Random
 
 from holdfast.planner.fleet.engine import simulate
-from holdfast.planner.fleet.failures import DAY_S, FailureProcess
+from holdfast.planner.fleet.failures import FailureProcess
 from holdfast.planner.fleet.groups import place
 from holdfast.planner.fleet.job import STORAGE_RATE_PER_GPU, Job, Site, restart_s
 from holdfast.planner.fleet.strategies import DiskAsync, DiskSync, InMemoryCode, PairReplication, Strategy
+from holdfast.snapshot.interval.failures import DAY_S
 from holdfast.snapshot.interval.profiles import PROFILES
 
 RUNS = 6

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.planner.fleet.engine import Outcome, simulate
-from holdfast.planner.fleet.failures import DAY_S, Failure, FailureProcess
+from holdfast.planner.fleet.failures import Failure, FailureProcess
 from holdfast.planner.fleet.job import SPARES_PER_NODE, STORAGE_RATE_PER_GPU, Job, Site, restart_s
 from holdfast.planner.fleet.strategies import Strategy
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.failures import DAY_S
 
 
 @dataclass(frozen=True, slots=True)
