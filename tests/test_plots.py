@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from holdfast.bench.stall import Report
 from holdfast.cli.main import main
 from holdfast.cli.plots import SHARES, draw_simulation, draw_stall, draw_tune, write
-from holdfast.planner.recommend import Wishes, recommend
+from holdfast.planner.recommend import Targets, recommend
 from tests.test_tuning_recommend import COSTS, LABELLED, MODEL
 
 
@@ -99,7 +99,7 @@ def test_one_size_and_one_seed_can_be_drawn(tmp_path: Path) -> None:
 
 
 def test_a_recommendation_is_drawn_where_it_was_found_and_the_same_each_time(tmp_path: Path) -> None:
-    found = recommend(COSTS, MODEL, 64, LABELLED, Wishes())
+    found = recommend(COSTS, MODEL, 64, LABELLED, Targets())
     figure = draw_tune(found, COSTS)
     left, right = figure.axes
     places = [tuple(point) for container in left.containers for point in container[0].get_xydata()]

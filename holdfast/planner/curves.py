@@ -70,7 +70,7 @@ def curves(found: Recommendation, costs: Costs) -> Curves:
 
 
 def _played(levels: Sequence[Level], periods: Sequence[int], step_s: float, seed: int) -> IntervalPoint:
-    played = play(levels, periods, step_s, seed=seed, lanes=128)
+    played = play(levels, periods, step_s, seed=seed, runs=128)
     return IntervalPoint(periods[0] * step_s, 1.0 - played.mean, played.error)
 
 

@@ -101,7 +101,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ModelJob:
     """How a model is trained.
 
     Attributes:
@@ -219,7 +219,13 @@ class Sizes:
 
 
 def size(
-    job: Job, machine: Machine, protection: Protection, slots: int = 3, generations: int = 1, *, persists: bool = False
+    job: ModelJob,
+    machine: Machine,
+    protection: Protection,
+    slots: int = 3,
+    generations: int = 1,
+    *,
+    persists: bool = False,
 ) -> Sizes:
     """What snapshots of `job` take.
 
@@ -266,7 +272,7 @@ def size(
     )
 
 
-def device_bytes(job: Job) -> float:
+def device_bytes(job: ModelJob) -> float:
     """What a GPU holds, by ZeRO's account (Rajbhandari et al., SC 2020): 2 bytes a weight, 2 a gradient, and the
     optimizer's; each shared out from its stage on."""
     slices = job.tensor * job.pipeline
@@ -282,7 +288,7 @@ def device_bytes(job: Job) -> float:
     return sum(parts)
 
 
-def activation_bytes(job: Job) -> float:
+def activation_bytes(job: ModelJob) -> float:
     """Activations that wait for the backward pass, of a pipeline's first stage, sequence parallel over tensor ranks.
 
     Korthikanti et al. (arXiv 2205.05198), sections 4 and 5: s b h (34 + 5 a s / h) / t a layer, of which the second

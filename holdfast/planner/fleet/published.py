@@ -11,7 +11,7 @@ from random import Random
 from holdfast.planner.fleet.engine import simulate
 from holdfast.planner.fleet.failures import FailureProcess
 from holdfast.planner.fleet.groups import place
-from holdfast.planner.fleet.job import STORAGE_RATE_PER_GPU, Job, Site, restart_s
+from holdfast.planner.fleet.job import STORAGE_RATE_PER_GPU, FleetJob, Site, restart_s
 from holdfast.planner.fleet.strategies import DiskAsync, DiskSync, InMemoryCode, PairReplication, Strategy
 from holdfast.snapshot.interval.failures import DAY_S
 from holdfast.snapshot.interval.profiles import PROFILES
@@ -43,7 +43,7 @@ class PublishedPoint:
         return value >= self.published if self.at_least else abs(value - self.published) <= self.within
 
 
-def ettr(job: Job, site: Site, failures: FailureProcess, strategy: Strategy, days: float, seed: int) -> float:
+def ettr(job: FleetJob, site: Site, failures: FailureProcess, strategy: Strategy, days: float, seed: int) -> float:
     """Mean over `RUNS` runs."""
     design = strategy.design(job, site, failures.mtbf_s(job.nodes))
     seconds = days * DAY_S
@@ -58,12 +58,12 @@ FREE = Site(storage_rate=math.inf, network_rate=math.inf)
 
 
 def _rsc(minutes: float) -> Callable[[int], float]:
-    job = Job(2000, state_bytes=0.0, detect_s=0.0, restart_s=300.0)
+    job = FleetJob(2000, state_bytes=0.0, detect_s=0.0, restart_s=300.0)
     return lambda seed: ettr(job, FREE, FailureProcess(6.5), DiskSync(round(minutes * 60 / job.step_s)), 60, seed)
 
 
 def _rsc_large(seed: int) -> float:
-    job = Job(12_500, state_bytes=0.0, detect_s=0.0, restart_s=120.0)
+    job = FleetJob(12_500, state_bytes=0.0, detect_s=0.0, restart_s=120.0)
     return ettr(job, FREE, FailureProcess(2.34), DiskSync(round(120 / job.step_s)), 30, seed)
 
 
@@ -83,7 +83,7 @@ def _llama_failures(seed: int) -> float:
 
 
 def _llama(seed: int) -> float:
-    job = Job(2048, restart_s=restart_s(16_384))
+    job = FleetJob(2048, restart_s=restart_s(16_384))
     site = Site(storage_rate=STORAGE_RATE_PER_GPU * 16_384, spares=8)
     return ettr(job, site, FailureProcess.of(PROFILES["llama3"]), DiskAsync(), 54, seed)
 
@@ -101,14 +101,14 @@ def _survives(strategy: str, lost: int) -> Callable[[int], float]:
 def _hsdp(stall_s: float) -> Callable[[int], float]:
     nodes = 98_304 // 8
     process = FailureProcess(rate=1000 * DAY_S / (18 * 60 * nodes))
-    job = Job(nodes, state_bytes=0.0, detect_s=0.0, restart_s=stall_s)
+    job = FleetJob(nodes, state_bytes=0.0, detect_s=0.0, restart_s=stall_s)
     return lambda seed: ettr(job, FREE, process, InMemoryCode(6, 2), 20, seed)
 
 
 def _byte_robust(seed: int) -> float:
     nodes = 9600 // 8
     process = FailureProcess(1000 * 24 / (2.78 * nodes), drain=0.3, memory=0.1)
-    job = Job(nodes, restart_s=restart_s(9600))
+    job = FleetJob(nodes, restart_s=restart_s(9600))
     return ettr(job, Site(spares=5, rack=1), process, PairReplication(), 90, seed)
 
 
