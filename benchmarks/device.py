@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from holdfast.snapshot.copy.cuda import CudaMover
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
 from holdfast.snapshot.copy.movers import Piece
-from holdfast.snapshot.copy.numa import numa_node, pin_to_node
 
 DEADLINE_S = 60.0
 
@@ -106,7 +105,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.input = torch.randn(batch, length, width, device=runtime.device, dtype=torch.bfloat16)
         self.mover = CudaMover(runtime)
-        self.thread = ThreadPoolExecutor(1, "copy", initializer=pin_to_node, initargs=(numa_node(runtime),))
+        self.thread = ThreadPoolExecutor(1, "copy")
         self.steps(1, copies=False)
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         self.pieces, self.slot = place([*(p.detach() for p in self.model.parameters()), *moments])

@@ -1,8 +1,7 @@
 """``python benchmarks/tune_auto.py --months 30 --seed 1 --markdown FILE``: ``every="auto"`` beside fixed intervals.
 
-Simulated months (`planner.rehearsal`), in each of which step times, costs and failure rates change every few
-days. All
-ways to choose the interval live through the same failures. What counts is wasted time: what snapshots cost, steps
+Simulated months (`benchmarks.rehearsal`), in each of which step times, costs and failure rates change every few days.
+All ways to choose the interval live through the same failures. What counts is wasted time: what snapshots cost, steps
 that are lost, restarts.
 """
 
@@ -18,7 +17,7 @@ from statistics import fmean, stdev
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from holdfast.planner.rehearsal import Climate, Wasted, by_daly, draw, play_fixed, play_online
+from benchmarks.rehearsal import Climate, Wasted, by_daly, draw, play_fixed, play_online
 
 INTERVALS = (4, 6, 8, 10, 12, 14, 16, 19, 23, 28, 34, 40, 50)
 AUTO, VISIBLE, WHOLE = "auto", "Daly, visible cost", "Daly, whole time"

@@ -16,8 +16,6 @@ from holdfast.ec.matrix import Matrix, decode_matrix, parity_matrix
 Buffer = memoryview
 """A C-contiguous view of bytes (``format == "B"``)."""
 
-VERIFY_PIECE_BYTES = 1 << 20
-
 
 class TooManyErasures(ValueError):
     """Fewer than k units of a stripe are left, so its lost units cannot be computed."""
@@ -128,28 +126,6 @@ class Codec:
             raise ValueError(f"a factor is a byte, not {factor}")
         if check_equal_lengths([unit, out]):
             self._kernel.add([factor], unit, [out])
-
-    def verify(self, units: Mapping[int, Buffer]) -> bool:
-        """Whether the units, more than k of them, belong together. Which one does not is not told: digests do that.
-
-        Raises:
-            TooManyErasures: k units or fewer; they agree with anything.
-        """
-        check_numbers(units, self.k, self.m)
-        if len(units) <= self.k:
-            raise TooManyErasures(f"{len(units)} units of a stripe cannot contradict each other; {self.k + 1} can")
-        length = check_equal_lengths(list(units.values()))
-        chosen = self._survivors(units)
-        others = tuple(index for index in units if index not in chosen)
-        scratch = {index: memoryview(bytearray(min(length, VERIFY_PIECE_BYTES))) for index in others}
-        for start in range(0, length, VERIFY_PIECE_BYTES):
-            piece = {index: unit[start : start + VERIFY_PIECE_BYTES] for index, unit in units.items()}
-            count = piece[chosen[0]].nbytes
-            expected = {index: out[:count] for index, out in scratch.items()}
-            self.reconstruct({index: piece[index] for index in chosen}, expected)
-            if any(not np.array_equal(as_array(expected[index]), as_array(piece[index])) for index in others):
-                return False
-        return True
 
     def _survivors(self, units: Collection[int]) -> tuple[int, ...]:
         if len(units) < self.k:

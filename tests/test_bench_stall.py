@@ -12,7 +12,6 @@ import pytest
 
 from holdfast import ConfigError
 from holdfast.bench.copy import measure_copies
-from holdfast.bench.plot import draw
 from holdfast.bench.stall import SYSTEMS, Plan, Report, choose, grid, markdown
 from holdfast.cli.main import main
 
@@ -78,19 +77,6 @@ def test_a_page_has_a_table_for_each_cell_and_says_what_failed() -> None:
         "Failed",
     ]
     assert "* x, 2 ranks: why" in text
-
-
-def test_a_plot_has_a_bar_for_each_system_and_longer_ones_for_more() -> None:
-    drawn = ET.fromstring(draw(report(ROW, OTHER)))
-    space = "{http://www.w3.org/2000/svg}"
-    bars = [float(each.attrib["width"]) for each in drawn.iter(f"{space}rect")][1:]
-    assert len(bars) == 2
-    assert bars[0] < bars[1]
-    assert "other <async>" in [each.text for each in drawn.iter(f"{space}text")]
-
-
-def test_a_plot_of_nothing_is_a_plot() -> None:
-    assert ET.fromstring(draw(report())).tag.endswith("svg")
 
 
 def test_systems_are_chosen_by_name() -> None:

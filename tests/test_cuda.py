@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import random
 import threading
 import weakref
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +27,6 @@ from holdfast.snapshot.copy import cuda, cuda_runtime
 from holdfast.snapshot.copy.cuda import CudaMover, chunks
 from holdfast.snapshot.copy.cuda_runtime import Event, Stream, TorchRuntime
 from holdfast.snapshot.copy.movers import CpuMover, Mover, Piece
-from holdfast.snapshot.copy.numa import numa_node, parse_cpus, pin_to_node
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
 from tests.deadlines import DEADLINE_S
@@ -190,9 +187,6 @@ class FakeCuda:
         self.on_unregister()
         self.log.append(("unregister", address))
         return 0 if self.ranges.pop(address, None) else 1
-
-    def pci_bus_id(self) -> str:
-        return "0000:3b:00.0"
 
     # ------------------------------------------------------------------ inside
 
@@ -802,55 +796,3 @@ def test_chunks_are_the_piece_in_order(shape: list[int], swap: bool, dtype: torc
     assert all(0 < part.bytes == part.tensor.nbytes <= limit for part in parts)
     starts = [40 + sum(part.bytes for part in parts[:n]) for n in range(len(parts))]
     assert [part.offset for part in parts] == starts
-
-
-# ---------------------------------------------------------------------- NUMA
-
-
-def sysfs(root: Path, node: str, cpus: str) -> Path:
-    device = root / "bus/pci/devices/0000:3b:00.0"
-    device.mkdir(parents=True)
-    (device / "numa_node").write_text(node)
-    nodes = root / f"devices/system/node/node{node.strip()}"
-    nodes.mkdir(parents=True)
-    (nodes / "cpulist").write_text(cpus)
-    return root
-
-
-@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", -1), ("", -1)])
-def test_the_node_of_a_device_is_read_from_sysfs(tmp_path: Path, text: str, node: int) -> None:
-    assert numa_node(FakeCuda(), sysfs(tmp_path, text, "")) == node
-
-
-def test_an_unknown_device_has_no_node(tmp_path: Path) -> None:
-    assert numa_node(FakeCuda(), tmp_path) == -1
-
-
-@pytest.mark.parametrize(
-    ("text", "cpus"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5\n", {5}), ("\n", set()), ("0-1,4-5\n", {0, 1, 4, 5})]
-)
-def test_lists_of_cpus_are_parsed(text: str, cpus: set[int]) -> None:
-    assert parse_cpus(text) == cpus
-
-
-def in_thread(work: Callable[[], tuple[bool, set[int]]]) -> tuple[bool, set[int]]:
-    results: list[tuple[bool, set[int]]] = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    thread.join(DEADLINE_S)
-    return results[0]
-
-
-def test_only_the_calling_thread_is_pinned(tmp_path: Path) -> None:
-    before = os.sched_getaffinity(0)
-    chosen = min(before)
-    root = sysfs(tmp_path, "0", f"{chosen},{max(before) + 1}\n")
-    assert in_thread(lambda: (pin_to_node(0, root), os.sched_getaffinity(0))) == (True, {chosen})
-    assert os.sched_getaffinity(0) == before
-
-
-@pytest.mark.parametrize("node", [0, -1])
-def test_a_thread_is_not_pinned_where_no_cpu_is_left(tmp_path: Path, node: int) -> None:
-    before = os.sched_getaffinity(0)
-    root = sysfs(tmp_path, "0", f"{max(before) + 1}\n")
-    assert in_thread(lambda: (pin_to_node(node, root), os.sched_getaffinity(0))) == (False, before)

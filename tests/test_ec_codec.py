@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.ec import Codec, TooManyErasures, choose_codec
-from holdfast.ec.codec import VERIFY_PIECE_BYTES, Kernel, check_equal_lengths
+from holdfast.ec.codec import Kernel, check_equal_lengths
 from holdfast.ec.isal import load
 from holdfast.ec.matrix import multiplication_table, multiply
 from holdfast.ec.numpy_kernel import NumpyKernel
@@ -342,70 +342,6 @@ class TestPartialSums:
     def test_add_scaled_refuses_two_lengths(self, backend: str) -> None:
         with pytest.raises(ValueError, match=r"one length, not \[3, 4\]"):
             choose_codec(2, 1, backend).add_scaled(1, memoryview(b"abc"), memoryview(bytearray(4)))
-
-
-class TestVerify:
-    @each_small_code
-    def test_any_more_than_k_units_of_a_stripe_belong_together(self, backend: str, k: int, m: int) -> None:
-        codec = choose_codec(k, m, backend)
-        stripe = stripe_of(codec, 65)
-        for count in range(k + 1, k + m + 1):
-            for chosen in combinations(range(k + m), count):
-                assert codec.verify({index: memoryview(stripe[index]) for index in chosen})
-
-    @each_small_code
-    def test_one_flipped_bit_in_any_unit_is_seen(self, backend: str, k: int, m: int) -> None:
-        codec = choose_codec(k, m, backend)
-        stripe = stripe_of(codec, 65)
-        source = random.Random(k << 8 | m)
-        for count in range(k + 1, k + m + 1):
-            chosen = source.sample(range(k + m), count)
-            for index in chosen:
-                units = {i: bytearray(stripe[i]) for i in chosen}
-                units[index][source.randrange(65)] ^= 1 << source.randrange(8)
-                assert not codec.verify({i: memoryview(unit) for i, unit in units.items()})
-
-    @pytest.mark.parametrize("bit", range(8))
-    def test_every_bit_of_every_byte_counts(self, bit: int) -> None:
-        codec = choose_codec(3, 2, "isal")
-        stripe = stripe_of(codec, 33)
-        for index, place in product(range(5), range(33)):
-            units = {i: bytearray(unit) for i, unit in enumerate(stripe)}
-            units[index][place] ^= 1 << bit
-            assert not codec.verify({i: memoryview(unit) for i, unit in units.items()})
-
-    @pytest.mark.parametrize("length", [VERIFY_PIECE_BYTES, VERIFY_PIECE_BYTES + 1, 2 * VERIFY_PIECE_BYTES + 7])
-    @pytest.mark.parametrize("backend", ["isal", "numpy"])
-    def test_long_units_are_looked_at_to_their_last_byte(self, backend: str, length: int) -> None:
-        codec = choose_codec(2, 2, backend)
-        stripe = {index: bytearray(unit) for index, unit in enumerate(stripe_of(codec, length))}
-        assert codec.verify({i: memoryview(unit) for i, unit in stripe.items()})
-        for index, place in product(range(4), [0, VERIFY_PIECE_BYTES - 1, VERIFY_PIECE_BYTES % length, length - 1]):
-            stripe[index][place] ^= 1
-            assert not codec.verify({i: memoryview(unit) for i, unit in stripe.items()})
-            stripe[index][place] ^= 1
-
-    @each_backend
-    def test_empty_units_belong_together(self, backend: str) -> None:
-        assert choose_codec(2, 2, backend).verify(dict(enumerate(views([b""] * 3))))
-
-    @each_small_code
-    def test_k_units_cannot_contradict_each_other(self, backend: str, k: int, m: int) -> None:
-        codec = choose_codec(k, m, backend)
-        stripe = stripe_of(codec, 8)
-        for chosen in combinations(range(k + m), k):
-            with pytest.raises(TooManyErasures, match=f"^{k} units .* cannot contradict"):
-                codec.verify({index: memoryview(stripe[index]) for index in chosen})
-
-    @each_backend
-    def test_a_unit_from_outside_the_stripe_is_refused(self, backend: str) -> None:
-        with pytest.raises(ValueError, match=r"units 0\.\.3, not \[4\]"):
-            choose_codec(2, 2, backend).verify({index: memoryview(b"abc") for index in (0, 1, 4)})
-
-    @each_backend
-    def test_units_of_two_lengths_are_refused(self, backend: str) -> None:
-        with pytest.raises(ValueError, match="one length"):
-            choose_codec(2, 2, backend).verify(dict(enumerate(views([b"abc", b"abc", b"abcd"]))))
 
 
 class TestTheCallersBuffers:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.cli.simulate_plot import draw
 from holdfast.planner.fleet import published
 
 SMALL = ["simulate", "--gpus", "1024,4096", "--days", "20", "--seeds", "2", "--model", "70b"]
@@ -84,29 +83,6 @@ def test_published_numbers_are_repeated_on_request(
     assert "GEMINI" in capsys.readouterr().out
     monkeypatch.setattr(published, "POINTS", (replace(point, published=0.867),))  # a ring's, not groups'
     assert main(arguments) == 1
-
-
-def test_the_drawing_shows_every_size_and_bars_as_long_as_their_shares() -> None:
-    shares = {"ettr": 0.5, "save": 0.1, "lost": 0.2, "recovery": 0.15, "waiting": 0.05}
-    estimates = {part: {"mean": share, "error": 0.01} for part, share in shares.items()}
-    rows = [{"gpus": gpus, "strategy": "a <b>", "spares": 0, **estimates} for gpus in (8, 64)]
-    drawn = ET.fromstring(draw(rows, "what it rests on"))
-    space = "{http://www.w3.org/2000/svg}"
-    bars = [float(box.get("width", 0)) for box in drawn.iter(f"{space}rect") if box.get("height") == "14.0"]
-    assert len(bars) == 10
-    for box in drawn.iter(f"{space}rect"):
-        assert float(box.get("x", 0)) + float(box.get("width", 0)) <= float(drawn.get("width", 0))
-        assert float(box.get("y", 0)) + float(box.get("height", 0)) <= float(drawn.get("height", 0))
-    assert bars[0] / sum(bars[:5]) == pytest.approx(0.5, abs=0.001)
-    assert len(list(drawn.iter(f"{space}circle"))) == 2
-    assert len(list(drawn.iter(f"{space}polyline"))) == 1
-    assert "a <b>" in [element.text for element in drawn.iter()]
-
-
-def test_one_size_and_one_seed_can_be_drawn() -> None:
-    part = {"mean": 0.2, "error": None}
-    row = {"gpus": 8, "strategy": "x"} | dict.fromkeys(("ettr", "save", "lost", "recovery", "waiting"), part)
-    assert "8 GPUs" in draw([row], "")
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,18 @@ import statistics
 import pytest
 
 from holdfast.planner.fleet.engine import simulate
-from holdfast.planner.fleet.failures import DAY_S, FailureProcess
-from holdfast.planner.fleet.job import Job, Site
+from holdfast.planner.fleet.failures import FailureProcess
+from holdfast.planner.fleet.job import FleetJob, Site
 from holdfast.planner.fleet.progress import Save
 from holdfast.planner.fleet.strategies import Design, DiskAsync, DiskSync, InMemoryCode, Nothing, Strategy
 from holdfast.planner.survival import loss_rate_first_order
+from holdfast.snapshot.interval.failures import DAY_S
 from holdfast.snapshot.interval.periods import expected_time
 
 
-def ratios(job: Job, site: Site, process: FailureProcess, strategy: Strategy, days: float, runs: int) -> list[float]:
+def ratios(
+    job: FleetJob, site: Site, process: FailureProcess, strategy: Strategy, days: float, runs: int
+) -> list[float]:
     design = strategy.design(job, site, process.mtbf_s(job.nodes))
     return [
         simulate(
@@ -34,7 +37,7 @@ def agree(values: list[float], expected: float) -> None:
 @pytest.mark.parametrize("every", [60, 277, 1500])
 def test_synchronous_checkpoints_waste_what_young_and_daly_expect(every: int) -> None:
     """Their cost stops training, failures come at any time, the rest is M e^(R/M) (e^((tau+c)/M) - 1)."""
-    job = Job(1000, step_s=6.0, state_bytes=1.2e12, detect_s=20.0, restart_s=180.0)
+    job = FleetJob(1000, step_s=6.0, state_bytes=1.2e12, detect_s=20.0, restart_s=180.0)
     site = Site(storage_rate=2e10, gpu_rate=1e15)
     process = FailureProcess(rate=4.0)
     expected = every * 6.0 / expected_time(every * 6.0, 60.0, process.mtbf_s(1000), 200.0 + 60.0)
@@ -42,7 +45,7 @@ def test_synchronous_checkpoints_waste_what_young_and_daly_expect(every: int) ->
 
 
 def test_no_other_interval_wastes_less_than_the_one_that_is_chosen() -> None:
-    job, site, process = Job(1000, state_bytes=1.2e12), Site(storage_rate=2e10), FailureProcess(rate=4.0)
+    job, site, process = FleetJob(1000, state_bytes=1.2e12), Site(storage_rate=2e10), FailureProcess(rate=4.0)
     chosen = DiskSync().design(job, site, process.mtbf_s(1000)).saves[0].every
     best = statistics.fmean(ratios(job, site, process, DiskSync(), 60, 4))
     for other in (chosen // 3, chosen * 3):
@@ -51,7 +54,7 @@ def test_no_other_interval_wastes_less_than_the_one_that_is_chosen() -> None:
 
 def test_snapshots_in_memory_waste_what_their_two_levels_expect() -> None:
     """c / T + lambda_S (T/2 + l1 + R1) + lambda_H (T/2 + l2 + R2), with T and the latencies long enough to be seen."""
-    job = Job(2000, step_s=1.0, state_bytes=0.0, detect_s=0.0, restart_s=60.0)
+    job = FleetJob(2000, step_s=1.0, state_bytes=0.0, detect_s=0.0, restart_s=60.0)
     site = Site(rack=1, spares=10_000, replace_s=0.0)
     save = Save(100, stall_s=1.0, sealed_s=10.0, protected_s=70.0)
     groups = InMemoryCode(6, 2).design(job, site, 1.0).groups
@@ -67,7 +70,7 @@ def test_snapshots_in_memory_waste_what_their_two_levels_expect() -> None:
 
 
 def test_without_protection_a_job_gets_as_far_as_the_time_since_the_last_failure() -> None:
-    job, process = Job(1000, step_s=1.0, detect_s=0.0, restart_s=0.0), FailureProcess(rate=4.0)
+    job, process = FleetJob(1000, step_s=1.0, detect_s=0.0, restart_s=0.0), FailureProcess(rate=4.0)
     days, mtbf_s = 10, process.mtbf_s(1000)
     agree(ratios(job, Site(), process, Nothing(), days, 400), mtbf_s / (days * DAY_S))
 
@@ -77,13 +80,13 @@ def test_groups_are_lost_as_often_as_the_formula_says(parity: int, share: float,
     """One group of 8, of which a node fails in `share` of the windows. The others re-form after a window, just before
     the node is replaced: so windows do not depend on each other, as in the formula."""
     window_s, node_rate = 600.0, share / 600.0
-    job = Job(8, step_s=6.0, state_bytes=0.0, detect_s=0.0, restart_s=0.0)
+    job = FleetJob(8, step_s=6.0, state_bytes=0.0, detect_s=0.0, restart_s=0.0)
     site = Site(rack=1, spares=10**9, replace_s=1.01 * window_s)
     process = FailureProcess(rate=node_rate * DAY_S * 1000, memory=1.0)
     groups = InMemoryCode(8 - parity, parity).design(job, site, 1.0).groups
     save = Save(1, 0.0, sealed_s=0.0, protected_s=0.0)
     loads = dict.fromkeys(("sealed", "protected", "persisted", "start"), 0.0)
-    design = Design((save,), groups, loads, heal_s=0.0, reform_after_s=window_s)
+    design = Design((save,), groups, loads, group_repair_s=0.0, regroup_after_s=window_s)
     outcome = simulate(job, site, design, process.trace(8, 1, days * DAY_S, f"groups/{parity}"), days * DAY_S)
     expected = loss_rate_first_order(8, parity, node_rate, window_s) * days * DAY_S
     assert outcome.beyond > least
@@ -91,7 +94,7 @@ def test_groups_are_lost_as_often_as_the_formula_says(parity: int, share: float,
 
 
 def test_asynchronous_checkpoints_are_never_closer_than_one_takes() -> None:
-    job, site = Job(16, state_bytes=1e12), Site(storage_rate=1e9)
+    job, site = FleetJob(16, state_bytes=1e12), Site(storage_rate=1e9)
     save = DiskAsync(1).design(job, site, 3600.0).saves[0]
     assert save.every * job.step_s >= save.persisted_s > 1000
     assert save.stall_s < 10
@@ -99,11 +102,11 @@ def test_asynchronous_checkpoints_are_never_closer_than_one_takes() -> None:
 
 def test_the_interval_of_a_checkpoint_that_stops_training_is_the_best_there_is() -> None:
     """Daly's published points, with 5 min a checkpoint: 117, 57 and 9.1 min."""
-    job, site = Job(16, step_s=1.0, state_bytes=3e11), Site(storage_rate=1e9)
+    job, site = FleetJob(16, step_s=1.0, state_bytes=3e11), Site(storage_rate=1e9)
     for mtbf_s, minutes in ((24 * 3600.0, 116.69), (6 * 3600.0, 56.71), (15 * 60.0, 9.167)):
         assert DiskSync().design(job, site, mtbf_s).saves[0].every / 60 == pytest.approx(minutes, abs=0.02)
 
 
 def test_a_job_that_never_fails_hardly_ever_writes() -> None:
-    job, site = Job(16, state_bytes=3e11), Site(storage_rate=1e9)
+    job, site = FleetJob(16, state_bytes=3e11), Site(storage_rate=1e9)
     assert DiskSync().design(job, site, math.inf).saves[0].every * job.step_s > DAY_S

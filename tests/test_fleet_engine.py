@@ -10,10 +10,10 @@ from random import Random
 import pytest
 
 from holdfast import ConfigError
-from holdfast.planner.fleet.engine import Outcome, simulate
-from holdfast.planner.fleet.failures import DAY_S, Failure, FailureProcess
+from holdfast.planner.fleet.engine import FleetOutcome, simulate
+from holdfast.planner.fleet.failures import Failure, FailureProcess
 from holdfast.planner.fleet.groups import Groups, place
-from holdfast.planner.fleet.job import Job, Site
+from holdfast.planner.fleet.job import FleetJob, Site
 from holdfast.planner.fleet.progress import Save
 from holdfast.planner.fleet.strategies import (
     Design,
@@ -24,17 +24,18 @@ from holdfast.planner.fleet.strategies import (
     PairReplication,
     Strategy,
 )
-from holdfast.planner.fleet.sweep import Estimate, Sweep, run
+from holdfast.planner.fleet.sweep import SeedMean, Sweep, run
+from holdfast.snapshot.interval.failures import DAY_S
 from holdfast.snapshot.interval.profiles import PROFILES
 
-JOB = Job(8, step_s=10.0, state_bytes=0.0, detect_s=5.0, restart_s=25.0)
+JOB = FleetJob(8, step_s=10.0, state_bytes=0.0, detect_s=5.0, restart_s=25.0)
 SITE = Site(spares=2, replace_s=100.0, repair_s=5000.0)
 LOADS = {"sealed": 1.0, "protected": 10.0, "persisted": 100.0, "start": 0.0}
 DESIGN = Design(
     (Save(10, 0.0, sealed_s=2.0, protected_s=8.0), Save(100, 0.0, persisted_s=50.0)),
     Groups((0, 0, 0, 0, 1, 1, 1, 1), 1),
     LOADS,
-    heal_s=40.0,
+    group_repair_s=40.0,
 )
 """A snapshot every 100 s that is protected after 8 s, and a persisted one every 1,000 s, 50 s later."""
 
@@ -50,13 +51,13 @@ STRATEGIES: tuple[Strategy, ...] = (
 )
 
 
-def go(*failures: Failure, design: Design = DESIGN, site: Site = SITE, seconds: float = 10_000.0) -> Outcome:
+def go(*failures: Failure, design: Design = DESIGN, site: Site = SITE, seconds: float = 10_000.0) -> FleetOutcome:
     outcome = simulate(JOB, site, design, failures, seconds)
     assert accounted(outcome) == pytest.approx(seconds, rel=1e-12)
     return outcome
 
 
-def accounted(outcome: Outcome) -> float:
+def accounted(outcome: FleetOutcome) -> float:
     return outcome.useful_s + outcome.save_s + outcome.lost_s + outcome.recovery_s + outcome.waiting_s
 
 
@@ -128,7 +129,7 @@ def test_a_second_loss_counts_until_the_group_is_healed() -> None:
 
 def test_survivors_that_reform_may_lose_another_while_a_machine_is_awaited() -> None:
     slow = replace(SITE, spares=0)
-    reforming = replace(DESIGN, reform_after_s=30.0, reform_s=20.0)  # from 2,165 to 2,185 s
+    reforming = replace(DESIGN, regroup_after_s=30.0, regroup_s=20.0)  # from 2,165 to 2,185 s
     assert go(memory(2_130.0, 0), memory(2_184.0, 1), design=reforming, site=slow).restores == {"persisted": 1}
     assert go(memory(2_130.0, 0), memory(2_186.0, 1), design=reforming, site=slow).restores == {"protected": 1}
     assert go(memory(2_130.0, 0), memory(2_186.0, 1), site=slow).restores == {"persisted": 1}, "they do not re-form"
@@ -137,7 +138,7 @@ def test_survivors_that_reform_may_lose_another_while_a_machine_is_awaited() -> 
 def test_survivors_reform_though_another_failure_came_between() -> None:
     """A GPU goes at 2,162 s, while they wait; they wait 30 s again from 2,167 s, and are done at 2,217 s."""
     slow = replace(SITE, spares=0)
-    reforming = replace(DESIGN, reform_after_s=30.0, reform_s=20.0)
+    reforming = replace(DESIGN, regroup_after_s=30.0, regroup_s=20.0)
     first, drain = memory(2_130.0, 0), Failure(2_162.0, "drain", (5,))
     assert go(first, drain, memory(2_216.0, 1), design=reforming, site=slow).restores == {"persisted": 1}
     assert go(first, drain, memory(2_218.0, 1), design=reforming, site=slow).restores == {"protected": 1}
@@ -205,7 +206,9 @@ def test_every_second_is_accounted_for(strategy: Strategy, profile: str) -> None
     failures = FailureProcess.of(PROFILES[profile], shape=0.7)
     random = Random(f"{strategy.name}/{profile}")
     for spares in (0, 1, 20):
-        job = Job(random.randrange(9, 400), state_bytes=10 ** random.uniform(9, 13), restart_s=random.uniform(0, 900))
+        job = FleetJob(
+            random.randrange(9, 400), state_bytes=10 ** random.uniform(9, 13), restart_s=random.uniform(0, 900)
+        )
         site = Site(spares=spares, rack=random.randrange(1, 5), repair_s=random.uniform(600, 40_000))
         busy = replace(failures, rate=failures.rate * random.uniform(1, 40))
         design = strategy.design(job, site, busy.mtbf_s(job.nodes))
@@ -229,10 +232,10 @@ def test_the_same_seed_gives_the_same_rows_and_another_gives_others() -> None:
 
 
 def test_a_row_is_the_mean_over_seeds_and_its_error() -> None:
-    three = Estimate.of([1.0, 2.0, 3.0])
+    three = SeedMean.of([1.0, 2.0, 3.0])
     assert three.mean == 2.0
     assert three.error == pytest.approx(1 / math.sqrt(3))
-    assert Estimate.of([4.0]) == Estimate(4.0, None)
+    assert SeedMean.of([4.0]) == SeedMean(4.0, None)
 
 
 def test_rows_say_what_storage_gets_and_gives() -> None:
@@ -261,11 +264,11 @@ def test_a_quarter_of_a_year_of_131072_gpus_takes_seconds() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Job(0), "0 nodes of 8"),
-        (lambda: Job(8, 0), "8 nodes of 0"),
-        (lambda: Job(8, step_s=0.0), "a step of 0.0 s"),
-        (lambda: Job(8, state_bytes=-1.0), "state_bytes -1.0"),
-        (lambda: Job(8, restart_s=math.nan), "restart_s nan"),
+        (lambda: FleetJob(0), "0 nodes of 8"),
+        (lambda: FleetJob(8, 0), "8 nodes of 0"),
+        (lambda: FleetJob(8, step_s=0.0), "a step of 0.0 s"),
+        (lambda: FleetJob(8, state_bytes=-1.0), "state_bytes -1.0"),
+        (lambda: FleetJob(8, restart_s=math.nan), "restart_s nan"),
         (lambda: Site(storage_rate=0.0), "storage_rate 0.0"),
         (lambda: Site(rack=0), "racks of 0 nodes"),
         (lambda: Site(spares=-1), "-1 spares"),
@@ -284,8 +287,8 @@ def test_a_quarter_of_a_year_of_131072_gpus_takes_seconds() -> None:
         (lambda: DiskAsync(-1), "every -1 steps"),
         (lambda: Save(0, 1.0), "every 0 steps"),
         (lambda: Save(1, -1.0), "takes -1.0 s"),
-        (lambda: InMemoryCode(6, 2).design(Job(7), Site(), 1.0), "groups of 8 nodes, and there are 7"),
-        (lambda: PairReplication().design(Job(1), Site(), 1.0), "groups of 2 nodes, and there are 1"),
+        (lambda: InMemoryCode(6, 2).design(FleetJob(7), Site(), 1.0), "groups of 8 nodes, and there are 7"),
+        (lambda: PairReplication().design(FleetJob(1), Site(), 1.0), "groups of 2 nodes, and there are 1"),
         (lambda: simulate(JOB, SITE, DESIGN, [], 0.0), "0.0 s to simulate"),
         (lambda: simulate(JOB, SITE, DESIGN, [process(1.0, 8)], 9.0), "the job has 8"),
         (lambda: replace(sweep(), gpus=(1001,)), "1001 GPUs do not make nodes of 8"),

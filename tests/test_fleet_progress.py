@@ -9,12 +9,12 @@ import pytest
 
 from holdfast.ec import crowded
 from holdfast.planner.fleet.copies import Copies
+from holdfast.planner.fleet.engine import Machines
 from holdfast.planner.fleet.groups import Groups, place
-from holdfast.planner.fleet.machines import Machines
-from holdfast.planner.fleet.progress import MARKS, Pace, Save
+from holdfast.planner.fleet.progress import MARKS, Save, Timeline
 
 
-def one_by_one(pace: Pace, first: int, elapsed_s: float) -> tuple[int, float, float, dict[str, int | None]]:
+def one_by_one(pace: Timeline, first: int, elapsed_s: float) -> tuple[int, float, float, dict[str, int | None]]:
     """(steps, stall, unfinished, newest of each mark) by doing each step and each save in turn."""
     now, step, stall = 0.0, first, 0.0
     newest: dict[str, int | None] = dict.fromkeys(MARKS)
@@ -46,7 +46,7 @@ def test_arithmetic_and_one_step_after_another_agree(seed: int) -> None:
         )
         for _ in range(random.randrange(3))
     ]
-    pace = Pace(random.choice([0.5, 1.0, 4.0]), saves)
+    pace = Timeline(random.choice([0.5, 1.0, 4.0]), saves)
     first, elapsed = random.randrange(50), random.randrange(0, 1600) / 8
     steps, stall, unfinished, newest = one_by_one(pace, first, elapsed)
     spent = pace.spent(first, elapsed)
@@ -57,19 +57,19 @@ def test_arithmetic_and_one_step_after_another_agree(seed: int) -> None:
 
 
 def test_saves_are_counted_from_step_0_and_not_from_a_restart() -> None:
-    pace = Pace(1.0, [Save(100, 0.0, persisted_s=0.0)])
+    pace = Timeline(1.0, [Save(100, 0.0, persisted_s=0.0)])
     assert pace.newest("persisted", 70, 29.0) is None
     found = pace.newest("persisted", 70, 31.0)
     assert found is not None and (found.step, found.finished_s) == (100, 30.0)
 
 
 def test_a_step_that_was_restored_is_not_saved_again() -> None:
-    pace = Pace(1.0, [Save(10, 5.0, sealed_s=0.0)])
+    pace = Timeline(1.0, [Save(10, 5.0, sealed_s=0.0)])
     assert pace.spent(100, 9.5).stall_s == 0
     assert pace.newest("sealed", 100, 9.5) is None
 
 
-PACE = Pace(10.0, [Save(10, 0.0, sealed_s=2.0, protected_s=300.0)])
+PACE = Timeline(10.0, [Save(10, 0.0, sealed_s=2.0, protected_s=300.0)])
 
 
 def test_two_snapshots_become_protected_one_after_the_other_though_training_stops() -> None:

@@ -8,16 +8,17 @@ from statistics import fmean, stdev
 
 import pytest
 
-from holdfast.planner.fleet.failures import DAY_S, FailureProcess
+from holdfast.planner.fleet.failures import FailureProcess
 from holdfast.planner.fleet.groups import place
 from holdfast.planner.fleet.job import restart_s
-from holdfast.planner.fleet.published import POINTS, Point
+from holdfast.planner.fleet.published import POINTS, PublishedPoint
 from holdfast.planner.survival import simultaneous
+from holdfast.snapshot.interval.failures import DAY_S
 from holdfast.snapshot.interval.profiles import PROFILES
 
 
 @pytest.mark.parametrize("point", POINTS, ids=[point.name for point in POINTS])
-def test_what_studies_have_published_is_reproduced(point: Point) -> None:
+def test_what_studies_have_published_is_reproduced(point: PublishedPoint) -> None:
     value = point.simulated(1234)
     assert point.holds(value), f"{point.name}: {value}, published {point.published}"
 

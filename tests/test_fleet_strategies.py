@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.planner.fleet.job import Job, Site
+from holdfast.planner.fleet.job import FleetJob, Site
 from holdfast.planner.fleet.strategies import (
     BUDGET,
     COPY_COST,
@@ -19,7 +19,7 @@ from holdfast.planner.fleet.strategies import (
     PairReplication,
 )
 
-JOB = Job(64, gpus_per_node=8, step_s=10.0, state_bytes=64 * 2e11)
+JOB = FleetJob(64, gpus_per_node=8, step_s=10.0, state_bytes=64 * 2e11)
 """200 GB a node: 1 s from its GPUs, 8 s over its network."""
 SITE = Site(gpu_rate=25e9, network_rate=25e9, storage_rate=64e9, rack=4)
 
@@ -28,17 +28,17 @@ def test_a_code_sends_a_copy_for_each_parity_and_keeps_a_share_of_one() -> None:
     design = InMemoryCode(6, 2).design(JOB, SITE, 1e5)
     assert design.network_bytes == 2 * 2e11
     assert design.memory_bytes == pytest.approx(3 * 2e11 * (1 + 2 / 6))
-    assert design.heal_s == 16
-    assert design.reform_s == 8 + 16, "each lost shard is computed once, and all is encoded again"
-    assert (design.reform_after_s, design.storage_bytes) == (30, 2e11)
+    assert design.group_repair_s == 16
+    assert design.regroup_s == 8 + 16, "each lost shard is computed once, and all is encoded again"
+    assert (design.regroup_after_s, design.storage_bytes) == (30, 2e11)
 
 
 def test_copies_send_and_keep_a_whole_copy_for_each() -> None:
     design = PairReplication(3).design(JOB, SITE, 1e5)
     assert design.network_bytes == 2 * 2e11
     assert design.memory_bytes == 2 * 3 * 2e11
-    assert design.heal_s == 16
-    assert design.reform_after_s == math.inf
+    assert design.group_repair_s == 16
+    assert design.regroup_after_s == math.inf
 
 
 def test_a_snapshot_is_sealed_when_it_is_copied_and_protected_when_it_is_sent() -> None:

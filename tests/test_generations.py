@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast import ConfigError, InMemorySnapshot, Repeated
 from holdfast.cli.status import gather
-from holdfast.planner.shapes import parse_shape
-from holdfast.planner.sizing import Job, Machine, size
+from holdfast.planner.sizing import Machine, ModelJob, parse_shape, size
 from holdfast.smp_daemon.shared.board import Outcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -79,7 +78,7 @@ def test_without_more_generations_nothing_is_other_than_before() -> None:
 
 
 def test_memory_grows_by_a_slot_of_shards_and_parity_for_each() -> None:
-    job, machine, protection = Job(parse_shape("7b"), 8), Machine(), parse_protect("auto")
+    job, machine, protection = ModelJob(parse_shape("7b"), 8), Machine(), parse_protect("auto")
     three, four, five = (size(job, machine, protection, 3, k).arena_bytes for k in (1, 2, 3))
     assert four - three == pytest.approx(three / 3) and five - four == pytest.approx(three / 3)
     with pytest.raises(ConfigError, match="9 generations"):

@@ -13,10 +13,7 @@ from holdfast.snapshot.interval.periods import (
     choose_interval,
     daly,
     expected_time,
-    lambert_w0,
     optimal,
-    optimal_periods,
-    pattern_period,
     slots_needed,
     young,
 )
@@ -40,18 +37,11 @@ def test_daly_takes_the_mtbf_where_a_snapshot_costs_twice_as_much() -> None:
     assert daly(199.0, 100.0) < 100.0
 
 
-@pytest.mark.parametrize(
-    "x", [-1 / math.e, -0.3678794, -0.36, -0.2, -1e-9, 0.0, 1e-6, 0.5, 1.0, math.e, 10.0, 1e8, 1e200]
-)
-def test_lambert_w_is_the_inverse_of_w_exp_w(x: float) -> None:
-    w = lambert_w0(x)
-    assert w >= -1.0
-    assert w * math.exp(w) == pytest.approx(x, rel=1e-12, abs=1e-15)
-
-
-def test_lambert_w_is_not_real_below_its_branch_point() -> None:
-    with pytest.raises(ValueError, match="not real"):
-        lambert_w0(-0.4)
+@pytest.mark.parametrize("cost", [0.01, 0.3, 1.0, 3.0, 30.0, 300.0])
+def test_the_optimum_follows_from_the_inverse_of_w_exp_w(cost: float) -> None:
+    w = optimal(cost, 1.0) - 1.0
+    assert -1.0 <= w <= 0.0
+    assert w * math.exp(w) == pytest.approx(-math.exp(-cost - 1.0), rel=1e-12)
 
 
 @pytest.mark.parametrize(("cost", "mtbf"), [(0.01, 1e5), (5.0, 900.0), (300.0, 400.0), (2.0, 0.5)])
@@ -80,14 +70,6 @@ def test_the_optimum_solves_its_equation_to_nine_digits(cost: float) -> None:
 
 def test_an_expected_time_beyond_all_floats_is_infinite() -> None:
     assert expected_time(1e6, 0.0, 1.0) == math.inf
-
-
-def test_levels_have_their_own_optima_and_a_pattern_that_joins_them() -> None:
-    costs, rates = (0.3, 0.6, 20.0), (1 / 7200, 1 / 14400, 1 / 400000)
-    assert optimal_periods(costs, rates) == pytest.approx((65.727, 131.453, 4000.0), abs=0.001)
-    assert optimal_periods((1.0,), (0.0,)) == (math.inf,)
-    assert pattern_period((1,), (0.3,), (1 / 7200,)) == pytest.approx(young(0.3, 7200))
-    assert pattern_period((1, 1), (0.3, 0.6), (1 / 7200, 1 / 14400)) == pytest.approx(math.sqrt(2 * 0.9 * 4800))
 
 
 def slots_in_use(interval: int, commit: int, encode: int, every: int, count: int = 240) -> int:

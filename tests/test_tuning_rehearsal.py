@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.planner.rehearsal import Climate, by_daly, draw, play_fixed, play_online
+from benchmarks.rehearsal import Climate, by_daly, draw, play_fixed, play_online
 from holdfast.snapshot.interval.failures import DAY_S
 
 CLIMATE = Climate(step_s=60.0)

@@ -12,7 +12,7 @@ import pytest
 from holdfast.planner.montecarlo import play
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.interval.failures import DAY_S
-from holdfast.snapshot.interval.periods import expected_time, optimal_periods
+from holdfast.snapshot.interval.periods import expected_time, young
 from holdfast.snapshot.interval.waste import Level, Limits, best_periods, ettr, first_order, optimum, overhead
 
 LEVELS = (
@@ -37,7 +37,8 @@ def test_meta_rscs_training_time_ratios_come_out(minutes: float, published: floa
 
 
 def test_the_three_level_example_comes_out() -> None:
-    periods = optimal_periods([level.cost_s for level in LEVELS], [level.rate for level in LEVELS])
+    periods = [young(level.cost_s, 1 / level.rate) for level in LEVELS]
+    assert periods == pytest.approx((65.727, 131.453, 4000.0), abs=0.001)
     assert wasted(first_order(LEVELS, periods)) == pytest.approx(0.0494, abs=0.00005)
     assert first_order(LEVELS, periods) == pytest.approx(optimum(LEVELS))
 
@@ -47,20 +48,20 @@ def test_first_order_is_a_little_pessimistic_and_within_six_percent_of_what_is_p
     periods = [p * f for p, f in zip((66, 132, 3960), factors, strict=True)]
     periods[2] -= periods[2] % periods[1]
     predicted = wasted(first_order(LEVELS, periods))
-    played = play(LEVELS, periods, 1.0, seed=11, lanes=256, failures=200)
+    played = play(LEVELS, periods, 1.0, seed=11, runs=256, failures=200)
     found = 1 / played.mean - 1
     assert found - 3 * played.error <= predicted <= 1.06 * found + 3 * played.error
 
 
 def test_the_published_simulation_is_met_within_its_error() -> None:
     """0.0492 for the example; the same played here gives 0.0484, 2 % less."""
-    played = play(LEVELS, (66, 132, 3960), 1.0, seed=5, lanes=256, failures=200)
+    played = play(LEVELS, (66, 132, 3960), 1.0, seed=5, runs=256, failures=200)
     assert 1 / played.mean - 1 == pytest.approx(0.0492, rel=0.03)
 
 
 def test_levels_that_count_from_each_recovery_starve() -> None:
-    anchored = play(LEVELS, (66, 132, 3960), 1.0, seed=7, lanes=256, failures=300)
-    starved = play(LEVELS, (66, 132, 3960), 1.0, seed=7, lanes=256, failures=300, anchored=False)
+    anchored = play(LEVELS, (66, 132, 3960), 1.0, seed=7, runs=256, failures=300)
+    starved = play(LEVELS, (66, 132, 3960), 1.0, seed=7, runs=256, failures=300, anchored=False)
     assert 1.04 < (1 / starved.mean - 1) / (1 / anchored.mean - 1) < 1.09
 
 
@@ -70,7 +71,7 @@ def test_levels_that_count_from_each_recovery_starve() -> None:
 def test_what_is_played_agrees_with_the_exact_time_of_one_level(mtbf: int, cost: int, work: int, restart: int) -> None:
     """A snapshot that stops training and counts when it is over is Daly's model, for which the time is known."""
     level = Level("all", cost, cost, restart, 1 / mtbf)
-    played = play([level], [work * 10], 0.1, seed=3, lanes=256, failures=300)
+    played = play([level], [work * 10], 0.1, seed=3, runs=256, failures=300)
     exact = work / expected_time(work, cost, mtbf, restart)
     assert abs(played.mean - exact) < 4 * played.error + 0.0015  # of 0.1 s steps, and where runs end
 
@@ -131,12 +132,12 @@ def test_what_is_played_agrees_with_a_run_step_by_step() -> None:
     periods = (10, 20, 100)
     runs = [Run(levels, periods, 10.0, seed).until(1500) for seed in range(10)]
     error = statistics.stdev(runs) / len(runs) ** 0.5
-    played = play(levels, periods, 10.0, seed=2, lanes=256, failures=200)
+    played = play(levels, periods, 10.0, seed=2, runs=256, failures=200)
     assert abs(1 / played.mean - 1 - statistics.fmean(runs)) < 4 * (error + 2 * played.error)
 
 
 def test_the_same_seed_plays_the_same_failures() -> None:
-    first, second, third = (play(LEVELS, (66, 132, 3960), 1.0, seed=s, lanes=16, failures=20) for s in (1, 1, 2))
+    first, second, third = (play(LEVELS, (66, 132, 3960), 1.0, seed=s, runs=16, failures=20) for s in (1, 1, 2))
     assert first == second != third
 
 

@@ -1,3 +1,3 @@
 """What `holdfast bench` measures."""
 
-__all__ = ["ec", "plot", "stall"]
+__all__ = ["ec", "stall"]

@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     stall.add_argument("--layers", type=int, default=16, help="32.8 MB of state each (default 16)")
     stall.add_argument("--venvs", type=Path, help="where the peers' environments are (default .venv-peers)")
     stall.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
-    stall.add_argument("--plot", type=Path, metavar="FILE", help="also draw the lost time, as SVG")
+    stall.add_argument("--plot", type=Path, metavar="FILE", help="also draw the lost time, as SVG (extra: plots)")
     add_json(stall)
     stall.set_defaults(run=_stall)
 
@@ -70,9 +70,10 @@ def _ec(parsed: argparse.Namespace) -> int:
 def _stall(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from holdfast.bench.plot import draw
     from holdfast.bench.stall import Plan, choose, markdown, quick, run, show
+    from holdfast.cli import plots
 
+    plots.check_plots(parsed.plot)
     console = Console(stderr=parsed.json == "-", highlight=False)
     plan = Plan(
         choose(parsed.systems),
@@ -87,6 +88,6 @@ def _stall(parsed: argparse.Namespace) -> int:
     if parsed.markdown:
         parsed.markdown.write_text(markdown(report))
     if parsed.plot:
-        parsed.plot.write_text(draw(report))
+        plots.write(plots.draw_stall(report), parsed.plot)
     write_json(parsed.json, report.to_json())
     return 1 if report.failed else 0

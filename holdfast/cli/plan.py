@@ -11,13 +11,22 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.cli.output import add_json, write_json
-from holdfast.planner.shapes import PRESETS, parse_shape
-from holdfast.planner.sizing import BASE_BYTES, RECOMPUTE, STATE_BYTES, Job, Machine, Sizes, size
+from holdfast.planner.sizing import (
+    BASE_BYTES,
+    PRESETS,
+    RECOMPUTE,
+    STATE_BYTES,
+    Machine,
+    ModelJob,
+    Sizes,
+    parse_shape,
+    size,
+)
 from holdfast.smp_daemon.shared.pacer import parse_rate
 from holdfast.snapshot.interval.durations import duration, parse_duration
 from holdfast.snapshot.resume.arrange import parse_protect
 
-Row = tuple[str, Job, Sizes]
+Row = tuple[str, ModelJob, Sizes]
 
 
 def add(commands: Any) -> None:
@@ -63,7 +72,7 @@ def run(parsed: argparse.Namespace) -> int:
         parse_rate(parsed.network_rate),
         parse_rate(parsed.host_memory),
     )
-    job = Job(
+    job = ModelJob(
         parse_shape(parsed.model or "7b"),
         parsed.nodes,
         parsed.gpus_per_node,
@@ -95,7 +104,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def variants(job: Job) -> list[tuple[str, Job]]:
+def variants(job: ModelJob) -> list[tuple[str, ModelJob]]:
     """The presets; of 7B, 13B and 70B the ways to train that "Dissecting the Runtime Performance" (arXiv 2311.03687)
     compares."""
     found = []

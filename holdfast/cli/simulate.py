@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.plan import amount
-from holdfast.planner.shapes import parse_shape
-from holdfast.planner.sizing import STATE_BYTES
+from holdfast.planner.sizing import STATE_BYTES, parse_shape
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.pacer import parse_rate
 from holdfast.snapshot.interval.durations import duration, parse_duration
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from holdfast.planner.fleet.strategies import Strategy
-    from holdfast.planner.fleet.sweep import Estimate, Row, Sweep
+    from holdfast.planner.fleet.sweep import SeedMean, Sweep, SweepRow
 
 NAMES = ("holdfast", "gemini", "gemini-racks", "disk-sync", "disk-async", "nothing")
 
@@ -60,7 +59,9 @@ def add(commands: Any) -> None:
     simulate.add_argument("--seed", type=int, default=1234, help="of the first (default 1234)")
     simulate.add_argument("--published", action="store_true", help="also repeat what studies have published")
     simulate.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
-    simulate.add_argument("--plot", type=Path, metavar="FILE", help="also draw where the time goes, as SVG")
+    simulate.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw where the time goes, as SVG (extra: plots)"
+    )
     add_json(simulate)
     simulate.set_defaults(run=run)
 
@@ -69,10 +70,11 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the command. Status 1 if a published number is not reproduced."""
     from rich.console import Console
 
-    from holdfast.cli.simulate_plot import draw
+    from holdfast.cli import plots
     from holdfast.planner.fleet.published import POINTS
     from holdfast.planner.fleet.sweep import run as run_sweep
 
+    plots.check_plots(parsed.plot)
     console = Console(stderr=parsed.json == "-", highlight=False)
     sweep = _sweep(parsed)
     rows = run_sweep(sweep)
@@ -86,7 +88,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.markdown:
         parsed.markdown.write_text(markdown(rows, checks, _describe(sweep, parsed)))
     if parsed.plot:
-        parsed.plot.write_text(draw([asdict(row) for row in rows], _describe(sweep, parsed)))
+        plots.write(plots.draw_simulation([asdict(row) for row in rows], _describe(sweep, parsed)), parsed.plot)
     options = {key: str(value) for key, value in vars(parsed).items() if key not in ("run", "json", "plot", "markdown")}
     write_json(parsed.json, {"options": options, "rows": [asdict(row) for row in rows], "published": checks})
     return 0 if all(check["holds"] for check in checks) else 1
@@ -94,7 +96,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _sweep(parsed: argparse.Namespace) -> Sweep:
     from holdfast.planner.fleet.failures import FailureProcess
-    from holdfast.planner.fleet.job import Job, Site
+    from holdfast.planner.fleet.job import FleetJob, Site
     from holdfast.planner.fleet.sweep import Sweep
 
     state = parse_shape(parsed.model).parameters * STATE_BYTES["adam"]
@@ -105,7 +107,7 @@ def _sweep(parsed: argparse.Namespace) -> Sweep:
         failures=FailureProcess.of(profile(parsed.profile), shape=parsed.bursts),
         days=parsed.days,
         spares=tuple(None if word == "auto" else _numbers("--spares", word)[0] for word in parsed.spares.split(",")),
-        job=Job(1, parsed.gpus_per_node, parse_duration(parsed.step), state),
+        job=FleetJob(1, parsed.gpus_per_node, parse_duration(parsed.step), state),
         site=site,
         restart_s=None if parsed.restart == "auto" else parse_duration(parsed.restart),
         storage_rate=None if parsed.storage_rate == "auto" else parse_rate(parsed.storage_rate),
@@ -175,12 +177,12 @@ LEGEND = (
 )
 
 
-def grid(rows: Sequence[Row], gpus: int) -> list[list[str]]:
+def grid(rows: Sequence[SweepRow], gpus: int) -> list[list[str]]:
     """The table of one size, with its head."""
     return [[*HEAD], *(_cells(row) for row in rows if row.gpus == gpus)]
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: SweepRow) -> list[str]:
     return [
         row.strategy,
         f"{row.every:,}" if row.every else "–",
@@ -196,11 +198,11 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _percent(value: Estimate) -> str:
+def _percent(value: SeedMean) -> str:
     return f"{value.mean * 100:.2f}" + ("" if value.error is None else f" ± {value.error * 100:.2f}")
 
 
-def _count(value: Estimate) -> str:
+def _count(value: SeedMean) -> str:
     digits = ",.0f" if value.mean >= 100 else ",.1f"
     return f"{value.mean:{digits}}" + ("" if value.error is None else f" ± {value.error:{digits}}")
 
@@ -222,7 +224,7 @@ def _check_grid(checks: Sequence[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
-def show(console: Console, rows: Sequence[Row], checks: Sequence[dict[str, Any]], what: str) -> None:
+def show(console: Console, rows: Sequence[SweepRow], checks: Sequence[dict[str, Any]], what: str) -> None:
     """Print all tables."""
     from rich.table import Table
 
@@ -242,7 +244,7 @@ def show(console: Console, rows: Sequence[Row], checks: Sequence[dict[str, Any]]
     console.print(f"{what} {LEGEND}", soft_wrap=True)
 
 
-def markdown(rows: Sequence[Row], checks: Sequence[dict[str, Any]], what: str) -> str:
+def markdown(rows: Sequence[SweepRow], checks: Sequence[dict[str, Any]], what: str) -> str:
     """All tables as a page."""
     when = datetime.now(UTC).isoformat(timespec="seconds")
     lines = ["# What a large job loses to failures, simulated", "", f"{when}. {what}", "", LEGEND]
@@ -253,7 +255,7 @@ def markdown(rows: Sequence[Row], checks: Sequence[dict[str, Any]], what: str) -
     return "\n".join(lines) + "\n"
 
 
-def _title(rows: Sequence[Row], gpus: int) -> str:
+def _title(rows: Sequence[SweepRow], gpus: int) -> str:
     return f"{gpus:,} GPUs, {next(row.nodes for row in rows if row.gpus == gpus):,} nodes"
 
 

@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.cli import plots
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.plan import amount
 from holdfast.planner.codes import PLACEMENTS, Domains
 from holdfast.planner.costs import Assumptions, Costs, assume, from_measured
 from holdfast.planner.reasons import reasons
-from holdfast.planner.recommend import Recommendation, Wishes, recommend
+from holdfast.planner.recommend import Recommendation, Targets, recommend
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.pacer import parse_rate
 from holdfast.snapshot.interval.durations import duration, parse_duration
@@ -83,7 +84,7 @@ def add(commands: Any) -> None:
     )
     tune.add_argument("--node-repair", default="1d", help="until a node that was taken out is back (default 1d)")
     tune.add_argument("--seed", type=int, default=1, help="of the Monte Carlo (default 1)")
-    tune.add_argument("--plot", type=Path, metavar="FILE", help="also draw waste and survival, as SVG")
+    tune.add_argument("--plot", type=Path, metavar="FILE", help="also draw waste and survival, as SVG (extra: plots)")
     add_json(tune)
     tune.set_defaults(run=run)
 
@@ -92,20 +93,19 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the command."""
     if parsed.seed < 0:
         raise ConfigError(f"--seed {parsed.seed}: give 0 or more")
+    plots.check_plots(parsed.plot)
     costs, measured_nodes = _costs(parsed)
     nodes = parsed.nodes if parsed.nodes is not None else measured_nodes
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes}: give 1 or more")
     model = _failures(parsed, nodes)
     domains = Domains(parsed.domain_nodes, parsed.placement)
-    wishes = _wishes(parsed, nodes)
-    found = recommend(costs, model, nodes, domains, wishes)
-    found = replace(found, why=tuple(reasons(found, costs, model, domains, wishes, duration, amount)))
+    targets = _targets(parsed, nodes)
+    found = recommend(costs, model, nodes, domains, targets)
+    found = replace(found, why=tuple(reasons(found, costs, model, domains, targets, duration, amount)))
     show(Console(stderr=parsed.json == "-", highlight=False), found, costs)
     if parsed.plot:
-        from holdfast.cli.tune_plot import draw
-
-        parsed.plot.write_text(draw(found, costs))
+        plots.write(plots.draw_tune(found, costs), parsed.plot)
     write_json(parsed.json, found.to_json())
     return 0
 
@@ -116,8 +116,8 @@ def show(console: Console, found: Recommendation, costs: Costs) -> None:
     every = found.periods[0]
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_row("snapshot", f"every {_count(every, 'step')} ({duration(every * step_s)})")
-    table.add_row("encode", _rhythm(found.encode_every, found.encode_every * every * step_s))
-    table.add_row("persist", _rhythm(found.persist_every, found.persist_every * every * step_s))
+    table.add_row("encode", _how_often(found.encode_every, found.encode_every * every * step_s))
+    table.add_row("persist", _how_often(found.persist_every, found.persist_every * every * step_s))
     table.add_row("protect", f"{code}, {_groups(code.sizes)}" if code.parity else "none: processes only")
     table.add_row("spare nodes", str(found.spares))
     console.print(table)
@@ -151,7 +151,7 @@ def _count(count: int, noun: str) -> str:
     return noun if count == 1 else f"{count:,} {noun}s"
 
 
-def _rhythm(every: int, seconds: float) -> str:
+def _how_often(every: int, seconds: float) -> str:
     return f"every {_count(every, 'snapshot')} ({duration(seconds)})" if every else "never"
 
 
@@ -202,12 +202,12 @@ def _failures(parsed: argparse.Namespace, nodes: int) -> FailureModel:
     return replace(estimate.model, source=f"{estimate.model.source} ({seen})")
 
 
-def _wishes(parsed: argparse.Namespace, nodes: int) -> Wishes:
+def _targets(parsed: argparse.Namespace, nodes: int) -> Targets:
     code = None
     if parsed.protect != "choose":
         chosen = parse_protect(parsed.protect).for_nodes(nodes)
         code = (chosen.data, chosen.parity) if chosen.parity and nodes > 1 else (0, 0)
-    return Wishes(
+    return Targets(
         overhead_budget=_fraction("--overhead-budget", parsed.overhead_budget) or None,
         memory_budget=_bytes("--memory-budget", parsed.memory_budget) or None,
         target_survival=_fraction("--target-survival", parsed.target_survival),

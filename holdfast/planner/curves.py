@@ -20,7 +20,7 @@ MOST_WASTE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class IntervalPoint:
     """A value at an interval in seconds, with its standard error; 0: none."""
 
     interval_s: float
@@ -40,11 +40,11 @@ class Curves:
         measured: the measured cost at the measured interval, with the predicted loss to failures; None: nothing was.
     """
 
-    predicted: tuple[Point, ...]
-    played: tuple[Point, ...]
-    chosen: Point
-    rules: tuple[tuple[str, Point], ...]
-    measured: Point | None
+    predicted: tuple[IntervalPoint, ...]
+    played: tuple[IntervalPoint, ...]
+    chosen: IntervalPoint
+    rules: tuple[tuple[str, IntervalPoint], ...]
+    measured: IntervalPoint | None
 
 
 def curves(found: Recommendation, costs: Costs) -> Curves:
@@ -53,8 +53,8 @@ def curves(found: Recommendation, costs: Costs) -> Curves:
     chosen_s = found.periods[0] * costs.step_s
     low, high = max(costs.step_s, chosen_s / 10.0), chosen_s * 10.0
 
-    def waste(interval_s: float) -> Point:
-        return Point(interval_s, first_order(found.levels, [interval_s * n for n in ratios]))
+    def waste(interval_s: float) -> IntervalPoint:
+        return IntervalPoint(interval_s, first_order(found.levels, [interval_s * n for n in ratios]))
 
     grid = [low * (high / low) ** (i / (POINTS - 1)) for i in range(POINTS)]
     steps = sorted(
@@ -63,18 +63,18 @@ def curves(found: Recommendation, costs: Costs) -> Curves:
     return Curves(
         predicted=tuple(point for s in grid if (point := waste(s)).waste <= MOST_WASTE),
         played=tuple(_played(found.levels, [k * n for n in ratios], costs.step_s, found.seed) for k in steps),
-        chosen=Point(chosen_s, 1.0 - found.played.mean, found.played.error),
+        chosen=IntervalPoint(chosen_s, 1.0 - found.played.mean, found.played.error),
         rules=tuple(_rules(found.levels, waste)),
         measured=_measured(found, costs, ratios),
     )
 
 
-def _played(levels: Sequence[Level], periods: Sequence[int], step_s: float, seed: int) -> Point:
-    played = play(levels, periods, step_s, seed=seed, lanes=128)
-    return Point(periods[0] * step_s, 1.0 - played.mean, played.error)
+def _played(levels: Sequence[Level], periods: Sequence[int], step_s: float, seed: int) -> IntervalPoint:
+    played = play(levels, periods, step_s, seed=seed, runs=128)
+    return IntervalPoint(periods[0] * step_s, 1.0 - played.mean, played.error)
 
 
-def _rules(levels: Sequence[Level], waste: Callable[[float], Point]) -> list[tuple[str, Point]]:
+def _rules(levels: Sequence[Level], waste: Callable[[float], IntervalPoint]) -> list[tuple[str, IntervalPoint]]:
     kept = [level for level in levels if level.name != "beyond"]
     cost_s, rate = sum(level.cost_s for level in kept), sum(level.rate for level in kept)
     if not cost_s or not rate:
@@ -83,7 +83,7 @@ def _rules(levels: Sequence[Level], waste: Callable[[float], Point]) -> list[tup
     return [(name, waste(interval_s)) for name, interval_s in found.items()]
 
 
-def _measured(found: Recommendation, costs: Costs, ratios: Sequence[int]) -> Point | None:
+def _measured(found: Recommendation, costs: Costs, ratios: Sequence[int]) -> IntervalPoint | None:
     """What was measured is the cost; with it goes the loss to failures that is predicted at that interval."""
     if not costs.measured_interval:
         return None
@@ -92,7 +92,7 @@ def _measured(found: Recommendation, costs: Costs, ratios: Sequence[int]) -> Poi
         level.rate * (interval_s * n / 2.0 + level.latency_s + level.restart_s)
         for level, n in zip(found.levels, ratios, strict=True)
     )
-    return Point(interval_s, costs.measured_cost_s / interval_s + lost, costs.error_s / interval_s)
+    return IntervalPoint(interval_s, costs.measured_cost_s / interval_s + lost, costs.error_s / interval_s)
 
 
 def nines(risk: float) -> float:

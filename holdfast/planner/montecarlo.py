@@ -1,7 +1,8 @@
 """The same quantities as `waste` and `survival`, found by playing failure after failure; shares no formula with them.
 
-Many independent runs, *lanes*, are played side by side with numpy. Times are exponential, everything follows from a
-seed.
+Many independent runs are played side by side with numpy, which `recommend` needs: it plays 50,000 failures of each plan
+that it compares. The fleet's engine goes through a single job with its machines, groups and spares, one failure after
+another. Times are exponential, everything follows from a seed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Steps = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A mean over lanes with its standard error, and how many failures (or losses) it rests on."""
+    """A mean over runs with its standard error, and how many failures (or losses) it rests on."""
 
     mean: float
     error: float
@@ -36,16 +37,16 @@ def play(
     step_s: float,
     *,
     seed: int,
-    lanes: int = 256,
+    runs: int = 256,
     failures: int = 200,
     anchored: bool = True,
 ) -> Played:
     """Effective training time ratio of runs that fail, fall back, and go on, in whole steps.
 
-    Each lane runs for the time in which `failures` are expected. A step takes `step_s`; at the boundary after step s
+    Each run lasts for the time in which `failures` are expected. A step takes `step_s`; at the boundary after step s
     every level whose period divides s starts a snapshot, which holds up training for the level's cost and counts once
     its latency is over, if no failure comes before. A failure of class i ends the step in progress; after its restart,
-    which failures may end, too, the lane goes on from the youngest snapshot that counts of level i or above. What that
+    which failures may end, too, the run goes on from the youngest snapshot that counts of level i or above. What that
     left of younger ones is gone.
 
     Args:
@@ -61,14 +62,14 @@ def play(
     horizon = failures / float(rates.sum())
     costs = np.array([level.cost_s for level in levels])
     clock = _Clock(step_s, costs, np.array(periods, dtype=np.int64))
-    lane = _Lanes(len(levels), lanes, horizon)
+    state = _Runs(len(levels), runs, horizon)
     count = 0
-    while lane.running.any():
-        gap = generator.exponential(1.0 / rates.sum(), lanes)
-        kind = generator.choice(len(levels), lanes, p=rates / rates.sum())
-        count += lane.fail(levels, clock, gap, kind, anchored)
-    share = lane.done * step_s / horizon
-    return Played(float(share.mean()), float(share.std(ddof=1) / math.sqrt(lanes)), count)
+    while state.running.any():
+        gap = generator.exponential(1.0 / rates.sum(), runs)
+        kind = generator.choice(len(levels), runs, p=rates / rates.sum())
+        count += state.fail(levels, clock, gap, kind, anchored)
+    share = state.done * step_s / horizon
+    return Played(float(share.mean()), float(share.std(ddof=1) / math.sqrt(runs)), count)
 
 
 class _Clock:
@@ -96,18 +97,18 @@ class _Clock:
         return low
 
 
-class _Lanes:
-    def __init__(self, levels: int, lanes: int, horizon: float) -> None:
+class _Runs:
+    def __init__(self, levels: int, runs: int, horizon: float) -> None:
         self._horizon = horizon
-        self._now = np.zeros(lanes)
-        self._restart = np.zeros(lanes)
-        self._step = np.zeros(lanes, dtype=np.int64)
-        self._counts = np.zeros((levels, lanes), dtype=np.int64)  # step of the youngest snapshot that counts
-        self.running = np.ones(lanes, dtype=bool)
-        self.done = np.zeros(lanes, dtype=np.int64)
+        self._now = np.zeros(runs)
+        self._restart = np.zeros(runs)
+        self._step = np.zeros(runs, dtype=np.int64)
+        self._counts = np.zeros((levels, runs), dtype=np.int64)  # step of the youngest snapshot that counts
+        self.running = np.ones(runs, dtype=bool)
+        self.done = np.zeros(runs, dtype=np.int64)
 
     def fail(self, levels: Sequence[Level], clock: _Clock, gap: Floats, kind: NDArray[Any], anchored: bool) -> int:
-        """Play on to each lane's next failure or to the end; how many failed."""
+        """Play on to each run's next failure or to the end; how many failed."""
         ends = self._now + gap >= self._horizon
         busy = np.where(ends, self._horizon - self._now, gap) - self._restart
         origin = np.zeros_like(self._step) if anchored else self._step
@@ -133,30 +134,3 @@ class _Lanes:
         self._counts = np.where(fails & below, usable, self._counts)
         self._step = np.where(fails, usable, self._step)
         self._restart = np.where(fails, restarts[kind], np.where(self.running, 0.0, self._restart))
-
-
-def play_group(
-    size: int, tolerated: int, rate: float, window_s: float, *, seed: int, losses: int = 1000, lanes: int = 512
-) -> Played:
-    """How often a group loses data, per second, and the standard error: node by node, until `losses` were seen.
-
-    Every node that is up fails at `rate`; one that failed is up again, its bytes rebuilt, after exactly `window_s`.
-    When more than `tolerated` are down at once the data is lost; then the group starts anew with all nodes up.
-    """
-    generator = np.random.default_rng(seed)
-    now = np.zeros(lanes)
-    lived = 0.0
-    up_again = np.zeros((lanes, size))
-    seen = 0
-    lane = np.arange(lanes)
-    while seen < losses:
-        gap = generator.exponential(1.0 / (size * rate), lanes)
-        now += gap
-        lived += float(gap.sum())
-        node = generator.integers(size, size=lanes)
-        fails = up_again[lane, node] <= now
-        up_again[lane, node] = np.where(fails, now + window_s, up_again[lane, node])
-        dead = (up_again > now[:, None]).sum(axis=1) > tolerated
-        seen += int(dead.sum())
-        up_again[dead] = 0.0
-    return Played(seen / lived, math.sqrt(seen) / lived, seen)

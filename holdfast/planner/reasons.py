@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from holdfast.planner.codes import Code, Domains, judge
 from holdfast.planner.costs import Costs
-from holdfast.planner.recommend import CLOSE, Recommendation, Wishes
+from holdfast.planner.recommend import CLOSE, Recommendation, Targets
 from holdfast.snapshot.interval.failures import FailureModel
 
 Show = Callable[[float], str]
@@ -21,17 +21,17 @@ def reasons(
     costs: Costs,
     model: FailureModel,
     domains: Domains,
-    wishes: Wishes,
+    targets: Targets,
     duration: Show,
     amount: Show,
 ) -> Iterator[str]:
     """One sentence for each decision. `duration` and `amount` print seconds and bytes."""
     yield _failures(found, model, duration)
-    yield _interval(found, costs, wishes, duration)
+    yield _interval(found, costs, targets, duration)
     if found.code.parity:
         yield _encoding(found, costs, duration)
     yield _persisting(found, duration)
-    yield from _code(found, costs, model, domains, wishes, duration, amount)
+    yield from _code(found, costs, model, domains, targets, duration, amount)
     first, second = found.waste, 1.0 - found.played.mean
     if abs(first - second) > FEW * second:
         events = f"{found.played.events:,} failures that were played"
@@ -57,10 +57,10 @@ def _failures(found: Recommendation, model: FailureModel, duration: Show) -> str
     )
 
 
-def _interval(found: Recommendation, costs: Costs, wishes: Wishes, duration: Show) -> str:
+def _interval(found: Recommendation, costs: Costs, targets: Targets, duration: Show) -> str:
     best = found.interval
     cost_s = sum(level.cost_s for level in found.levels if level.name != "beyond")
-    budget = wishes.overhead_budget
+    budget = targets.overhead_budget
     chosen = f"a snapshot costs {duration(cost_s)} of training, encoded; if each is, "
     ideal = "nothing is lost" if best.ideal_s == float("inf") else f"cost and loss balance at {duration(best.ideal_s)}"
     limit = {
@@ -106,7 +106,7 @@ def _code(
     costs: Costs,
     model: FailureModel,
     domains: Domains,
-    wishes: Wishes,
+    targets: Targets,
     duration: Show,
     amount: Show,
 ) -> Iterator[str]:
@@ -114,21 +114,21 @@ def _code(
     if found.nodes == 1:
         yield "one node has no other to protect it: snapshots survive the death of processes only"
         return
-    window_s = wishes.repair_window_s or costs.rebuild_s + code.parity * costs.encode_s
+    window_s = targets.repair_window_s or costs.rebuild_s + code.parity * costs.encode_s
     if not found.met:
         yield (
-            f"the target of {wishes.target_survival:g} is missed: {code} is the best of those that fit; shorten "
+            f"the target of {targets.target_survival:g} is missed: {code} is the best of those that fit; shorten "
             f"the repair "
             f"window of {duration(window_s)}, allow more memory or label what fails together"
         )
-    elif wishes.code is None:
+    elif targets.code is None:
         less = [other for other, _ in found.others if other.parity < code.parity]
         best = max(less, key=lambda other: other.survival) if less else None
         rest = f"; with m = {best.parity} the best is {best.survival:.6g}" if best else ""
         yield (
             f"{code} is the least memory ({amount(found.memory_bytes)}) within 0.02 % of the most useful work, "
             f"of all that "
-            f"survive 30 days with {wishes.target_survival:g} at a repair window of {duration(window_s)}{rest}"
+            f"survive 30 days with {targets.target_survival:g} at a repair window of {duration(window_s)}{rest}"
         )
     yield from _domains(code, model, domains, found.nodes, window_s)
 

@@ -25,7 +25,7 @@ ROUGH = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class Targets:
     """What the user wants kept.
 
     Attributes:
@@ -137,8 +137,8 @@ class Recommendation:
         }
 
 
-def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, wishes: Wishes) -> Recommendation:
-    """The plan of most useful work within the wishes; of plans that are `CLOSE`, the one of least memory.
+def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, targets: Targets) -> Recommendation:
+    """The plan of most useful work within the targets; of plans that are `CLOSE`, the one of least memory.
 
     Codes that do not fit the memory are out. Of the others those that reach the target survival are in; if none does,
     those of the best survival, and `met` is False. For each the levels' periods follow to first order; the winner's are
@@ -147,24 +147,24 @@ def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, w
     Raises:
         ConfigError: no code fits the memory, no interval is feasible, or a number is out of its range.
     """
-    codes = [wishes.code] if wishes.code is not None else candidates(nodes)
-    windows = {m: wishes.repair_window_s or costs.rebuild_s + m * costs.encode_s for _, m in codes}
+    codes = [targets.code] if targets.code is not None else candidates(nodes)
+    windows = {m: targets.repair_window_s or costs.rebuild_s + m * costs.encode_s for _, m in codes}
     judged = [judge(k, m, nodes, model, domains, windows[m]) for k, m in codes]
-    fitting = [code for code in judged if memory(costs, code) <= (wishes.memory_budget or float("inf"))]
+    fitting = [code for code in judged if memory(costs, code) <= (targets.memory_budget or float("inf"))]
     if not fitting:
         least = min(memory(costs, code) for code in judged)
         fewer = "fewer slots or " if costs.slots > MIN_SLOTS else ""
         raise ConfigError(
-            f"a memory budget of {wishes.memory_budget:,.0f} bytes a node: the least that is possible with "
+            f"a memory budget of {targets.memory_budget:,.0f} bytes a node: the least that is possible with "
             f"{costs.slots} "
             f"slots is {least:,.0f}; give as much, or use {fewer}more nodes"
         )
-    good = [code for code in fitting if code.survival >= wishes.target_survival]
+    good = [code for code in fitting if code.survival >= targets.target_survival]
     best = max(code.survival for code in fitting)
-    plans = [_plan(costs, code, model, nodes, wishes) for code in good or [c for c in fitting if c.survival >= best]]
+    plans = [_plan(costs, code, model, nodes, targets) for code in good or [c for c in fitting if c.survival >= best]]
     least = min(plan.waste for plan in plans)
     chosen = min((p for p in plans if p.waste <= least + CLOSE), key=lambda p: (memory(costs, p.code), p.waste))
-    periods, played = _refine(chosen, costs, wishes)
+    periods, played = _refine(chosen, costs, targets)
     levels = chosen.levels
     periods_s = [p * costs.step_s for p in periods]
     code = chosen.code
@@ -174,7 +174,7 @@ def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, w
         code=code,
         periods=periods,
         levels=levels,
-        interval=from_memory(levels, costs, wishes),
+        interval=from_memory(levels, costs, targets),
         overhead=overhead(levels, periods_s),
         waste=first_order(levels, periods_s),
         lost=lost(levels, periods_s),
@@ -182,9 +182,9 @@ def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, w
         memory_bytes=memory(costs, code),
         network_rate=code.parity * costs.state_bytes / periods_s[1] if code.parity else 0.0,
         storage_rate=costs.state_bytes / periods_s[-1] if persisted else 0.0,
-        spares=spare_nodes(model, nodes, wishes.node_repair_s),
+        spares=spare_nodes(model, nodes, targets.node_repair_s),
         step_s=costs.step_s,
-        seed=wishes.seed,
+        seed=targets.seed,
         others=tuple((other, memory(costs, other)) for other in judged),
         met=bool(good),
         rarer=chosen.rarer,
@@ -205,7 +205,7 @@ def levels_of(costs: Costs, code: Code, model: FailureModel, nodes: int) -> tupl
     return costs.levels(code.parity, rates["process"], max(0.0, survived), code.loss_rate + rates["beyond"])
 
 
-def from_memory(levels: Sequence[Level], costs: Costs, wishes: Wishes) -> Interval:
+def from_memory(levels: Sequence[Level], costs: Costs, targets: Targets) -> Interval:
     """The exact best interval of snapshots that are all encoded, and what bounds it (`choose_interval`)."""
     kept = [level for level in levels if level.name != "beyond"]
     return choose_interval(
@@ -215,8 +215,8 @@ def from_memory(levels: Sequence[Level], costs: Costs, wishes: Wishes) -> Interv
         commit_s=costs.commit_s,
         encode_s=kept[-1].latency_s - costs.commit_s,
         slots=max(2, costs.slots - costs.persists),
-        budget=wishes.overhead_budget,
-        longest=wishes.longest_steps,
+        budget=targets.overhead_budget,
+        longest=targets.longest_steps,
     )
 
 
@@ -231,26 +231,26 @@ class _Plan:
     rarer: tuple[int, float]
 
 
-def _plan(costs: Costs, code: Code, model: FailureModel, nodes: int, wishes: Wishes) -> _Plan:
+def _plan(costs: Costs, code: Code, model: FailureModel, nodes: int, targets: Targets) -> _Plan:
     levels = levels_of(costs, code, model, nodes)
-    limits = costs.limits(code.parity, wishes.overhead_budget, wishes.longest_steps)
+    limits = costs.limits(code.parity, targets.overhead_budget, targets.longest_steps)
     all_, some = (best_periods(levels, each) for each in (replace(limits, encode_every=(1,)), limits))
     waste, less = (first_order(levels, [p * costs.step_s for p in periods]) for periods in (all_, some))
     return _Plan(code, levels, all_, waste, (some[1] // some[0] if code.parity else 1, waste - less))
 
 
-def _refine(plan: _Plan, costs: Costs, wishes: Wishes) -> tuple[tuple[int, ...], Played]:
+def _refine(plan: _Plan, costs: Costs, targets: Targets) -> tuple[tuple[int, ...], Played]:
     """Play the plan, and where first order is `ROUGH` feasible neighbours of it, with the same failures; one of them
     wins only by two standard errors."""
-    limits = costs.limits(plan.code.parity, wishes.overhead_budget, wishes.longest_steps)
-    best, played = plan.periods, play(plan.levels, plan.periods, costs.step_s, seed=wishes.seed)
+    limits = costs.limits(plan.code.parity, targets.overhead_budget, targets.longest_steps)
+    best, played = plan.periods, play(plan.levels, plan.periods, costs.step_s, seed=targets.seed)
     for factor in (0.5, 0.7, 1.4, 2.0) if plan.waste > ROUGH else ():
         first = max(1, round(plan.periods[0] * factor))
         periods = tuple(first * (p // plan.periods[0]) for p in plan.periods)
         spent = overhead(plan.levels, [p * costs.step_s for p in periods])
-        if periods == best or spent > (wishes.overhead_budget or 1.0) + 1e-12 or not limits.feasible(periods):
+        if periods == best or spent > (targets.overhead_budget or 1.0) + 1e-12 or not limits.feasible(periods):
             continue
-        other = play(plan.levels, periods, costs.step_s, seed=wishes.seed)
+        other = play(plan.levels, periods, costs.step_s, seed=targets.seed)
         if other.mean > played.mean + 2.0 * (other.error**2 + played.error**2) ** 0.5:
             best, played = periods, other
     return best, played

@@ -36,15 +36,6 @@ def simultaneous(sizes: Sequence[int], tolerated: int, lost: int) -> float:
     return float(Fraction(ways[lost], math.comb(nodes, lost)))
 
 
-def gemini_bound(nodes: int, copies: int, lost: int) -> float:
-    """GEMINI's lower bound (Wang et al., SOSP 2023, corollary 1) for `copies` in groups of as many nodes:
-    ``1 - N C(N - m, f - m) / (m C(N, f))``, and 1 for fewer than m losses. Exact for f = m."""
-    if lost < copies:
-        return 1.0
-    hit = Fraction(nodes * math.comb(nodes - copies, lost - copies), copies * math.comb(nodes, lost))
-    return max(0.0, float(1 - hit))
-
-
 def loss_rate(size: int, tolerated: int, rate: float, window_s: float) -> float:
     """Losses of one group's data per second, repairs in parallel, each taking `window_s` on average.
 

@@ -50,7 +50,6 @@ class Runtime(Protocol):
     def wait(self, event: Event) -> None: ...
     def register(self, address: int, count: int) -> int: ...
     def unregister(self, address: int) -> int: ...
-    def pci_bus_id(self) -> str: ...
 
 
 class TorchRuntime:
@@ -92,12 +91,6 @@ class TorchRuntime:
 
     def unregister(self, address: int) -> int:
         return self._reported(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
-
-    def pci_bus_id(self) -> str:
-        known: Any = torch.cuda.get_device_properties(self.device)
-        if not hasattr(known, "pci_bus_id"):  # older torch
-            return ""
-        return f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
 
     def _reported(self, code: Any) -> int:
         """CUDA would report a refused call once more, by the thread's next kernel launch. Let that be ours."""

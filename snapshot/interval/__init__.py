@@ -5,13 +5,10 @@ __all__ = [
     "durations",
     "failures",
     "measured",
-    "online",
     "overlap",
     "periods",
     "policy",
     "profile",
     "profiles",
-    "rates",
-    "samples",
     "waste",
 ]

@@ -6,7 +6,6 @@ All rates are failures per second of the whole job, all intervals useful work, i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.snapshot.interval.checks import not_negative, positive
@@ -29,29 +28,18 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     return young(cost_s, mtbf_s) * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0) - cost_s
 
 
-def lambert_w0(x: float) -> float:
-    """The principal branch of Lambert's W, ``w exp(w) = x``, for ``x >= -1/e``; 1 + W to 1e-10 of itself or better.
-
-    Raises:
-        ValueError: x < -1/e, where W is not real.
-    """
-    excess = math.e * x + 1.0
-    if excess < -1e-15:  # what rounding of -1/e may leave
-        raise ValueError(f"W({x}) is not real: x must be at least {-1 / math.e}")
-    return _one_plus_w(x, math.sqrt(2.0 * max(0.0, excess))) - 1.0
-
-
 def _one_plus_w(x: float, root: float) -> float:
-    """``1 + W0(x)``, where `root` is ``sqrt(2 (e x + 1))``: without the cancellation near the branch point x = -1/e.
+    """``1 + W0(x)`` for ``-1/e <= x <= 0``, to 1e-10 of itself; W0 is the principal branch of Lambert's W.
 
-    There it is the series in `root`, elsewhere Halley's method (both in Corless et al., "On the Lambert W function",
-    Adv. Comput. Math. 5, 1996).
+    `root` is ``sqrt(2 (e x + 1))``, given so that nothing cancels near the branch point x = -1/e. There it is the
+    series in `root`, elsewhere Halley's method (both in Corless et al., "On the Lambert W function", Adv. Comput.
+    Math. 5, 1996).
     """
     if root < 1e-3:
         return root * (
             1.0 + root * (-1.0 / 3.0 + root * (11.0 / 72.0 + root * (-43.0 / 540.0 + root * 769.0 / 17280.0)))
         )
-    w = -1.0 + root - root * root / 3.0 if x < 1.0 else math.log(x) - math.log(max(math.log(x), 0.5))
+    w = -1.0 + root - root * root / 3.0
     for _ in range(50):
         power = math.exp(w)
         error = w * power - x
@@ -85,19 +73,6 @@ def optimal(cost_s: float, mtbf_s: float) -> float:
     positive("the MTBF", mtbf_s, " s")
     u = cost_s / mtbf_s
     return mtbf_s * _one_plus_w(-math.exp(-u - 1.0), math.sqrt(-2.0 * math.expm1(-u)))
-
-
-def optimal_periods(costs_s: Sequence[float], rates: Sequence[float]) -> tuple[float, ...]:
-    """For each level the first-order optimum ``sqrt(2 c / rate)``, in seconds; inf where nothing fails."""
-    return tuple(math.sqrt(2.0 * c / rate) if rate else math.inf for c, rate in zip(costs_s, rates, strict=True))
-
-
-def pattern_period(counts: Sequence[int], costs_s: Sequence[float], rates: Sequence[float]) -> float:
-    """Length in seconds of the best pattern with `counts` snapshots of each level, evenly spread:
-    ``sqrt(sum N c / (sum(rate / N) / 2))``; inf where nothing fails (Di, Robert, Vivien, Cappello, TPDS 2017)."""
-    spent = sum(n * cost for n, cost in zip(counts, costs_s, strict=True))
-    lost = 0.5 * sum(rate / n for n, rate in zip(counts, rates, strict=True))
-    return math.sqrt(spent / lost) if lost else math.inf
 
 
 def slots_needed(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from holdfast.planner.fleet.groups import Groups
-from holdfast.planner.fleet.progress import Pace
+from holdfast.planner.fleet.progress import Timeline
 
 
 class Copies:
@@ -33,7 +33,7 @@ class Copies:
         self._missing: Counter[int] = Counter()
         self._tickets = 0
 
-    def trained(self, pace: Pace, first: int, since_s: float, now_s: float) -> None:
+    def trained(self, pace: Timeline, first: int, since_s: float, now_s: float) -> None:
         """The job has trained from step `first` without interruption, and stops now."""
         elapsed = now_s - since_s
         self.settle(now_s)

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from holdfast.planner.fleet.copies import Copies
 from holdfast.planner.fleet.failures import Failure
-from holdfast.planner.fleet.job import Job, Site
-from holdfast.planner.fleet.machines import Machines
-from holdfast.planner.fleet.progress import Pace
+from holdfast.planner.fleet.job import FleetJob, Site
+from holdfast.planner.fleet.progress import Timeline
 from holdfast.planner.fleet.strategies import Design
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 
-class Phase(Enum):
+class JobPhase(Enum):
     """What a job is doing."""
 
     TRAINING = "training"
@@ -33,7 +32,7 @@ class Phase(Enum):
 
 
 @dataclass(slots=True)
-class Outcome:
+class FleetOutcome:
     """What came of a run. The five times are all of `wall_s`.
 
     Attributes:
@@ -69,7 +68,41 @@ class Outcome:
         return self.useful_s / self.wall_s
 
 
-def simulate(job: Job, site: Site, design: Design, failures: Iterable[Failure], seconds: float) -> Outcome:
+class Machines:
+    """Spares stand by; a broken machine is repaired and then stands by, or takes the place that waits longest.
+
+    Attributes:
+        empty: places without a machine.
+        spares: machines that stand by.
+    """
+
+    def __init__(self, spares: int) -> None:
+        self.empty: set[int] = set()
+        self.spares = spares
+        self._waiting: deque[int] = deque()
+
+    def breaks(self, place: int) -> bool:
+        """The machine at `place` is gone. Whether a spare takes over; if not, the place waits for a repair."""
+        self.empty.add(place)
+        if self.spares:
+            self.spares -= 1
+            return True
+        self._waiting.append(place)
+        return False
+
+    def repaired(self) -> int | None:
+        """A machine is back. The place that it takes, None if none waits."""
+        if self._waiting:
+            return self._waiting.popleft()
+        self.spares += 1
+        return None
+
+    def arrives(self, place: int) -> None:
+        """The place has a machine again."""
+        self.empty.remove(place)
+
+
+def simulate(job: FleetJob, site: Site, design: Design, failures: Iterable[Failure], seconds: float) -> FleetOutcome:
     """Run a job for `seconds` of virtual time.
 
     Args:
@@ -84,15 +117,15 @@ def simulate(job: Job, site: Site, design: Design, failures: Iterable[Failure], 
 
 
 class _Run:
-    def __init__(self, job: Job, site: Site, design: Design, seconds: float) -> None:
+    def __init__(self, job: FleetJob, site: Site, design: Design, seconds: float) -> None:
         self.job, self.site, self.design = job, site, design
-        self.pace = Pace(job.step_s, design.saves)
+        self.pace = Timeline(job.step_s, design.saves)
         self.copies = Copies(design.groups)
         self.machines = Machines(site.spares)
-        self.outcome = Outcome(seconds)
+        self.outcome = FleetOutcome(seconds)
         self.events: list[tuple[float, int, str, tuple[int, ...]]] = []
         self.order = 0
-        self.phase = Phase.TRAINING
+        self.phase = JobPhase.TRAINING
         self.since_s = self.stopped_s = 0.0
         self.first = self.step = 0
         self.attempt = 0
@@ -103,11 +136,11 @@ class _Run:
             "arrived": self._on_arrived,
             "repaired": self._on_repaired,
             "missing": self._on_missing,
-            "whole": self._on_whole,
+            "whole": self._on_protected,
             "restored": self._on_restored,
         }
 
-    def to_the_end(self, failures: Iterable[Failure]) -> Outcome:
+    def to_the_end(self, failures: Iterable[Failure]) -> FleetOutcome:
         wall_s = self.outcome.wall_s
         for failure in failures:
             if failure.at_s >= wall_s:
@@ -117,7 +150,7 @@ class _Run:
             self._until(failure.at_s)
             self._fail(failure)
         self._until(wall_s)
-        if self.phase is Phase.TRAINING:
+        if self.phase is JobPhase.TRAINING:
             self._stop(wall_s)
         else:
             self._enter(self.phase, wall_s)
@@ -139,13 +172,13 @@ class _Run:
     def _fail(self, failure: Failure) -> None:
         now_s = failure.at_s
         nodes = [node for node in failure.nodes if node not in self.machines.empty]
-        if not nodes or (failure.kind == "process" and self.phase is Phase.WAITING):
+        if not nodes or (failure.kind == "process" and self.phase is JobPhase.WAITING):
             return
         self.outcome.failures[failure.kind] += 1
-        if self.phase is Phase.TRAINING:
+        if self.phase is JobPhase.TRAINING:
             self._stop(now_s)
             self.stopped_s = now_s
-        self._enter(Phase.DETECTING, now_s)
+        self._enter(JobPhase.DETECTING, now_s)
         self.attempt += 1
         detected_s = now_s + self.job.detect_s
         self._at(detected_s, "detected", self.attempt)
@@ -168,12 +201,12 @@ class _Run:
         self.outcome.lost_s += spent.unfinished_s
         self.since_s = now_s
 
-    def _enter(self, phase: Phase, now_s: float) -> None:
+    def _enter(self, phase: JobPhase, now_s: float) -> None:
         """Account for the phase that ends, unless it was training."""
         passed = now_s - self.since_s
-        if self.phase is Phase.WAITING:
+        if self.phase is JobPhase.WAITING:
             self.outcome.waiting_s += passed
-        elif self.phase is not Phase.TRAINING:
+        elif self.phase is not JobPhase.TRAINING:
             self.outcome.recovery_s += passed
         self.phase, self.since_s = phase, now_s
 
@@ -185,7 +218,7 @@ class _Run:
         self.step = step
 
     def _recover(self, now_s: float) -> None:
-        self._enter(Phase.RECOVERING, now_s)
+        self._enter(JobPhase.RECOVERING, now_s)
         self.loading = self.copies.best()
         source = "protected" if self.loading[0] == "sealed" and self.moved else self.loading[0]
         self._at(now_s + self.job.restart_s + self.design.load_s[source], "restored", self.attempt)
@@ -196,14 +229,14 @@ class _Run:
         if not self.machines.empty:
             self._recover(now_s)
             return
-        self._enter(Phase.WAITING, now_s)
+        self._enter(JobPhase.WAITING, now_s)
         for node, ticket in self.copies.degraded.items():
-            self._at(now_s + self.design.reform_after_s, "missing", node, ticket)
+            self._at(now_s + self.design.regroup_after_s, "missing", node, ticket)
 
     def _on_arrived(self, now_s: float, node: int) -> None:
         self.machines.arrives(node)
         self.moved = True
-        if self.phase is Phase.WAITING and not self.machines.empty:
+        if self.phase is JobPhase.WAITING and not self.machines.empty:
             self._recover(now_s)
 
     def _on_repaired(self, now_s: float) -> None:
@@ -213,16 +246,16 @@ class _Run:
 
     def _on_missing(self, now_s: float, node: int, ticket: int) -> None:
         """The others have waited long enough: they protect each other without it."""
-        if self.phase is Phase.WAITING and self.copies.is_open(node, ticket):
-            self._at(now_s + self.design.reform_s, "whole", node, ticket)
+        if self.phase is JobPhase.WAITING and self.copies.is_open(node, ticket):
+            self._at(now_s + self.design.regroup_s, "whole", node, ticket)
 
-    def _on_whole(self, now_s: float, node: int, ticket: int) -> None:
+    def _on_protected(self, now_s: float, node: int, ticket: int) -> None:
         self.copies.made_up(node, ticket)
 
     def _on_restored(self, now_s: float, attempt: int) -> None:
         if attempt != self.attempt:
             return
-        self._enter(Phase.TRAINING, now_s)
+        self._enter(JobPhase.TRAINING, now_s)
         source, step = self.loading
         self.outcome.restores[source] += 1
         self.outcome.longest_s = max(self.outcome.longest_s, now_s - self.stopped_s)
@@ -230,4 +263,4 @@ class _Run:
         self.copies.restored(source, step)
         self.first, self.moved = step, False
         for node, ticket in self.copies.degraded.items():
-            self._at(now_s + self.design.heal_s, "whole", node, ticket)
+            self._at(now_s + self.design.group_repair_s, "whole", node, ticket)

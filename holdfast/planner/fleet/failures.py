@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from random import Random
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.failures import DAY_S
 from holdfast.snapshot.interval.profiles import FailureProfile
 
 DRAIN = 0.30
 """Share of failures after which the host must go, its memory still readable: a bad GPU or NIC. 28 to 33 % by the causes
 of Llama 3 and FT-HSDP; Unicron has 37 %."""
-
-DAY_S = 86400.0
 
 KINDS = ("process", "drain", "memory", "shock")
 

@@ -28,7 +28,7 @@ def restart_s(gpus: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class FleetJob:
     """What is trained. It needs all its nodes, and stops as a whole.
 
     Attributes:

@@ -64,7 +64,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Timeline:
     """A job's steps and saves."""
 
     step_s: float

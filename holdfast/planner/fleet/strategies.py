@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.planner.fleet.groups import Groups, place
-from holdfast.planner.fleet.job import Job, Site
+from holdfast.planner.fleet.job import FleetJob, Site
 from holdfast.planner.fleet.progress import Save
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
@@ -43,9 +43,9 @@ class Design:
         saves: what is saved how often.
         groups: who protects whom; None: the loss of one node's memory loses all copies in memory.
         load_s: seconds to load a step that is ``sealed``, ``protected``, ``persisted``, or the ``start``.
-        heal_s: from a restart with a new node until its group is whole again.
-        reform_after_s: how long a node's place may be empty before the others go on without it; infinite: for ever.
-        reform_s: how long that takes.
+        group_repair_s: from a restart with a new node until its group is whole again.
+        regroup_after_s: how long a node's place may be empty before the others go on without it; infinite: for ever.
+        regroup_s: how long that takes.
         memory_bytes: reserved for copies.
         network_bytes: sent to other nodes for each save.
         storage_bytes: sent to storage for each save that is written there.
@@ -54,9 +54,9 @@ class Design:
     saves: tuple[Save, ...]
     groups: Groups | None
     load_s: dict[str, float]
-    heal_s: float = 0.0
-    reform_after_s: float = math.inf
-    reform_s: float = 0.0
+    group_repair_s: float = 0.0
+    regroup_after_s: float = math.inf
+    regroup_s: float = 0.0
     memory_bytes: float = 0.0
     network_bytes: float = 0.0
     storage_bytes: float = 0.0
@@ -69,7 +69,7 @@ class Strategy(Protocol):
     def name(self) -> str:
         """What it is called in tables."""
 
-    def design(self, job: Job, site: Site, mtbf_s: float) -> Design:
+    def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """What it comes to for a job that fails every `mtbf_s` seconds. Raises `ConfigError` if it cannot be had."""
 
 
@@ -82,7 +82,7 @@ class InMemoryCode:
         every: steps between snapshots; more where they would not be done in time, or would cost more than `BUDGET`.
         slots: for each shard.
         persist_s: time between those that are also written to storage; infinite: none are.
-        reform_after_s: how long a node may be missing before the others protect each other without it.
+        regroup_after_s: how long a node may be missing before the others protect each other without it.
     """
 
     data: int
@@ -90,15 +90,15 @@ class InMemoryCode:
     every: int = 1
     slots: int = 3
     persist_s: float = PERSIST_S
-    reform_after_s: float = 30.0
+    regroup_after_s: float = 30.0
 
     def __post_init__(self) -> None:
         _check(self.every, self.persist_s)
         if self.data < 1 or self.parity < 1:
             raise ConfigError(f"{self.data}+{self.parity}: k and m must be at least 1")
-        if not MIN_SLOTS <= self.slots <= MAX_SLOTS or not self.reform_after_s >= 0:
+        if not MIN_SLOTS <= self.slots <= MAX_SLOTS or not self.regroup_after_s >= 0:
             raise ConfigError(
-                f"{self.slots} slots, {self.reform_after_s} s: use {MIN_SLOTS} to {MAX_SLOTS} slots, and 0 s or more"
+                f"{self.slots} slots, {self.regroup_after_s} s: use {MIN_SLOTS} to {MAX_SLOTS} slots, and 0 s or more"
             )
 
     @property
@@ -107,16 +107,16 @@ class InMemoryCode:
         code = f"copies:{self.parity}" if self.data == 1 else f"{self.data}+{self.parity}"
         return f"holdfast {code}" + (f", every {self.every}" if self.every > 1 else "")
 
-    def design(self, job: Job, site: Site, mtbf_s: float) -> Design:
+    def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """See `Strategy`."""
         encode_s = self.parity * job.node_bytes / site.network_rate
         return Design(
             saves=_in_memory(job, site, encode_s, self.every, self.slots, self.persist_s),
             groups=place(job.nodes, self.data + self.parity, self.parity, site.rack, spread=True),
             load_s=_loads(job, site),
-            heal_s=encode_s,
-            reform_after_s=self.reform_after_s,
-            reform_s=job.node_bytes / site.network_rate + encode_s,
+            group_repair_s=encode_s,
+            regroup_after_s=self.regroup_after_s,
+            regroup_s=job.node_bytes / site.network_rate + encode_s,
             memory_bytes=self.slots * job.node_bytes * (1 + self.parity / self.data),
             network_bytes=self.parity * job.node_bytes,
             storage_bytes=job.node_bytes if self.persist_s < math.inf else 0.0,
@@ -148,7 +148,7 @@ class PairReplication:
         """Such as ``gemini, 2 copies``."""
         return f"gemini {self.copies} copies" + (" over racks" if self.spread else "")
 
-    def design(self, job: Job, site: Site, mtbf_s: float) -> Design:
+    def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """See `Strategy`. Two buffers for each copy, as its author's library has."""
         others = self.copies - 1
         send_s = others * job.node_bytes / site.network_rate
@@ -156,7 +156,7 @@ class PairReplication:
             saves=_in_memory(job, site, send_s, self.every, 2, self.persist_s),
             groups=place(job.nodes, self.copies, others, site.rack, spread=self.spread),
             load_s=_loads(job, site),
-            heal_s=send_s,
+            group_repair_s=send_s,
             memory_bytes=2 * self.copies * job.node_bytes,
             network_bytes=others * job.node_bytes,
             storage_bytes=job.node_bytes if self.persist_s < math.inf else 0.0,
@@ -177,7 +177,7 @@ class DiskSync:
         """``disk, sync``."""
         return "disk, sync"
 
-    def design(self, job: Job, site: Site, mtbf_s: float) -> Design:
+    def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """See `Strategy`."""
         write_s = job.state_bytes / site.storage_rate
         every = self.every or _best(job, write_s, mtbf_s)
@@ -199,7 +199,7 @@ class DiskAsync:
         """``disk, async``."""
         return "disk, async"
 
-    def design(self, job: Job, site: Site, mtbf_s: float) -> Design:
+    def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """See `Strategy`."""
         copy_s = _copy_s(job, site)
         write_s = copy_s + job.state_bytes / site.storage_rate
@@ -219,12 +219,12 @@ class Nothing:
         """``nothing``."""
         return "nothing"
 
-    def design(self, job: Job, site: Site, mtbf_s: float) -> Design:
+    def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """See `Strategy`."""
         return Design((), None, _loads(job, site))
 
 
-def _in_memory(job: Job, site: Site, send_s: float, every: int, slots: int, persist_s: float) -> tuple[Save, ...]:
+def _in_memory(job: FleetJob, site: Site, send_s: float, every: int, slots: int, persist_s: float) -> tuple[Save, ...]:
     """Snapshots as often as they are done in time and cost no more than `BUDGET`, and some of them to storage."""
     copy_s = _copy_s(job, site)
     stall_s = COPY_COST * copy_s + NETWORK_COST * send_s
@@ -238,7 +238,7 @@ def _in_memory(job: Job, site: Site, send_s: float, every: int, slots: int, pers
     return snapshot, Save(rarely * steps, 0.0, persisted_s=write_s)
 
 
-def _loads(job: Job, site: Site) -> dict[str, float]:
+def _loads(job: FleetJob, site: Site) -> dict[str, float]:
     """From the node's own memory; over the new node's link (a chain of helpers brings it no more than its own bytes);
     from storage; and nothing to load."""
     copy_s = _copy_s(job, site)
@@ -251,17 +251,17 @@ def _loads(job: Job, site: Site) -> dict[str, float]:
     }
 
 
-def _copy_s(job: Job, site: Site) -> float:
+def _copy_s(job: FleetJob, site: Site) -> float:
     """Between a node's GPUs and its memory."""
     return job.node_bytes / (site.gpu_rate * job.gpus_per_node)
 
 
-def _best(job: Job, cost_s: float, mtbf_s: float) -> int:
+def _best(job: FleetJob, cost_s: float, mtbf_s: float) -> int:
     """Steps between two saves that lose least; a job that never fails saves as if it did once in a hundred years."""
     return max(1, round(optimal(cost_s, min(mtbf_s, 3.2e9)) / job.step_s))
 
 
-def _at_least(seconds: float, job: Job) -> int:
+def _at_least(seconds: float, job: FleetJob) -> int:
     return max(1, math.ceil(seconds / job.step_s - 1e-9))
 
 

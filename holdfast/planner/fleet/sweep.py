@@ -7,11 +7,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.planner.fleet.engine import Outcome, simulate
-from holdfast.planner.fleet.failures import DAY_S, Failure, FailureProcess
-from holdfast.planner.fleet.job import SPARES_PER_NODE, STORAGE_RATE_PER_GPU, Job, Site, restart_s
+from holdfast.planner.fleet.engine import FleetOutcome, simulate
+from holdfast.planner.fleet.failures import Failure, FailureProcess
+from holdfast.planner.fleet.job import SPARES_PER_NODE, STORAGE_RATE_PER_GPU, FleetJob, Site, restart_s
 from holdfast.planner.fleet.strategies import Strategy
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.interval.failures import DAY_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Sweep:
     failures: FailureProcess
     days: float = 90.0
     spares: tuple[int | None, ...] = (None,)
-    job: Job = Job(nodes=1)  # noqa: RUF009
+    job: FleetJob = FleetJob(nodes=1)  # noqa: RUF009
     site: Site = Site()  # noqa: RUF009
     storage_rate: float | None = None
     restart_s: float | None = None
@@ -48,7 +49,7 @@ class Sweep:
             if gpus < 1 or gpus % self.job.gpus_per_node:
                 raise ConfigError(f"{gpus} GPUs do not make nodes of {self.job.gpus_per_node}: use a multiple of it")
 
-    def job_of(self, gpus: int) -> Job:
+    def job_of(self, gpus: int) -> FleetJob:
         """The job on so many GPUs."""
         restart = restart_s(gpus) if self.restart_s is None else self.restart_s
         return replace(self.job, nodes=gpus // self.job.gpus_per_node, restart_s=restart)
@@ -61,21 +62,21 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class SeedMean:
     """A mean over seeds and its standard error; None where there is one seed."""
 
     mean: float
     error: float | None
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
+    def of(cls, values: Sequence[float]) -> SeedMean:
         """Of one value for each seed."""
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         return cls(statistics.fmean(values), error)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """One strategy at one size. Bytes are a node's; `save` to `waiting` are shares of all time, and with `ettr` make 1.
 
     Attributes:
@@ -95,22 +96,22 @@ class Row:
     strategy: str
     spares: int
     every: int
-    ettr: Estimate
-    lost_steps: Estimate
-    restarts: Estimate
-    stored: Estimate
-    save: Estimate
-    lost: Estimate
-    recovery: Estimate
-    waiting: Estimate
-    longest_s: Estimate
+    ettr: SeedMean
+    lost_steps: SeedMean
+    restarts: SeedMean
+    stored: SeedMean
+    save: SeedMean
+    lost: SeedMean
+    recovery: SeedMean
+    waiting: SeedMean
+    longest_s: SeedMean
     memory_bytes: float
     network_bytes: float
     network_rate: float
     storage_rate: float
 
 
-def run(sweep: Sweep, tell: Callable[[Row], None] = lambda row: None) -> list[Row]:
+def run(sweep: Sweep, tell: Callable[[SweepRow], None] = lambda row: None) -> list[SweepRow]:
     """Simulate all of it, and tell of each row as it is done.
 
     Raises:
@@ -131,16 +132,18 @@ def run(sweep: Sweep, tell: Callable[[Row], None] = lambda row: None) -> list[Ro
     return rows
 
 
-def _row(sweep: Sweep, gpus: int, spares: int | None, strategy: Strategy, traces: Sequence[Sequence[Failure]]) -> Row:
+def _row(
+    sweep: Sweep, gpus: int, spares: int | None, strategy: Strategy, traces: Sequence[Sequence[Failure]]
+) -> SweepRow:
     job, site = sweep.job_of(gpus), sweep.site_of(gpus, spares)
     design = strategy.design(job, site, sweep.failures.mtbf_s(job.nodes))
     outcomes = [simulate(job, site, design, trace, sweep.days * DAY_S) for trace in traces]
 
-    def over(value: Callable[[Outcome], float]) -> Estimate:
-        return Estimate.of([value(outcome) for outcome in outcomes])
+    def over(value: Callable[[FleetOutcome], float]) -> SeedMean:
+        return SeedMean.of([value(outcome) for outcome in outcomes])
 
     stored = [save for save in design.saves if save.persisted_s < math.inf]
-    return Row(
+    return SweepRow(
         gpus=gpus,
         nodes=job.nodes,
         strategy=strategy.name + _spares(sweep, spares),
