@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from holdfast.smp_daemon.recovery.asking import LANES, Asking
-from holdfast.smp_daemon.recovery.asks import Ask, How, Verdict, Ways
+from holdfast.smp_daemon.recovery.asking import LANES, Ask, Asking, How, Verdict, Ways
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.sources import Address
 

@@ -19,8 +19,7 @@ from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage import pool as pool_module
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.pool import Pool
-from holdfast.smp_daemon.storage.slots import Slot, SlotState
+from holdfast.smp_daemon.storage.pool import Pool, Slot, SlotState
 
 PAGE = mmap.PAGESIZE
 SMALL_TMPFS = 16 * PAGE

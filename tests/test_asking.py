@@ -7,9 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from holdfast.smp_daemon.recovery.asking import Asking
-from holdfast.smp_daemon.recovery.asks import How, Ways
-from holdfast.smp_daemon.recovery.speeds import FIRST_PATIENCE_S, Speeds
+from holdfast.smp_daemon.recovery.asking import FIRST_PATIENCE_S, Asking, How, Speeds, Ways
 from holdfast.smp_daemon.shared.sources import Address
 from tests.asking_kit import Played, Served, at, play, ways
 

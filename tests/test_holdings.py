@@ -28,8 +28,7 @@ from holdfast.smp_daemon.shared.records import (
 )
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Holdings, Key, ParityKey, ShardKey
-from holdfast.smp_daemon.storage.pool import Pool
-from holdfast.smp_daemon.storage.slots import SlotState
+from holdfast.smp_daemon.storage.pool import Pool, SlotState
 from tests.deadlines import DEADLINE_S
 
 UNIT = 8

@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.plan import candidates
 from holdfast.smp_daemon.storage.codings import Codings
 from holdfast.smp_daemon.storage.holdings import Holdings
 from holdfast.smp_daemon.storage.parity import ParityGathering
-from holdfast.smp_daemon.storage.slots import SlotPool, SlotState
+from holdfast.smp_daemon.storage.pool import SlotPool, SlotState
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.step.copier import CopyJob
 from holdfast.snapshot.step.ledger import Ledger

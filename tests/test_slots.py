@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from holdfast.smp_daemon.shared.errors import NoFreeSlot
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.storage.slots import Slot, SlotPool, SlotState
+from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
 
 few_snapshots = st.builds(SnapshotId, st.integers(1, 2), st.integers(1, 4))
 lengths = st.sampled_from([8, 16])

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from holdfast.smp_daemon.node.core import Core
-from holdfast.smp_daemon.persist.standing import Standing
+from holdfast.smp_daemon.persist.persister import Standing
 from holdfast.smp_daemon.recovery.census import ask_all
 from holdfast.smp_daemon.recovery.recoveries import Recovery
 from holdfast.smp_daemon.shared.counters import Counters
@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Event, last_events
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.smp_daemon.storage.slots import SlotState
+from holdfast.smp_daemon.storage.pool import SlotState
 from holdfast.smp_daemon.watchdog.liveness import Health, Trainer, judge_lease
 
 

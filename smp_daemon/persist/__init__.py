@@ -6,4 +6,4 @@ lost.
 parity: what is persisted is what was sealed. Start reading at `persister`.
 """
 
-__all__ = ["manifest", "options", "persister", "place", "reading", "standing"]
+__all__ = ["manifest", "options", "persister", "place", "reading"]

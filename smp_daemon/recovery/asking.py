@@ -6,18 +6,22 @@ not waited for: the unit is asked of others, the first answer counts, and the re
 does not say who holds it up; terms do, so its unit is summed. A slow source is left out where others suffice, and
 whatever it has been asked for is taken from it in the end.
 
+No rate is expected of anybody. A source is slow if it takes `SLOWER` times as long for a unit as the others do, or if
+it lets an answer become late. Where all are equally slow, none is.
+
 At most `LANES` asks are open at a time, and `SUMS` units are summed, whatever the length of the shard.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
-from holdfast.smp_daemon.recovery.asks import Ask, How, Verdict, Wanted, Ways
-from holdfast.smp_daemon.recovery.speeds import Patience, Speeds
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.sources import Address
 
 LANES = 8
@@ -33,6 +37,180 @@ EXPLORE_S = 0.5
 
 EXPLORE_AFTER = 4
 """Answers of a holder, before it is found out."""
+
+SLOWER = 3.0
+"""So many times the others' time for a unit is slow: less is noise, or a busy machine."""
+
+SLOW_S = 0.005
+"""A unit in less is never slow."""
+
+REMEMBERED = 8
+"""Times of a source that count: it may become slow, or fast again, in the middle."""
+
+STRIKES = 2
+"""A connection that breaks is made once more; whoever breaks so many in a row is gone."""
+
+FIRST_PATIENCE_S = 2.0
+LEAST_PATIENCE_S = 1.0
+PATIENCE = 4.0
+"""An answer is late after so many times the usual time, and not before `LEAST_PATIENCE_S`."""
+
+
+class How(Enum):
+    """Ways to have a unit."""
+
+    WHOLE = "whole"
+    CHAIN = "chain"
+    TERM = "term"
+
+
+class Verdict(Enum):
+    """What to do with an answer."""
+
+    WRITE = "write"
+    """It is the first: write it, then say `written`."""
+    SUM = "sum"
+    """It was the last term that was missing: sum, write, then say `written`."""
+    KEEP = "keep"
+    """A term; others are still to come."""
+    DROP = "drop"
+    """The unit is here already, or will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How a unit may be had.
+
+    Attributes:
+        holders: who hold it as it is.
+        terms: who holds which other unit of its stripe, by number.
+        needed: how many of these make it up.
+    """
+
+    holders: tuple[Address, ...]
+    terms: Mapping[int, Address] = field(default_factory=dict)
+    needed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """To carry out.
+
+    Attributes:
+        number: of the ask.
+        terms: of a chain, in the order in which it goes; of a term, its number.
+        through: whom the answer depends on; the first is asked.
+        shared: how many asks the first has, this one included.
+        began, due: seconds by the caller's clock. After `due`, at the latest, it is late.
+    """
+
+    number: int
+    unit: int
+    how: How
+    terms: tuple[int, ...]
+    through: tuple[Address, ...]
+    shared: int
+    began: float
+    due: float
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A unit that is being had.
+
+    Attributes:
+        open: asks for it that are not answered, by number.
+        failed: holders that could not give it.
+        chain_failed: a chain for it has; no other is begun.
+        summed: it is had from terms; those that came, and those that cannot be had, are `terms` and `bad`.
+        spoilt: its sum did not match its digest.
+        claimed: an answer, or a sum, is being written.
+    """
+
+    index: int
+    ways: Ways
+    open: dict[int, Ask] = field(default_factory=dict)
+    failed: set[Address] = field(default_factory=set)
+    chain_failed: bool = False
+    summed: bool = False
+    spoilt: bool = False
+    claimed: bool = False
+    terms: set[int] = field(default_factory=set)
+    bad: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Source:
+    """One SMP that is asked.
+
+    Attributes:
+        times: seconds for a unit, the newest last.
+        open: asks that it has not answered yet.
+        late: it has let an answer become late, and answered none in time since.
+        strikes: failures since its last answer.
+    """
+
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    open: int = 0
+    late: bool = False
+    strikes: int = 0
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is not asked any more."""
+        return self.strikes >= STRIKES
+
+    @property
+    def usual_s(self) -> float:
+        """The median of its times; 0 if there is none."""
+        return statistics.median(self.times) if self.times else 0.0
+
+
+class Speeds:
+    """All sources of one load. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._sources: dict[Address, Source] = {}
+
+    def __getitem__(self, address: Address) -> Source:
+        return self._sources.setdefault(address, Source())
+
+    def is_slow(self, address: Address) -> bool:
+        """Whether `address` is late, or has taken much longer than the others, more than once."""
+        source = self[address]
+        if source.late:
+            return True
+        others = sorted(s.usual_s for a, s in self._sources.items() if a != address and s.times and not s.late)
+        if len(source.times) < 2 or not others:
+            return False
+        return source.usual_s > max(SLOW_S, SLOWER * others[(len(others) - 1) // 2])
+
+    def slow(self, addresses: Collection[Address]) -> set[Address]:
+        """Those of `addresses` that are slow."""
+        return {address for address in addresses if self.is_slow(address)}
+
+
+class Patience:
+    """After how long an answer of one kind is late: a multiple of what is usual, and more after each that was."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=2 * REMEMBERED)
+        self._patience_s = FIRST_PATIENCE_S
+
+    @property
+    def seconds(self) -> float:
+        """For an ask that begins now."""
+        return self._patience_s
+
+    def answered(self, seconds: float) -> None:
+        """An answer took so long."""
+        self._times.append(seconds)
+        usual = statistics.median(self._times)
+        self._patience_s = min(CALL_DEADLINE_S, max(LEAST_PATIENCE_S, PATIENCE * usual))
+
+    def late(self) -> None:
+        """An answer is late: perhaps all are slow."""
+        self._patience_s = min(CALL_DEADLINE_S, 2 * self._patience_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ import numpy as np
 
 from holdfast.ec import TooManyErasures, choose_codec
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.recovery.asking import LANES, Asking
-from holdfast.smp_daemon.recovery.asks import Ask, How, Verdict, Ways
+from holdfast.smp_daemon.recovery.asking import LANES, Ask, Asking, How, Verdict, Ways
 from holdfast.smp_daemon.recovery.fetch import digests_of
 from holdfast.smp_daemon.shared import fields
 from holdfast.smp_daemon.shared.counters import Counters

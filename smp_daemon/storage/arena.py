@@ -29,8 +29,7 @@ from holdfast.smp_daemon.shared.limits import is_identifier
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
-from holdfast.smp_daemon.storage.pool import Pool, room, too_small
-from holdfast.smp_daemon.storage.slots import Slot, SlotState
+from holdfast.smp_daemon.storage.pool import Pool, Slot, SlotState, room, too_small
 
 OVERFLOW_UID = 65534
 """Whom the kernel names where a user of the host has no name in a container."""

@@ -18,8 +18,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Holdings, ParityKey
 from holdfast.smp_daemon.storage.parity import ParityGathering
-from holdfast.smp_daemon.storage.pool import Pool
-from holdfast.smp_daemon.storage.slots import Slot
+from holdfast.smp_daemon.storage.pool import Pool, Slot
 
 
 class Coding(NamedTuple):

@@ -34,8 +34,7 @@ from holdfast.smp_daemon.shared.records import (
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.parity import ParityGathering
-from holdfast.smp_daemon.storage.pool import Pool
-from holdfast.smp_daemon.storage.slots import Slot, SlotState
+from holdfast.smp_daemon.storage.pool import Pool, Slot, SlotState
 
 log = get_log(__name__)
 
