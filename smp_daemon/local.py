@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from holdfast.smp_daemon.coding.scrub import scrub
 from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.recovery.census import take_census
-from holdfast.smp_daemon.recovery.lending import Lender
+from holdfast.smp_daemon.recovery.fetch import Lender
 from holdfast.smp_daemon.recovery.rebuild import heal, recover, verify
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.fields import address, identifier, number, seconds, snapshot_id, text

@@ -12,7 +12,7 @@ from holdfast.smp_daemon.coding.reform import PHASES
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.ops.status import take_status
-from holdfast.smp_daemon.recovery.load import MICROSECONDS, waits_of
+from holdfast.smp_daemon.recovery.units import MICROSECONDS, waits_of
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.fields import address, digests, identifier, number, seconds, snapshot_id
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId

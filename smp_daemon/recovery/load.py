@@ -8,16 +8,14 @@ and `LANES` and `SUMS` buffers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from holdfast.ec import TooManyErasures, choose_codec
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.recovery.asking import LANES, Ask, Asking, How, Verdict, Ways
-from holdfast.smp_daemon.recovery.fetch import digests_of
-from holdfast.smp_daemon.shared import fields
+from holdfast.smp_daemon.recovery.units import Computation, UnitReader, place_of, waits_of
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
@@ -28,27 +26,14 @@ from holdfast.smp_daemon.shared.errors import (
     Unrecoverable,
 )
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
-from holdfast.smp_daemon.shared.stored import StoredUnit, padding_of, place_of, stored_units
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message
 
 IDLE = 8
 """Connections kept open for the next ask."""
 
-MICROSECONDS = 1e6
-MAX_WAIT_US = 1 << 40
-
 log = get_log(__name__)
-
-
-@dataclass(slots=True)
-class _Sum:
-    """A unit that is summed here: its terms, and what they say of its digest."""
-
-    units: dict[int, memoryview] = field(default_factory=dict)
-    digests: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +41,7 @@ class _Job:
     """An ask, and what it takes to carry it out: `length` bytes come back, into `buffer`."""
 
     ask: Ask
-    message: Message
+    what: Message
     links: Links
     buffer: memoryview
     length: int
@@ -89,13 +74,12 @@ class Load:
         self._coord = coord
         self._out = out
         self._counters = counters
-        self._backend = backend
+        self._reader = UnitReader(sources, counters, backend)
         self._midway: Callable[[], None] | None = midway
         self._count = -(-out.nbytes // self._layout.unit_bytes)
         self._changed = system.Condition()
         self._asking = Asking(self._count, self._ways, by_chain=by_chain)
-        self._terms: dict[int, dict[int, StoredUnit]] = {}
-        self._sums: dict[int, _Sum] = {}
+        self._computations: dict[int, Computation] = {}
         self._open: dict[int, Links] = {}
         self._called_off: set[int] = set()
         self._idle: list[tuple[Address, Links]] = []
@@ -103,7 +87,7 @@ class Load:
         self._writing = 0
         self._received = 0
         self._failure: Exception | None = None
-        self._damage: dict[int, DamagedSnapshot] = {}
+        self._refusals: dict[int, HoldfastError] = {}
         self._episodes = Episodes(log)
 
     def run(self) -> int:
@@ -167,10 +151,10 @@ class Load:
             return None
 
     def _job_of(self, ask: Ask) -> _Job:
-        message, length = self._message(ask, self._unit(ask.unit).nbytes)
+        what, length = self._what(ask)
         buffer = self._buffers.pop() if self._buffers else memoryview(bytearray(self._layout.unit_bytes))
         links = self._open[ask.number] = self._take_links(ask.through[0])
-        return _Job(ask, message, links, buffer, length)
+        return _Job(ask, what, links, buffer, length)
 
     def _carry_out(self, job: _Job) -> None:
         """Ask, wait for the answer, and do with it what is to be done."""
@@ -181,8 +165,10 @@ class Load:
             with self._changed:
                 if ask.number in self._called_off or self._is_over():
                     raise SmpUnavailable("called off")
-            reply = links.call(ask.through[0], job.message, out)
-            waits = self._check(ask, reply, out)
+            self._reader.send(links, ask.through[0], job.what)
+            field = "expected" if ask.how is How.CHAIN else "digest"
+            reply = self._reader.receive(links, ask.through[0], out, field)
+            waits = waits_of(reply)
         except HoldfastError as error:
             links.close()
             with self._changed:
@@ -194,35 +180,38 @@ class Load:
             verdict = self._asking.answered(ask, self._system.monotonic(), waits)
             self._received += job.length if verdict is not Verdict.DROP else 0
             if ask.how is How.TERM and verdict in (Verdict.KEEP, Verdict.SUM):
-                self._keep(ask, reply, buffer, unit.nbytes)
+                self._computations[ask.unit].add(ask.terms[0], buffer, reply)
             elif verdict is Verdict.DROP:
                 self._buffers.append(buffer)
             if verdict not in (Verdict.WRITE, Verdict.SUM):
                 return
             self._writing += 1
-        damage: DamagedSnapshot | None = None
+        refusal: HoldfastError | None = None
         try:
             if verdict is Verdict.WRITE:
                 np.copyto(np.frombuffer(unit, np.uint8), np.frombuffer(out, np.uint8))
             else:
-                damage = self._sum_up(ask.unit, unit)
+                self._computations[ask.unit].finish(unit)
+        except DamagedSnapshot as error:
+            refusal = error
         finally:
             with self._changed:
                 self._writing -= 1
         with self._changed:
-            self._finish(ask.unit, damage)
+            self._finish(ask.unit, refusal)
             if verdict is Verdict.WRITE:
                 self._buffers.append(buffer)
 
-    def _finish(self, index: int, damage: DamagedSnapshot | None) -> None:
-        total = self._sums.pop(index, None)
-        if total is not None:
-            self._buffers += total.units.values()
-        if damage is not None:
-            self._damage[index] = damage
+    def _finish(self, index: int, refusal: HoldfastError | None) -> None:
+        computation = self._computations.get(index)
+        if computation is not None:
+            self._buffers += computation.buffers.values()
+            computation.buffers.clear()
+        if refusal is not None:
+            self._refusals[index] = refusal
             self._asking.spoilt(index)
         else:
-            self._terms.pop(index, None)
+            self._computations.pop(index, None)
             self._asking.written(index)
             self._call_off()
         if self._is_over():
@@ -250,81 +239,32 @@ class Load:
     def _ways(self, index: int) -> Ways:
         holders = self._sources.holders(self._coord)
         try:
-            group, stripe, number = place_of(self._layout, self._coord, index)
-        except Unrecoverable:
+            place = place_of(self._layout, self._coord, index)
+        except Unrecoverable as error:
+            self._refusals[index] = error
             return Ways(holders)
-        terms = {unit.number: unit for unit in stored_units(self._sources, group, stripe) if unit.number != number}
-        self._terms[index] = terms
-        zeros = [other for other in padding_of(self._layout, group, stripe) if other != number]
-        needed = self._layout.stripes(group).data - len(zeros)
-        return Ways(holders, {other: unit.address for other, unit in terms.items()}, needed)
+        found = self._computations[index] = Computation(self._reader, place, self._unit(index).nbytes)
+        return Ways(holders, {number: unit.address for number, unit in found.operands.items()}, found.needed)
 
-    def _message(self, ask: Ask, length: int) -> tuple[Message, int]:
-        """What to send, and how many bytes come back."""
-        common = {"job": self._layout.job, "snapshot": self._sources.snapshot}
+    def _what(self, ask: Ask) -> tuple[Message, int]:
+        """What to request, and how many bytes come back."""
+        length = self._unit(ask.unit).nbytes
         if ask.how is How.WHOLE:
-            return common | {"op": "shard_unit", "coord": self._coord, "unit": ask.unit}, length
-        terms = self._terms[ask.unit]
-        if ask.how is How.TERM:
-            return common | terms[ask.terms[0]].what, terms[ask.terms[0]].length
-        group, stripe, number = place_of(self._layout, self._coord, ask.unit)
-        stripes = self._layout.stripes(group)
-        codec = choose_codec(stripes.data, stripes.parity, self._backend)
-        zeros = [other for other in padding_of(self._layout, group, stripe) if other != number]
-        factors = codec.coefficients([*ask.terms, *zeros], number)
-        chain = [
-            {"at": list(terms[term].address), "what": terms[term].what, "factor": factors.get(term, 0)}
-            for term in ask.terms
-        ]
-        position = stripes.data_positions(stripe)[number]
-        return common | {"op": "partial", "terms": chain, "length": length, "position": position}, length
-
-    def _check(self, ask: Ask, reply: Message, out: memoryview) -> tuple[float, ...]:
-        """Raises unless it is what was sealed; how long each helper of a chain waited for the next, in seconds."""
-        expected = "expected" if ask.how is How.CHAIN else "digest"
-        if digest(out) != fields.number(reply, expected):
-            self._counters.add(units_damaged=1)
-            raise DamagedSnapshot(f"unit {ask.unit} of {self._coord} does not match its digest")
-        return waits_of(reply)
-
-    def _keep(self, ask: Ask, reply: Message, buffer: memoryview, length: int) -> None:
-        """A term has come: as long as the unit, with zeros where it is shorter."""
-        term = self._terms[ask.unit][ask.terms[0]]
-        if term.length < length:
-            np.frombuffer(buffer, np.uint8)[term.length : length] = 0
-        total = self._sums.setdefault(ask.unit, _Sum())
-        total.units[term.number] = buffer
-        total.digests |= digests_of(reply)
-
-    def _sum_up(self, index: int, out: memoryview) -> DamagedSnapshot | None:
-        """Compute a unit from its terms, in place; what is wrong with it, if anything."""
-        group, stripe, number = place_of(self._layout, self._coord, index)
-        stripes, total = self._layout.stripes(group), self._sums[index]
-        units = {term: buffer[: out.nbytes] for term, buffer in total.units.items()}
-        zeros = memoryview(bytes(out.nbytes))
-        units |= {other: zeros for other in padding_of(self._layout, group, stripe) if other != number}
-        choose_codec(stripes.data, stripes.parity, self._backend).reconstruct(units, {number: out})
-        expected = total.digests.get(stripes.data_positions(stripe)[number])
-        if expected is not None and digest(out) == expected:
-            return None
-        self._counters.add(units_damaged=1)
-        return DamagedSnapshot(f"unit {number} of stripe {stripe} was computed and does not match its digest")
+            return {"op": "shard_unit", "coord": self._coord, "unit": ask.unit}, length
+        computation = self._computations[ask.unit]
+        if ask.how is How.CHAIN:
+            return computation.chain(ask.terms), length
+        operand = computation.operands[ask.terms[0]]
+        return operand.what, operand.length
 
     def _refusal(self, index: int) -> HoldfastError:
         """Why a unit cannot be had."""
-        if index in self._damage:
-            return self._damage[index]
-        try:
-            group, stripe, _ = place_of(self._layout, self._coord, index)
-            total = self._sums.get(index)
-            units = {number: memoryview(b"") for number in total.units} if total is not None else {}
-            stripes = self._layout.stripes(group)
-            choose_codec(stripes.data, stripes.parity, self._backend).reconstruct(units, {0: memoryview(b"")})
-        except TooManyErasures as error:
-            return Unrecoverable(f"stripe {stripe} of group {group}: {error}")
-        except Unrecoverable as error:
-            return error
-        return Unrecoverable(f"unit {index} of {self._coord} cannot be had")
+        if index not in self._refusals:
+            try:
+                self._computations[index].finish(memoryview(bytearray(self._unit(index).nbytes)))
+            except HoldfastError as error:
+                return error
+        return self._refusals[index]
 
     # ------------------------------------------------------------------ connections and buffers
 
@@ -360,11 +300,3 @@ class Load:
 
     def _about(self) -> dict[str, Any]:
         return about(self._sources.snapshot, coord=self._coord)
-
-
-def waits_of(reply: Message) -> tuple[float, ...]:
-    """How long each helper of a chain, but the last, waited for the next, in seconds. Raises `ProtocolError`."""
-    said = reply.get("waits", [])
-    if not isinstance(said, list):
-        raise ProtocolError("'waits' must be a list of microseconds")
-    return tuple(fields.number({"wait": wait}, "wait", MAX_WAIT_US) / MICROSECONDS for wait in said)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import psutil
 
 from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.recovery.units import UnitReader
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import ProtocolError, SmpUnavailable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_HEADER_BYTES
-from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_format
-from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.sources import Address, Sources
 
 AHEAD = 4
 """Units asked for before they are received, so that the link is busy."""
@@ -31,7 +31,8 @@ class RemoteShard:
     def __init__(self, address: Address, job: str, coord: str, deadline_s: float = CALL_DEADLINE_S) -> None:
         """Find the shard. `deadline_s`: how long each answer may take. Raises `SmpUnavailable` if there is none."""
         self._address = address
-        self._links = Links(Counters(), deadline_s)
+        counters = Counters()
+        self._links = Links(counters, deadline_s)
         try:
             inventory = Inventory.from_json(self._links.call(address, {"op": "inventory", "job": job})["inventory"])
             held = max((snapshot for snapshot, name in inventory.shards if name == coord), default=None)
@@ -42,8 +43,9 @@ class RemoteShard:
             self._links.close()
             raise
         self.snapshot = held
-        self._message = {"op": "shard_unit", "job": job, "snapshot": list(held), "coord": coord}
         layout = layouts[0]
+        self._coord = coord
+        self._reader = UnitReader(Sources(held, layout, {coord: address}, {}), counters)
         length = next(shard.bytes for node in layout.nodes for shard in node.shards if shard.coord == coord)
         room = psutil.virtual_memory().available
         if length > room:
@@ -65,7 +67,8 @@ class RemoteShard:
         units = sorted(self._missing.intersection(wanted))
         for index in range(len(units) + AHEAD):
             if index < len(units):
-                self._links.send(self._address, {**self._message, "unit": units[index]})
+                what = {"op": "shard_unit", "coord": self._coord, "unit": units[index]}
+                self._reader.send(self._links, self._address, what)
             if index >= AHEAD:
                 self._receive(units[index - AHEAD])
 
@@ -84,7 +87,5 @@ class RemoteShard:
 
     def _receive(self, index: int) -> None:
         unit = self.view[index * self._unit_bytes : (index + 1) * self._unit_bytes]
-        reply = self._links.receive(self._address, unit)
-        if digest(unit) != reply.get("digest"):
-            raise DamagedSnapshot(f"unit {index} was damaged on its way from {self._address}")
+        self._reader.receive(self._links, self._address, unit)
         self._missing.remove(index)

@@ -9,6 +9,7 @@ from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.recovery.census import addresses_of, take_census
 from holdfast.smp_daemon.recovery.fetch import Fetcher
 from holdfast.smp_daemon.recovery.load import Load
+from holdfast.smp_daemon.recovery.units import StripePlace, place_of
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, ProtocolError, Unrecoverable
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import about, get_log
@@ -16,7 +17,6 @@ from holdfast.smp_daemon.shared.plan import choose_sources
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Sources
-from holdfast.smp_daemon.shared.stored import Place, place_of
 from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
@@ -137,9 +137,8 @@ def mend_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
         Unrecoverable, DamagedSnapshot: it cannot be had.
     """
     _, record = store.holdings.open(key)
-    group, stripe, number = _place(fetcher.sources.layout, key, index)
     unit = memoryview(bytearray(record.unit(index)[1]))
-    fetcher.compute(group, stripe, number, unit, record.digests[index])
+    fetcher.compute(_place(fetcher.sources.layout, key, index), unit, record.digests[index])
     store.holdings.mend(key, index, unit)
 
 
@@ -169,7 +168,7 @@ def _fetcher(store: Store, sources: Sources, links: Links) -> Fetcher:
     return Fetcher(sources, links, store.counters, store.holdings.backend)
 
 
-def _place(layout: Layout, key: Key, index: int) -> Place:
+def _place(layout: Layout, key: Key, index: int) -> StripePlace:
     """Where a unit stands.
 
     Raises:
@@ -181,7 +180,7 @@ def _place(layout: Layout, key: Key, index: int) -> Place:
             raise Unrecoverable(f"{key} is of no group of this layout")
         stripes = layout.stripes(group)
         stripe = stripes.parity_stripes(key.position)[index]
-        return Place(group, stripe, stripes.data + stripes.parity_positions(stripe).index(key.position))
+        return StripePlace(group, stripe, stripes.data + stripes.parity_positions(stripe).index(key.position))
     return place_of(layout, key.coord, index)
 
 

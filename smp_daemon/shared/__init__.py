@@ -28,7 +28,6 @@ __all__ = [
     "sources",
     "spawn",
     "starts",
-    "stored",
     "system",
     "transport",
     "uids",

@@ -15,8 +15,7 @@ from google.protobuf.message import DecodeError
 from holdfast.smp_daemon.net import peer_pb2
 from holdfast.smp_daemon.net.control import SIGN_BYTES, Verifier
 from holdfast.smp_daemon.ops.status import Status
-from holdfast.smp_daemon.recovery.fetch import digests_of
-from holdfast.smp_daemon.recovery.load import waits_of
+from holdfast.smp_daemon.recovery.units import digests_of, waits_of
 from holdfast.smp_daemon.shared import fields
 from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.handshake import check_client
