@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from holdfast.smp_daemon.net.gate import Gate
-from holdfast.smp_daemon.net.listener import Listener, bind_tcp
+from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp
 from holdfast.smp_daemon.net.peers import PeerClient, PeerServer
 from holdfast.smp_daemon.shared.credentials import current
-from holdfast.smp_daemon.shared.transport import Message, Stream, call, connect
+from holdfast.smp_daemon.shared.transport import Message, MessageStream, call, connect
 from holdfast.smp_daemon.storage.store import Store
 from tests.access_kit import Authority, credentials, token_file
 
@@ -39,7 +39,7 @@ class Units:
 
     unit = memoryview(bytearray(os.urandom(UNIT_BYTES)))
 
-    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
         used = resource.getrusage(resource.RUSAGE_SELF)
         return {"cpu_s": used.ru_utime + used.ru_stime}, self.unit if message["op"] == "unit" else None
 
@@ -58,7 +58,7 @@ class NoStore:
 
 def serve() -> None:
     """The child: until its standard input ends."""
-    listener = Listener(bind_tcp("127.0.0.1", 0), lambda sock: Units(), Gate(current(), JOB))
+    listener = SocketListener(bind_tcp("127.0.0.1", 0), lambda sock: Units(), Gate(current(), JOB))
     control = PeerServer(cast(Store, NoStore()), "127.0.0.1", 0, current())
     print(json.dumps([listener.port, control.port]), flush=True)
     sys.stdin.read()

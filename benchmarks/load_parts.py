@@ -27,8 +27,8 @@ from holdfast.chaos.network.namespaces import inside
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Wiring
 from holdfast.ec.codec import as_array
-from holdfast.smp_daemon.net.listener import Listener, bind_tcp
-from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -36,7 +36,7 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
-from holdfast.smp_daemon.shared.transport import Message, Stream, call, connect
+from holdfast.smp_daemon.shared.transport import Message, MessageStream, call, connect
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 
 JOB = "bench-load"
@@ -110,9 +110,9 @@ class FileServer:
     def __init__(self, host: str, length: int) -> None:
         self._content = memoryview(bytearray(np.random.default_rng(1).bytes(length)))
         self._digests = [digest(self._content[at : at + UNIT_BYTES]) for at in range(0, length, UNIT_BYTES)]
-        self.listener = Listener(bind_tcp(host, 0), lambda sock: self)
+        self.listener = SocketListener(bind_tcp(host, 0), lambda sock: self)
 
-    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
         index = int(message["unit"])
         unit = self._content[index * UNIT_BYTES : (index + 1) * UNIT_BYTES]
         return {"digest": self._digests[index]}, unit
@@ -229,7 +229,7 @@ class Fleet:
         self._each(self._write)
         self._each(lambda i: self.clients[i].seal(SnapshotId(1, 1), f"dp{i}"))
         for client in self.clients:
-            if client.await_outcome(SnapshotId(1, 1), DEADLINE_S) is not Outcome.PROTECTED:
+            if client.await_outcome(SnapshotId(1, 1), DEADLINE_S) is not SnapshotOutcome.PROTECTED:
                 raise DeadlineExceeded("the snapshot was not protected")
 
     def _each(self, work: Callable[[int], object]) -> None:

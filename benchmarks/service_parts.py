@@ -25,7 +25,7 @@ import numpy as np
 
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Wiring
-from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
@@ -219,7 +219,7 @@ class Job:
             fault()
             return []
         answers = [self._note("take", trainer.answer()) for trainer in self.trainers]
-        if all(answer.get("outcome") == Outcome.PROTECTED for answer in answers):
+        if all(answer.get("outcome") == SnapshotOutcome.PROTECTED for answer in answers):
             self.protected = snapshot
         else:
             self.lost.append(f"{snapshot}: {answers}")

@@ -18,8 +18,8 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_NODES, MAX_SAYING, PROTOCOL_VERSION
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.sources import Sources
-from holdfast.smp_daemon.shared.starts import KILLED, End, Start, checked_failure
-from holdfast.smp_daemon.shared.transport import Message, Stream
+from holdfast.smp_daemon.shared.starts import KILLED, Start, TrainerEnd, checked_failure
+from holdfast.smp_daemon.shared.transport import Message, MessageStream
 from holdfast.smp_daemon.shared.uids import peer_of
 
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
@@ -77,7 +77,7 @@ class TrainerConversation:
             "stop": self._stop,
         }
 
-    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
         operation = self._operations.get(str(message.get("op")))
         if payload:
             stream.close()
@@ -296,7 +296,7 @@ class TrainerConversation:
         return {}
 
     def _ended(self, message: Message) -> Message:
-        end = End(number(message, "step", MAX_COUNT), checked_failure(message.get("failure")))
+        end = TrainerEnd(number(message, "step", MAX_COUNT), checked_failure(message.get("failure")))
         self._store.ended(number(message, "epoch", MAX_COUNT), identifier(message, "coord"), end)
         return {}
 
@@ -305,7 +305,7 @@ class TrainerConversation:
         if step is None or self._coord is None or self._epoch is None:
             return
         try:
-            self._store.ended(self._epoch, self._coord, End(min(max(step, 0), MAX_COUNT), KILLED))
+            self._store.ended(self._epoch, self._coord, TrainerEnd(min(max(step, 0), MAX_COUNT), KILLED))
         except StaleEpoch:
             pass  # the next start goes on without it, and has taken note of how it ended
         except ArenaTooSmall as error:

@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_COUNT
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.records import ParityRecord, digest
 from holdfast.smp_daemon.shared.sources import Sources
-from holdfast.smp_daemon.shared.transport import Message, Stream
+from holdfast.smp_daemon.shared.transport import Message, MessageStream
 from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.holdings import ParityKey, ShardKey
 
@@ -44,7 +44,7 @@ class PeerConversation:
         self._folds = False
         self._drained: Drained | None = None
 
-    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
         op = message.get("op")
         if op not in OPERATIONS and not payload:
             raise ProtocolError(f"an SMP does not know the operation {op!r}")
@@ -96,7 +96,7 @@ class PeerConversation:
         if message.get("job") != self._store.job:
             raise ProtocolError(f"this SMP serves job {self._store.job!r}, not {message.get('job')!r}")
 
-    def _fold(self, message: Message, payload: int, stream: Stream) -> Message:
+    def _fold(self, message: Message, payload: int, stream: MessageStream) -> Message:
         """Waits for the slot first and only then takes a buffer, so that buffers are held for no longer than a copy."""
         limit = self._store.longest_unit()
         if payload > limit:
@@ -163,7 +163,7 @@ class PeerConversation:
         return {"digest": digest(total), "expected": expected, "waits": waits}, total
 
 
-def _discard(count: int, stream: Stream) -> None:
+def _discard(count: int, stream: MessageStream) -> None:
     """Read raw bytes that nobody wants, so that the next message is found."""
     nowhere = memoryview(bytearray(min(count, 1 << 16)))
     while count:

@@ -15,7 +15,7 @@ import psutil
 
 from holdfast.smp_daemon.local import TrainerConversation, checked_peer
 from holdfast.smp_daemon.net.gate import Gate
-from holdfast.smp_daemon.net.listener import Listener, bind_tcp, bind_unix
+from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix
 from holdfast.smp_daemon.net.peers import PeerServer
 from holdfast.smp_daemon.node.core import Core, Settings
 from holdfast.smp_daemon.remote import PeerConversation
@@ -72,10 +72,10 @@ class Smp(Core):
         )
         gate = Gate(self.credentials, job, system)
         # Not before the owner is known: others may ask for it at once.
-        self._bulk = Listener(bulk, lambda sock: PeerConversation(self), gate, system)
+        self._bulk = SocketListener(bulk, lambda sock: PeerConversation(self), gate, system)
         self.peers.ping(f"{host}:{self._control.port}", job, START_DEADLINE_S, starting=True)
         self.write_owner()
-        self._local = Listener(
+        self._local = SocketListener(
             bind_unix(socket_path(arena)), lambda sock: TrainerConversation(self, checked_peer(sock)), system=system
         )
         reach("start.serving")

@@ -11,7 +11,7 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, S
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.starts import WELL, End, failure_text
+from holdfast.smp_daemon.shared.starts import WELL, TrainerEnd, failure_text
 from holdfast.snapshot.connect import connect, start_here
 
 ATTACH_DEADLINE_S = 5.0
@@ -117,7 +117,7 @@ class OwnSmp:
     def say_end(self, step: int, error: BaseException | None) -> None:
         """Have it keep how the job ended here, for its next start. Never raises."""
         try:
-            self.client.ended(self._coord, End(step, failure_text(error) if error is not None else WELL))
+            self.client.ended(self._coord, TrainerEnd(step, failure_text(error) if error is not None else WELL))
         except HoldfastError as problem:
             log.warning("the SMP of this node does not hear how the job ends: %s", problem)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.smp_daemon.shared.board import Outcome, Phase
+from holdfast.smp_daemon.shared.board import SnapshotOutcome, TrainerPhase
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
@@ -69,7 +69,7 @@ class Progress:
 
     epoch: int
     step: int
-    phase: Phase = Phase.START
+    phase: TrainerPhase = TrainerPhase.START
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +227,10 @@ class Protecting:
             self.copier.say(saying)
         statistics, policy = self._statistics, self._intervals.policy
         statistics.interval, statistics.overhead, statistics.why = policy.interval, policy.overhead, self._intervals.why
-        results = [Outcome(value) for value in outcomes]
-        statistics.protected += results.count(Outcome.PROTECTED)
-        statistics.failed += results.count(Outcome.FAILED)
-        if Outcome.PROTECTED in results:
+        results = [SnapshotOutcome(value) for value in outcomes]
+        statistics.protected += results.count(SnapshotOutcome.PROTECTED)
+        statistics.failed += results.count(SnapshotOutcome.FAILED)
+        if SnapshotOutcome.PROTECTED in results:
             self.episodes.end("starved", "snapshots are protected again: step %d", self._progress.step)
         self.ledger = self.ledger.settle(results)
         over = [copy.error for snapshot, copy in self.copies.items() if snapshot not in self.ledger.pending]
@@ -256,9 +256,9 @@ class Protecting:
         changed = self._layout_changed or any(isinstance(copy.error, LayoutChanged) for copy in present)
         return [*outcomes, int(not changed), -self._intervals.policy.wanted(), int(self._rank.client.persist_due)]
 
-    def _outcome(self, snapshot: SnapshotId) -> Outcome:
+    def _outcome(self, snapshot: SnapshotId) -> SnapshotOutcome:
         copy = self.copies.get(snapshot)
-        return self._rank.client.outcome(snapshot) if copy and copy.error is None else Outcome.FAILED
+        return self._rank.client.outcome(snapshot) if copy and copy.error is None else SnapshotOutcome.FAILED
 
     def _hear_of(self, error: StateChanged) -> None:
         """Tensors changed while they were copied: see that it does not happen again, and say so."""
@@ -402,7 +402,7 @@ class Protecting:
                 outcomes.append(self._rank.client.await_outcome(snapshot, max(0.0, limit_s - time.monotonic())))
             except (SmpUnavailable, DeadlineExceeded):
                 return False
-        return all(outcome is Outcome.PROTECTED for outcome in outcomes)
+        return all(outcome is SnapshotOutcome.PROTECTED for outcome in outcomes)
 
     def finish_together(self) -> None:
         """End the job here, once all ranks have ended well, though they may have lost each other. A collective call.

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, Phase
+from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, TrainerPhase
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here
 from holdfast.snapshot.interval.policy import IntervalController
@@ -96,7 +96,7 @@ def enter(adapter: Adapter, options: Options, statistics: Statistics, checks: Ch
         HoldfastError: as `restore`, and as making a `Rank`. Nothing is left open.
     """
     rank = Rank(adapter, options)
-    rank.client.beat(Phase.RESTORE, 0)
+    rank.client.beat(TrainerPhase.RESTORE, 0)
     log_here(job=options.job, node=rank.client.node, rank=rank.agreement.rank, coord=rank.coord, epoch=None, step=None)
     try:
         restored = restore(rank.client, rank.agreement, adapter, rank.mover, options.for_start, elastic=options.elastic)
@@ -388,7 +388,7 @@ class Session:
         self._gradients.stepped()
         self._steppers.check()
         self.progress.step += 1
-        self.progress.phase = Phase.STEP
+        self.progress.phase = TrainerPhase.STEP
         self.beat()
         self.intervals.observe(began, self._statistics.stall_s, overlapped=bool(self.protecting.ledger.pending))
         self.protecting.step_ended()

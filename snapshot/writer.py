@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
@@ -125,5 +125,5 @@ class SlotWriter:
             mover.close()
         self._client.seal(snapshot, self._coord, self._protected)
         outcome = self._client.await_outcome(snapshot, self._deadline_s)
-        if outcome is not Outcome.PROTECTED:
+        if outcome is not SnapshotOutcome.PROTECTED:
             raise HoldfastError(f"{snapshot} is not protected: {outcome.name.lower()}")

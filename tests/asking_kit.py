@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from holdfast.smp_daemon.recovery.asking import LANES, Ask, Asking, How, Verdict, Ways
+from holdfast.smp_daemon.recovery.asking import LANES, AnswerUse, Ask, Asking, How, Ways
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.sources import Address
 
@@ -157,10 +157,10 @@ def _tell(asking: Asking, hop: _Hop, now: float, done: Played, spoilt: set[int])
         asking.failed(ask, now, broke=hop.result == "broke", silent=hop.result == "silent")
         return
     verdict = asking.answered(ask, now, hop.waits)
-    if verdict is Verdict.SUM and ask.unit in spoilt:
+    if verdict is AnswerUse.SUM and ask.unit in spoilt:
         spoilt.discard(ask.unit)
         asking.spoilt(ask.unit)
-    elif verdict in (Verdict.WRITE, Verdict.SUM):
+    elif verdict in (AnswerUse.WRITE, AnswerUse.SUM):
         assert ask.unit not in done.written, "a unit is written once"
         done.written.append(ask.unit)
         asking.written(ask.unit)

@@ -27,7 +27,7 @@ import psutil
 
 from holdfast.chaos.smp_zygote import Forked, Zygote
 from holdfast.smp_daemon.shared import points
-from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
@@ -41,7 +41,7 @@ from tests.deadlines import DEADLINE_S
 
 JOB = "testrun"
 RECORD_BYTES = 600
-PROTECTED = Outcome.PROTECTED
+PROTECTED = SnapshotOutcome.PROTECTED
 QUIET = {"HOLDFAST_SCRUB": "0", "HOLDFAST_REFORM_AFTER": "0", "HOLDFAST_REJOIN": "0"}
 """What an SMP would do by itself, some time later, it does when a test says so."""
 
@@ -435,7 +435,7 @@ class Trainer:
         self.write(snapshot, keep, protected)
         self.seal(snapshot)
 
-    def outcome(self, snapshot: SnapshotId, deadline_s: float = DEADLINE_S / 2) -> Outcome:
+    def outcome(self, snapshot: SnapshotId, deadline_s: float = DEADLINE_S / 2) -> SnapshotOutcome:
         """What became of `snapshot`, waited for."""
         return self.client.await_outcome(snapshot, deadline_s)
 
@@ -496,7 +496,7 @@ class Run:
             trainer.seal(snapshot)
         return snapshot
 
-    def outcomes(self, snapshot: SnapshotId) -> set[Outcome]:
+    def outcomes(self, snapshot: SnapshotId) -> set[SnapshotOutcome]:
         """What became of a snapshot on every node."""
         return {trainer.outcome(snapshot) for trainer in self}
 

@@ -19,7 +19,7 @@ from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage import pool as pool_module
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.pool import Pool, Slot, SlotState
+from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState
 
 PAGE = mmap.PAGESIZE
 SMALL_TMPFS = 16 * PAGE
@@ -40,7 +40,7 @@ def at(step: int, epoch: int = 1) -> SnapshotId:
     return SnapshotId(epoch, step)
 
 
-def hold(pool: Pool, step: int, length: int = PAGE, epoch: int = 1) -> Slot:
+def hold(pool: SlotFilePool, step: int, length: int = PAGE, epoch: int = 1) -> Slot:
     """A slot of `pool`, committed with the snapshot of `step` and full of that number."""
     slot = pool.begin(at(step, epoch), length)
     pool.view(slot)[:] = bytes([step]) * length
@@ -58,7 +58,7 @@ def files(arena: Arena) -> list[str]:
     return sorted(path.name for path in arena.path.iterdir() if path.name != "lock")
 
 
-def states(pool: Pool) -> list[tuple[int, SlotState]]:
+def states(pool: SlotFilePool) -> list[tuple[int, SlotState]]:
     return sorted((slot.index, slot.state) for slot in pool.slots)
 
 

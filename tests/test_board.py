@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, PAUSE_WORDS, WORDS, Board, Outcome
+from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, PAUSE_WORDS, WORDS, Board, SnapshotOutcome
 
 quick = settings(deadline=None, derandomize=True, max_examples=80)
 
@@ -31,21 +31,25 @@ def boards(tmp_path: Path) -> Pair:
 
 
 def test_outcomes_are_ordered_so_that_the_worst_is_the_minimum() -> None:
-    assert sorted(Outcome, reverse=True) == [Outcome.PROTECTED, Outcome.PENDING, Outcome.FAILED]
-    assert min(Outcome.PROTECTED, Outcome.PENDING, Outcome.FAILED) is Outcome.FAILED
+    assert sorted(SnapshotOutcome, reverse=True) == [
+        SnapshotOutcome.PROTECTED,
+        SnapshotOutcome.PENDING,
+        SnapshotOutcome.FAILED,
+    ]
+    assert min(SnapshotOutcome.PROTECTED, SnapshotOutcome.PENDING, SnapshotOutcome.FAILED) is SnapshotOutcome.FAILED
 
 
-@pytest.mark.parametrize("outcome", list(Outcome))
+@pytest.mark.parametrize("outcome", list(SnapshotOutcome))
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 2**59])
-def test_a_post_is_seen_through_another_mapping(boards: Pair, step: int, outcome: Outcome) -> None:
+def test_a_post_is_seen_through_another_mapping(boards: Pair, step: int, outcome: SnapshotOutcome) -> None:
     boards.smp.post(step, outcome)
     assert boards.trainer.outcome(1, step) is outcome
 
 
-@pytest.mark.parametrize("outcome", list(Outcome))
-def test_a_post_says_nothing_of_other_steps(boards: Pair, outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", list(SnapshotOutcome))
+def test_a_post_says_nothing_of_other_steps(boards: Pair, outcome: SnapshotOutcome) -> None:
     boards.smp.post(5, outcome)
-    assert {boards.trainer.outcome(1, step) for step in (0, 1, 4, 6, 20, 21)} == {Outcome.PENDING}
+    assert {boards.trainer.outcome(1, step) for step in (0, 1, 4, 6, 20, 21)} == {SnapshotOutcome.PENDING}
 
 
 def test_a_trainer_sees_which_epoch_the_board_is_of(boards: Pair) -> None:
@@ -55,40 +59,47 @@ def test_a_trainer_sees_which_epoch_the_board_is_of(boards: Pair) -> None:
 
 
 def test_what_nothing_was_said_of_is_pending(boards: Pair) -> None:
-    assert {boards.trainer.outcome(1, step) for step in range(100)} == {Outcome.PENDING}
+    assert {boards.trainer.outcome(1, step) for step in range(100)} == {SnapshotOutcome.PENDING}
 
 
 def test_a_new_post_replaces_the_one_of_the_same_step(boards: Pair) -> None:
-    for outcome in (Outcome.PENDING, Outcome.PROTECTED, Outcome.FAILED, Outcome.PENDING):
+    for outcome in (
+        SnapshotOutcome.PENDING,
+        SnapshotOutcome.PROTECTED,
+        SnapshotOutcome.FAILED,
+        SnapshotOutcome.PENDING,
+    ):
         boards.smp.post(9, outcome)
         assert boards.trainer.outcome(1, 9) is outcome
 
 
 def test_a_snapshot_of_an_older_epoch_has_failed(boards: Pair) -> None:
     boards.smp.reset(3)
-    boards.smp.post(5, Outcome.PROTECTED)
-    assert boards.trainer.outcome(2, 5) is Outcome.FAILED
-    assert boards.trainer.outcome(1, 99) is Outcome.FAILED
+    boards.smp.post(5, SnapshotOutcome.PROTECTED)
+    assert boards.trainer.outcome(2, 5) is SnapshotOutcome.FAILED
+    assert boards.trainer.outcome(1, 99) is SnapshotOutcome.FAILED
 
 
 def test_a_snapshot_of_a_newer_epoch_than_the_board_is_pending(boards: Pair) -> None:
-    boards.smp.post(5, Outcome.FAILED)
-    assert boards.trainer.outcome(2, 5) is Outcome.PENDING
+    boards.smp.post(5, SnapshotOutcome.FAILED)
+    assert boards.trainer.outcome(2, 5) is SnapshotOutcome.PENDING
 
 
 def test_a_new_epoch_forgets_all_outcomes(boards: Pair) -> None:
     for step in range(2 * WORDS):
-        boards.smp.post(step, Outcome.FAILED)
+        boards.smp.post(step, SnapshotOutcome.FAILED)
     boards.smp.reset(2)
-    assert {boards.trainer.outcome(2, step) for step in range(2 * WORDS)} == {Outcome.PENDING}
+    assert {boards.trainer.outcome(2, step) for step in range(2 * WORDS)} == {SnapshotOutcome.PENDING}
 
 
 @quick
-@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(Outcome)), max_size=4 * WORDS))
-def test_the_board_remembers_the_last_steps_and_never_says_anything_wrong(posts: list[tuple[int, Outcome]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(SnapshotOutcome)), max_size=4 * WORDS))
+def test_the_board_remembers_the_last_steps_and_never_says_anything_wrong(
+    posts: list[tuple[int, SnapshotOutcome]],
+) -> None:
     with tempfile.TemporaryDirectory() as directory:
         boards = Pair(Path(directory) / "board")
-    said: dict[int, Outcome] = {}
+    said: dict[int, SnapshotOutcome] = {}
     remembered: list[int] = []
     for step, outcome in posts:
         boards.smp.post(step, outcome)
@@ -97,38 +108,44 @@ def test_the_board_remembers_the_last_steps_and_never_says_anything_wrong(posts:
             remembered = [*remembered, step][-REMEMBERED:]
         assert {s: boards.trainer.outcome(1, s) for s in remembered} == {s: said[s] for s in remembered}
     for step in said.keys() - set(remembered):
-        assert boards.trainer.outcome(1, step) is Outcome.PENDING
+        assert boards.trainer.outcome(1, step) is SnapshotOutcome.PENDING
 
 
 def test_updating_a_step_does_not_push_another_out(boards: Pair) -> None:
     for step in range(1, 1 + REMEMBERED):
-        boards.smp.post(step, Outcome.PENDING)
+        boards.smp.post(step, SnapshotOutcome.PENDING)
     for _ in range(WORDS):
-        boards.smp.post(7, Outcome.PROTECTED)
-    boards.smp.post(1, Outcome.FAILED)
+        boards.smp.post(7, SnapshotOutcome.PROTECTED)
+    boards.smp.post(1, SnapshotOutcome.FAILED)
     outcomes = [boards.trainer.outcome(1, step) for step in range(1, 1 + REMEMBERED)]
-    assert outcomes.count(Outcome.PROTECTED) == outcomes.count(Outcome.FAILED) == 1
-    assert boards.trainer.outcome(1, 7) is Outcome.PROTECTED
+    assert outcomes.count(SnapshotOutcome.PROTECTED) == outcomes.count(SnapshotOutcome.FAILED) == 1
+    assert boards.trainer.outcome(1, 7) is SnapshotOutcome.PROTECTED
 
 
 @pytest.mark.parametrize("epoch", range(1, 9))
 def test_a_successor_fails_what_its_predecessor_left_pending_and_nothing_else(boards: Pair, epoch: int) -> None:
     boards.smp.reset(epoch)
-    posted = {0: Outcome.PENDING, 1: Outcome.FAILED, 2: Outcome.PROTECTED, 7: Outcome.PENDING, 8: Outcome.PROTECTED}
+    posted = {
+        0: SnapshotOutcome.PENDING,
+        1: SnapshotOutcome.FAILED,
+        2: SnapshotOutcome.PROTECTED,
+        7: SnapshotOutcome.PENDING,
+        8: SnapshotOutcome.PROTECTED,
+    }
     for step, outcome in posted.items():
         boards.smp.post(step, outcome)
     boards.smp.fail_pending()
     assert {step: boards.trainer.outcome(epoch, step) for step in posted} == {
         **posted,
-        0: Outcome.FAILED,
-        7: Outcome.FAILED,
+        0: SnapshotOutcome.FAILED,
+        7: SnapshotOutcome.FAILED,
     }
-    assert boards.trainer.outcome(epoch, 99) is Outcome.PENDING
+    assert boards.trainer.outcome(epoch, 99) is SnapshotOutcome.PENDING
 
 
 def test_a_board_that_is_opened_again_keeps_what_was_posted(boards: Pair, tmp_path: Path) -> None:
-    boards.smp.post(4, Outcome.PROTECTED)
-    assert Board(tmp_path / "board", create=True).outcome(1, 4) is Outcome.PROTECTED
+    boards.smp.post(4, SnapshotOutcome.PROTECTED)
+    assert Board(tmp_path / "board", create=True).outcome(1, 4) is SnapshotOutcome.PROTECTED
 
 
 NOW_S = 12345.5
@@ -172,11 +189,11 @@ def test_a_pause_is_never_longer_than_the_longest_whatever_stands_there(boards: 
 
 def test_pauses_and_outcomes_do_not_touch_each_other(boards: Pair) -> None:
     for step in range(1, 1 + REMEMBERED):
-        boards.smp.post(step, Outcome.PENDING)
+        boards.smp.post(step, SnapshotOutcome.PENDING)
     for index in range(PAUSE_WORDS):
         boards.trainer.pause(index, NOW_S + 0.5)
     assert boards.trainer.epoch == 1
-    assert {boards.trainer.outcome(1, step) for step in range(1, 2 * WORDS)} == {Outcome.PENDING}
+    assert {boards.trainer.outcome(1, step) for step in range(1, 2 * WORDS)} == {SnapshotOutcome.PENDING}
     boards.smp.fail_pending()
     boards.smp.reset(2)
     assert boards.smp.paused_for(NOW_S) == pytest.approx(0.5)
@@ -199,13 +216,13 @@ def test_a_trainer_cannot_open_a_board_that_no_smp_has_made(tmp_path: Path) -> N
 
 def test_a_successor_does_not_push_out_what_was_said_last(tmp_path: Path) -> None:
     boards = Pair(tmp_path / "board")
-    boards.smp.post(1, Outcome.PROTECTED)
+    boards.smp.post(1, SnapshotOutcome.PROTECTED)
     successor = Board(tmp_path / "board", create=True)
     for step in range(2, 1 + REMEMBERED):
-        successor.post(step, Outcome.PENDING)
-    assert boards.trainer.outcome(1, 1) is Outcome.PROTECTED
-    successor.post(1 + REMEMBERED, Outcome.PENDING)
-    assert boards.trainer.outcome(1, 1) is Outcome.PENDING
+        successor.post(step, SnapshotOutcome.PENDING)
+    assert boards.trainer.outcome(1, 1) is SnapshotOutcome.PROTECTED
+    successor.post(1 + REMEMBERED, SnapshotOutcome.PENDING)
+    assert boards.trainer.outcome(1, 1) is SnapshotOutcome.PENDING
 
 
 def test_what_is_due_to_be_persisted_is_no_business_of_outcomes_and_pauses(boards: Pair) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.budget import RESERVE, Budget, parse_size, wipe, wipe_file
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.spawn import find_leftovers, sweep
 from holdfast.smp_daemon.storage.arena import Arena
-from holdfast.smp_daemon.storage.pool import Pool
+from holdfast.smp_daemon.storage.pool import SlotFilePool
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, SmpProcess, Trainer, memory_of, playground, run_on
 from tests.test_arena import PAGE, TAG, at, crash, hold
@@ -105,7 +105,7 @@ def test_where_it_cannot_be_reserved_the_error_says_so(shm: Path) -> None:
 # ---------------------------------------------------------------------- zeros
 
 
-def bytes_of(pool: Pool) -> set[bytes]:
+def bytes_of(pool: SlotFilePool) -> set[bytes]:
     return {path.read_bytes() for path in pool.arena.glob("*.safetensors")}
 
 
@@ -277,7 +277,7 @@ def test_whoever_is_killed_nothing_leaks(ground: Ground, memory: str, monkeypatc
                 smp.launch().wait_ready()
         again = smp.client()
         assert {shard for shard, _ in again.inventory().shards} == {snapshot}
-        assert again.outcome(SnapshotId(1, step)) is not Outcome.PROTECTED
+        assert again.outcome(SnapshotId(1, step)) is not SnapshotOutcome.PROTECTED
         again.close()
         assert memory_of(smp.arena) <= before
     view = Trainer(smp, "dp0").recover(run.plan(smp.client().inventory())).view

@@ -24,7 +24,7 @@ from holdfast.snapshot.step.ledger import Ledger
 from tests.smp_kit import playground, run_on
 from tests.test_hook import arena as arena
 
-PROTECTED, FAILED, PENDING = Outcome.PROTECTED, Outcome.FAILED, Outcome.PENDING
+PROTECTED, FAILED, PENDING = SnapshotOutcome.PROTECTED, SnapshotOutcome.FAILED, SnapshotOutcome.PENDING
 
 
 def at(step: int, epoch: int = 1) -> SnapshotId:
@@ -35,9 +35,11 @@ def at(step: int, epoch: int = 1) -> SnapshotId:
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
-@given(st.integers(3, 5), st.integers(1, 4), st.lists(st.lists(st.sampled_from(Outcome), min_size=8, max_size=8)))
+@given(
+    st.integers(3, 5), st.integers(1, 4), st.lists(st.lists(st.sampled_from(SnapshotOutcome), min_size=8, max_size=8))
+)
 def test_the_newest_protected_snapshots_are_kept_as_many_as_asked_for(
-    slots: int, generations: int, run: list[list[Outcome]]
+    slots: int, generations: int, run: list[list[SnapshotOutcome]]
 ) -> None:
     ledger = Ledger(slots + generations - 1, generations=generations)
     protected: list[SnapshotId] = []

@@ -28,7 +28,7 @@ from holdfast.smp_daemon.shared.records import (
 )
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Holdings, Key, ParityKey, ShardKey
-from holdfast.smp_daemon.storage.pool import Pool, SlotState
+from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotState
 from tests.deadlines import DEADLINE_S
 
 UNIT = 8
@@ -98,7 +98,7 @@ class Place:
     def view(self, key: Key) -> memoryview:
         return self.holdings.open(key)[0]
 
-    def pool(self, key: Key) -> Pool:
+    def pool(self, key: Key) -> SlotFilePool:
         if isinstance(key, ShardKey):
             return self.arena.shard_pool(key.coord)
         return self.arena.parity_pool(key.tag, key.position)

@@ -36,14 +36,14 @@ import torch
 from holdfast import HoldfastError, InMemorySnapshot
 from holdfast.smp_daemon.coding.protect import Protector
 from holdfast.smp_daemon.local import checked_peer
-from holdfast.smp_daemon.net.listener import Conversation, Listener, bind_unix
+from holdfast.smp_daemon.net.listener import Conversation, SocketListener, bind_unix
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from holdfast.smp_daemon.shared.transport import connect
 from holdfast.smp_daemon.storage.holdings import ParityKey
-from holdfast.smp_daemon.storage.pool import Pool
+from holdfast.smp_daemon.storage.pool import SlotFilePool
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.copy.movers import CpuMover
 from holdfast.snapshot.copy.witness import StateChanged
@@ -775,7 +775,7 @@ def test_a_connection_that_is_accepted_while_the_smp_closes_ends_without_a_bug()
 
     with tempfile.TemporaryDirectory() as base, patch("threading.excepthook", note):
         path = Path(base) / "smp.sock"
-        listener = Listener(bind_unix(path), converse)
+        listener = SocketListener(bind_unix(path), converse)
         stream = connect(path)
         assert begun.wait(DEADLINE_S)
         listener.close()
@@ -829,7 +829,7 @@ MUTANTS: dict[str, dict[str, Any]] = {
     },
     "older writers are not fenced": {
         "holdfast.smp_daemon.storage.arena.Arena.fence": lambda arena: None,
-        "holdfast.smp_daemon.storage.pool.Pool.replace": Pool.discard,
+        "holdfast.smp_daemon.storage.pool.Pool.replace": SlotFilePool.discard,
     },
 }
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.net.listener import Listener, bind_tcp
+from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
     BY_NAME,
@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.errors import (
     SmpUnavailable,
 )
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.smp_daemon.shared.transport import Message, SocketStream, Stream
+from holdfast.smp_daemon.shared.transport import Message, MessageStream, SocketStream
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, playground
 
@@ -43,14 +43,14 @@ class Peer:
         self.connections = 0
         self.may_answer = threading.Event()
         self.may_answer.set()
-        self.listener = Listener(bind_tcp(host, 0), self._converse)
+        self.listener = SocketListener(bind_tcp(host, 0), self._converse)
         self.address: Address = (host, self.listener.port)
 
     def _converse(self, sock: socket.socket) -> Peer:
         self.connections += 1
         return self
 
-    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
         unit = memoryview(bytearray(payload))
         stream.receive_into(unit)
         self.heard.append((message, bytes(unit)))
@@ -262,7 +262,7 @@ class TestAConnectionThatBreaks:
         first.close()
         with pytest.raises(SmpUnavailable):
             links.call(first.address, {"number": 2})
-        second = Listener(bind_tcp(host, first.address[1]), first._converse)
+        second = SocketListener(bind_tcp(host, first.address[1]), first._converse)
         try:
             assert links.call(first.address, {"number": 3}) == {"number": 3}
         finally:

@@ -19,7 +19,7 @@ import pytest
 
 from holdfast.cli.main import main
 from holdfast.smp_daemon.ops.overview import look
-from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, Phase
+from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.watchdog.attendance import Attendance
@@ -27,7 +27,7 @@ from holdfast.smp_daemon.watchdog.liveness import (
     Beat,
     Deadlines,
     Health,
-    Trainer,
+    WatchedTrainer,
     judge,
     judge_lease,
     median_step,
@@ -42,22 +42,22 @@ LIMITS = Deadlines(start=900, restore=600, step=60, copy=120, factor=10)
 @pytest.mark.parametrize(
     ("beat", "step_s", "health", "phase"),
     [
-        (Beat(Phase.STEP, 30.0), None, Health.ALIVE, "step"),
-        (Beat(Phase.STEP, 30.1), None, Health.LATE, "step"),
-        (Beat(Phase.STEP, 60.0), None, Health.LATE, "step"),
-        (Beat(Phase.STEP, 60.1), None, Health.HUNG, "step"),
-        (Beat(Phase.STEP, 60.1), 5.0, Health.HUNG, "step"),
-        (Beat(Phase.STEP, 60.1), 20.0, Health.ALIVE, "step"),
-        (Beat(Phase.STEP, 200.1), 20.0, Health.HUNG, "step"),
-        (Beat(Phase.START, 450.0), 0.1, Health.ALIVE, "start"),
-        (Beat(Phase.START, 901.0), None, Health.HUNG, "start"),
-        (Beat(Phase.RESTORE, 601.0), None, Health.HUNG, "restore"),
-        (Beat(Phase.STEP, 1.0, copying_s=60.0), None, Health.ALIVE, "step"),
-        (Beat(Phase.STEP, 1.0, copying_s=61.0), None, Health.LATE, "copy"),
-        (Beat(Phase.STEP, 1.0, copying_s=121.0), None, Health.HUNG, "copy"),
-        (Beat(Phase.STEP, 61.0, copying_s=121.0), None, Health.HUNG, "step"),
-        (Beat(Phase.STEP, 1.0, ended=True), None, Health.DEAD, "step"),
-        (Beat(Phase.GONE, 1e6), 0.1, Health.ALIVE, "gone"),
+        (Beat(TrainerPhase.STEP, 30.0), None, Health.ALIVE, "step"),
+        (Beat(TrainerPhase.STEP, 30.1), None, Health.LATE, "step"),
+        (Beat(TrainerPhase.STEP, 60.0), None, Health.LATE, "step"),
+        (Beat(TrainerPhase.STEP, 60.1), None, Health.HUNG, "step"),
+        (Beat(TrainerPhase.STEP, 60.1), 5.0, Health.HUNG, "step"),
+        (Beat(TrainerPhase.STEP, 60.1), 20.0, Health.ALIVE, "step"),
+        (Beat(TrainerPhase.STEP, 200.1), 20.0, Health.HUNG, "step"),
+        (Beat(TrainerPhase.START, 450.0), 0.1, Health.ALIVE, "start"),
+        (Beat(TrainerPhase.START, 901.0), None, Health.HUNG, "start"),
+        (Beat(TrainerPhase.RESTORE, 601.0), None, Health.HUNG, "restore"),
+        (Beat(TrainerPhase.STEP, 1.0, copying_s=60.0), None, Health.ALIVE, "step"),
+        (Beat(TrainerPhase.STEP, 1.0, copying_s=61.0), None, Health.LATE, "copy"),
+        (Beat(TrainerPhase.STEP, 1.0, copying_s=121.0), None, Health.HUNG, "copy"),
+        (Beat(TrainerPhase.STEP, 61.0, copying_s=121.0), None, Health.HUNG, "step"),
+        (Beat(TrainerPhase.STEP, 1.0, ended=True), None, Health.DEAD, "step"),
+        (Beat(TrainerPhase.GONE, 1e6), 0.1, Health.ALIVE, "gone"),
     ],
 )
 def test_a_trainer_is_judged_by_the_deadline_of_its_phase(
@@ -68,7 +68,7 @@ def test_a_trainer_is_judged_by_the_deadline_of_its_phase(
 
 
 def test_without_a_deadline_it_never_hangs() -> None:
-    for phase in (Phase.START, Phase.RESTORE, Phase.STEP):
+    for phase in (TrainerPhase.START, TrainerPhase.RESTORE, TrainerPhase.STEP):
         assert judge(Beat(phase, 1e9, 1e9), Deadlines(0, 0, 0, 0), 1.0).health is Health.ALIVE
 
 
@@ -94,21 +94,21 @@ def test_a_median_needs_steps() -> None:
 
 
 def test_what_is_no_trainer_is_refused() -> None:
-    trainer = Trainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0)
-    assert Trainer.from_json(json.loads(json.dumps(trainer.to_json()))) == trainer
+    trainer = WatchedTrainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0)
+    assert WatchedTrainer.from_json(json.loads(json.dumps(trainer.to_json()))) == trainer
     assert str(trainer) == "trainer dp0 (pid 1, step after step 2) is hung: quiet for 3.0 s, of 4"
     for bad in ({}, {**trainer.to_json(), "health": "fine"}):
         with pytest.raises(ProtocolError, match="not a trainer"):
-            Trainer.from_json(bad)
+            WatchedTrainer.from_json(bad)
 
 
 def test_a_beat_is_seen_through_another_mapping_and_is_its_row_alone(tmp_path: Path) -> None:
     smp, trainer = Board(tmp_path / "board", create=True), Board(tmp_path / "board")
-    trainer.beat(5, Phase.STEP, 17)
+    trainer.beat(5, TrainerPhase.STEP, 17)
     trainer.copying(5, 16)
     first = smp.beats(5)
-    assert (smp.phase(5), first[1:]) == (Phase.STEP, (17, 17))
-    trainer.beat(5, Phase.STEP, 17)
+    assert (smp.phase(5), first[1:]) == (TrainerPhase.STEP, (17, 17))
+    trainer.beat(5, TrainerPhase.STEP, 17)
     assert smp.beats(5)[0] != first[0]
     trainer.copying(5, None)
     assert smp.beats(5)[2] == 0
@@ -118,7 +118,7 @@ def test_a_beat_is_seen_through_another_mapping_and_is_its_row_alone(tmp_path: P
 def test_a_beat_costs_a_loop_nothing(tmp_path: Path) -> None:
     Board(tmp_path / "board", create=True)
     board = Board(tmp_path / "board")
-    each_s = min(timeit.repeat(lambda: board.beat(3, Phase.STEP, 7), number=1000, repeat=5)) / 1000
+    each_s = min(timeit.repeat(lambda: board.beat(3, TrainerPhase.STEP, 7), number=1000, repeat=5)) / 1000
     assert each_s < 20e-6  # half a microsecond on an idle core
 
 
@@ -213,7 +213,7 @@ def test_who_has_said_goodbye_makes_room(tmp_path: Path, other: subprocess.Popen
     row = attendance.attend(other.pid, "dp3")
     attendance.joined(other.pid, "dp3")
     assert row is not None
-    board.beat(row, Phase.GONE, 0)
+    board.beat(row, TrainerPhase.GONE, 0)
     assert attendance.await_room(1, DEADLINE_S) is None
     attendance.close()
 
@@ -290,12 +290,12 @@ def ground() -> Iterator[Ground]:
         yield made
 
 
-def of(smp: SmpProcess) -> list[Trainer]:
+def of(smp: SmpProcess) -> list[WatchedTrainer]:
     (status,) = look(JOB, smp.bulk).statuses
     return list(status.trainers)
 
 
-def await_health(smp: SmpProcess, health: Health) -> Trainer:
+def await_health(smp: SmpProcess, health: Health) -> WatchedTrainer:
     await_that(lambda: [trainer.health for trainer in of(smp)] == [health])
     return of(smp)[0]
 
@@ -368,7 +368,7 @@ def test_a_child_that_keeps_the_socket_open_does_not_keep_its_parent_alive(groun
     pid = os.fork()
     if pid == 0:
         client = SmpClient(smp.arena, smp.job, "dp0")
-        client.beat(Phase.STEP, 1)
+        client.beat(TrainerPhase.STEP, 1)
         if os.fork() == 0:
             time.sleep(30)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -380,7 +380,7 @@ def test_a_child_that_keeps_the_socket_open_does_not_keep_its_parent_alive(groun
 def test_a_command_that_takes_too_long_is_killed_and_nothing_waits_for_it(tmp_path: Path) -> None:
     from holdfast.smp_daemon.watchdog.on_hang import OnHang
 
-    trainer = Trainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0)
+    trainer = WatchedTrainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0)
     began = time.monotonic()
     OnHang(f"echo $$ > {tmp_path / 'pid'}; sleep 300", JOB, "node0", 2.0).run(trainer)
     assert time.monotonic() - began < 2.0

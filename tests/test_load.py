@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.net.listener import Listener, bind_tcp
+from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp
 from holdfast.smp_daemon.recovery.load import Load
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.counters import Counters
@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
-from holdfast.smp_daemon.shared.transport import Message, Stream
+from holdfast.smp_daemon.shared.transport import Message, MessageStream
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
     Ground,
@@ -161,10 +161,10 @@ class Giver:
         self.may = threading.Event()
         self.asked = threading.Semaphore(0)
         self._units = units
-        self._listener = Listener(bind_tcp(host, 0), lambda sock: self)
+        self._listener = SocketListener(bind_tcp(host, 0), lambda sock: self)
         self.address: Address = (host, self._listener.port)
 
-    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
         self.asked.release()
         assert self.may.wait(DEADLINE_S)
         unit = memoryview(self._units[message["op"], message["unit"]])

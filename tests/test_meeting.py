@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.collective import meeting
 from holdfast.snapshot.collective.meeting import LEAD_STEPS, MOST_DOUBLINGS, Meeting
@@ -165,9 +165,9 @@ def at(step: int) -> SnapshotId:
 
 
 @thorough
-@given(st.lists(st.lists(st.sampled_from(Outcome), min_size=4, max_size=4), min_size=1, max_size=12), st.data())
+@given(st.lists(st.lists(st.sampled_from(SnapshotOutcome), min_size=4, max_size=4), min_size=1, max_size=12), st.data())
 def test_a_rank_that_has_not_heard_of_the_last_outcomes_goes_on_with_those_that_have(
-    run: list[list[Outcome]], data: st.DataObject
+    run: list[list[SnapshotOutcome]], data: st.DataObject
 ) -> None:
     known = data.draw(st.booleans())
     ledger = Ledger.restored(3, at(1), at(0), known=known)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.persist import manifest, planes, shardfile
-from holdfast.smp_daemon.persist.manifest import Manifest
-from holdfast.smp_daemon.persist.options import Options, parse_options
+from holdfast.smp_daemon.persist.manifest import PersistManifest
+from holdfast.smp_daemon.persist.options import PersistOptions, parse_options
 from holdfast.smp_daemon.persist.shardfile import Encoder, Header
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
@@ -136,23 +136,23 @@ def test_a_file_with_a_unit_missing_is_not_ended() -> None:
 # ---------------------------------------------------------------------- what makes a snapshot
 
 
-def manifest_of(layout: Layout) -> Manifest:
+def manifest_of(layout: Layout) -> PersistManifest:
     stored = {coord: 10 + i for i, coord in enumerate(layout.coords)}
-    return Manifest(SnapshotId(layout.epoch, 7), layout, stored)
+    return PersistManifest(SnapshotId(layout.epoch, 7), layout, stored)
 
 
 @given(layouts())
 @settings(max_examples=40)
 def test_a_manifest_is_read_back(layout: Layout) -> None:
     whole = manifest_of(layout)
-    assert Manifest.from_json(manifest.unseal(manifest.seal(whole.to_json()))) == whole
+    assert PersistManifest.from_json(manifest.unseal(manifest.seal(whole.to_json()))) == whole
 
 
 @given(spoilt(layouts().map(lambda layout: manifest_of(layout).to_json())))
 @settings(max_examples=100)
 def test_a_spoilt_manifest_is_refused_or_says_the_same(data: object) -> None:
     try:
-        found = Manifest.from_json(data)
+        found = PersistManifest.from_json(data)
     except DamagedSnapshot:
         return
     assert found.stored.keys() == set(found.layout.coords)
@@ -226,8 +226,8 @@ def test_the_newest_whole_one_always_stays_and_so_does_what_is_being_written(
 
 def test_the_tier_is_off_unless_a_place_is_named() -> None:
     assert parse_options("", "30min", "2", 0.0) is None
-    assert parse_options("/x", "90", "3", 1e6) == Options("/x", 90.0, 3, 1e6)
-    assert parse_options("s3://b", "2h", "1", 0.0) == Options("s3://b", 7200.0, 1)
+    assert parse_options("/x", "90", "3", 1e6) == PersistOptions("/x", 90.0, 3, 1e6)
+    assert parse_options("s3://b", "2h", "1", 0.0) == PersistOptions("s3://b", 7200.0, 1)
 
 
 @pytest.mark.parametrize(("every", "keep"), [("often", "2"), ("", "2"), ("0", "2"), ("5min", "0"), ("5min", "two")])

@@ -16,7 +16,7 @@ from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.ops.overview import look as overview_of
 from holdfast.smp_daemon.persist import persister, place
 from holdfast.smp_daemon.persist.manifest import directory, shard_name
-from holdfast.smp_daemon.persist.options import Options
+from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.place import Directory, Remote, open_place
 from holdfast.smp_daemon.persist.reading import find, look, read_shard
 from holdfast.smp_daemon.persist.writing import tidy
@@ -213,7 +213,7 @@ def moody(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Smp
     monkeypatch.setattr(persister, "open_place", lambda url: at)
     monkeypatch.setattr(persister, "STUCK_S", 0.2)
     prepared = ground.prepare()
-    options = Options("moody", 0.1)
+    options = PersistOptions("moody", 0.1)
     smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, settings=Settings(scrub=0, persist=options))
     prepared.owner = smp.owner
     run = run_on([prepared], [[3000]])
@@ -270,7 +270,7 @@ def test_storage_that_hangs_is_given_up_and_holds_up_nothing(moody: tuple[Smp, R
 
 
 @pytest.fixture(params=["directory", "memory"])
-def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> place.Place:
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> place.PersistPlace:
     if request.param == "directory":
         return open_place(f"file://{tmp_path}/deep/er")
     fsspec = pytest.importorskip("fsspec")
@@ -278,7 +278,7 @@ def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> place.Place:
     return open_place("memory://bucket/prefix")
 
 
-def test_a_place_keeps_files(anywhere: place.Place) -> None:
+def test_a_place_keeps_files(anywhere: place.PersistPlace) -> None:
     assert anywhere.files("job/one") == {}
     assert anywhere.directories("job") == []
     for name, content in (("a", b"12345"), ("b", b"")):

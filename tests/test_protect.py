@@ -16,7 +16,7 @@ from holdfast.smp_daemon.coding import protect
 from holdfast.smp_daemon.coding.protect import ATTEMPTS, WINDOW
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
-from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, Board, Outcome
+from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import choose_sources
@@ -85,7 +85,7 @@ def test_no_more_than_a_window_of_units_is_on_its_way_to_a_peer_that_does_not_an
     run["dp1"].seal(snapshot)
     with stopped(smps[1]):
         run["dp0"].seal(snapshot)
-        assert run["dp0"].outcome(snapshot, 1.0) is Outcome.PENDING
+        assert run["dp0"].outcome(snapshot, 1.0) is SnapshotOutcome.PENDING
         assert counted(run, "dp0", "bytes_sent") <= WINDOW * UNIT_BYTES
     assert run.outcomes(snapshot) == {PROTECTED}
     assert counted(run, "dp0", "bytes_sent") == run.layout.shard_bytes("dp0")
@@ -133,8 +133,8 @@ def test_a_unit_that_went_bad_before_it_was_sent_is_not_protected(ground: Ground
     slots["dp0"][-1] ^= 1
     held.go()
     sealing.result(DEADLINE_S)
-    assert run["dp0"].outcome(run.snapshot(1)) is Outcome.FAILED
-    assert run["dp1"].outcome(run.snapshot(1), 0.0) is Outcome.PENDING
+    assert run["dp0"].outcome(run.snapshot(1)) is SnapshotOutcome.FAILED
+    assert run["dp1"].outcome(run.snapshot(1), 0.0) is SnapshotOutcome.PENDING
     assert counted(run, "dp1", "units_damaged") == ATTEMPTS
 
 
@@ -143,9 +143,9 @@ def test_a_snapshot_that_is_given_up_is_encoded_no_further(ground: Ground) -> No
     run = anew(run_on(smps, [[50_000]] * 2))
     with stopped(smps[1]):
         run["dp0"].take(run.snapshot(1))
-        assert run["dp0"].outcome(run.snapshot(1), 1.0) is Outcome.PENDING
+        assert run["dp0"].outcome(run.snapshot(1), 1.0) is SnapshotOutcome.PENDING
         run["dp0"].write(run.snapshot(2))  # keeps nothing: step 1 is given up
-        assert run["dp0"].outcome(run.snapshot(1)) is Outcome.FAILED
+        assert run["dp0"].outcome(run.snapshot(1)) is SnapshotOutcome.FAILED
     run["dp1"].take(run.snapshot(2))
     run["dp0"].seal(run.snapshot(2))
     assert run.outcomes(run.snapshot(2)) == {PROTECTED}
@@ -199,7 +199,7 @@ def test_encoding_keeps_to_its_bandwidth(ground: Ground, monkeypatch: pytest.Mon
     smps = ground.smps(2)
     run = anew(run_on(smps, [[50_000]] * 2))
     snapshot = run.take(1)
-    assert run["dp0"].outcome(snapshot, 1.0) is Outcome.PENDING
+    assert run["dp0"].outcome(snapshot, 1.0) is SnapshotOutcome.PENDING
     assert counted(run, "dp0", "bytes_sent") == UNIT_BYTES
 
 
@@ -254,7 +254,7 @@ def test_while_a_trainer_communicates_nothing_is_sent(ground: Ground, monkeypatc
         board.pause(3, time.monotonic() + HOURS_S)
         snapshot = run.take(1)
         await_count(run, "pauses", 1)
-        assert run["dp0"].outcome(snapshot, 0.2) is Outcome.PENDING
+        assert run["dp0"].outcome(snapshot, 0.2) is SnapshotOutcome.PENDING
         assert counted(run, "dp0", "bytes_sent") == 0
         board.resume(3)
         assert run.outcomes(snapshot) == {PROTECTED}
@@ -339,7 +339,7 @@ def test_a_group_waits_for_its_turn_until_a_newer_snapshot_is_sealed(ground: Gro
         sent = counted(run, "dp0", "bytes_sent")
         second = run.take(2)
         assert turns.first.wait(DEADLINE_S)
-        assert run["dp0"].outcome(second, 0.2) is Outcome.PENDING
+        assert run["dp0"].outcome(second, 0.2) is SnapshotOutcome.PENDING
         assert counted(run, "dp0", "bytes_sent") == sent
         ((group, count, interval_s),) = turns.asked
         assert (group, count) == (0, 8)
@@ -347,7 +347,7 @@ def test_a_group_waits_for_its_turn_until_a_newer_snapshot_is_sealed(ground: Gro
         third = run.snapshot(3)
         run["dp0"].take(third, (first, second), first)
         assert run.outcomes(second) == {PROTECTED}
-        assert run["dp0"].outcome(third, 0.2) is Outcome.PENDING
+        assert run["dp0"].outcome(third, 0.2) is SnapshotOutcome.PENDING
         assert here.end()
 
 

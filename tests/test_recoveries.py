@@ -17,7 +17,7 @@ from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.recovery.recoveries import KEPT, Recoveries, Recovery, summarise
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.logs import EVENTS_KEPT, MAX_EVENT_CHARACTERS, Event, get_log, last_events, log_to
+from holdfast.smp_daemon.shared.logs import EVENTS_KEPT, MAX_EVENT_CHARACTERS, LogEvent, get_log, last_events, log_to
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, Trainer, playground, run_on
 from tests.test_reform import come_back
@@ -178,4 +178,4 @@ def test_the_last_lines_of_the_log_are_kept_short(tmp_path: Path) -> None:
         root.handlers[:] = before
     assert [event.text.split()[1] for event in found] == [str(i) for i in range(EVENTS_KEPT + 2, 2, -1)]
     assert {len(event.text) for event in found} == {MAX_EVENT_CHARACTERS}
-    assert Event.from_json(json.loads(json.dumps(found[0].to_json()))) == found[0]
+    assert LogEvent.from_json(json.loads(json.dumps(found[0].to_json()))) == found[0]

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.chaos.sim.run import simulate
 from holdfast.chaos.sim.seams import installed
-from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.plan import candidates
 from holdfast.smp_daemon.storage.codings import Codings
 from holdfast.smp_daemon.storage.holdings import Holdings
@@ -32,9 +32,9 @@ def _ignore_keep(self: SlotPool, keep: Any, before: Any) -> list[Any]:
 def _settle_at_once(self: Store, snapshot: Any) -> None:
     with self.changed:
         progress = self._progress.get(snapshot)
-        if progress is not None and progress.outcome is Outcome.PENDING:
-            progress.outcome = Outcome.PROTECTED
-            self.board.post(snapshot.step, Outcome.PROTECTED)
+        if progress is not None and progress.outcome is SnapshotOutcome.PENDING:
+            progress.outcome = SnapshotOutcome.PROTECTED
+            self.board.post(snapshot.step, SnapshotOutcome.PROTECTED)
             self.changed.notify_all()
 
 

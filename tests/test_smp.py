@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.smp_daemon.local import MAX_DIGESTS
-from holdfast.smp_daemon.net.listener import Listener, bind_unix
+from holdfast.smp_daemon.net.listener import SocketListener, bind_unix
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
-from holdfast.smp_daemon.shared.board import Board, Outcome
+from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import (
     ArenaTooSmall,
@@ -43,7 +43,7 @@ from holdfast.smp_daemon.shared.records import digest, digest_units
 from holdfast.smp_daemon.shared.slotfile import RECORD, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.spawn import smp_command
-from holdfast.smp_daemon.shared.transport import Message, Stream, call, connect
+from holdfast.smp_daemon.shared.transport import Message, MessageStream, call, connect
 from holdfast.smp_daemon.storage.holdings import Holdings, Key
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
@@ -166,7 +166,7 @@ class TestASealedSnapshotIsProtected:
         snapshot = run.write(1)
         for coord in ("dp0", "dp1"):
             run[coord].seal(snapshot)
-        assert {run[coord].outcome(snapshot, SHORT_S) for coord in run.trainers} == {Outcome.PENDING}
+        assert {run[coord].outcome(snapshot, SHORT_S) for coord in run.trainers} == {SnapshotOutcome.PENDING}
         run["dp2"].seal(snapshot)
         assert run.outcomes(snapshot) == {PROTECTED}
         assert {trainer.client.outcome(snapshot) for trainer in run} == {PROTECTED}
@@ -188,7 +188,7 @@ class TestATrainerThatIsGone:
         with a_process_that_writes(smps[1], "dp1", snapshot) as doomed:
             doomed.kill()
             doomed.wait(DEADLINE_S)
-        assert run["dp1"].outcome(snapshot) is Outcome.FAILED
+        assert run["dp1"].outcome(snapshot) is SnapshotOutcome.FAILED
         assert run["dp0"].outcome(snapshot, SHORT_S) is not PROTECTED
         for step in (2, 3, 4):
             run.protect(step)
@@ -197,7 +197,7 @@ class TestATrainerThatIsGone:
         run = next_run_on(lone)
         snapshot = run.write(1)
         run["dp0"].client.abandon(snapshot, "dp0")
-        assert run["dp0"].outcome(snapshot) is Outcome.FAILED
+        assert run["dp0"].outcome(snapshot) is SnapshotOutcome.FAILED
         with pytest.raises(StaleEpoch, match="no slot that is being written"):
             run["dp0"].seal(snapshot)
         run.protect(2)
@@ -207,7 +207,7 @@ class TestATrainerThatIsGone:
         run.start(run["dp0"].client.inventory().epoch + 1)
         snapshot = run.write(1)
         run["dp0"].client.close()
-        assert run["dp1"].outcome(snapshot) is Outcome.FAILED
+        assert run["dp1"].outcome(snapshot) is SnapshotOutcome.FAILED
         run["dp1"].seal(snapshot)
         assert (snapshot, "dp1") in run["dp1"].client.inventory().shards
 
@@ -313,7 +313,7 @@ class TestWhatIsNotASnapshotIsRefused:
         damage(slot, run["dp0"], snapshot)
         with pytest.raises(ProtocolError, match=message):
             run["dp0"].seal(snapshot)
-        assert run["dp0"].outcome(snapshot) is Outcome.FAILED
+        assert run["dp0"].outcome(snapshot) is SnapshotOutcome.FAILED
         assert run["dp0"].client.inventory().shards == {(run.snapshot(0), "dp0")}
         for step in (2, 3, 4):
             run.protect(step)
@@ -380,7 +380,7 @@ class TestFencing:
                 act()
         assert client.inventory().shards == {(SnapshotId(1, 1), "dp0")}
         assert client.inventory().epoch == 2
-        assert client.outcome(written) is Outcome.FAILED
+        assert client.outcome(written) is SnapshotOutcome.FAILED
 
     def test_what_an_old_writer_writes_does_not_reach_the_new_one(self, ground: Ground) -> None:
         smp = ground.smp()
@@ -450,7 +450,7 @@ class TestPeersOfAnotherJob:
         reasons: queue.Queue[str] = queue.Queue()
         peers.tell_parity_done(replace(run.layout, job="otherun"), "node1", 1, snapshot, reasons.put)
         assert "serves job 'testrun', not 'otherun'" in reasons.get(timeout=DEADLINE_S)
-        assert run["dp0"].outcome(snapshot, SHORT_S) is Outcome.PENDING
+        assert run["dp0"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
 
     def test_news_of_parity_is_taken_from_the_present_epoch_only(self, ground: Ground, peers: PeerClient) -> None:
         run = run_on(ground.smps(2), [[100], [100]])
@@ -460,7 +460,7 @@ class TestPeersOfAnotherJob:
         for epoch, message in ((0, "epoch 0 is over"), (2, "epoch 2 has not begun")):
             peers.tell_parity_done(run.layout, "node1", epoch, snapshot, reasons.put)
             assert message in reasons.get(timeout=DEADLINE_S)
-        assert run["dp0"].outcome(snapshot, SHORT_S) is Outcome.PENDING
+        assert run["dp0"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
 
     def test_news_of_parity_of_another_group_is_not_taken_for_ours(self, ground: Ground, peers: PeerClient) -> None:
         run = run_on(ground.smps(2), [[100], [100]])
@@ -470,7 +470,7 @@ class TestPeersOfAnotherJob:
         assert other.tag(0) != run.layout.tag(0)
         reasons: queue.Queue[str] = queue.Queue()
         peers.tell_parity_done(other, "node1", 1, snapshot, reasons.put)
-        assert run["dp0"].outcome(snapshot, SHORT_S) is Outcome.PENDING
+        assert run["dp0"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
         assert reasons.empty()
 
     @pytest.mark.parametrize("op", ["fold", "shard_unit", "parity_unit"])
@@ -575,7 +575,7 @@ class TestAnSmpKilledAndStartedAgain:
         assert (after.epoch, after.layouts) == (1, {(1, 0): run.layout})
         assert after.shards == {(snapshot, "dp1")}
         assert after.parities == {(snapshot, run.layout.tag(0), 1)}
-        assert [run["dp1"].client.outcome(run.snapshot(step)) for step in (1, 2)] == [PROTECTED, Outcome.FAILED]
+        assert [run["dp1"].client.outcome(run.snapshot(step)) for step in (1, 2)] == [PROTECTED, SnapshotOutcome.FAILED]
         recovered = run["dp1"].recover(run.plan(after))
         assert (recovered.how, bytes(recovered.view)) == ("held", bytes_of(run, "dp1", snapshot))
 
@@ -589,7 +589,7 @@ class TestAnSmpKilledAndStartedAgain:
         run = Run([Trainer(smp, "dp0")]).start(2)
         snapshot = run.protect(1)
         assert run["dp0"].client.outcome(snapshot) is PROTECTED
-        assert run["dp0"].client.outcome(SnapshotId(1, 1)) is Outcome.FAILED
+        assert run["dp0"].client.outcome(SnapshotId(1, 1)) is SnapshotOutcome.FAILED
 
     def test_goes_on_protecting_in_the_same_epoch(self, ground: Ground) -> None:
         smps = ground.smps(2)
@@ -713,7 +713,7 @@ class TestAnSmpKilledInTheMiddle:
         ground.points.wait("node1", point, 2)
         for future in sealing[:2]:
             future.result(DEADLINE_S)
-        assert {run[coord].outcome(newer, SHORT_S) for coord in ("dp0", "dp2")} == {Outcome.PENDING}
+        assert {run[coord].outcome(newer, SHORT_S) for coord in ("dp0", "dp2")} == {SnapshotOutcome.PENDING}
         smps[1].lose()
         assert PROTECTED not in {run[coord].outcome(newer, SHORT_S) for coord in ("dp0", "dp2")}
 
@@ -1358,7 +1358,7 @@ class TestTheEnd:
         arena.mkdir()
         Board(arena / "board", create=True)
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-            listener = Listener(bind_unix(socket_path(arena)), lambda sock: Hasty(process))
+            listener = SocketListener(bind_unix(socket_path(arena)), lambda sock: Hasty(process))
             try:
                 SmpClient(arena, "testrun").finish(1)
                 assert process.poll() is not None
@@ -1399,7 +1399,7 @@ class Hasty:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
-    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, None]:
+    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, None]:
         if message["op"] == "finish":
             stream.close()
             self._process.kill()

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_FAILURE
 from holdfast.smp_daemon.shared.paths import read_owner
-from holdfast.smp_daemon.shared.starts import KILLED, WELL, End, Record, Start, Streak, failure_text
+from holdfast.smp_daemon.shared.starts import KILLED, WELL, Record, Start, Streak, TrainerEnd, failure_text
 from holdfast.snapshot.resume.choice import StartOptions, agree, check_repeats
 from tests.deadlines import DEADLINE_S
 from tests.test_hook import arena as arena
@@ -30,18 +30,18 @@ counts = st.integers(0, MAX_COUNT)
 failures = st.text(max_size=MAX_FAILURE)
 streaks = st.builds(Streak, counts, counts, counts, failures)
 starts = st.builds(Start, counts, counts, st.none() | streaks)
-ends = st.builds(End, counts, failures)
+ends = st.builds(TrainerEnd, counts, failures)
 records = st.builds(Record, st.none() | starts, st.dictionaries(st.sampled_from(["dp0", "pp1-dp3", "x"]), ends))
 CRASH = "ValueError: the loss is nan"
 BEFORE = Streak(3, 10, 12, CRASH)
 
 
-def told(start: Start | None, *ends: dict[str, End]) -> list[Inventory]:
+def told(start: Start | None, *ends: dict[str, TrainerEnd]) -> list[Inventory]:
     """One inventory for each of `ends`."""
     return [Inventory(f"node{i}", "", 0, 0, record=Record(start, each)) for i, each in enumerate(ends)]
 
 
-def one(end: End, before: Streak | None = BEFORE, base: int = 10) -> Streak | None:
+def one(end: TrainerEnd, before: Streak | None = BEFORE, base: int = 10) -> Streak | None:
     return streak_of(told(Start(7, base, before), {"dp0": end}))
 
 
@@ -49,37 +49,43 @@ def one(end: End, before: Streak | None = BEFORE, base: int = 10) -> Streak | No
 
 
 def test_the_same_end_once_more_is_counted() -> None:
-    assert one(End(12, CRASH)) == Streak(4, 10, 12, CRASH)
+    assert one(TrainerEnd(12, CRASH)) == Streak(4, 10, 12, CRASH)
 
 
 def test_a_step_more_or_less_is_the_same() -> None:
-    found = one(End(13, CRASH)), one(End(11, CRASH))
+    found = one(TrainerEnd(13, CRASH)), one(TrainerEnd(11, CRASH))
     assert [streak.times for streak in found if streak] == [4, 4]
 
 
 @pytest.mark.parametrize(
-    "end", [End(14, CRASH), End(10, CRASH), End(12, "ValueError: of another kind"), End(12, KILLED)]
+    "end",
+    [
+        TrainerEnd(14, CRASH),
+        TrainerEnd(10, CRASH),
+        TrainerEnd(12, "ValueError: of another kind"),
+        TrainerEnd(12, KILLED),
+    ],
 )
-def test_another_step_or_another_failure_begins_anew(end: End) -> None:
+def test_another_step_or_another_failure_begins_anew(end: TrainerEnd) -> None:
     assert one(end) == Streak(1, 10, end.step, end.failure)
 
 
 def test_numbers_in_a_message_do_not_make_it_another() -> None:
     before = Streak(1, 0, 5, "OSError: 0x7f31 at port 4711")
-    found = one(End(5, "OSError: 0x8ab2 at port 4712"), before, base=0)
+    found = one(TrainerEnd(5, "OSError: 0x8ab2 at port 4712"), before, base=0)
     assert found is not None and found.times == 2
 
 
 def test_a_newer_snapshot_to_go_back_to_is_progress() -> None:
-    assert one(End(12, CRASH), base=11) == Streak(1, 11, 12, CRASH)
+    assert one(TrainerEnd(12, CRASH), base=11) == Streak(1, 11, 12, CRASH)
 
 
 def test_an_older_one_is_none() -> None:
-    assert one(End(12, CRASH), base=9) == Streak(4, 10, 12, CRASH)
+    assert one(TrainerEnd(12, CRASH), base=9) == Streak(4, 10, 12, CRASH)
 
 
 def test_an_end_as_it_should_be_ends_the_streak() -> None:
-    assert one(End(12, WELL)) is None
+    assert one(TrainerEnd(12, WELL)) is None
 
 
 def test_who_cannot_say_it_was_killed() -> None:
@@ -87,8 +93,10 @@ def test_who_cannot_say_it_was_killed() -> None:
 
 
 def test_who_only_lost_its_connection_was_not_killed_and_what_it_said_itself_stays() -> None:
-    record = Record(Start(7, 10), {"dp0": End(12, KILLED), "dp1": End(11, KILLED), "dp2": End(11, CRASH)})
-    assert record.goes_on("dp0").ends == {"dp1": End(11, KILLED), "dp2": End(11, CRASH)}
+    record = Record(
+        Start(7, 10), {"dp0": TrainerEnd(12, KILLED), "dp1": TrainerEnd(11, KILLED), "dp2": TrainerEnd(11, CRASH)}
+    )
+    assert record.goes_on("dp0").ends == {"dp1": TrainerEnd(11, KILLED), "dp2": TrainerEnd(11, CRASH)}
     assert record.goes_on("dp2") == record == record.goes_on("dp3")
 
 
@@ -97,26 +105,26 @@ def test_without_any_start_there_is_nothing_to_tell() -> None:
 
 
 def test_who_raised_tells_more_than_who_was_killed_and_that_more_than_an_echo() -> None:
-    echo = End(12, "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:22000")
-    killed, raised = End(12, KILLED), End(11, CRASH)
+    echo = TrainerEnd(12, "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:22000")
+    killed, raised = TrainerEnd(12, KILLED), TrainerEnd(11, CRASH)
     start = Start(7, 10)
     everyone = told(start, {"dp0": echo, "dp1": killed}, {"dp2": raised})
     assert streak_of(everyone) == Streak(1, 10, 11, CRASH)
     without = told(start, {"dp0": echo, "dp1": killed})
     assert streak_of(without) == Streak(1, 10, 12, KILLED)
-    alone = streak_of(told(start, {"dp0": echo, "dp1": End(12, WELL)}))
+    alone = streak_of(told(start, {"dp0": echo, "dp1": TrainerEnd(12, WELL)}))
     assert alone is not None and alone.failure == echo.failure
 
 
 def test_only_the_newest_start_counts() -> None:
-    old = told(Start(6, 3), {"dp0": End(4, "KeyError: 'x'")})
-    assert streak_of(old + told(Start(7, 10), {"dp1": End(12, CRASH)})) == Streak(1, 10, 12, CRASH)
+    old = told(Start(6, 3), {"dp0": TrainerEnd(4, "KeyError: 'x'")})
+    assert streak_of(old + told(Start(7, 10), {"dp1": TrainerEnd(12, CRASH)})) == Streak(1, 10, 12, CRASH)
 
 
 def test_a_running_job_shows_what_it_is_up_against_until_it_is_past_it() -> None:
     assert standing_streak(told(Start(7, 10, BEFORE), {})) == BEFORE
     assert standing_streak(told(Start(7, 11, BEFORE), {})) is None
-    assert standing_streak(told(Start(7, 10, BEFORE), {"dp0": End(12, CRASH)})) == Streak(4, 10, 12, CRASH)
+    assert standing_streak(told(Start(7, 10, BEFORE), {"dp0": TrainerEnd(12, CRASH)})) == Streak(4, 10, 12, CRASH)
 
 
 @given(records)
@@ -140,7 +148,7 @@ def test_what_only_ends_the_program_is_no_failure() -> None:
 
 
 def test_a_job_that_ended_too_often_is_refused_with_all_that_is_known() -> None:
-    inventories = told(Start(7, 10, BEFORE), {"dp0": End(12, CRASH)})
+    inventories = told(Start(7, 10, BEFORE), {"dp0": TrainerEnd(12, CRASH)})
     assert check_repeats(inventories, StartOptions(5)) == Streak(4, 10, 12, CRASH)
     assert check_repeats(inventories, StartOptions(0)) is not None
     with pytest.raises(Repeated, match=r"4 times in a row at step 12, .* step 10: ValueError: the loss is nan.*=0"):

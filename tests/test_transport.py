@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.coding.scratch import BUFFERS
-from holdfast.smp_daemon.net.listener import Listener, bind_tcp, bind_unix
+from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import (
@@ -42,7 +42,7 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_UNIT_BYTES,
 )
 from holdfast.smp_daemon.shared.paths import socket_path
-from holdfast.smp_daemon.shared.transport import Message, SocketStream, Stream, call, connect, receive_reply
+from holdfast.smp_daemon.shared.transport import Message, MessageStream, SocketStream, call, connect, receive_reply
 from tests.attacks.victim import tell
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
@@ -337,7 +337,7 @@ class TestConnecting:
 
     def test_a_port_is_free_again_at_once(self, ground: Ground) -> None:
         host = ground.host()
-        listener = Listener(bind_tcp(host, 0), lambda sock: Echo())
+        listener = SocketListener(bind_tcp(host, 0), lambda sock: Echo())
         port = listener.port
         stream = connect((host, port))
         assert call(stream, {"say": 1}) == ({"say": 1}, 0)
@@ -355,7 +355,7 @@ class Echo:
     def __init__(self) -> None:
         self.over = threading.Event()
 
-    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
         unit = memoryview(bytearray(payload))
         stream.receive_into(unit)
         if "refuse" in message:
@@ -372,7 +372,7 @@ class Echoes:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.conversations: list[Echo] = []
-        self.listener = Listener(bind_unix(path), self._converse)
+        self.listener = SocketListener(bind_unix(path), self._converse)
 
     def _converse(self, sock: socket.socket) -> Echo:
         self.conversations.append(Echo())

@@ -16,7 +16,7 @@ from systems.common import DEADLINE_S, Memory, files_below, until
 from torch import nn
 
 from holdfast import InMemorySnapshot, __version__
-from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.interval.governor import Governor
 
@@ -87,10 +87,10 @@ class Alone:
         return copy is not None and copy.done.is_set() and copy.error is None
 
     def done(self) -> bool:
-        outcome = self._snap._session.rank.client.outcome(self._newest) if self._newest else Outcome.PENDING
-        if outcome is Outcome.FAILED:
+        outcome = self._snap._session.rank.client.outcome(self._newest) if self._newest else SnapshotOutcome.PENDING
+        if outcome is SnapshotOutcome.FAILED:
             raise RuntimeError(f"{self._newest} failed")
-        return self.survives_kill() and outcome is Outcome.PROTECTED
+        return self.survives_kill() and outcome is SnapshotOutcome.PROTECTED
 
     def wait(self) -> None:
         until(self.done, "a snapshot")

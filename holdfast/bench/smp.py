@@ -24,7 +24,7 @@ from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Wiring
 from holdfast.ec.codec import as_array
 from holdfast.smp_daemon.recovery.rebuild import METHODS
-from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
@@ -141,7 +141,7 @@ class _Cluster:
         for i, client in enumerate(self._clients):
             client.seal(snapshot, f"dp{i}")
         for i, client in enumerate(self._clients):
-            if client.await_outcome(snapshot, DEADLINE_S) is not Outcome.PROTECTED:
+            if client.await_outcome(snapshot, DEADLINE_S) is not SnapshotOutcome.PROTECTED:
                 raise DeadlineExceeded(f"node {i} did not protect {snapshot} in {DEADLINE_S:.0f} s")
         self._protected = snapshot
         return time.perf_counter() - began, memcpy_s

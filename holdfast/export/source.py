@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.persist.manifest import Manifest
-from holdfast.smp_daemon.persist.place import Place
+from holdfast.smp_daemon.persist.manifest import PersistManifest
+from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.persist.reading import find, read_shard
 from holdfast.smp_daemon.recovery.census import addresses_of, take_census
 from holdfast.smp_daemon.recovery.fetch import Fetcher
@@ -127,7 +127,7 @@ def _choose(job: str, inventories: Sequence[Inventory], step: int | None) -> Sou
 class PersistedSource:
     """A snapshot where it was persisted."""
 
-    def __init__(self, place: Place, whole: Manifest) -> None:
+    def __init__(self, place: PersistPlace, whole: PersistManifest) -> None:
         self.snapshot = whole.snapshot
         self.layout = whole.layout
         self._place = place
@@ -137,7 +137,7 @@ class PersistedSource:
         read_shard(self._place, self._whole, coord, out)
 
 
-def from_place(place: Place, job: str | None, step: int | None) -> PersistedSource:
+def from_place(place: PersistPlace, job: str | None, step: int | None) -> PersistedSource:
     """The newest whole snapshot at a place, or the one of `step`. Raises `ConfigError` if there is none."""
     name = job or _only_job(place)
     found = [each.manifest for each in find(place, name) if each.manifest is not None]
@@ -149,7 +149,7 @@ def from_place(place: Place, job: str | None, step: int | None) -> PersistedSour
     raise ConfigError(f"{wanted} of job {name!r} is not persisted at {place.name}: there are {held}")
 
 
-def list_place(place: Place, job: str | None) -> list[Listed]:
+def list_place(place: PersistPlace, job: str | None) -> list[Listed]:
     """Everything at a place, by job, the newest first."""
     found = []
     for name in [job] if job else sorted(place.directories("")):
@@ -162,7 +162,7 @@ def list_place(place: Place, job: str | None) -> list[Listed]:
     return found
 
 
-def _only_job(place: Place) -> str:
+def _only_job(place: PersistPlace) -> str:
     jobs = place.directories("")
     if len(jobs) != 1:
         raise ConfigError(f"{place.name} has snapshots of {sorted(jobs) or 'no job'}: say which with --job")

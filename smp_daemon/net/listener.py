@@ -12,7 +12,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.smp_daemon.shared.transport import Message, SocketStream, Stream
+from holdfast.smp_daemon.shared.transport import Message, MessageStream, SocketStream
 
 ACCEPT_AGAIN_S = 0.5
 
@@ -22,7 +22,7 @@ log = get_log(__name__)
 class Conversation(Protocol):
     """What a listener does with one connection, in a thread of its own."""
 
-    def answer(self, message: Message, payload: int, stream: Stream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
         """The reply to one message; must consume its `payload` bytes. A `HoldfastError` becomes an error reply."""
         ...
 
@@ -43,7 +43,7 @@ class Gate(Protocol):
         ...
 
 
-class Listener:
+class SocketListener:
     """Accepts connections and runs a `Conversation` for each, one thread per connection, `MAX_CONNECTIONS` at most."""
 
     def __init__(

@@ -14,7 +14,7 @@ from holdfast.smp_daemon.coding.scratch import Scratch
 from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.monitor import Monitor
-from holdfast.smp_daemon.persist.options import Options
+from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.persister import Persister
 from holdfast.smp_daemon.recovery.rebuild import METHODS
 from holdfast.smp_daemon.recovery.recoveries import Recoveries
@@ -66,7 +66,7 @@ class Settings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     on_hang: str = ""
     priority: str = "normal"
-    persist: Options | None = None
+    persist: PersistOptions | None = None
 
     def __post_init__(self) -> None:
         if self.rebuild not in METHODS:

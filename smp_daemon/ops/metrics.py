@@ -53,11 +53,11 @@ COUNTERS = {
 def exposition(mine: Status, overview: Overview) -> bytes:
     """In Prometheus' text format. Pure."""
     registry = CollectorRegistry()
-    registry.register(_Snapshot(mine, overview))
+    registry.register(_StatusCollector(mine, overview))
     return generate_latest(registry)
 
 
-class _Snapshot(Collector):
+class _StatusCollector(Collector):
     def __init__(self, mine: Status, overview: Overview) -> None:
         self._mine = mine
         self._overview = overview

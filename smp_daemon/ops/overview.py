@@ -13,7 +13,7 @@ from holdfast.smp_daemon.recovery.standing import Standing, safest, standings
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.crash_loop import standing_streak
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.logs import Event
+from holdfast.smp_daemon.shared.logs import LogEvent
 from holdfast.smp_daemon.shared.plan import newest_protected, whole_snapshots
 from holdfast.smp_daemon.shared.sources import Address
 
@@ -73,7 +73,7 @@ class Overview:
         return summarise({status.inventory.node: list(status.recoveries) for status in self.statuses})
 
     @property
-    def events(self) -> list[tuple[str, Event]]:
+    def events(self) -> list[tuple[str, LogEvent]]:
         """(node, event): the last lines of all nodes' logs, the newest first."""
         found = [(status.inventory.node, event) for status in self.statuses for event in status.events]
         return sorted(found, key=lambda pair: -pair[1].at)[:EVENTS_SHOWN]

@@ -11,17 +11,17 @@ from typing import Any
 import psutil
 
 from holdfast.smp_daemon.node.core import Core
-from holdfast.smp_daemon.persist.persister import Standing
+from holdfast.smp_daemon.persist.persister import TierState
 from holdfast.smp_daemon.recovery.census import ask_all
 from holdfast.smp_daemon.recovery.recoveries import Recovery
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.logs import Event, last_events
+from holdfast.smp_daemon.shared.logs import LogEvent, last_events
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.storage.pool import SlotState
-from holdfast.smp_daemon.watchdog.liveness import Health, Trainer, judge_lease
+from holdfast.smp_daemon.watchdog.liveness import Health, WatchedTrainer, judge_lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Status:
         rss_bytes: memory of the process, with what it has mapped of the arena.
         ages_s: seconds since the newest shard here of each snapshot was sealed.
         counters: see `smp_daemon.shared.counters.Counts`.
-        trainers: of this node, see `smp_daemon.watchdog.liveness.Trainer`.
+        trainers: of this node, see `smp_daemon.watchdog.liveness.WatchedTrainer`.
         leases: seconds since each other member of the group was last heard of. `lease_s`: after how many it is given
             up; 0: never.
         said: what a trainer wants operators to know; empty if nothing.
         tier: how the persist tier is here; None if it is off.
         recoveries: the last ones here, the newest first.
-        events: the last lines of its log, the newest first, see `smp_daemon.shared.logs.Event`.
+        events: the last lines of its log, the newest first, see `smp_daemon.shared.logs.LogEvent`.
         access: how it tells friend from foe, see `smp_daemon.shared.credentials.access_of`.
     """
 
@@ -56,13 +56,13 @@ class Status:
     rss_bytes: int
     ages_s: dict[SnapshotId, float]
     counters: dict[str, int]
-    trainers: tuple[Trainer, ...] = ()
+    trainers: tuple[WatchedTrainer, ...] = ()
     leases: dict[str, float] = field(default_factory=dict)
     lease_s: float = 0.0
     said: str = ""
-    tier: Standing | None = None
+    tier: TierState | None = None
     recoveries: tuple[Recovery, ...] = ()
-    events: tuple[Event, ...] = ()
+    events: tuple[LogEvent, ...] = ()
     access: str = ""
 
     @property
@@ -104,13 +104,13 @@ class Status:
                 rss_bytes=int(data["rss_bytes"]),
                 ages_s={SnapshotId(int(e), int(s)): float(seconds) for e, s, seconds in data["ages_s"]},
                 counters={str(name): int(count) for name, count in data["counters"].items()},
-                trainers=tuple(Trainer.from_json(trainer) for trainer in data["trainers"]),
+                trainers=tuple(WatchedTrainer.from_json(trainer) for trainer in data["trainers"]),
                 leases={str(name): float(age_s) for name, age_s in data["leases"].items()},
                 lease_s=float(data["lease_s"]),
                 said=str(data["said"]),
-                tier=Standing.from_json(data["tier"]) if data["tier"] else None,
+                tier=TierState.from_json(data["tier"]) if data["tier"] else None,
                 recoveries=tuple(Recovery.from_json(recovery) for recovery in data["recoveries"]),
-                events=tuple(Event.from_json(event) for event in data["events"]),
+                events=tuple(LogEvent.from_json(event) for event in data["events"]),
                 access=str(data["access"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -72,7 +72,7 @@ def unseal(content: bytes) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class PersistManifest:
     """A whole snapshot at a place.
 
     Attributes:
@@ -104,7 +104,7 @@ class Manifest:
         }
 
     @classmethod
-    def from_json(cls, data: Any) -> Manifest:
+    def from_json(cls, data: Any) -> PersistManifest:
         """Raises `DamagedSnapshot` if `data` is not what `to_json` makes, or does not name every shard once."""
         try:
             if data["format"] != 1:
@@ -139,7 +139,7 @@ def missing_nodes(layout: Layout, files: Collection[str]) -> list[str]:
     return [node.name for i, node in enumerate(layout.nodes) if node.shards and node_name(i) not in files]
 
 
-def combine(snapshot: SnapshotId, layout: Layout, lists: Collection[Any]) -> Manifest:
+def combine(snapshot: SnapshotId, layout: Layout, lists: Collection[Any]) -> PersistManifest:
     """The manifest that follows from the lists of all nodes. Raises `DamagedSnapshot` if they are of something else."""
     stored: dict[str, int] = {}
     try:
@@ -151,7 +151,7 @@ def combine(snapshot: SnapshotId, layout: Layout, lists: Collection[Any]) -> Man
         raise DamagedSnapshot(f"a node's list is damaged: {error!r}") from error
     if stored.keys() != set(layout.coords):
         raise DamagedSnapshot("the lists of the nodes do not name the shards of their layout")
-    return Manifest(snapshot, layout, {coord: stored[coord] for coord in layout.coords})
+    return PersistManifest(snapshot, layout, {coord: stored[coord] for coord in layout.coords})
 
 
 def expendable(complete: Collection[SnapshotId], incomplete: Collection[SnapshotId], keep: int) -> list[SnapshotId]:

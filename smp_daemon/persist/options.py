@@ -12,7 +12,7 @@ _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class PersistOptions:
     """The tier.
 
     Attributes:
@@ -34,7 +34,7 @@ class Options:
             raise ConfigError(f"{self.keep} persisted snapshots kept: keep 1 at least")
 
 
-def parse_options(url: str, every: str, keep: str, bandwidth: float) -> Options | None:
+def parse_options(url: str, every: str, keep: str, bandwidth: float) -> PersistOptions | None:
     """The tier as arguments or the environment name it; None if `url` is empty. Raises `ConfigError`."""
     if not url:
         return None
@@ -43,4 +43,4 @@ def parse_options(url: str, every: str, keep: str, bandwidth: float) -> Options 
         raise ConfigError(f"{every!r} is no time span: say how often to persist, such as 600, 90s, 30min or 2h")
     if not keep.strip().isdigit():
         raise ConfigError(f"{keep!r} is no number of persisted snapshots to keep: use 1 or more")
-    return Options(url, float(match[1]) * _UNITS[match[2]], int(keep), bandwidth)
+    return PersistOptions(url, float(match[1]) * _UNITS[match[2]], int(keep), bandwidth)

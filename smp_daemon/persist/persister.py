@@ -17,9 +17,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.smp_daemon.persist.manifest import Manifest
-from holdfast.smp_daemon.persist.options import Options
-from holdfast.smp_daemon.persist.place import Place, open_place
+from holdfast.smp_daemon.persist.manifest import PersistManifest
+from holdfast.smp_daemon.persist.options import PersistOptions
+from holdfast.smp_daemon.persist.place import PersistPlace, open_place
 from holdfast.smp_daemon.persist.reading import find, look, read_shard
 from holdfast.smp_daemon.persist.writing import publish, tidy, write_node
 from holdfast.smp_daemon.recovery.rebuild import Recovered, recovered
@@ -43,7 +43,7 @@ log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class TierState:
     """One node.
 
     Attributes:
@@ -68,7 +68,7 @@ class Standing:
         return data | {"persisted": list(self.persisted) if self.persisted else None}
 
     @classmethod
-    def from_json(cls, data: Any) -> Standing:
+    def from_json(cls, data: Any) -> TierState:
         """Raises `ProtocolError` if `data` is not what `to_json` makes."""
         try:
             return cls(
@@ -87,18 +87,18 @@ class Standing:
 class Persister:
     """The tier on one node. Every method is thread-safe, and only those that say so touch the storage."""
 
-    def __init__(self, options: Options | None, priority: str = "normal") -> None:
+    def __init__(self, options: PersistOptions | None, priority: str = "normal") -> None:
         """`options`: None: the tier is off. `priority`: see `smp_daemon.shared.priority`. Raises `ConfigError`."""
         self._options = options
         self._priority = priority
-        self._place: Place | None = open_place(options.url) if options else None
+        self._place: PersistPlace | None = open_place(options.url) if options else None
         self._pacer = Pacer(options.bandwidth if options else 0.0)
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._order: tuple[SnapshotId, Layout] | None = None
         self._accepted: SnapshotId | None = None
         self._episodes = Episodes(log)
-        self._standing = Standing(self._place.name, options.every_s, options.keep) if options and self._place else None
+        self._standing = TierState(self._place.name, options.every_s, options.keep) if options and self._place else None
         self._store: Store
 
     @property
@@ -107,7 +107,7 @@ class Persister:
         return int(self._options is not None)
 
     @property
-    def standing(self) -> Standing | None:
+    def standing(self) -> TierState | None:
         """How it is; None if the tier is off."""
         with self._changed:
             return self._standing
@@ -180,12 +180,12 @@ class Persister:
         return recovered(store, key, "persisted", count)
 
     @property
-    def _its_place(self) -> Place:
+    def _its_place(self) -> PersistPlace:
         if self._place is None:
             raise ConfigError("this node has no persist tier: set HOLDFAST_PERSIST on all of them")
         return self._place
 
-    def _manifest(self, snapshot: SnapshotId) -> Manifest:
+    def _manifest(self, snapshot: SnapshotId) -> PersistManifest:
         found = look(self._its_place, self._store.job, snapshot)
         if found.manifest is None:
             raise DamagedSnapshot(f"{snapshot} at {self._its_place.name} is not whole: {found.reason}")
@@ -193,7 +193,7 @@ class Persister:
 
     # ------------------------------------------------------------------ writing
 
-    def _run(self, options: Options) -> None:
+    def _run(self, options: PersistOptions) -> None:
         due_s = time.monotonic()  # at once: were a new node due later, replacing nodes would put it off for all
         while (order := self._await_order(due_s)) is not None:
             due_s = time.monotonic() + options.every_s
@@ -256,7 +256,7 @@ class _Work:
         cancelled: set by whoever gives it up.
     """
 
-    def __init__(self, persister: Persister, options: Options, snapshot: SnapshotId, layout: Layout) -> None:
+    def __init__(self, persister: Persister, options: PersistOptions, snapshot: SnapshotId, layout: Layout) -> None:
         self.snapshot = snapshot
         self.moved_s = time.monotonic()
         self.cancelled = threading.Event()

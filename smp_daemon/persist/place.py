@@ -38,7 +38,7 @@ class Writable(Protocol):
         ...
 
 
-class Place(Protocol):
+class PersistPlace(Protocol):
     """What is asked of a storage.
 
     Attributes:
@@ -73,7 +73,7 @@ class Place(Protocol):
         ...
 
 
-def open_place(url: str) -> Place:
+def open_place(url: str) -> PersistPlace:
     """The place that `url` names: a path, or a URL. Nothing is read or written yet.
 
     Raises:

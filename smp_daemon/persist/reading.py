@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.persist import manifest
-from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, Manifest
-from holdfast.smp_daemon.persist.place import Place
+from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, PersistManifest
+from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.persist.shardfile import Header, StoredUnit, decode_unit, read_header, read_units
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -30,25 +30,25 @@ class Found:
     """
 
     snapshot: SnapshotId
-    manifest: Manifest | None
+    manifest: PersistManifest | None
     reason: str = ""
 
 
-def find(place: Place, job: str) -> list[Found]:
+def find(place: PersistPlace, job: str) -> list[Found]:
     """Every snapshot of a job, whole or not, the newest first. Blocks; raises `PlaceError`."""
     names = place.directories(job)
     found = [snapshot for snapshot in map(manifest.snapshot_of, names) if snapshot is not None]
     return [look(place, job, snapshot) for snapshot in sorted(found, reverse=True)]
 
 
-def look(place: Place, job: str, snapshot: SnapshotId) -> Found:
+def look(place: PersistPlace, job: str, snapshot: SnapshotId) -> Found:
     """One of them. Blocks; raises `PlaceError` if the storage fails, not if it is not whole."""
     folder = f"{job}/{manifest.directory(snapshot)}"
     files = place.files(folder)
     if SNAPSHOT not in files:
         return Found(snapshot, None, "not all of its nodes have written their part")
     try:
-        whole = Manifest.from_json(manifest.unseal(place.read(f"{folder}/{SNAPSHOT}", MAX_MANIFEST_BYTES)))
+        whole = PersistManifest.from_json(manifest.unseal(place.read(f"{folder}/{SNAPSHOT}", MAX_MANIFEST_BYTES)))
     except DamagedSnapshot as error:
         return Found(snapshot, None, f"its manifest is damaged: {error}")
     if whole.snapshot != snapshot or whole.layout.job != job:
@@ -58,7 +58,11 @@ def look(place: Place, job: str, snapshot: SnapshotId) -> Found:
 
 
 def read_shard(
-    place: Place, whole: Manifest, coord: str, out: memoryview, step: Callable[[int], None] = lambda count: None
+    place: PersistPlace,
+    whole: PersistManifest,
+    coord: str,
+    out: memoryview,
+    step: Callable[[int], None] = lambda count: None,
 ) -> int:
     """Fill `out`, as long as the shard, with what was sealed; how many bytes were read. Blocks.
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from holdfast.smp_daemon.persist import manifest, planes
 from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT
-from holdfast.smp_daemon.persist.place import Place
+from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.persist.reading import find
 from holdfast.smp_daemon.persist.shardfile import Encoder, Header
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, PlaceError
@@ -26,7 +26,7 @@ Pace = Callable[[int], None]
 
 
 def write_node(
-    place: Place, holdings: Holdings, layout: Layout, node: str, snapshot: SnapshotId, pace: Pace
+    place: PersistPlace, holdings: Holdings, layout: Layout, node: str, snapshot: SnapshotId, pace: Pace
 ) -> Mapping[str, int]:
     """Write all shards that `node` holds of a snapshot, and its list. Blocks; holds a few units in memory.
 
@@ -48,7 +48,7 @@ def write_node(
     return stored
 
 
-def _write_shard(place: Place, holdings: Holdings, job: str, folder: str, key: ShardKey, pace: Pace) -> int:
+def _write_shard(place: PersistPlace, holdings: Holdings, job: str, folder: str, key: ShardKey, pace: Pace) -> int:
     view, record = holdings.open(key)
     assert isinstance(record, ShardRecord)  # it is a shard's key
     form, _ = read_format(view)
@@ -78,7 +78,7 @@ def _write_shard(place: Place, holdings: Holdings, job: str, folder: str, key: S
     return length
 
 
-def publish(place: Place, layout: Layout, snapshot: SnapshotId) -> list[str]:
+def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[str]:
     """Make the snapshot count if every node has written its part; the names of those that have not, none if it counts.
 
     Raises:
@@ -102,7 +102,7 @@ def publish(place: Place, layout: Layout, snapshot: SnapshotId) -> list[str]:
     return []
 
 
-def tidy(place: Place, job: str, keep: int) -> Sequence[SnapshotId]:
+def tidy(place: PersistPlace, job: str, keep: int) -> Sequence[SnapshotId]:
     """Remove what is not needed any more; what was. Raises `PlaceError` if the storage does not say what is there."""
     found = find(place, job)
     whole = [each.snapshot for each in found if each.manifest is not None]

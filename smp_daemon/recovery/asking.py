@@ -64,7 +64,7 @@ class How(Enum):
     TERM = "term"
 
 
-class Verdict(Enum):
+class AnswerUse(Enum):
     """What to do with an answer."""
 
     WRITE = "write"
@@ -140,7 +140,7 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Source:
+class SourceSpeed:
     """One SMP that is asked.
 
     Attributes:
@@ -170,10 +170,10 @@ class Speeds:
     """All sources of one load. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._sources: dict[Address, Source] = {}
+        self._sources: dict[Address, SourceSpeed] = {}
 
-    def __getitem__(self, address: Address) -> Source:
-        return self._sources.setdefault(address, Source())
+    def __getitem__(self, address: Address) -> SourceSpeed:
+        return self._sources.setdefault(address, SourceSpeed())
 
     def is_slow(self, address: Address) -> bool:
         """Whether `address` is late, or has taken much longer than the others, more than once."""
@@ -190,7 +190,7 @@ class Speeds:
         return {address for address in addresses if self.is_slow(address)}
 
 
-class Patience:
+class StragglerTimeout:
     """After how long an answer of one kind is late: a multiple of what is usual, and more after each that was."""
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class Asking:
         self._revoked: set[int] = set()
         self._counted = 0
         self._late: set[int] = set()
-        self._patience = {how: Patience() for how in How}
+        self._patience = {how: StragglerTimeout() for how in How}
         self._explored_s = 0.0
         self.speeds = Speeds()
 
@@ -300,7 +300,7 @@ class Asking:
 
     # ------------------------------------------------------------------ what comes of it
 
-    def answered(self, ask: Ask, now: float, waits: tuple[float, ...] = ()) -> Verdict:
+    def answered(self, ask: Ask, now: float, waits: tuple[float, ...] = ()) -> AnswerUse:
         """An answer came, whole, and it matched its digest.
 
         Args:
@@ -310,15 +310,15 @@ class Asking:
         self._revoked.discard(ask.number)
         self._note_times(ask, now, waits)
         if unit is None or unit.claimed:
-            return Verdict.DROP
+            return AnswerUse.DROP
         if ask.how is How.TERM:
             unit.terms.update(ask.terms)
             if len(unit.terms) < unit.ways.needed or unit.spoilt:
-                return Verdict.KEEP
+                return AnswerUse.KEEP
             unit.claimed = True
-            return Verdict.SUM
+            return AnswerUse.SUM
         unit.claimed = True
-        return Verdict.WRITE
+        return AnswerUse.WRITE
 
     def written(self, index: int) -> None:
         """A unit that was to be written is in its place; what else was asked for it is called off."""

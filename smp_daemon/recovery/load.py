@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.recovery.asking import LANES, Ask, Asking, How, Verdict, Ways
+from holdfast.smp_daemon.recovery.asking import LANES, AnswerUse, Ask, Asking, How, Ways
 from holdfast.smp_daemon.recovery.units import Computation, UnitReader, place_of, waits_of
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
@@ -178,17 +178,17 @@ class Load:
         with self._changed:
             self._give_back(ask, links)
             verdict = self._asking.answered(ask, self._system.monotonic(), waits)
-            self._received += job.length if verdict is not Verdict.DROP else 0
-            if ask.how is How.TERM and verdict in (Verdict.KEEP, Verdict.SUM):
+            self._received += job.length if verdict is not AnswerUse.DROP else 0
+            if ask.how is How.TERM and verdict in (AnswerUse.KEEP, AnswerUse.SUM):
                 self._computations[ask.unit].add(ask.terms[0], buffer, reply)
-            elif verdict is Verdict.DROP:
+            elif verdict is AnswerUse.DROP:
                 self._buffers.append(buffer)
-            if verdict not in (Verdict.WRITE, Verdict.SUM):
+            if verdict not in (AnswerUse.WRITE, AnswerUse.SUM):
                 return
             self._writing += 1
         refusal: HoldfastError | None = None
         try:
-            if verdict is Verdict.WRITE:
+            if verdict is AnswerUse.WRITE:
                 np.copyto(np.frombuffer(unit, np.uint8), np.frombuffer(out, np.uint8))
             else:
                 self._computations[ask.unit].finish(unit)
@@ -199,7 +199,7 @@ class Load:
                 self._writing -= 1
         with self._changed:
             self._finish(ask.unit, refusal)
-            if verdict is Verdict.WRITE:
+            if verdict is AnswerUse.WRITE:
                 self._buffers.append(buffer)
 
     def _finish(self, index: int, refusal: HoldfastError | None) -> None:

@@ -35,7 +35,7 @@ MAX_PAUSE_S = 1.0
 """Traffic pauses no longer at a time: a trainer that is dead or forgetful must not stop protection."""
 
 
-class Outcome(IntEnum):
+class SnapshotOutcome(IntEnum):
     """What became of a snapshot. Ordered so that the job's outcome is the minimum over its nodes."""
 
     FAILED = 0
@@ -43,7 +43,7 @@ class Outcome(IntEnum):
     PROTECTED = 2
 
 
-class Phase(IntEnum):
+class TrainerPhase(IntEnum):
     """Where the training thread of a trainer is."""
 
     GONE = 0
@@ -107,7 +107,7 @@ class Board:
         self.reset(epoch)
         return board
 
-    def post(self, step: int, outcome: Outcome) -> None:
+    def post(self, step: int, outcome: SnapshotOutcome) -> None:
         """Say what became of the snapshot of `step` in this epoch."""
         for i in range(1, WORDS):
             if self._words[i] >> 2 == step and self._words[i]:
@@ -118,22 +118,22 @@ class Board:
 
     def fail_pending(self) -> None:
         """A predecessor of this SMP died in the middle: what it had not finished will not be finished."""
-        pending = self._words & 3 == 1 + Outcome.PENDING
+        pending = self._words & 3 == 1 + SnapshotOutcome.PENDING
         pending[0] = False
-        self._words[pending] += Outcome.FAILED - Outcome.PENDING
+        self._words[pending] += SnapshotOutcome.FAILED - SnapshotOutcome.PENDING
 
-    def outcome(self, epoch: int, step: int) -> Outcome:
+    def outcome(self, epoch: int, step: int) -> SnapshotOutcome:
         """What became of a snapshot; one that nothing was said of is pending, one of an older epoch has failed."""
         if self._words[0] != epoch:
-            return Outcome.FAILED if self._words[0] > epoch else Outcome.PENDING
+            return SnapshotOutcome.FAILED if self._words[0] > epoch else SnapshotOutcome.PENDING
         posted = self.posted(step)
-        return Outcome.PENDING if posted is None else posted
+        return SnapshotOutcome.PENDING if posted is None else posted
 
-    def posted(self, step: int) -> Outcome | None:
+    def posted(self, step: int) -> SnapshotOutcome | None:
         """What was said of the snapshot of `step` in this epoch; None: nothing, or too long ago."""
         for word in self._words[1:].tolist():
             if word and word >> 2 == step:
-                return Outcome((word & 3) - 1)
+                return SnapshotOutcome((word & 3) - 1)
         return None
 
     def post_due(self, due: bool) -> None:
@@ -158,7 +158,7 @@ class Board:
         latest: int = max(self._pauses.tolist())
         return min(max(latest / 1e9 - now_s, 0.0), MAX_PAUSE_S)
 
-    def beat(self, row: int, phase: Phase, step: int) -> None:
+    def beat(self, row: int, phase: TrainerPhase, step: int) -> None:
         """The trainer of that row is alive, in a phase, with `step` steps finished. Two stores; no system call."""
         self._count += 1
         self._beats[row * BEAT_WORDS + 1] = step
@@ -168,9 +168,9 @@ class Board:
         """The trainer of that row copies the snapshot of `step`; None: none any more."""
         self._beats[row * BEAT_WORDS + 2] = 0 if step is None else step + 1
 
-    def phase(self, row: int) -> Phase:
+    def phase(self, row: int) -> TrainerPhase:
         """Where the trainer of that row is."""
-        return Phase(int(self._beats[row * BEAT_WORDS]) & 3)
+        return TrainerPhase(int(self._beats[row * BEAT_WORDS]) & 3)
 
     def beats(self, row: int) -> tuple[int, int, int]:
         """Beats and phase in one word, steps finished, and the step being copied plus 1, or 0."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, Outcome, Phase
+from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, SnapshotOutcome, TrainerPhase
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
@@ -35,7 +35,7 @@ from holdfast.smp_daemon.shared.paths import socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
-from holdfast.smp_daemon.shared.starts import End, Start
+from holdfast.smp_daemon.shared.starts import Start, TrainerEnd
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 
 ANSWER_S = 5.0
@@ -185,7 +185,7 @@ class SmpClient:
         """Give back a slot that will not be sealed. `unused`: nothing was to be written into it after all."""
         self._call({"op": "abandon", "snapshot": snapshot, "coord": coord, "unused": unused})
 
-    def outcome(self, snapshot: SnapshotId) -> Outcome:
+    def outcome(self, snapshot: SnapshotId) -> SnapshotOutcome:
         """What became of a snapshot, as far as this node knows. Reads shared memory; never blocks."""
         return self._board.outcome(*snapshot)
 
@@ -197,7 +197,7 @@ class SmpClient:
         """Trainer `index` does not mind traffic any more."""
         self._board.resume(index)
 
-    def beat(self, phase: Phase, step: int) -> None:
+    def beat(self, phase: TrainerPhase, step: int) -> None:
         """The training thread is alive, with `step` steps finished. Writes shared memory; never blocks."""
         if self._row is not None:
             self._board.beat(self._row, phase, step)
@@ -207,11 +207,11 @@ class SmpClient:
         if self._row is not None:
             self._board.copying(self._row, step)
 
-    def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> Outcome:
+    def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> SnapshotOutcome:
         """Block until `snapshot` is protected or has failed, at most `deadline_s`; `ANSWER_S` more if the SMP stands
         still."""
         message = {"op": "await", "snapshot": snapshot, "deadline_s": deadline_s}
-        return Outcome(self._call(message, deadline_s + ANSWER_S)["outcome"])
+        return SnapshotOutcome(self._call(message, deadline_s + ANSWER_S)["outcome"])
 
     def recover(self, sources: Sources, coord: str, *, check: bool = True) -> RecoveredShard:
         """Have the SMP hold `coord` again, from wherever it can be had; its bytes, mapped.
@@ -299,7 +299,7 @@ class SmpClient:
         """Tell the SMP that `node` seems to be dead. It goes by what it sees itself, only sooner."""
         self._call({"op": "suspect", "node": node})
 
-    def ended(self, coord: str, end: End) -> None:
+    def ended(self, coord: str, end: TrainerEnd) -> None:
         """Tell how the job ends for this trainer, if it has joined an epoch. Blocks for seconds at most."""
         if self._epoch is not None:
             said = {"op": "ended", "coord": coord, "step": end.step, "failure": end.failure}
@@ -352,7 +352,7 @@ class SmpClient:
 
     def close(self) -> None:
         """End the connection and let go of the slots. Those begun and not sealed become free."""
-        self.beat(Phase.GONE, 0)
+        self.beat(TrainerPhase.GONE, 0)
         self._row = None
         self._hang_up()
         self._maps.clear()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.starts import KILLED, WELL, End, Start, Streak
+from holdfast.smp_daemon.shared.starts import KILLED, WELL, Start, Streak, TrainerEnd
 
 SLACK_STEPS = 1
 """Ranks of one step end up to so many steps apart, as each counts only what it has finished itself."""
@@ -48,25 +48,25 @@ def standing_streak(inventories: Collection[Inventory]) -> Streak | None:
     return start.before if start.before is not None and start.base <= start.before.base else None
 
 
-def _ends(inventories: Collection[Inventory], start: Start) -> dict[str, End]:
-    ends: dict[str, End] = {}
+def _ends(inventories: Collection[Inventory], start: Start) -> dict[str, TrainerEnd]:
+    ends: dict[str, TrainerEnd] = {}
     for inventory in inventories:
         if inventory.record.start is not None and inventory.record.start.epoch == start.epoch:
             ends.update(inventory.record.ends)
     return ends
 
 
-def _cause(ends: Mapping[str, End], base: int) -> End:
+def _cause(ends: Mapping[str, TrainerEnd], base: int) -> TrainerEnd:
     if not ends:
-        return End(base, KILLED)
+        return TrainerEnd(base, KILLED)
 
-    def weight(end: End) -> tuple[bool, bool, bool, str, int]:
+    def weight(end: TrainerEnd) -> tuple[bool, bool, bool, str, int]:
         return end.failure == WELL, end.is_echo, end.failure == KILLED, end.failure, -end.step
 
     return min(ends.values(), key=weight)
 
 
-def _same(end: End, before: Streak) -> bool:
+def _same(end: TrainerEnd, before: Streak) -> bool:
     return abs(end.step - before.step) <= SLACK_STEPS and _gist(end.failure) == _gist(before.failure)
 
 

@@ -150,7 +150,7 @@ class Formatter(logging.Formatter):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LogEvent:
     """A line of the log, for operators: when (seconds since 1970), how bad, and the first of its text."""
 
     at: float
@@ -162,7 +162,7 @@ class Event:
         return [self.at, self.level, self.text]
 
     @classmethod
-    def from_json(cls, data: Any) -> Event:
+    def from_json(cls, data: Any) -> LogEvent:
         """Raises `TypeError` or `ValueError` if `data` is not what `to_json` makes."""
         at, level, text = data
         return cls(float(at), str(level), str(text))
@@ -173,17 +173,17 @@ class _LastEvents(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self.events: deque[LogEvent] = deque(maxlen=EVENTS_KEPT)
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()[:MAX_EVENT_CHARACTERS]
-        self.events.appendleft(Event(record.created, record.levelname.lower(), text))
+        self.events.appendleft(LogEvent(record.created, record.levelname.lower(), text))
 
 
 _last = _LastEvents()
 
 
-def last_events() -> tuple[Event, ...]:
+def last_events() -> tuple[LogEvent, ...]:
     """The last `EVENTS_KEPT` lines that this process has logged by `log_to`, the newest first. Thread-safe."""
     with _last.lock or nullcontext():
         return tuple(_last.events)

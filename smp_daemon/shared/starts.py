@@ -29,7 +29,7 @@ _ECHO = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class TrainerEnd:
     """How a start ended for one trainer, with `step` steps finished; `failure` is `WELL` or says what happened."""
 
     step: int
@@ -137,9 +137,9 @@ class Record:
     """What one SMP knows: the newest start it was told of, and how that ended for trainers here, by coordinate."""
 
     start: Start | None = None
-    ends: Mapping[str, End] = field(default_factory=dict)
+    ends: Mapping[str, TrainerEnd] = field(default_factory=dict)
 
-    def ended(self, coord: str, end: End) -> Record:
+    def ended(self, coord: str, end: TrainerEnd) -> Record:
         """With one trainer's end. What was said first stays."""
         return Record(self.start, {coord: end, **self.ends})
 
@@ -158,7 +158,10 @@ class Record:
         """Raises `ProtocolError` if `data` is not what `to_json` makes."""
         try:
             start = Start.from_json(data["start"]) if data["start"] is not None else None
-            ends = {_coord(coord): End(_count(step), checked_failure(failure)) for coord, step, failure in data["ends"]}
+            ends = {
+                _coord(coord): TrainerEnd(_count(step), checked_failure(failure))
+                for coord, step, failure in data["ends"]
+            }
             return cls(start, ends)
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"not a record of a start: {error!r}") from error

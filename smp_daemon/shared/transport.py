@@ -42,7 +42,7 @@ _decode = json.JSONDecoder().decode
 FIRST_PIECE_BYTES = 1 << 16
 
 
-class Stream(Protocol):
+class MessageStream(Protocol):
     """One ordered two-way connection. Not thread-safe."""
 
     def send(self, message: Message, payload: memoryview | None = None) -> None:
@@ -73,7 +73,7 @@ class Stream(Protocol):
 
 
 class SocketStream:
-    """`Stream` over a connected TCP or unix socket."""
+    """`MessageStream` over a connected TCP or unix socket."""
 
     def __init__(self, sock: socket.socket, deadline_s: float | None = CALL_DEADLINE_S) -> None:
         self._sock = sock
@@ -266,14 +266,14 @@ def _check_server(sock: socket.socket, path: object) -> None:
         raise SmpUnavailable(f"{path} is served by process {pid} of user {uid}, which may be anybody's: remove it")
 
 
-def call(stream: Stream, message: Message, payload: memoryview | None = None) -> tuple[Message, int]:
+def call(stream: MessageStream, message: Message, payload: memoryview | None = None) -> tuple[Message, int]:
     """Send a message and wait for its reply: the reply, and how many raw bytes follow it.
 
     Whatever is raised before the reply is here, by the handler of a signal for example, ends the connection: the reply
     would be taken for that of the next call.
 
     Raises:
-        HoldfastError: the error that the other side replied with, or what `Stream.receive` raises.
+        HoldfastError: the error that the other side replied with, or what `MessageStream.receive` raises.
     """
     outstanding = True
     try:
@@ -289,18 +289,18 @@ def call(stream: Stream, message: Message, payload: memoryview | None = None) ->
     return _checked(reply)
 
 
-def receive_reply(stream: Stream) -> tuple[Message, int]:
+def receive_reply(stream: MessageStream) -> tuple[Message, int]:
     """Wait for the reply to the oldest message that has none yet: the reply, and how many raw bytes follow it.
 
     Whatever is raised before it is here ends the connection; see `call`.
 
     Raises:
-        HoldfastError: the error that the other side replied with, or what `Stream.receive` raises.
+        HoldfastError: the error that the other side replied with, or what `MessageStream.receive` raises.
     """
     return _checked(_next_reply(stream))
 
 
-def _next_reply(stream: Stream) -> tuple[Message, int]:
+def _next_reply(stream: MessageStream) -> tuple[Message, int]:
     try:
         reply = stream.receive()
         if reply is None:

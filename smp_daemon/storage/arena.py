@@ -29,7 +29,7 @@ from holdfast.smp_daemon.shared.limits import is_identifier
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
-from holdfast.smp_daemon.storage.pool import Pool, Slot, SlotState, room, too_small
+from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, room, too_small
 
 OVERFLOW_UID = 65534
 """Whom the kernel names where a user of the host has no name in a container."""
@@ -79,26 +79,28 @@ class Arena:
             part.unlink()  # a predecessor was killed while it wrote a record
         self.budget = Budget(path, memory)
         self._zero = zero
-        self.shards: dict[str, Pool] = {}
-        self.parities: dict[tuple[str, int], Pool] = {}
+        self.shards: dict[str, SlotFilePool] = {}
+        self.parities: dict[tuple[str, int], SlotFilePool] = {}
         self.layouts: dict[tuple[int, int], Layout] = {}
-        self._wanted: dict[Pool, tuple[int, int]] = {}
+        self._wanted: dict[SlotFilePool, tuple[int, int]] = {}
 
-    def shard_pool(self, coord: str) -> Pool:
+    def shard_pool(self, coord: str) -> SlotFilePool:
         """The pool of a shard, empty if it is new."""
-        return self.shards.setdefault(coord, Pool(self.path, coord, SHARD_SUFFIX, self.budget, self._zero))
+        return self.shards.setdefault(coord, SlotFilePool(self.path, coord, SHARD_SUFFIX, self.budget, self._zero))
 
-    def parity_pool(self, tag: str, position: int) -> Pool:
+    def parity_pool(self, tag: str, position: int) -> SlotFilePool:
         """The pool of the parity of one position of the group with that tag, empty if it is new."""
         name = f"{tag}-{position}"
-        return self.parities.setdefault((tag, position), Pool(self.path, name, PARITY_SUFFIX, self.budget, self._zero))
+        return self.parities.setdefault(
+            (tag, position), SlotFilePool(self.path, name, PARITY_SUFFIX, self.budget, self._zero)
+        )
 
-    def pools(self) -> Iterator[Pool]:
+    def pools(self) -> Iterator[SlotFilePool]:
         """Every pool."""
         yield from self.shards.values()
         yield from self.parities.values()
 
-    def reserve(self, wanted: dict[Pool, tuple[int, int]]) -> None:
+    def reserve(self, wanted: dict[SlotFilePool, tuple[int, int]]) -> None:
         """Give each pool `count` slots of `length` bytes; ``wanted[pool] = (length, count)``.
 
         Free slots that nobody wants are deleted first. Slots that hold a snapshot stay, whatever their length.
@@ -122,7 +124,7 @@ class Arena:
         left = room(self.path)
         if need > left + self.budget.held:
             raise too_small(self.path, need, left)
-        created: list[tuple[Pool, Slot]] = []
+        created: list[tuple[SlotFilePool, Slot]] = []
         try:
             for pool, length in missing:
                 created.append((pool, pool.create(length)))
@@ -160,7 +162,7 @@ class Arena:
                 self._layout_path(epoch, revision).unlink(missing_ok=True)
                 reach("layout.removed")
 
-    def make_room(self, length: int, wanted: Pool) -> int:
+    def make_room(self, length: int, wanted: SlotFilePool) -> int:
         """Delete free slots of other pools until `length` bytes are free again; how many are.
 
         What is received for another node takes the place of slots that wait for snapshots; `reserve` makes new ones.
@@ -192,7 +194,7 @@ class Arena:
     def _layout_path(self, epoch: int, revision: int) -> Path:
         return self.path / f"layout-{epoch}-{revision}.json"
 
-    def adopt(self) -> Iterator[tuple[Pool, Slot, Any]]:
+    def adopt(self) -> Iterator[tuple[SlotFilePool, Slot, Any]]:
         """Find what a predecessor left: yields every slot with its commit record, to be accepted or discarded.
 
         Slots without a commit record become free; a record that cannot be read is none.
@@ -208,7 +210,7 @@ class Arena:
             for path in sorted(self.path.glob(f"*.*.{suffix}")):
                 yield from self._adopt_file(path, suffix)
 
-    def _adopt_file(self, path: Path, suffix: str) -> Iterator[tuple[Pool, Slot, Any]]:
+    def _adopt_file(self, path: Path, suffix: str) -> Iterator[tuple[SlotFilePool, Slot, Any]]:
         name, index, _ = path.name.rsplit(".", 2)
         tag, _, position = name.rpartition("-")
         status = path.lstat()

@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Holdings, ParityKey
 from holdfast.smp_daemon.storage.parity import ParityGathering
-from holdfast.smp_daemon.storage.pool import Pool, Slot
+from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool
 
 
 class Coding(NamedTuple):
@@ -29,10 +29,10 @@ class Coding(NamedTuple):
 
 
 @dataclass(slots=True)
-class Gathering:
+class GatheringSlot:
     """Parity that is being gathered here, and the slot it grows in."""
 
-    pool: Pool
+    pool: SlotFilePool
     slot: Slot
     view: memoryview
     parity: ParityGathering
@@ -67,7 +67,7 @@ class Codings:
         self._holdings = holdings
         self._on_own = on_own
         self._on_done = on_done
-        self._gatherings: dict[Coding, Gathering] = {}
+        self._gatherings: dict[Coding, GatheringSlot] = {}
         self._done: dict[Coding, set[int]] = {}
 
     def fold(self, epoch: int, coding: Coding, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
@@ -200,7 +200,7 @@ class Codings:
             what = "is over" if epoch < self._epoch() else "has not begun"
             raise StaleEpoch(f"epoch {epoch} {what}: node {self._node!r} is in epoch {self._epoch()}")
 
-    def _gather(self, coding: Coding) -> Gathering | None:
+    def _gather(self, coding: Coding) -> GatheringSlot | None:
         """The gathering of this node's parity, begun if need be; None if it is committed.
 
         Raises:
@@ -228,10 +228,10 @@ class Codings:
             pool = self._arena.parity_pool(coding.tag, position)
             pool, slot, view = self._holdings.take(pool, coding.snapshot, length, make_room=layout.revision > 0)
             reach("parity.taken", coding.snapshot.step)
-            self._gatherings[coding] = Gathering(pool, slot, view, self._holdings.gathering(key, stripes, view))
+            self._gatherings[coding] = GatheringSlot(pool, slot, view, self._holdings.gathering(key, stripes, view))
             return self._gatherings[coding]
 
-    def _commit_parity(self, coding: Coding, gathering: Gathering) -> None:
+    def _commit_parity(self, coding: Coding, gathering: GatheringSlot) -> None:
         record = gathering.parity.record()
         reach("parity.complete", coding.snapshot.step)
         with self.changed:

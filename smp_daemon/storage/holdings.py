@@ -34,7 +34,7 @@ from holdfast.smp_daemon.shared.records import (
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.parity import ParityGathering
-from holdfast.smp_daemon.storage.pool import Pool, Slot, SlotState
+from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState
 
 log = get_log(__name__)
 
@@ -185,13 +185,13 @@ class Holdings:
 
     # ------------------------------------------------------------------ taking in
 
-    def commit_shard(self, pool: Pool, slot: Slot, record: ShardRecord) -> None:
+    def commit_shard(self, pool: SlotFilePool, slot: Slot, record: ShardRecord) -> None:
         """A shard is sealed."""
         with self._lock:
             pool.commit(slot, shard_to_json(record))
             self._add(ShardKey(record.snapshot, record.coord), record)
 
-    def commit_parity(self, pool: Pool, slot: Slot, record: ParityRecord) -> None:
+    def commit_parity(self, pool: SlotFilePool, slot: Slot, record: ParityRecord) -> None:
         """A parity slot is complete."""
         with self._lock:
             pool.commit(slot, parity_to_json(record))
@@ -259,8 +259,8 @@ class Holdings:
         return ParityGathering(key.snapshot, stripes, key.tag, key.position, codec, view, self._system)
 
     def take(
-        self, pool: Pool, snapshot: SnapshotId, length: int, *, make_room: bool = True
-    ) -> tuple[Pool, Slot, memoryview]:
+        self, pool: SlotFilePool, snapshot: SnapshotId, length: int, *, make_room: bool = True
+    ) -> tuple[SlotFilePool, Slot, memoryview]:
         """A slot to receive into. An earlier attempt that is still at work loses its slot, and writes into nothing.
 
         Args:
@@ -285,7 +285,7 @@ class Holdings:
                 slot = pool.begin(snapshot, length, SlotState.RECEIVING)
             return pool, slot, pool.view(slot)
 
-    def give_back(self, pool: Pool, slot: Slot, view: memoryview) -> None:
+    def give_back(self, pool: SlotFilePool, slot: Slot, view: memoryview) -> None:
         """Free the slot that was received into, unless it was taken away before."""
         with self._lock:
             if pool.is_at(slot, view):
@@ -302,7 +302,7 @@ class Holdings:
 
     # ------------------------------------------------------------------ inside
 
-    def _adopt_slot(self, pool: Pool, slot: Slot, data: Any) -> None:
+    def _adopt_slot(self, pool: SlotFilePool, slot: Slot, data: Any) -> None:
         key: Key
         record: Record
         if pool in self.arena.parities.values():
@@ -319,7 +319,7 @@ class Holdings:
         reach("adopt.slot", key.snapshot.step)
         self.damaged_units(key)  # notes them: others can help to mend them
 
-    def _pool(self, key: Key) -> Pool:
+    def _pool(self, key: Key) -> SlotFilePool:
         if isinstance(key, ShardKey):
             return self.arena.shard_pool(key.coord)
         return self.arena.parity_pool(key.tag, key.position)
@@ -352,6 +352,6 @@ def _fits(record: Record, length: int) -> bool:
     return all(sum(record.unit(i)) <= length for i in range(len(record.digests)))
 
 
-def _check_mine(pool: Pool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:
+def _check_mine(pool: SlotFilePool, slot: Slot, view: memoryview, snapshot: SnapshotId) -> None:
     if not pool.is_at(slot, view):
         raise StaleEpoch(f"the slot that {snapshot} was received into was taken away")

@@ -1,4 +1,4 @@
-"""The slots of one shard, or of one parity: their life cycle (`SlotPool`, no I/O) and their files on tmpfs (`Pool`).
+"""The slots of one shard, or of one parity: their life cycle (`SlotPool`) and their files on tmpfs (`SlotFilePool`).
 
 ``free -> writing | receiving -> sealed -> free``: a slot holds bytes of at most one snapshot. Whether a sealed snapshot
 is also protected is a matter of the whole group, so that is noted in the `Store` and not in the slot.
@@ -119,7 +119,7 @@ class SlotPool:
         ]
 
 
-class Pool(SlotPool):
+class SlotFilePool(SlotPool):
     """A slot pool and its files. Slots of other lengths may remain for as long as their snapshots are kept."""
 
     def __init__(self, arena: Path, name: str, suffix: str, budget: Budget, zero: bool) -> None:

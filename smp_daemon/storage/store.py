@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.smp_daemon.shared.board import Board, Outcome
+from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.fields import number, snapshot_id
@@ -22,22 +22,22 @@ from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, write_json
 from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_format, read_stamp
-from holdfast.smp_daemon.shared.starts import WELL, End, Record, Start
+from holdfast.smp_daemon.shared.starts import WELL, Record, Start, TrainerEnd
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Coding, Codings
 from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
-from holdfast.smp_daemon.storage.pool import Pool, Slot, SlotState
+from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState
 
 log = get_log(__name__)
 
 
 @dataclass(slots=True)
-class Progress:
+class SnapshotProgress:
     """How far a snapshot of this epoch has come on this node."""
 
     sealed: set[str] = field(default_factory=set)
-    outcome: Outcome = Outcome.PENDING
+    outcome: SnapshotOutcome = SnapshotOutcome.PENDING
 
 
 class Store:
@@ -95,7 +95,7 @@ class Store:
         self._on_epoch = on_epoch
         self._spare = spare
         self._held: set[SnapshotId] = set()
-        self._progress: dict[SnapshotId, Progress] = {}
+        self._progress: dict[SnapshotId, SnapshotProgress] = {}
         self._checked_headers: dict[str, bytes] = {}
         self._adopt()
 
@@ -149,13 +149,13 @@ class Store:
             self.changed.notify_all()
         self._on_epoch(epoch)
 
-    def ended(self, epoch: int, coord: str, end: End) -> None:
+    def ended(self, epoch: int, coord: str, end: TrainerEnd) -> None:
         """The trainer `coord` of this epoch has ended. Raises `StaleEpoch`."""
         with self.changed:
             self.check_epoch(epoch)
             if self.record.start is None or coord in self.record.ends:
                 return
-            end = End(max(end.step, self.record.start.base), end.failure)
+            end = TrainerEnd(max(end.step, self.record.start.base), end.failure)
             self.record = self.record.ended(coord, end)
             self._write_node()
         if end.failure != WELL:
@@ -197,7 +197,7 @@ class Store:
 
     def begin(
         self, snapshot: SnapshotId, coord: str, keep: Collection[SnapshotId], protected: SnapshotId | None
-    ) -> tuple[Pool, Slot]:
+    ) -> tuple[SlotFilePool, Slot]:
         """Hand out a slot for `coord`; older snapshots that are not in `keep` are freed first.
 
         Args:
@@ -222,8 +222,8 @@ class Store:
                     pool.discard(slot)
             self.holdings.drop(ShardKey(snapshot, coord))  # received before its trainer came to write it
             slot = pool.begin(snapshot, length)
-            self._progress.setdefault(snapshot, Progress())
-            self.board.post(snapshot.step, Outcome.PENDING)
+            self._progress.setdefault(snapshot, SnapshotProgress())
+            self.board.post(snapshot.step, SnapshotOutcome.PENDING)
             reach("begin.done", snapshot.step)
             return pool, slot
 
@@ -274,7 +274,7 @@ class Store:
             if pool.find(snapshot, SlotState.WRITING) is not slot:
                 raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
             self.holdings.commit_shard(pool, slot, record)
-            progress = self._progress.setdefault(snapshot, Progress())
+            progress = self._progress.setdefault(snapshot, SnapshotProgress())
             progress.sealed.add(coord)
             whole = progress.sealed == {s.coord for s in layout.node(self.node).shards}
         reach("seal.committed", snapshot.step)
@@ -303,29 +303,29 @@ class Store:
         """Whether a snapshot of this epoch may still become protected: it has not failed and was not given up."""
         with self.changed:
             progress = self._progress.get(snapshot)
-            return snapshot.epoch == self.epoch and progress is not None and progress.outcome is Outcome.PENDING
+            return snapshot.epoch == self.epoch and progress is not None and progress.outcome is SnapshotOutcome.PENDING
 
     def fail(self, snapshot: SnapshotId, reason: str) -> None:
         """`snapshot` will not be protected. The trainers will agree to give it up."""
         with self.changed:
             progress = self._progress.get(snapshot)
-            if progress is None or progress.outcome is not Outcome.PENDING or snapshot.epoch != self.epoch:
+            if progress is None or progress.outcome is not SnapshotOutcome.PENDING or snapshot.epoch != self.epoch:
                 return
-            progress.outcome = Outcome.FAILED
-            self.board.post(snapshot.step, Outcome.FAILED)
+            progress.outcome = SnapshotOutcome.FAILED
+            self.board.post(snapshot.step, SnapshotOutcome.FAILED)
             reach("outcome.failed", snapshot.step)
             self.changed.notify_all()
         self._failures.begin("snapshots", "%s failed: %s", snapshot, reason, extra=about(snapshot, reason=reason))
 
-    def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> Outcome:
+    def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> SnapshotOutcome:
         """Block until `snapshot` is protected or has failed, or until the deadline; what became of it."""
 
-        def outcome() -> Outcome:
+        def outcome() -> SnapshotOutcome:
             progress = self._progress.get(snapshot)
-            return progress.outcome if progress else Outcome.FAILED
+            return progress.outcome if progress else SnapshotOutcome.FAILED
 
         with self.changed:
-            self.changed.wait_for(lambda: outcome() is not Outcome.PENDING, deadline_s)
+            self.changed.wait_for(lambda: outcome() is not SnapshotOutcome.PENDING, deadline_s)
             return outcome()
 
     # ------------------------------------------------------------------ bytes from elsewhere
@@ -400,14 +400,14 @@ class Store:
         with self.changed:
             progress = self._progress.get(snapshot)
             layout = self.layout
-            if progress is None or layout is None or progress.outcome is not Outcome.PENDING:
+            if progress is None or layout is None or progress.outcome is not SnapshotOutcome.PENDING:
                 return
             group, _ = layout.place(self.node)
             everyone = set(range(len(layout.groups[group]))) if layout.protects(group) else set()
             sealed = progress.sealed == {s.coord for s in layout.node(self.node).shards}
             if sealed and self.codings.is_done(Coding(snapshot, layout.tag(group)), everyone):
-                progress.outcome = Outcome.PROTECTED
-                self.board.post(snapshot.step, Outcome.PROTECTED)
+                progress.outcome = SnapshotOutcome.PROTECTED
+                self.board.post(snapshot.step, SnapshotOutcome.PROTECTED)
                 reach("outcome.protected", snapshot.step)
                 self._on_protected(snapshot)
                 self.changed.notify_all()
@@ -428,7 +428,7 @@ class Store:
         """Whether this node took part in a snapshot of this epoch, and has not posted it as protected."""
         progress = self._progress.get(snapshot)
         outcome = progress.outcome if progress is not None else self.board.posted(snapshot.step)
-        return outcome is not None and outcome is not Outcome.PROTECTED
+        return outcome is not None and outcome is not SnapshotOutcome.PROTECTED
 
     def _forget(self, gone: Callable[[SnapshotId], bool]) -> None:
         """Stop all work for snapshots that are given up."""

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, Phase
+from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.pidfds import is_running
-from holdfast.smp_daemon.watchdog.liveness import Beat, Deadlines, Health, Trainer, judge, median_step
+from holdfast.smp_daemon.watchdog.liveness import Beat, Deadlines, Health, WatchedTrainer, judge, median_step
 from holdfast.smp_daemon.watchdog.on_hang import OnHang
 
 STEPS_KEPT = 32
@@ -101,7 +101,7 @@ class Attendance:
                 return None
             if before is not None:
                 _close(before)
-            self._board().beat(row, Phase.START, 0)
+            self._board().beat(row, TrainerPhase.START, 0)
             seen = self._seen[coord] = _Seen(pid, coord, row, time.monotonic(), hang_up)
             if self._watching:
                 seen.pidfd = _open(pid)
@@ -116,7 +116,7 @@ class Attendance:
             if seen is not None and seen.pid == pid:
                 seen.joined = True
 
-    def await_room(self, pid: int, deadline_s: float) -> Trainer | None:
+    def await_room(self, pid: int, deadline_s: float) -> WatchedTrainer | None:
         """Block until no other process is at work for the job, at most `deadline_s`; one that still is, or None.
 
         That is a process that has joined an epoch, runs, and was heard of within its deadline: not one that is
@@ -132,11 +132,16 @@ class Attendance:
                 self._changed.wait(min(left, LOOK_AGAIN_S))  # that a process is stopped, or is ending, no event tells
         return None
 
-    def _other_at_work(self, pid: int) -> Trainer | None:
+    def _other_at_work(self, pid: int) -> WatchedTrainer | None:
         now = time.monotonic()
         here_anew = {pid, *(seen.pid for seen in self._seen.values() if not seen.joined)}
         for _, seen in sorted(self._seen.items()):
-            if seen.pid in here_anew or seen.ended or seen.pidfd < 0 or self._board().phase(seen.row) is Phase.GONE:
+            if (
+                seen.pid in here_anew
+                or seen.ended
+                or seen.pidfd < 0
+                or self._board().phase(seen.row) is TrainerPhase.GONE
+            ):
                 continue
             report = self._report(seen, now)
             if report.health in (Health.ALIVE, Health.LATE) and is_running(seen.pid, seen.pidfd):
@@ -163,7 +168,7 @@ class Attendance:
             if seen is None or seen.pid != pid or seen.hang_up != hang_up:
                 return None  # it has connected anew meanwhile
             step: int | None = None
-            if self._board().phase(seen.row) is Phase.GONE:
+            if self._board().phase(seen.row) is TrainerPhase.GONE:
                 _close(seen)
                 del self._seen[seen.coord]
             else:
@@ -174,7 +179,7 @@ class Attendance:
         self._stir()
         return step
 
-    def trainers(self) -> list[Trainer]:
+    def trainers(self) -> list[WatchedTrainer]:
         """How they are, by coordinate. Those that have died stay until they are back, or the SMP ends."""
         now = time.monotonic()
         with self._lock:
@@ -205,7 +210,7 @@ class Attendance:
             seen.ended = True
             self._changed.notify_all()
             hang_ups = self._callers.pop(seen.pid, [])
-            if self._board().phase(seen.row) is Phase.GONE:
+            if self._board().phase(seen.row) is TrainerPhase.GONE:
                 _close(seen)
                 del self._seen[seen.coord]
         for hang_up in hang_ups:
@@ -242,12 +247,12 @@ class Attendance:
                 seen.steps_s.append((now - seen.stepped_s) / (step - seen.step))
             seen.step, seen.stepped_s = step, now
 
-    def _report(self, seen: _Seen, now: float) -> Trainer:
+    def _report(self, seen: _Seen, now: float) -> WatchedTrainer:
         self._read(seen, now)
         copying_s = now - seen.copying_since_s if seen.copying else None
         beat = Beat(self._board().phase(seen.row), now - seen.since_s, copying_s, seen.ended)
         verdict = judge(beat, self._deadlines, median_step(seen.steps_s))
-        return Trainer(
+        return WatchedTrainer(
             seen.coord, seen.pid, seen.step, verdict.health, verdict.phase, verdict.quiet_s, verdict.deadline_s
         )
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Any
 
-from holdfast.smp_daemon.shared.board import Phase
+from holdfast.smp_daemon.shared.board import TrainerPhase
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 
 LATE_AT = 0.5
@@ -84,14 +84,14 @@ class Beat:
         ended: its process is gone.
     """
 
-    phase: Phase
+    phase: TrainerPhase
     quiet_s: float
     copying_s: float | None = None
     ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HealthVerdict:
     """How a trainer is: in which phase it has been quiet for how long, and how long it may be; 0: for ever."""
 
     health: Health
@@ -100,12 +100,12 @@ class Verdict:
     deadline_s: float
 
 
-def judge(beat: Beat, deadlines: Deadlines, step_s: float | None) -> Verdict:
+def judge(beat: Beat, deadlines: Deadlines, step_s: float | None) -> HealthVerdict:
     """How a trainer is whose median step takes `step_s`, if that is known. The worst of its threads counts."""
     main = beat.phase.name.lower()
     verdict = _verdict(main, beat.quiet_s, deadlines.of(main, step_s))
     if beat.ended:
-        return Verdict(Health.DEAD, verdict.phase, verdict.quiet_s, verdict.deadline_s)
+        return HealthVerdict(Health.DEAD, verdict.phase, verdict.quiet_s, verdict.deadline_s)
     if beat.copying_s is not None:
         copying = _verdict("copy", beat.copying_s, deadlines.of("copy", step_s))
         order = list(Health)
@@ -126,20 +126,20 @@ def median_step(durations_s: Sequence[float]) -> float | None:
     return median(durations_s) if durations_s else None
 
 
-def _verdict(phase: str, quiet_s: float, deadline_s: float) -> Verdict:
+def _verdict(phase: str, quiet_s: float, deadline_s: float) -> HealthVerdict:
     health = Health.ALIVE
     if deadline_s and quiet_s > LATE_AT * deadline_s:
         health = Health.LATE if quiet_s <= deadline_s else Health.HUNG
-    return Verdict(health, phase, quiet_s, deadline_s)
+    return HealthVerdict(health, phase, quiet_s, deadline_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Trainer:
+class WatchedTrainer:
     """One trainer, as its node's SMP sees it.
 
     Attributes:
         step: the last that it has finished.
-        health, phase, quiet_s, deadline_s: see `Verdict`.
+        health, phase, quiet_s, deadline_s: see `HealthVerdict`.
     """
 
     coord: str
@@ -161,7 +161,7 @@ class Trainer:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Any) -> Trainer:
+    def from_json(cls, data: Any) -> WatchedTrainer:
         """Raises `ProtocolError` if `data` is not what `to_json` makes."""
         try:
             health = Health(str(data["health"]))

@@ -9,7 +9,7 @@ import subprocess
 import threading
 
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.watchdog.liveness import Trainer
+from holdfast.smp_daemon.watchdog.liveness import WatchedTrainer
 
 MOST_LOGGED = 4096
 
@@ -25,7 +25,7 @@ class OnHang:
         self._names = {"HOLDFAST_JOB": job, "HOLDFAST_NODE": node}
         self._deadline_s = deadline_s
 
-    def run(self, trainer: Trainer) -> None:
+    def run(self, trainer: WatchedTrainer) -> None:
         """Returns at once."""
         threading.Thread(target=self._run, args=(trainer,), name="on-hang", daemon=True).start()
 
@@ -34,7 +34,7 @@ class OnHang:
         timeout = shutil.which("timeout")
         return [timeout, "-s", "KILL", f"{self._deadline_s + 1:.0f}"] if timeout else []
 
-    def _run(self, trainer: Trainer) -> None:
+    def _run(self, trainer: WatchedTrainer) -> None:
         environment = {
             **os.environ,
             **self._names,

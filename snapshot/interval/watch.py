@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.logs import get_log
@@ -78,11 +78,11 @@ class Watch:
 
     def _time(self, client: SmpClient, job: CopyJob) -> None:
         limit_s = time.monotonic() + AWAIT_DEADLINE_S
-        outcome, over_s = Outcome.PENDING, 0.0
-        while outcome is Outcome.PENDING and over_s < limit_s and not self._hurry.is_set():
+        outcome, over_s = SnapshotOutcome.PENDING, 0.0
+        while outcome is SnapshotOutcome.PENDING and over_s < limit_s and not self._hurry.is_set():
             outcome = client.await_outcome(job.snapshot, SLICE_S)
             over_s = time.monotonic()
-        if outcome is not Outcome.PROTECTED:
+        if outcome is not SnapshotOutcome.PROTECTED:
             return
         self._timings.put(
             Timing(

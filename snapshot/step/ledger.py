@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MIN_SLOTS
 
@@ -122,7 +122,7 @@ class Ledger:
             raise ValueError(f"{snapshot} cannot begin: {self.keep} are held in {self.slots} slots")
         return replace(self, pending=(*self.pending, snapshot))
 
-    def settle(self, outcomes: Sequence[Outcome]) -> Ledger:
+    def settle(self, outcomes: Sequence[SnapshotOutcome]) -> Ledger:
         """Take note of the job-wide outcome of each pending snapshot: the worst that any node reports.
 
         A newly protected snapshot replaces the one before it and every older pending one; failed ones are
@@ -131,10 +131,12 @@ class Ledger:
         if len(outcomes) != len(self.pending):
             raise ValueError(f"{len(outcomes)} outcomes for {len(self.pending)} pending snapshots")
         pairs = list(zip(self.pending, outcomes, strict=True))
-        done = [snapshot for snapshot, outcome in pairs if outcome is Outcome.PROTECTED]
+        done = [snapshot for snapshot, outcome in pairs if outcome is SnapshotOutcome.PROTECTED]
         protected = done[-1] if done else None
         pending = tuple(
-            snapshot for snapshot, outcome in pairs if outcome is Outcome.PENDING and (not done or snapshot > done[-1])
+            snapshot
+            for snapshot, outcome in pairs
+            if outcome is SnapshotOutcome.PENDING and (not done or snapshot > done[-1])
         )
         if not done:
             return replace(self, pending=pending)
