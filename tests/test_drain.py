@@ -65,8 +65,8 @@ class TestThePlan:
                 assert not set(done.holders) & set(gone)
                 assert plan_reform(after) is None
                 rest = [inventory for inventory in after if inventory.node not in gone]
-                assert done.stands >= min(parity, len(rest) - 1)
-                for lost in combinations(rest, min(done.stands, 2)):
+                assert done.tolerates >= min(parity, len(rest) - 1)
+                for lost in combinations(rest, min(done.tolerates, 2)):
                     assert plan_restore([inv for inv in rest if inv not in lost], layout.coords) is not None
 
     def test_groups_without_the_one_that_leaves_are_left_alone(self) -> None:
@@ -114,8 +114,8 @@ def test_a_spare_is_an_address() -> None:
 def test_the_sentence_says_what_the_others_stand() -> None:
     done = Drained("node1", SNAPSHOT, ("node0", "node2"), 1)
     assert sentence(done).endswith("held whole by node0, node2, and safe against the loss of any 1 more node")
-    assert "not safe" in sentence(replace(done, stands=0))
-    assert "2 more nodes" in sentence(replace(done, stands=2))
+    assert "not safe" in sentence(replace(done, tolerates=0))
+    assert "2 more nodes" in sentence(replace(done, tolerates=2))
     assert "no snapshot" in sentence(replace(done, snapshot=None))
     assert Drained.from_json(json.loads(json.dumps(done.to_json()))) == done
 

@@ -236,8 +236,8 @@ def test_storage_that_fails_is_counted_and_shown_and_tried_again(
     for step in (1, 2):
         persist(run, run.protect(step))
         await_(partial(counted, client, step))
-    assert smp.persister.standing is not None
-    assert "no space left" in smp.persister.standing.problem
+    assert smp.persister.state is not None
+    assert "no space left" in smp.persister.state.problem
     assert len([r for r in caplog.records if r.levelname == "ERROR" and "is not persisted" in r.getMessage()]) == 1
     assert any(
         "node0: not persisted: step 2" in line for line in overview_of(JOB, (smp.owner.host, smp.owner.bulk_port)).tiers
@@ -245,7 +245,7 @@ def test_storage_that_fails_is_counted_and_shown_and_tried_again(
     at.fails = False
     persist(run, run.protect(3))
     await_persisted(client, 1)
-    assert smp.persister.standing.problem == ""
+    assert smp.persister.state.problem == ""
 
 
 def test_storage_that_hangs_is_given_up_and_holds_up_nothing(moody: tuple[Smp, Run, Moody]) -> None:
@@ -254,7 +254,7 @@ def test_storage_that_hangs_is_given_up_and_holds_up_nothing(moody: tuple[Smp, R
     at.goes_on.clear()
     first = run.protect(1)
     persist(run, first)
-    await_(lambda: smp.persister.standing is not None and smp.persister.standing.state == "stuck")
+    await_(lambda: smp.persister.state is not None and smp.persister.state.state == "stuck")
     assert client.counters()["persist_failures"] == 1
     for step in range(2, 6):
         assert run.outcomes(run.protect(step)) == {PROTECTED}

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.ops.web import is_local, page, parse_port
-from holdfast.smp_daemon.recovery.standing import safest, standings
+from holdfast.smp_daemon.recovery.redundancy import redundancies, safest
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.inventory import Inventory
@@ -50,7 +50,7 @@ def test_as_many_losses_are_stood_as_restores_can_be_planned_after(
 ) -> None:
     layout = layout_of(nodes, data, parity)
     held = everything(layout, but=[f"node{i}" for i in range(min(gone, nodes - 1))])
-    found = safest(standings(held))
+    found = safest(redundancies(held))
     assert found is not None
     names = [inventory.node for inventory in held]
     survived = -1
@@ -58,7 +58,7 @@ def test_as_many_losses_are_stood_as_restores_can_be_planned_after(
         if not all(_can_be_had(held, lost) for lost in combinations(names, losses)):
             break
         survived = losses
-    assert found.stands == survived
+    assert found.tolerates == survived
     silent = {name for group in found.groups for name in group.silent}
     assert silent == {f"node{i}" for i in range(nodes)} - set(names)
 
@@ -75,8 +75,8 @@ def test_the_older_snapshot_counts_while_the_newer_is_not_encoded_yet() -> None:
     layout = layout_of(4, 2, 2)
     newer = SnapshotId(SNAPSHOT.epoch, SNAPSHOT.step + 1)
     held = [_with_shards(each, newer) for each in everything(layout)]
-    new, old = standings(held)
-    assert (new.snapshot, new.stands, old.stands) == (newer, 0, 2)
+    new, old = redundancies(held)
+    assert (new.snapshot, new.tolerates, old.tolerates) == (newer, 0, 2)
     assert safest([new, old]) is old
     assert safest([]) is None
 
@@ -92,7 +92,7 @@ def test_what_is_shown_of_a_large_job_is_small() -> None:
     held = everything(layout, but={"node300"})
     counters = Counters().read()
     statuses = tuple(Status(each, 1, 1.0, "/arena", 1, 0, {}, 1, {}, counters) for each in held)
-    overview = Overview("job", statuses, ("node300",), tuple(standings(held)))
+    overview = Overview("job", statuses, ("node300",), tuple(redundancies(held)))
     assert overview.sentence() == f"step {SNAPSHOT.step} is safe against the loss of any 1 node"
     assert len(json.dumps(overview.to_json())) < 1_500_000
     whole = json.dumps(statuses[0].to_json())

@@ -253,7 +253,7 @@ class _Disturbed(Runner):
         limit = time.monotonic() + SAFE_DEADLINE_S
         while owner is not None:
             overview = look(JOB, (owner.host, owner.bulk_port))
-            if overview.safest is not None and overview.safest.stands > 0 and not overview.silent:
+            if overview.safest is not None and overview.safest.tolerates > 0 and not overview.silent:
                 break
             if time.monotonic() > limit:
                 raise HoldfastError(f"not safe against a loss within {SAFE_DEADLINE_S:.0f} s: {overview.sentence()}")

@@ -70,9 +70,9 @@ def sentence(drained: Drained) -> str:
     if drained.snapshot is None:
         return begin + "no snapshot was ever held"
     held = f"{drained.snapshot} is held whole by {', '.join(drained.holders)}"
-    if drained.stands == 0:
+    if drained.tolerates == 0:
         return f"{begin}{held}, and not safe against the loss of any of them"
-    more = "any 1 more node" if drained.stands == 1 else f"any {drained.stands} more nodes"
+    more = "any 1 more node" if drained.tolerates == 1 else f"any {drained.tolerates} more nodes"
     return f"{begin}{held}, and safe against the loss of {more}"
 
 

@@ -76,7 +76,7 @@ def gather(base: Path | None = None, job: str | None = None) -> list[tuple[Owner
 def is_well(overview: Overview) -> bool:
     """Whether all of its SMPs answer, and nothing is lost."""
     safe = overview.safest
-    return bool(overview.statuses) and not overview.silent and (safe is None or safe.stands >= 0)
+    return bool(overview.statuses) and not overview.silent and (safe is None or safe.tolerates >= 0)
 
 
 def render(overviews: Sequence[tuple[Owner, Overview]]) -> RenderableType:
@@ -91,7 +91,7 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     if not overview.statuses:
         gone = f"{overview.job}: the SMP {owner.pid} does not answer at {owner.host}:{owner.bulk_port}"
         return [Text(gone, style=COLOURS[-1])]
-    style = COLOURS.get(safe.stands, "green") if safe else "yellow"
+    style = COLOURS.get(safe.tolerates, "green") if safe else "yellow"
     parts: list[RenderableType] = [Text.assemble((overview.job, "bold"), ": ", (overview.sentence(), style))]
     if owner.http_port:
         parts.append(Text(f"http://127.0.0.1:{owner.http_port}/", style="dim"))

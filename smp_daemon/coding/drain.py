@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.smp_daemon.coding.reform import moved
@@ -36,17 +36,17 @@ class Drained:
     Attributes:
         snapshot: what the others hold whole; None: there was nothing to be moved.
         holders: names of the nodes that hold its shards.
-        stands: how many of them may be lost, whichever they are.
+        tolerates: how many of them may be lost, whichever they are.
     """
 
     node: str
     snapshot: SnapshotId | None
     holders: tuple[str, ...]
-    stands: int
+    tolerates: int
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
-        return asdict(self)
+        return {"node": self.node, "snapshot": self.snapshot, "holders": self.holders, "stands": self.tolerates}
 
     @classmethod
     def from_json(cls, data: Any) -> Drained:
@@ -177,7 +177,7 @@ class Drain:
         inventories = [mine, *take_census(self._job, sorted(addresses), self._counters)]
         result = moved(inventories)
         if result is not None and not mine.trainers:
-            return Drained(name, result.snapshot, result.holders, result.stands)
+            return Drained(name, result.snapshot, result.holders, result.tolerates)
         trained = sorted(inventory.node for inventory in inventories if inventory.trainers)
         if trained:
             reason = (

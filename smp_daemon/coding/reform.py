@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.ec import plan_groups
-from holdfast.smp_daemon.recovery.standing import stands
+from holdfast.smp_daemon.recovery.redundancy import tolerates
 from holdfast.smp_daemon.shared.errors import Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
@@ -115,12 +115,12 @@ class Moved:
     Attributes:
         snapshot: None: nobody ever held any.
         holders: names of the nodes that hold its shards.
-        stands: how many of them may be lost, whichever they are.
+        tolerates: how many of them may be lost, whichever they are.
     """
 
     snapshot: SnapshotId | None
     holders: tuple[str, ...]
-    stands: int
+    tolerates: int
 
 
 def moved(inventories: Sequence[Inventory]) -> Moved | None:
@@ -148,7 +148,7 @@ def moved(inventories: Sequence[Inventory]) -> Moved | None:
         return None
     names = {inventory.bulk: inventory.node for inventory in staying}
     holders = tuple(sorted({names[at] for at in sources.shards.values()}))
-    return Moved(snapshot, holders, min(stands(sources, group) for group in range(len(sources.layout.groups))))
+    return Moved(snapshot, holders, min(tolerates(sources, group) for group in range(len(sources.layout.groups))))
 
 
 def _is_whole(layout: Layout, group: int, held: dict[str, set[str]], leaving: Collection[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What an SMP exports to Prometheus: its own status, and how the job stands as it sees it."""
+"""What an SMP exports to Prometheus: its own status, and the state of the job as it sees it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GAUGES = {
     "holdfast_trainers_dead": "of them, those that have died and are not back",
     "holdfast_quiet_seconds": "since the quietest of them was last heard of",
     "holdfast_lease_age_seconds": "since the quietest other member of the group was last heard of",
-    "holdfast_safe_step": "the newest step that stands most losses of nodes",
+    "holdfast_safe_step": "the newest of the steps that tolerate most node failures",
     "holdfast_stands_nodes": "how many more nodes may be lost before that step cannot be had; -1: it cannot",
     "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
     "holdfast_persist_failing": "1 if the last snapshot that was to be persisted was not, 0 if it was, or none was",
@@ -95,7 +95,7 @@ def _gauges(mine: Status, overview: Overview) -> dict[str, float | None]:
         "holdfast_quiet_seconds": max((trainer.quiet_s for trainer in mine.trainers), default=0.0),
         "holdfast_lease_age_seconds": max(mine.leases.values(), default=0.0),
         "holdfast_safe_step": safe.snapshot.step if safe else None,
-        "holdfast_stands_nodes": safe.stands if safe else None,
+        "holdfast_stands_nodes": safe.tolerates if safe else None,
         "holdfast_persisted_step": persisted.step if persisted else -1,
         "holdfast_persist_failing": bool(mine.tier and mine.tier.problem),
     }

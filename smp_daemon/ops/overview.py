@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.smp_daemon.ops.status import Status, take_statuses
 from holdfast.smp_daemon.recovery.census import addresses_of
 from holdfast.smp_daemon.recovery.recoveries import summarise
-from holdfast.smp_daemon.recovery.standing import Standing, safest, standings
+from holdfast.smp_daemon.recovery.redundancy import Redundancy, redundancies, safest
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.crash_loop import standing_streak
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -27,18 +27,18 @@ class Overview:
     Attributes:
         statuses: of those that answer, by node.
         silent: nodes of the newest layout whose SMP does not answer.
-        standings: every snapshot that a restart might go back to, the newest first.
+        snapshots: every snapshot that a restart might go back to, the newest first.
     """
 
     job: str
     statuses: tuple[Status, ...]
     silent: tuple[str, ...]
-    standings: tuple[Standing, ...]
+    snapshots: tuple[Redundancy, ...]
 
     @property
-    def safest(self) -> Standing | None:
-        """The newest snapshot that stands most."""
-        return safest(self.standings)
+    def safest(self) -> Redundancy | None:
+        """The newest of the snapshots that tolerate most failures."""
+        return safest(self.snapshots)
 
     @property
     def repeats(self) -> str:
@@ -78,9 +78,9 @@ class Overview:
         found = [(status.inventory.node, event) for status in self.statuses for event in status.events]
         return sorted(found, key=lambda pair: -pair[1].at)[:EVENTS_SHOWN]
 
-    def age_s(self, standing: Standing) -> float | None:
+    def age_s(self, each: Redundancy) -> float | None:
         """Seconds since the last shard of a snapshot was sealed; None if no SMP that answers knows."""
-        ages = [status.ages_s[standing.snapshot] for status in self.statuses if standing.snapshot in status.ages_s]
+        ages = [status.ages_s[each.snapshot] for status in self.statuses if each.snapshot in status.ages_s]
         return min(ages, default=None)
 
     def to_json(self) -> dict[str, Any]:
@@ -98,31 +98,31 @@ class Overview:
             "older": [list(snapshot) for snapshot in self.older],
             "snapshots": [
                 {
-                    "epoch": standing.snapshot.epoch,
-                    "step": standing.snapshot.step,
-                    "protected": standing.protected,
-                    "stands": standing.stands,
-                    "age_s": self.age_s(standing),
-                    "groups": [asdict(group) for group in standing.groups],
+                    "epoch": each.snapshot.epoch,
+                    "step": each.snapshot.step,
+                    "protected": each.protected,
+                    "stands": each.tolerates,
+                    "age_s": self.age_s(each),
+                    "groups": [{"nodes": g.nodes, "silent": g.silent, "stands": g.tolerates} for g in each.groups],
                 }
-                for standing in self.standings
+                for each in self.snapshots
             ],
             "nodes": [status.to_json(digests) for status in self.statuses],
         }
 
     def sentence(self) -> str:
         """What is safe against what, in words."""
-        standing = self.safest
-        if standing is None:
+        safest = self.safest
+        if safest is None:
             return "nothing is held yet"
-        age = self.age_s(standing)
+        age = self.age_s(safest)
         when = "" if age is None else f"; sealed {age:,.1f} s ago"
-        what = f"step {standing.snapshot.step:,}"
-        if standing.stands < 0:
+        what = f"step {safest.snapshot.step:,}"
+        if safest.tolerates < 0:
             return f"{what} cannot be had: too much of it is lost{when}"
-        if standing.stands == 0:
+        if safest.tolerates == 0:
             return f"{what} is here, and not safe against the loss of any node{when}"
-        nodes = "1 node" if standing.stands == 1 else f"{standing.stands} nodes"
+        nodes = "1 node" if safest.tolerates == 1 else f"{safest.tolerates} nodes"
         return f"{what} is safe against the loss of any {nodes}{when}"
 
 
@@ -136,4 +136,4 @@ def look(job: str, first: Address) -> Overview:
     statuses = sorted([*statuses, *take_statuses(job, others, counters, known)], key=lambda each: each.inventory.node)
     answering = {status.inventory.node for status in statuses}
     silent = [node.name for node in newest.nodes if node.name not in answering] if newest else []
-    return Overview(job, tuple(statuses), tuple(silent), tuple(standings([status.inventory for status in statuses])))
+    return Overview(job, tuple(statuses), tuple(silent), tuple(redundancies([status.inventory for status in statuses])))

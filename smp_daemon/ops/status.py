@@ -40,7 +40,7 @@ class Status:
         leases: seconds since each other member of the group was last heard of. `lease_s`: after how many it is given
             up; 0: never.
         said: what a trainer wants operators to know; empty if nothing.
-        tier: how the persist tier is here; None if it is off.
+        tier: the state of the persist tier here; None if it is off.
         recoveries: the last ones here, the newest first.
         events: the last lines of its log, the newest first, see `smp_daemon.shared.logs.LogEvent`.
         access: how it tells friend from foe, see `smp_daemon.shared.credentials.access_of`.
@@ -148,7 +148,7 @@ def take_status(smp: Core) -> Status:
         smp.monitor.leases(),
         smp.settings.reform_after_s,
         smp.said,
-        smp.persister.standing,
+        smp.persister.state,
         tuple(smp.recoveries.last()),
         last_events(),
         smp.access,

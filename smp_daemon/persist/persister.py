@@ -44,7 +44,7 @@ log = get_log(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """One node.
+    """The state of the persist tier on one node, as operators are shown it.
 
     Attributes:
         place: where snapshots are persisted; without passwords.
@@ -81,7 +81,7 @@ class TierState:
                 problem=str(data["problem"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ProtocolError(f"not how a persist tier is: {error!r}") from error
+            raise ProtocolError(f"not the state of a persist tier: {error!r}") from error
 
 
 class Persister:
@@ -98,7 +98,7 @@ class Persister:
         self._order: tuple[SnapshotId, Layout] | None = None
         self._accepted: SnapshotId | None = None
         self._episodes = Episodes(log)
-        self._standing = TierState(self._place.name, options.every_s, options.keep) if options and self._place else None
+        self._state = TierState(self._place.name, options.every_s, options.keep) if options and self._place else None
         self._store: Store
 
     @property
@@ -107,10 +107,10 @@ class Persister:
         return int(self._options is not None)
 
     @property
-    def standing(self) -> TierState | None:
-        """How it is; None if the tier is off."""
+    def state(self) -> TierState | None:
+        """The state of the tier on this node; None if it is off."""
         with self._changed:
-            return self._standing
+            return self._state
 
     def start(self, store: Store) -> None:
         """Begin to work for `store`."""
@@ -131,7 +131,7 @@ class Persister:
             if snapshot == self._accepted:
                 return True  # another rank of this node was faster
             layout = self._store.layout
-            due = self._standing is not None and self._standing.state == "due"
+            due = self._state is not None and self._state.state == "due"
             if not due or layout is None or layout.epoch != snapshot.epoch or not self._store.hold(snapshot):
                 log.info("%s is not persisted by this node", snapshot)
                 return False
@@ -208,7 +208,7 @@ class Persister:
                     self._say(state="writing")
                     return order
                 wait_s = due_s - time.monotonic()
-                if wait_s <= 0 and self._standing is not None and self._standing.state != "due":
+                if wait_s <= 0 and self._state is not None and self._state.state != "due":
                     self._say(state="due")
                     self._store.board.post_due(True)
                 self._changed.wait(wait_s if wait_s > 0 else None)
@@ -244,8 +244,8 @@ class Persister:
 
     def _say(self, **changes: Any) -> None:
         with self._changed:
-            if self._standing is not None:
-                self._standing = replace(self._standing, **changes)
+            if self._state is not None:
+                self._state = replace(self._state, **changes)
 
 
 class _Work:

@@ -1,4 +1,4 @@
-"""What is safe against what, right now: a pure function of the SMPs' inventories."""
+"""How many node failures each snapshot tolerates right now: a pure function of the SMPs' inventories."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from holdfast.smp_daemon.shared.plan import candidates, choose_sources, newest_p
 from holdfast.smp_daemon.shared.sources import Sources
 
 MOST_TRIED = 3
-"""So many lost nodes of a group are tried out; a group that stands more is said to stand these."""
+"""The most failures of one group that are tried out, and so the most that it is ever reported to tolerate."""
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStanding:
+class GroupRedundancy:
     """One group, for one snapshot.
 
     Attributes:
         nodes: its members, by position. `silent`: those whose SMP does not answer.
-        stands: how many more nodes of it may be lost, whichever they are; -1: its part of the snapshot cannot be had.
+        tolerates: how many more nodes of it may be lost, whichever they are; -1: its part cannot be had even now.
     """
 
     nodes: tuple[str, ...]
     silent: tuple[str, ...]
-    stands: int
+    tolerates: int
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Redundancy:
     """One snapshot.
 
     Attributes:
@@ -40,16 +40,16 @@ class Standing:
 
     snapshot: SnapshotId
     protected: bool
-    groups: tuple[GroupStanding, ...]
+    groups: tuple[GroupRedundancy, ...]
 
     @property
-    def stands(self) -> int:
+    def tolerates(self) -> int:
         """How many more nodes may be lost, whichever they are; -1: it cannot be had."""
-        return min(group.stands for group in self.groups)
+        return min(group.tolerates for group in self.groups)
 
 
-def standings(inventories: Sequence[Inventory]) -> list[Standing]:
-    """How each snapshot that a restart might go back to stands, the newest first."""
+def redundancies(inventories: Sequence[Inventory]) -> list[Redundancy]:
+    """The redundancy of each snapshot that a restart might go back to, the newest first."""
     protected = newest_protected(inventories)
     found = []
     for snapshot in candidates(inventories, protected):
@@ -57,23 +57,23 @@ def standings(inventories: Sequence[Inventory]) -> list[Standing]:
         if sources is not None:
             answering = {inventory.node for inventory in inventories}
             groups = tuple(
-                GroupStanding(
+                GroupRedundancy(
                     tuple(node.name for node in sources.layout.members(group)),
                     tuple(node.name for node in sources.layout.members(group) if node.name not in answering),
-                    stands(sources, group),
+                    tolerates(sources, group),
                 )
                 for group in range(len(sources.layout.groups))
             )
-            found.append(Standing(snapshot, snapshot == protected, groups))
+            found.append(Redundancy(snapshot, snapshot == protected, groups))
     return found
 
 
-def safest(found: Sequence[Standing]) -> Standing | None:
-    """The newest snapshot that stands most: what a restart is sure of, whatever is lost next."""
-    return max(found, key=lambda standing: (standing.stands, standing.snapshot), default=None)
+def safest(found: Sequence[Redundancy]) -> Redundancy | None:
+    """The newest of the snapshots that tolerate most failures: what a restart can rely on, whatever is lost next."""
+    return max(found, key=lambda each: (each.tolerates, each.snapshot), default=None)
 
 
-def stands(sources: Sources, group: int) -> int:
+def tolerates(sources: Sources, group: int) -> int:
     """How many more SMPs may be lost, whichever they are, before that group's part cannot be had; -1: it cannot now."""
     layout = sources.layout
     members = layout.members(group)
