@@ -1,7 +1,7 @@
 """Single units of a snapshot, one after another: from their holders, or computed from the rest of their stripe.
 
-A source that is gone is asked no more: others are, for as long as enough are left. `smp_daemon.recovery.load` fetches
-a whole shard from many at a time.
+A source that is gone is not used any more, but others, for as long as enough are left. `smp_daemon.recovery.load`
+fetches a whole shard from many at a time.
 """
 
 from __future__ import annotations
@@ -65,27 +65,27 @@ class Fetcher:
             expected: its digest, if known here; for data units it is also learnt from the parity.
 
         Raises:
-            Unrecoverable: fewer than k others can be had.
+            Unrecoverable: fewer than k others can be got.
             DamagedSnapshot: the result does not match the digest, or none is known.
         """
         computation = Computation(self._reader, place, out.nbytes)
         waiting = [unit for unit in computation.operands.values() if unit.address not in self._gone]
         while waiting and (lacking := computation.needed - len(computation.buffers)) > 0:
-            asked, waiting = waiting[:lacking], waiting[lacking:]
-            for unit, reply in self._request(asked):
+            requested, waiting = waiting[:lacking], waiting[lacking:]
+            for unit, reply in self._request(requested):
                 computation.add(unit.number, self._buffer(unit.number), reply)
         computation.finish(out, expected)
 
     def _request(self, units: list[HeldUnit]) -> Iterator[tuple[HeldUnit, Message]]:
         """Request all of them at once; those that came whole, with their replies."""
-        asked = []
+        requested = []
         for unit in units:
             try:
                 self._reader.send(self.links, unit.address, unit.what)
-                asked.append(unit)
+                requested.append(unit)
             except (SmpUnavailable, DeadlineExceeded) as error:
                 self._note_failure(unit.address, error)
-        for unit in asked:
+        for unit in requested:
             if unit.address in self._gone:
                 continue
             try:

@@ -1,8 +1,8 @@
-"""A shard from other SMPs, several at a time: the threads that carry out what `smp_daemon.recovery.asking` decides.
+"""A shard from other SMPs, several at a time: the threads that carry out what `smp_daemon.recovery.requests` decides.
 
-Each ask has a connection and a buffer of its own, so an answer that comes late, or is called off in the middle, never
-touches the slot: only the first that is whole is copied there. `LANES` bounds threads, `LANES` and `IDLE` connections,
-and `LANES` and `SUMS` buffers.
+Each request has a connection and a buffer of its own, so an answer that comes late, or is cancelled in the middle,
+never touches the slot: only the first whole answer is copied there. `MAX_IN_FLIGHT` bounds threads, with `IDLE` also
+connections, and with `MAX_SUMS` also buffers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.recovery.asking import LANES, AnswerUse, Ask, Asking, How, Ways
+from holdfast.smp_daemon.recovery.requests import MAX_IN_FLIGHT, AnswerUse, How, Request, RequestScheduler, Ways
 from holdfast.smp_daemon.recovery.units import Computation, UnitReader, place_of, waits_of
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
@@ -31,16 +31,16 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message
 
 IDLE = 8
-"""Connections kept open for the next ask."""
+"""Connections kept open for the next request."""
 
 log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """An ask, and what it takes to carry it out: `length` bytes come back, into `buffer`."""
+    """A request, and what it takes to carry it out: `length` bytes come back, into `buffer`."""
 
-    ask: Ask
+    request: Request
     what: Message
     links: Links
     buffer: memoryview
@@ -65,8 +65,8 @@ class Load:
         """
         Args:
             out: where the shard goes, all of it.
-            by_chain: whether helpers may pass sums on; else every term comes here.
-            midway: called once, before the unit in the middle is asked for; everything waits for it.
+            by_chain: whether helpers may pass sums on; else every operand comes here.
+            midway: called once, before the unit in the middle is requested; everything waits for it.
         """
         self._system = system
         self._sources = sources
@@ -77,11 +77,15 @@ class Load:
         self._reader = UnitReader(sources, counters, backend)
         self._midway: Callable[[], None] | None = midway
         self._count = -(-out.nbytes // self._layout.unit_bytes)
+        # Guards all that follows; notified when there may be something to request, or the load is over. Its threads and
+        # the caller of `run` take it, never with the store's lock held, and they take no other lock under it but those
+        # of counters and logs. Connections and buffers belong to the thread that carries the request out; `interrupt`
+        # may be called from others. A unit of `out` belongs to the one thread whose answer the scheduler chose.
         self._changed = system.Condition()
-        self._asking = Asking(self._count, self._ways, by_chain=by_chain)
+        self._scheduler = RequestScheduler(self._count, self._ways, by_chain=by_chain)
         self._computations: dict[int, Computation] = {}
         self._open: dict[int, Links] = {}
-        self._called_off: set[int] = set()
+        self._cancelled: set[int] = set()
         self._idle: list[tuple[Address, Links]] = []
         self._buffers: list[memoryview] = []
         self._writing = 0
@@ -100,27 +104,27 @@ class Load:
             Unrecoverable: nobody holds a unit, and too little of its stripe is left.
             DamagedSnapshot: what was computed for one does not match its digest.
         """
-        for _ in range(min(LANES, 2 * self._count)):
-            self._system.Thread(target=self._lane, name="load", daemon=True).start()
+        for _ in range(min(MAX_IN_FLIGHT, 2 * self._count)):
+            self._system.Thread(target=self._worker, name="load", daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() and not self._writing)
             for links in self._open.values():
                 links.interrupt()
             while self._idle:
                 self._idle.pop()[1].close()
-            if self._asking.again:
-                self._counters.add(units_asked_again=self._asking.again)
+            if self._scheduler.hedged:
+                self._counters.add(units_asked_again=self._scheduler.hedged)
             if self._failure is not None:
                 raise self._failure
-            if self._asking.hopeless is not None:
-                raise self._refusal(self._asking.hopeless)
-            text = "%s is here; units that somebody did not give were had from others"
+            if self._scheduler.hopeless is not None:
+                raise self._refusal(self._scheduler.hopeless)
+            text = "%s is here; units that a source did not give came from others"
             self._episodes.end("source", text, self._coord, extra=self._about())
             return self._received
 
-    # ------------------------------------------------------------------ lanes
+    # ------------------------------------------------------------------ threads
 
-    def _lane(self) -> None:
+    def _worker(self) -> None:
         try:
             while (job := self._next()) is not None:
                 self._carry_out(job)
@@ -130,57 +134,57 @@ class Load:
                 self._changed.notify_all()
 
     def _next(self) -> _Job | None:
-        """Blocks until there is something to ask for; None: the load is over."""
+        """Blocks until there is something to request; None: the load is over."""
         with self._changed:
             while not self._is_over():
                 now = self._system.monotonic()
-                ask = self._asking.next(now)
-                self._call_off()
-                if ask is not None:
-                    if self._midway is not None and ask.unit >= self._count // 2:
+                request = self._scheduler.next(now)
+                self._cancel()
+                if request is not None:
+                    if self._midway is not None and request.unit >= self._count // 2:
                         midway, self._midway = self._midway, None
                         midway()
-                    job = self._job_of(ask)
-                    if self._asking.has_more(now):
+                    job = self._job_of(request)
+                    if self._scheduler.has_more(now):
                         self._changed.notify_all()
                     return job
-                if self._asking.over:
+                if self._scheduler.over:
                     break
-                self._changed.wait(self._asking.wait_s(now))
+                self._changed.wait(self._scheduler.wait_s(now))
             self._changed.notify_all()
             return None
 
-    def _job_of(self, ask: Ask) -> _Job:
-        what, length = self._what(ask)
+    def _job_of(self, request: Request) -> _Job:
+        what, length = self._what(request)
         buffer = self._buffers.pop() if self._buffers else memoryview(bytearray(self._layout.unit_bytes))
-        links = self._open[ask.number] = self._take_links(ask.through[0])
-        return _Job(ask, what, links, buffer, length)
+        links = self._open[request.number] = self._take_links(request.through[0])
+        return _Job(request, what, links, buffer, length)
 
     def _carry_out(self, job: _Job) -> None:
-        """Ask, wait for the answer, and do with it what is to be done."""
-        ask, links, buffer = job.ask, job.links, job.buffer
-        unit, out = self._unit(ask.unit), buffer[: job.length]
+        """Send the request, wait for the answer, and use it. Holds the lock for bookkeeping only."""
+        request, links, buffer = job.request, job.links, job.buffer
+        unit, out = self._unit(request.unit), buffer[: job.length]
         try:
-            links.connect(ask.through[0], self._layout.job)
+            links.connect(request.through[0], self._layout.job)
             with self._changed:
-                if ask.number in self._called_off or self._is_over():
-                    raise SmpUnavailable("called off")
-            self._reader.send(links, ask.through[0], job.what)
-            field = "expected" if ask.how is How.CHAIN else "digest"
-            reply = self._reader.receive(links, ask.through[0], out, field)
+                if request.number in self._cancelled or self._is_over():
+                    raise SmpUnavailable("cancelled")
+            self._reader.send(links, request.through[0], job.what)
+            field = "expected" if request.how is How.CHAIN else "digest"
+            reply = self._reader.receive(links, request.through[0], out, field)
             waits = waits_of(reply)
         except HoldfastError as error:
             links.close()
             with self._changed:
                 self._buffers.append(buffer)
-                self._failed(ask, error)
+                self._failed(request, error)
             return
         with self._changed:
-            self._give_back(ask, links)
-            verdict = self._asking.answered(ask, self._system.monotonic(), waits)
+            self._give_back(request, links)
+            verdict = self._scheduler.answered(request, self._system.monotonic(), waits)
             self._received += job.length if verdict is not AnswerUse.DROP else 0
-            if ask.how is How.TERM and verdict in (AnswerUse.KEEP, AnswerUse.SUM):
-                self._computations[ask.unit].add(ask.terms[0], buffer, reply)
+            if request.how is How.OPERAND and verdict in (AnswerUse.KEEP, AnswerUse.SUM):
+                self._computations[request.unit].add(request.operands[0], buffer, reply)
             elif verdict is AnswerUse.DROP:
                 self._buffers.append(buffer)
             if verdict not in (AnswerUse.WRITE, AnswerUse.SUM):
@@ -191,14 +195,14 @@ class Load:
             if verdict is AnswerUse.WRITE:
                 np.copyto(np.frombuffer(unit, np.uint8), np.frombuffer(out, np.uint8))
             else:
-                self._computations[ask.unit].finish(unit)
+                self._computations[request.unit].finish(unit)
         except DamagedSnapshot as error:
             refusal = error
         finally:
             with self._changed:
                 self._writing -= 1
         with self._changed:
-            self._finish(ask.unit, refusal)
+            self._finish(request.unit, refusal)
             if verdict is AnswerUse.WRITE:
                 self._buffers.append(buffer)
 
@@ -209,32 +213,32 @@ class Load:
             computation.buffers.clear()
         if refusal is not None:
             self._refusals[index] = refusal
-            self._asking.spoilt(index)
+            self._scheduler.spoilt(index)
         else:
             self._computations.pop(index, None)
-            self._asking.written(index)
-            self._call_off()
+            self._scheduler.written(index)
+            self._cancel()
         if self._is_over():
             self._changed.notify_all()
 
-    def _failed(self, ask: Ask, error: HoldfastError) -> None:
-        ours = ask.number in self._called_off
-        self._open.pop(ask.number)
-        self._called_off.discard(ask.number)
+    def _failed(self, request: Request, error: HoldfastError) -> None:
+        ours = request.number in self._cancelled
+        self._open.pop(request.number)
+        self._cancelled.discard(request.number)
         broke, silent = isinstance(error, SmpUnavailable), isinstance(error, DeadlineExceeded)
-        self._asking.failed(ask, self._system.monotonic(), broke=broke, silent=silent)
+        self._scheduler.failed(request, self._system.monotonic(), broke=broke, silent=silent)
         if ours or self._is_over():
             return
         known = broke or silent or isinstance(error, DamagedSnapshot | ProtocolError)
-        if not known and ask.how is not How.CHAIN:
+        if not known and request.how is not How.CHAIN:
             self._failure = self._failure or error
-        address = ask.through[0]
+        address = request.through[0]
         text = "%s does not give unit %d of %s, %s: %s"
         extra = about(self._sources.snapshot, coord=self._coord, peer=address)
-        self._episodes.begin("source", text, address, ask.unit, self._coord, ask.how.value, error, extra=extra)
+        self._episodes.begin("source", text, address, request.unit, self._coord, request.how.value, error, extra=extra)
         self._changed.notify_all()
 
-    # ------------------------------------------------------------------ what is asked, and what comes
+    # ------------------------------------------------------------------ what is requested
 
     def _ways(self, index: int) -> Ways:
         holders = self._sources.holders(self._coord)
@@ -246,19 +250,19 @@ class Load:
         found = self._computations[index] = Computation(self._reader, place, self._unit(index).nbytes)
         return Ways(holders, {number: unit.address for number, unit in found.operands.items()}, found.needed)
 
-    def _what(self, ask: Ask) -> tuple[Message, int]:
+    def _what(self, request: Request) -> tuple[Message, int]:
         """What to request, and how many bytes come back."""
-        length = self._unit(ask.unit).nbytes
-        if ask.how is How.WHOLE:
-            return {"op": "shard_unit", "coord": self._coord, "unit": ask.unit}, length
-        computation = self._computations[ask.unit]
-        if ask.how is How.CHAIN:
-            return computation.chain(ask.terms), length
-        operand = computation.operands[ask.terms[0]]
+        length = self._unit(request.unit).nbytes
+        if request.how is How.WHOLE:
+            return {"op": "shard_unit", "coord": self._coord, "unit": request.unit}, length
+        computation = self._computations[request.unit]
+        if request.how is How.CHAIN:
+            return computation.chain(request.operands), length
+        operand = computation.operands[request.operands[0]]
         return operand.what, operand.length
 
     def _refusal(self, index: int) -> HoldfastError:
-        """Why a unit cannot be had."""
+        """Why a unit cannot be got."""
         if index not in self._refusals:
             try:
                 self._computations[index].finish(memoryview(bytearray(self._unit(index).nbytes)))
@@ -275,20 +279,20 @@ class Load:
                 return links
         return Links(self._counters)
 
-    def _give_back(self, ask: Ask, links: Links) -> None:
-        self._open.pop(ask.number)
-        if ask.number in self._called_off:
-            self._called_off.remove(ask.number)
+    def _give_back(self, request: Request, links: Links) -> None:
+        self._open.pop(request.number)
+        if request.number in self._cancelled:
+            self._cancelled.remove(request.number)
             links.close()
             return
-        self._idle.append((ask.through[0], links))
+        self._idle.append((request.through[0], links))
         if len(self._idle) > IDLE:
             self._idle.pop(0)[1].close()
 
-    def _call_off(self) -> None:
-        for number in self._asking.called_off():
+    def _cancel(self) -> None:
+        for number in self._scheduler.cancelled():
             if number in self._open:
-                self._called_off.add(number)
+                self._cancelled.add(number)
                 self._open[number].interrupt()
 
     def _unit(self, index: int) -> memoryview:
@@ -296,7 +300,7 @@ class Load:
         return self._out[index * length : (index + 1) * length]
 
     def _is_over(self) -> bool:
-        return self._failure is not None or self._asking.over
+        return self._failure is not None or self._scheduler.over
 
     def _about(self) -> dict[str, Any]:
         return about(self._sources.snapshot, coord=self._coord)

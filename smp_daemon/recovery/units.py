@@ -40,7 +40,7 @@ class HeldUnit:
 
     Attributes:
         number: of the unit in its stripe: 0..k-1 data, k..k+m-1 parity.
-        what: how to ask for it.
+        what: how to request it.
         length: its bytes; data units may be shorter than their stripe, the rest is zeros.
     """
 

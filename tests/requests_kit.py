@@ -1,4 +1,4 @@
-"""A world in which `recovery.asking` asks: sources that serve one after another, on a clock that costs no time."""
+"""A world for `recovery.requests`: sources that serve one after another, on a clock that costs no time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from holdfast.smp_daemon.recovery.asking import LANES, AnswerUse, Ask, Asking, How, Ways
+from holdfast.smp_daemon.recovery.requests import MAX_IN_FLIGHT, AnswerUse, How, Request, RequestScheduler, Ways
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.sources import Address
 
@@ -25,7 +25,7 @@ class Served:
         seconds: for a unit.
         stalls: (from, until): it serves nobody, and goes on afterwards.
         dies: from then on connections to it break.
-        bad: units, or (unit, term), that it refuses as damaged.
+        bad: units, or (unit, operand), that it refuses as damaged.
     """
 
     seconds: float = 0.01
@@ -36,7 +36,7 @@ class Served:
     free_at: float = 0.0
 
     def serve(self, now: float) -> float:
-        """When a unit that is asked for at `now` has been served."""
+        """When a unit that is requested at `now` has been served."""
         began = max(now, self.free_at)
         if self.stalls[0] <= began < self.stalls[1]:
             began = self.stalls[1]
@@ -49,55 +49,55 @@ class Served:
 
 @dataclass
 class Played:
-    """What came of a load: seconds, units in the order in which they were written, asks by way, bytes in units."""
+    """What came of a load: seconds, units in the order in which they were written, requests by way, bytes in units."""
 
     seconds: float = 0.0
     written: list[int] = field(default_factory=list)
-    asks: dict[How, int] = field(default_factory=lambda: dict.fromkeys(How, 0))
-    asked: dict[Address, int] = field(default_factory=dict)
-    called_off: int = 0
+    requests: dict[How, int] = field(default_factory=lambda: dict.fromkeys(How, 0))
+    requested: dict[Address, int] = field(default_factory=dict)
+    cancelled: int = 0
     hopeless: int | None = None
-    again: int = 0
+    hedged: int = 0
 
 
 def play(
-    asking: Asking,
+    scheduler: RequestScheduler,
     sources: dict[Address, Served],
     *,
     spoil: Iterable[int] = (),
-    look: Callable[[Asking], None] = lambda asking: None,
+    look: Callable[[RequestScheduler], None] = lambda scheduler: None,
 ) -> Played:
-    """Let it ask until it is over.
+    """Let it run until it is over.
 
     Args:
         spoil: units whose sum turns out wrong.
         look: called after each step.
 
     Raises:
-        AssertionError: it broke one of its own limits, asked for nothing while something is missing, or wrote twice.
+        AssertionError: it broke one of its own limits, requested nothing while something is missing, or wrote twice.
     """
     now, done, numbers = 0.0, Played(), itertools.count()
     events: list[tuple[float, int, _Hop]] = []
-    live: dict[int, Ask] = {}
+    live: dict[int, Request] = {}
     spoilt = set(spoil)
-    while not asking.over:
-        while (ask := asking.next(now)) is not None:
-            live[ask.number] = ask
-            done.asks[ask.how] += 1
-            done.asked[ask.through[0]] = done.asked.get(ask.through[0], 0) + 1
-            heapq.heappush(events, (now, next(numbers), _Hop(ask, now, len(ask.through))))
-            assert len(live) <= LANES
-            assert asking.has_more(now) == asking.has_more(now)
-        for number in asking.called_off():
+    while not scheduler.over:
+        while (request := scheduler.next(now)) is not None:
+            live[request.number] = request
+            done.requests[request.how] += 1
+            done.requested[request.through[0]] = done.requested.get(request.through[0], 0) + 1
+            heapq.heappush(events, (now, next(numbers), _Hop(request, now, len(request.through))))
+            assert len(live) <= MAX_IN_FLIGHT
+            assert scheduler.has_more(now) == scheduler.has_more(now)
+        for number in scheduler.cancelled():
             if number in live:
-                done.called_off += 1
-                asking.failed(live.pop(number), now, broke=True)
-        look(asking)
-        if asking.over:
+                done.cancelled += 1
+                scheduler.failed(live.pop(number), now, broke=True)
+        look(scheduler)
+        if scheduler.over:
             break
-        while events and events[0][2].ask.number not in live:
+        while events and events[0][2].request.number not in live:
             heapq.heappop(events)
-        wait = asking.wait_s(now)
+        wait = scheduler.wait_s(now)
         assert events or wait is not None, "it waits for nothing, and is not over"
         if not events or (wait is not None and now + wait < events[0][0]):
             now += wait or 0.0
@@ -106,15 +106,15 @@ def play(
         if (later := hop.take(now, sources)) is not None:
             heapq.heappush(events, (later, next(numbers), hop))
         else:
-            del live[hop.ask.number]
-            _tell(asking, hop, now, done, spoilt)
-    done.seconds, done.hopeless, done.again = now, asking.hopeless, asking.again
+            del live[hop.request.number]
+            _tell(scheduler, hop, now, done, spoilt)
+    done.seconds, done.hopeless, done.hedged = now, scheduler.hopeless, scheduler.hedged
     return done
 
 
 @dataclass
 class _Hop:
-    """An ask on its way: of a chain, the last helper serves first.
+    """A request on its way: of a chain, the last helper serves first.
 
     Attributes:
         left: helpers that have not served yet.
@@ -122,7 +122,7 @@ class _Hop:
         ends: when each served, the last of the chain first.
     """
 
-    ask: Ask
+    request: Request
     began: float
     left: int
     result: str = ""
@@ -133,8 +133,12 @@ class _Hop:
         if self.result or not self.left:
             return None
         self.left -= 1
-        source = sources[self.ask.through[self.left]]
-        thing = self.ask.unit if self.ask.how is How.WHOLE else (self.ask.unit, self.ask.terms[self.left])
+        source = sources[self.request.through[self.left]]
+        thing = (
+            self.request.unit
+            if self.request.how is How.WHOLE
+            else (self.request.unit, self.request.operands[self.left])
+        )
         if now >= source.dies or thing in source.bad:
             self.result = "broke" if now >= source.dies else "refused"
             return now + 0.001
@@ -151,22 +155,22 @@ class _Hop:
         return tuple(end - self.began for end in reversed(self.ends[:-1]))
 
 
-def _tell(asking: Asking, hop: _Hop, now: float, done: Played, spoilt: set[int]) -> None:
-    ask = hop.ask
+def _tell(scheduler: RequestScheduler, hop: _Hop, now: float, done: Played, spoilt: set[int]) -> None:
+    request = hop.request
     if hop.result:
-        asking.failed(ask, now, broke=hop.result == "broke", silent=hop.result == "silent")
+        scheduler.failed(request, now, broke=hop.result == "broke", silent=hop.result == "silent")
         return
-    verdict = asking.answered(ask, now, hop.waits)
-    if verdict is AnswerUse.SUM and ask.unit in spoilt:
-        spoilt.discard(ask.unit)
-        asking.spoilt(ask.unit)
+    verdict = scheduler.answered(request, now, hop.waits)
+    if verdict is AnswerUse.SUM and request.unit in spoilt:
+        spoilt.discard(request.unit)
+        scheduler.spoilt(request.unit)
     elif verdict in (AnswerUse.WRITE, AnswerUse.SUM):
-        assert ask.unit not in done.written, "a unit is written once"
-        done.written.append(ask.unit)
-        asking.written(ask.unit)
+        assert request.unit not in done.written, "a unit is written once"
+        done.written.append(request.unit)
+        scheduler.written(request.unit)
 
 
 def ways(data: int, parity: int, *, held: bool = False, holder: int = 99) -> Callable[[int], Ways]:
     """Units of a node that is one of k + m; the others are sources 0, 1, ... and `holder` may hold the unit itself."""
-    terms = {number: at(number) for number in range(data + parity - 1)}
-    return lambda index: Ways((at(holder),) if held else (), terms, data)
+    operands = {number: at(number) for number in range(data + parity - 1)}
+    return lambda index: Ways((at(holder),) if held else (), operands, data)
