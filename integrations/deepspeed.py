@@ -30,7 +30,7 @@ from holdfast.smp_daemon.shared.slotfile import read_format, read_record
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.resume.arrange import parse_protect
-from holdfast.snapshot.resume.restore import exchange, heal
+from holdfast.snapshot.resume.restore import exchange, repair_parity
 from holdfast.snapshot.state.values import decode, encode
 from holdfast.snapshot.writer import SlotWriter
 
@@ -84,7 +84,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         if plan is not None:
             shard = memory.client.recover(plan.sources, memory.coord)
             self._share(json.loads(read_record(shard.view, read_format(shard.view)[0])))
-            heal(memory.client, plan, coords, memory.coord)
+            repair_parity(memory.client, plan, coords, memory.coord)
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """A new checkpoint begins."""

@@ -11,7 +11,7 @@ from holdfast.smp_daemon.coding.scrub import scrub
 from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.recovery.census import take_census
 from holdfast.smp_daemon.recovery.fetch import Lender
-from holdfast.smp_daemon.recovery.rebuild import heal, recover, verify
+from holdfast.smp_daemon.recovery.rebuild import recover, repair_parity, verify
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.fields import address, identifier, number, seconds, snapshot_id, text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
@@ -255,11 +255,11 @@ class TrainerConversation:
 
         def work() -> None:
             try:
-                count = heal(self._store, sources, group, position)
-                text = "parity of position %d healed for %s: %d bytes fetched"
+                count = repair_parity(self._store, sources, group, position)
+                text = "parity of position %d repaired for %s: %d bytes fetched"
                 log.info(text, position, sources.snapshot, count, extra=about(sources.snapshot, bytes=count))
             except HoldfastError as error:
-                text = "parity of position %d not healed for %s: %s"
+                text = "parity of position %d not repaired for %s: %s"
                 log.warning(text, position, sources.snapshot, error, extra=about(sources.snapshot))
 
         self._smp.system.Thread(target=work, name="heal", daemon=True).start()

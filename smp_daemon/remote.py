@@ -1,4 +1,4 @@
-"""Conversations with other SMPs, over TCP: units to fold in, units asked for, and things to take part in."""
+"""Conversations with other SMPs, over TCP: units to accumulate, units asked for, and things to take part in."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ MAX_TERMS = 255
 
 
 class PeerConversation:
-    """Another SMP that sends units to fold in, asks for units, or has this one take part in something."""
+    """Another SMP that sends units to accumulate, asks for units, or has this one take part in something."""
 
     def __init__(self, smp: Core) -> None:
         self._smp = smp
         self._store = smp.store
         self._links = Links(smp.store.counters)
         self._sum = memoryview(bytearray())
-        self._folds = False
+        self._accumulates = False
         self._drained: Drained | None = None
 
     def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
@@ -52,10 +52,10 @@ class PeerConversation:
             stream.close()
             raise ProtocolError(f"raw bytes with the operation {op!r}")
         if op == "fold":
-            if not self._folds:
-                self._folds = True  # and no more of anything else: folding has connections of its own
+            if not self._accumulates:
+                self._accumulates = True  # and no more of anything else: accumulating has connections of its own
                 make_background(self._smp.settings.priority)
-            return self._fold(message, payload, stream), None
+            return self._accumulate(message, payload, stream), None
         self._check_job(message)
         if op == "inventory":
             return {"inventory": self._smp.inventory().to_json(digests(message, "known"))}, None
@@ -87,7 +87,8 @@ class PeerConversation:
         return {"digest": digest_, "sources": sources_}, unit
 
     def ended(self) -> None:
-        """What was folded in stays, and a unit that came in part was not folded in. Who has left has no more to do."""
+        """What was accumulated stays, and a unit that came in part was not accumulated. Who has left has no more to
+        do."""
         self._links.close()
         if self._drained is not None:
             self._smp.stop()
@@ -96,7 +97,7 @@ class PeerConversation:
         if message.get("job") != self._store.job:
             raise ProtocolError(f"this SMP serves job {self._store.job!r}, not {message.get('job')!r}")
 
-    def _fold(self, message: Message, payload: int, stream: MessageStream) -> Message:
+    def _accumulate(self, message: Message, payload: int, stream: MessageStream) -> Message:
         """Waits for the slot first and only then takes a buffer, so that buffers are held for no longer than a copy."""
         limit = self._store.longest_unit()
         if payload > limit:
@@ -117,13 +118,13 @@ class PeerConversation:
             with self._smp.scratch.borrow(payload) as unit:
                 stream.receive_into(unit)
                 self._store.counters.add(bytes_received=payload)
-                self._store.codings.fold(epoch, coding, stripe, position, unit, unit_digest)
+                self._store.codings.accumulate(epoch, coding, stripe, position, unit, unit_digest)
         finally:
             stream.set_deadline(None)
         return {}
 
     def _unit(self, what: Message, snapshot: SnapshotId) -> tuple[memoryview, int, dict[int, int]]:
-        """A unit that was just checked, its digest, and, of parity, the digests of what was folded into it."""
+        """A unit that was just checked, its digest, and, of parity, the digests of what was accumulated into it."""
         index = number(what, "unit")
         if what.get("op") == "shard_unit":
             unit, record = self._store.holdings.checked_unit(ShardKey(snapshot, identifier(what, "coord")), index)

@@ -232,7 +232,7 @@ def recovered(ground: Ground, chain: Sequence[str]) -> None:
             trainer.client.join(2)
             if point == "heal.taken":
                 assert trainer.recover(plan).how == "held"
-                call_and_kill(ground, spare, trainer.client.heal, plan.sources, 0, 2)
+                call_and_kill(ground, spare, trainer.client.repair, plan.sources, 0, 2)
             else:
                 call_and_kill(ground, spare, trainer.recover, plan)
         if point == "heal.done":
@@ -242,7 +242,7 @@ def recovered(ground: Ground, chain: Sequence[str]) -> None:
     ground.points.wait_any("spare", "rejoin.done").go()
     trainer = run.trainers["dp2"] = Trainer(spare, "dp2", 80_000)
     plan = run.plan(*(each.client.inventory() for each in run))
-    assert (plan.snapshot, plan.decoded, plan.heal) == (snapshot, (), ())
+    assert (plan.snapshot, plan.decoded, plan.repair) == (snapshot, (), ())
     found = trainer.recover(plan)
     assert (found.how, bytes(found.view)) == ("held", trainer.image(snapshot))
     assert parity_units(spare, snapshot, run.layout.tag(0), 2) == parities_by_xor(run, 0, snapshot)[2]

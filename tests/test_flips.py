@@ -133,7 +133,7 @@ def test_more_flips_in_a_stripe_than_parity_are_noticed_and_not_mended_into_some
     for trainer in run:
         trainer.client.join(2)
     for coord in damaged:
-        with pytest.raises(DamagedSnapshot, match="cannot be mended"):
+        with pytest.raises(DamagedSnapshot, match="cannot be repaired"):
             run[coord].recover(plan)
 
 

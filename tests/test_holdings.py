@@ -248,9 +248,9 @@ def test_a_damaged_unit_is_mended_in_place(place: Place) -> None:
     place.flip(SHARD, 8)
     place.flip(SHARD, 16)
     assert place.holdings.damaged_units(SHARD) == [1, 2]
-    place.holdings.mend(SHARD, 1, memoryview(content)[8:16])
+    place.holdings.repair(SHARD, 1, memoryview(content)[8:16])
     assert place.holdings.damaged_units(SHARD) == [2]
-    place.holdings.mend(SHARD, 2, memoryview(content)[16:])
+    place.holdings.repair(SHARD, 2, memoryview(content)[16:])
     assert place.holdings.damaged_units(SHARD) == []
     assert (path.read_bytes(), path.stat().st_ino) == (content, inode)
     assert (place.count("units_damaged"), place.count("units_mended")) == (2, 2)
@@ -280,7 +280,7 @@ def test_what_is_given_up_before_it_is_mended_is_not_written_to(place: Place) ->
     spoilt = bytes(view)
     place.holdings.drop(SHARD)
     with pytest.raises(ProtocolError, match="not held here"):
-        place.holdings.mend(SHARD, 0, memoryview(content)[:8])
+        place.holdings.repair(SHARD, 0, memoryview(content)[:8])
     assert bytes(view) == spoilt
     assert place.count("units_mended") == 0
 
@@ -289,7 +289,7 @@ def test_a_parity_unit_is_mended_and_the_rest_of_its_place_is_left(place: Place)
     content = place.put_parity()
     place.flip(PARITY, 8)
     assert place.holdings.damaged_units(PARITY) == [1]
-    place.holdings.mend(PARITY, 1, memoryview(content)[8:13])
+    place.holdings.repair(PARITY, 1, memoryview(content)[8:13])
     assert place.holdings.damaged_units(PARITY) == []
     assert bytes(place.view(PARITY)) == content
 
@@ -309,7 +309,7 @@ def test_what_does_not_match_the_digest_is_not_written(place: Place, wrong: str)
     }[wrong]
     assert place.holdings.damaged_units(SHARD) == [1]
     with pytest.raises(DamagedSnapshot, match=r"what was computed for unit 1 of dp0 .* does not match"):
-        place.holdings.mend(SHARD, 1, memoryview(offered))
+        place.holdings.repair(SHARD, 1, memoryview(offered))
     assert bytes(place.view(SHARD)) == damaged
     assert place.holdings.damaged_units(SHARD) == [1]
     assert (place.count("units_damaged"), place.count("units_mended")) == (1, 0)
@@ -320,7 +320,7 @@ def test_what_is_damaged_again_is_counted_again(place: Place) -> None:
     for times in (1, 2, 3):
         place.flip(SHARD, 0)
         assert place.holdings.damaged_units(SHARD) == [0]
-        place.holdings.mend(SHARD, 0, memoryview(content)[:8])
+        place.holdings.repair(SHARD, 0, memoryview(content)[:8])
         assert (place.count("units_damaged"), place.count("units_mended")) == (times, times)
 
 
@@ -467,7 +467,7 @@ def test_a_parity_that_was_gathered_is_held(place: Place) -> None:
             for _, position, piece in stripes.contributors(stripe):
                 coord = LAYOUT.members(0)[position].shards[0].coord
                 unit = memoryview(content_of(ShardKey(FIRST, coord)))[piece.offset : piece.offset + piece.length]
-                gathering.fold(stripe, position, unit, digest(unit))
+                gathering.accumulate(stripe, position, unit, digest(unit))
     second, third = (content_of(ShardKey(FIRST, coord))[:8] for coord in ("dp1", "dp2"))
     expected = bytes(a ^ b for a, b in zip(second, third, strict=True))
     unit, record = place.holdings.checked_unit(PARITY, 0)
@@ -549,9 +549,9 @@ def test_damage_is_noted_when_it_is_adopted_and_can_be_mended(place: Place) -> N
     assert place.count("units_damaged") == 3
     assert (place.holdings.damaged_units(SHARD), place.holdings.damaged_units(PARITY)) == ([0, 2], [1])
     assert place.count("units_damaged") == 3, "it was noted before"
-    place.holdings.mend(SHARD, 0, memoryview(content)[:8])
-    place.holdings.mend(SHARD, 2, memoryview(content)[16:])
-    place.holdings.mend(PARITY, 1, memoryview(parity)[8:13])
+    place.holdings.repair(SHARD, 0, memoryview(content)[:8])
+    place.holdings.repair(SHARD, 2, memoryview(content)[16:])
+    place.holdings.repair(PARITY, 1, memoryview(parity)[8:13])
     place.crash()
     assert place.count("units_damaged") == 0
     assert (bytes(place.view(SHARD)), bytes(place.view(PARITY))) == (content, parity)

@@ -54,7 +54,7 @@ class Gathered:
         return [r for r in range(self.stripes.count) if r % self.stripes.positions == self.position]
 
     def fold(self, unit: Unit) -> None:
-        self.gathering.fold(unit.stripe, unit.position, memoryview(unit.content), unit.digest)
+        self.gathering.accumulate(unit.stripe, unit.position, memoryview(unit.content), unit.digest)
 
     def expected(self) -> bytes:
         """The parity slot, computed without the code under test."""
@@ -215,7 +215,7 @@ def test_a_unit_that_was_damaged_on_its_way_is_refused() -> None:
     unit = gathered.units[0]
     before = bytes(gathered.slot)
     with pytest.raises(DamagedSnapshot, match=r"step 40 .* from position 1"):
-        gathered.gathering.fold(0, 1, memoryview(bytes(8)), unit.digest)
+        gathered.gathering.accumulate(0, 1, memoryview(bytes(8)), unit.digest)
     assert bytes(gathered.slot) == before
     gathered.fold(unit)
     gathered.fold(gathered.units[1])

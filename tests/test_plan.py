@@ -17,7 +17,7 @@ import pytest
 from holdfast.smp_daemon.shared.errors import StateMismatch, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
-from holdfast.smp_daemon.shared.plan import RestorePlan, choose_sources, healer, newest_whole, plan_restore
+from holdfast.smp_daemon.shared.plan import RestorePlan, choose_sources, newest_whole, parity_repairer, plan_restore
 
 UNIT = 10
 OLD = SnapshotId(1, 10)
@@ -245,7 +245,7 @@ class World:
         assert {**plan.sources.shards, **named} == address
         assert plan.sources.layout == self.layouts[epoch, 0]
         assert plan.decoded == tuple(coord for coord in self.job.shards if coord not in parts)
-        healed = [f"p{self.job.groups[g][p]}" for g, p in plan.heal]
+        healed = [f"p{self.job.groups[g][p]}" for g, p in plan.repair]
         assert sorted(healed) == [part for part in self.job.parities if part not in parts]
 
     def check_message(self, message: str, left: Collection[str]) -> None:
@@ -386,7 +386,7 @@ def test_however_shards_are_dealt_to_machines_nothing_is_lost(job: Job) -> None:
         ]
         plan = plan_restore(moved, job.shards)
         assert plan is not None
-        assert (plan.decoded, plan.heal) == ((), ())
+        assert (plan.decoded, plan.repair) == ((), ())
         assert plan.sources.shards == {c: inv.bulk for inv in moved for _, c in inv.shards}
         tags = {plan.sources.layout.tag(g): g for g in range(len(job.groups))}
         assert plan.sources.parities == {(tags[t], p): inv.bulk for inv in moved for _, t, p in inv.parities}
@@ -440,7 +440,7 @@ def test_without_loss_there_is_nothing_to_heal() -> None:
     job = JOBS["four uneven nodes"]
     plan = plan_restore(list(World(job, [whole(job, NEW)], NEW).inventories.values()), job.shards)
     assert plan is not None
-    assert plan.heal == ()
+    assert plan.repair == ()
 
 
 def test_parity_that_nobody_holds_is_to_be_healed_though_no_shard_is_lost() -> None:
@@ -450,7 +450,7 @@ def test_parity_that_nobody_holds_is_to_be_healed_though_no_shard_is_lost() -> N
     plan = plan_restore(list(inventories.values()), job.shards)
     assert plan is not None
     assert plan.decoded == ()
-    assert plan.heal == ((0, 2),)
+    assert plan.repair == ((0, 2),)
 
 
 def test_a_group_without_parity_says_that_it_has_none() -> None:
@@ -464,15 +464,15 @@ def test_a_group_without_parity_says_that_it_has_none() -> None:
 def test_lost_parity_is_healed_by_whoever_has_the_first_shard_of_the_lost_node() -> None:
     job = JOBS["four nodes of one or two"]
     layout = LAYOUTS[job, 1]
-    healers = {layout.groups[0][p]: healer(layout, 0, p) for p in range(4)}
+    healers = {layout.groups[0][p]: parity_repairer(layout, 0, p) for p in range(4)}
     assert healers == {node: f"n{node}s0" for node in job.nodes}
-    assert healer(layout, 0, 3) == "n2s0" != job.shards[0]
+    assert parity_repairer(layout, 0, 3) == "n2s0" != job.shards[0]
 
 
 def test_the_parity_of_a_node_without_shards_is_healed_by_one_rank_that_all_agree_on() -> None:
     first, second = SECOND.nodes
     bare = replace(SECOND, nodes=(replace(first, shards=first.shards + second.shards), replace(second, shards=())))
-    assert healer(bare, 0, 1) == bare.coords[0] == first.shards[0].coord
+    assert parity_repairer(bare, 0, 1) == bare.coords[0] == first.shards[0].coord
 
 
 # ---------------------------------------------------------------------- groups that were re-formed
@@ -506,7 +506,7 @@ def plan_of(*inventories: Inventory) -> tuple[int, tuple[str, ...], tuple[tuple[
     """(revision, decoded, heal) of the plan."""
     plan = plan_restore(inventories, COORDS)
     assert plan is not None
-    return plan.sources.layout.revision, plan.decoded, plan.heal
+    return plan.sources.layout.revision, plan.decoded, plan.repair
 
 
 def test_parity_of_either_layout_serves_and_the_one_with_all_of_it_is_taken() -> None:

@@ -182,7 +182,7 @@ def test_units_that_come_while_parity_is_computed_again_take_its_place(ground: G
     senders = [ground.points.wait(name, "encode.before", 1) for name in ("node0", "node1", "node2")]
     sources = choose_sources([trainer.client.inventory() for trainer in run], snapshot)
     assert sources is not None
-    run["dp1"].client.heal(sources, 0, 1)
+    run["dp1"].client.repair_parity(sources, 0, 1)
     taken = ground.points.wait("node1", "heal.taken", 1)
     for sender in senders:
         sender.go()

@@ -11,7 +11,7 @@ import pytest
 from holdfast.smp_daemon.coding.reform import Reform, plan_reform
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
-from holdfast.smp_daemon.shared.plan import healer, plan_restore
+from holdfast.smp_daemon.shared.plan import parity_repairer, plan_restore
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
 
@@ -172,7 +172,7 @@ class TestThePlan:
         reform = planned([*after, *empty])
         assert reform.layout.node("node3").shards == ()
         assert plan_reform(carried_out([*after, *empty], reform)) is None
-        assert healer(reform.layout, 0, 3) == "dp0"
+        assert parity_repairer(reform.layout, 0, 3) == "dp0"
 
     def test_new_groups_respect_failure_domains(self) -> None:
         layout = layout_of(9, 2, 1)

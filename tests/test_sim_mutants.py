@@ -21,7 +21,7 @@ from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.step.copier import CopyJob
 from holdfast.snapshot.step.ledger import Ledger
 
-_fold = ParityGathering.fold
+_fold = ParityGathering.accumulate
 _restored = Ledger.restored
 
 
@@ -64,10 +64,10 @@ MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
             (Store, "join", lambda self, epoch, start=None: None),
         ],
     ),
-    "a bit of parity is wrong": (0, [(ParityGathering, "fold", _fold_badly)]),
+    "a bit of parity is wrong": (0, [(ParityGathering, "accumulate", _fold_badly)]),
     "parity is never committed": (0, [(Codings, "_commit_parity", lambda self, coding, gathering: None)]),
     "the next step does not wait for the copy": (100, [(CopyJob, "fence", lambda job, patience_s, deadline_s: True)]),
-    "lost parity is not healed": (76, [("holdfast.smp_daemon.local", "heal", lambda *arguments: 0)]),
+    "lost parity is not healed": (76, [("holdfast.smp_daemon.local", "repair_parity", lambda *arguments: 0)]),
     "digests are not compared": (
         2336,
         [

@@ -632,7 +632,7 @@ class TestAnSmpKilledAndStartedAgain:
         inventory = run["dp0"].client.inventory()
         assert inventory.shards == {(good, "dp0"), (bad, "dp0")}, "others might help to mend it"
         assert run["dp0"].client.counters()["units_damaged"] == 1
-        with pytest.raises(DamagedSnapshot, match=r"dp0 of step 2 .* is damaged and cannot be mended: .*no parity"):
+        with pytest.raises(DamagedSnapshot, match=r"dp0 of step 2 .* is damaged and cannot be repaired: .*no parity"):
             run["dp0"].recover(run.plan(inventory))
         inventory = run["dp0"].client.inventory()
         assert inventory.shards == {(good, "dp0")}
@@ -651,7 +651,7 @@ class TestAnSmpKilledAndStartedAgain:
         smps[1].launch().wait_ready()
         run["dp1"].client.reconnect()
         plan = run.plan(*(trainer.client.inventory() for trainer in run))
-        assert (plan.decoded, plan.heal) == ((), ())
+        assert (plan.decoded, plan.repair) == ((), ())
         recovered = run["dp1"].recover(plan)
         assert (recovered.how, bytes(recovered.view)) == ("mended", bytes_of(run, "dp1", snapshot))
         assert path.read_bytes() == bytes_of(run, "dp1", snapshot)
@@ -670,7 +670,7 @@ class TestAnSmpKilledAndStartedAgain:
         inventories = [trainer.client.inventory() for trainer in run]
         assert inventories[0].shards == {(snapshot, "dp0")}
         assert inventories[0].parities == {(snapshot, tag, 0)}
-        assert run.plan(*inventories).heal == ()
+        assert run.plan(*inventories).repair == ()
         assert damage_of(run["dp0"]) == (1, 0)
         assert run["dp0"].client.scrub() == {"units": units_on(smps[0]), "damaged": 1, "mended": 1}
         assert parity_units(smps[0], snapshot, tag, 0) == parities_by_xor(run, 0, snapshot)[0]
@@ -741,7 +741,7 @@ class TestAnSmpKilledInTheMiddle:
         run["dp1"].client.reconnect()
         plan = run.plan(*(trainer.client.inventory() for trainer in run))
         assert (plan.snapshot, plan.decoded) == (snapshot, ())
-        assert (0, 0) in plan.heal
+        assert (0, 0) in plan.repair
 
     @pytest.mark.parametrize("epoch", [2, 3], ids=["same epoch", "next epoch"])
     def test_a_trainer_killed_while_its_shard_is_rebuilt_does_not_spoil_the_next_attempt(
@@ -815,17 +815,17 @@ class TestALostNode:
                 elements = run[coord].form.offsets["weight"][1].shape[0]
                 run.trainers[coord] = Trainer(smps[lost], coord, elements)
             plan = run.plan(*(run[f"dp{2 * i}"].client.inventory() for i in range(4)))
-            assert (plan.snapshot, sorted(plan.decoded), plan.heal) == (snapshot, here, ((0, lost),))
+            assert (plan.snapshot, sorted(plan.decoded), plan.repair) == (snapshot, here, ((0, lost),))
             for coord in here:
                 recovered = run[coord].recover(plan)
                 assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, coord, snapshot))
                 assert recovered.bytes_fetched >= len(recovered.view)
-            run[here[0]].client.heal(plan.sources, 0, lost)
+            run[here[0]].client.repair_parity(plan.sources, 0, lost)
             ground.points.wait(name, "heal.done", 1).go()
             healed = parity_units(smps[lost], snapshot, run.layout.tag(0), lost)
             assert healed == parities_by_xor(run, 0, snapshot)[lost]
         plan = run.plan(*(run[f"dp{2 * i}"].client.inventory() for i in range(4)))
-        assert (plan.decoded, plan.heal) == ((), ())
+        assert (plan.decoded, plan.repair) == ((), ())
 
     def test_can_be_lost_again_before_its_parity_is_healed(self, ground: Ground) -> None:
         smps = ground.smps(3)
@@ -986,7 +986,7 @@ class TestADamagedCopy:
         spare = Trainer(ground.smp("spare"), "dp2", 9000)
         plan = run.plan(*(run[coord].client.inventory() for coord in ("dp0", "dp1")), spare.client.inventory())
         assert (plan.snapshot, plan.decoded) == (snapshot, ("dp2",))
-        with pytest.raises(DamagedSnapshot, match=r"dp1 of step 1 .* is damaged and cannot be mended: stripe"):
+        with pytest.raises(DamagedSnapshot, match=r"dp1 of step 1 .* is damaged and cannot be repaired: stripe"):
             run["dp1"].recover(plan)
         inventories = [run["dp0"].client.inventory(), run["dp1"].client.inventory(), spare.client.inventory()]
         assert (snapshot, "dp1") not in inventories[1].shards

@@ -2,8 +2,8 @@
 
 Each SMP pushes on its own as soon as its shards are sealed; nobody coordinates. Units go straight from the arena to
 the socket. At most `WINDOW` of them are on their way, whoever to, until they are acknowledged, which is when they are
-folded in; so a slow peer slows its senders and takes no memory. What was not acknowledged on a connection that broke is
-sent again on the next; a unit that comes twice is folded in once.
+accumulated; so a slow peer slows its senders and takes no memory. What was not acknowledged on a connection that broke
+is sent again on the next; a unit that comes twice is accumulated once.
 
 Between two units it waits: for a cap on bandwidth, and while trainers of this node communicate (`Board.pause`). Groups
 may take turns (`smp_daemon.shared.pacer.turn_delay_s`).
@@ -207,7 +207,7 @@ def send_units(
     check: Callable[[], None],
     pace: Callable[[int], None],
 ) -> None:
-    """Send every data unit of this node to its stripe's parity in `layout`. Blocks until all are folded in.
+    """Send every data unit of this node to its stripe's parity in `layout`. Blocks until all are accumulated.
 
     Args:
         check: called before each unit; raises if the work is not wanted any more.

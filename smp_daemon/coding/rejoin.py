@@ -1,8 +1,8 @@
 """What a restarted SMP sees to by itself: that this node holds again what its group counts on.
 
-Its predecessor may have died while it mended a unit, took in a shard or computed parity again. Units that do not match
-their digests were noted when the arena was adopted. Here they are mended, missing shards are brought back, and missing
-parity is encoded anew: of the newest snapshot that lies here, and of the one that the job was promised.
+Its predecessor may have died while it repaired a unit, took in a shard or computed parity again. Units that do not
+match their digests were noted when the arena was adopted. Here they are repaired, missing shards are brought back, and
+missing parity is encoded anew: of the newest snapshot that lies here, and of the one that the job was promised.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.recovery.census import addresses_of, take_census
-from holdfast.smp_daemon.recovery.rebuild import heal, mend_units, recover
+from holdfast.smp_daemon.recovery.rebuild import recover, repair_parity, repair_units
 from holdfast.smp_daemon.shared.errors import HoldfastError, Unrecoverable
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.plan import choose_sources, healer
+from holdfast.smp_daemon.shared.plan import choose_sources, parity_repairer
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -118,7 +118,7 @@ def find_missing(store: Store, layout: Layout, snapshot: SnapshotId) -> Missing:
         (group, position)
         for group in range(len(layout.groups))
         for position, member in enumerate(layout.members(group))
-        if member.name == node or healer(layout, group, position) in shards
+        if member.name == node or parity_repairer(layout, group, position) in shards
     ]
     damaged = [(key, tuple(holdings.known_damage(key))) for key in keys]
     return Missing(
@@ -137,8 +137,8 @@ def _bring_back(store: Store, epoch: int, sources: Sources, method: str) -> None
     """What nobody holds any more; what moved to another node, with its ranks, is not missing."""
     snapshot, missing = sources.snapshot, find_missing(store, sources.layout, sources.snapshot)
     for key, units in missing.damaged:
-        mended = mend_units(store, key, units)
-        text, extra = "%s: %d of %d damaged units are mended", about(snapshot, mended=mended)
+        mended = repair_units(store, key, units)
+        text, extra = "%s: %d of %d damaged units are repaired", about(snapshot, mended=mended)
         log.warning(text, key, mended, len(units), extra=extra)
     for coord in missing.shards:
         if coord not in sources.shards:
@@ -148,6 +148,6 @@ def _bring_back(store: Store, epoch: int, sources: Sources, method: str) -> None
     for group, position in missing.parities:
         if (group, position) not in sources.parities:
             store.check_epoch(epoch)
-            count = heal(store, sources, group, position)
+            count = repair_parity(store, sources, group, position)
             text = "parity of %s was missing, and is encoded again: %d bytes fetched"
             log.warning(text, snapshot, count, extra=about(snapshot, bytes=count))

@@ -1,11 +1,11 @@
-"""The scrub: reads everything that is sealed, slowly and for ever, and mends units that went bad."""
+"""The scrub: reads everything that is sealed, slowly and for ever, and repairs units that went bad."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.smp_daemon.recovery.rebuild import mend_units
+from holdfast.smp_daemon.recovery.rebuild import repair_units
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
@@ -63,7 +63,7 @@ class Scrubber:
 
 
 def scrub(store: Store, pace: Callable[[int], None]) -> Pass:
-    """Read and check every sealed unit once; mend what can be mended. Blocks.
+    """Read and check every sealed unit once; repair what can be repaired. Blocks.
 
     Args:
         pace: called with the length of each unit in bytes before it is read.
@@ -88,5 +88,5 @@ def scrub(store: Store, pace: Callable[[int], None]) -> Pass:
             continue  # it was released meanwhile
         found.damaged += len(damaged)
         if damaged:
-            found.mended += mend_units(store, key, damaged)
+            found.mended += repair_units(store, key, damaged)
     return found

@@ -51,7 +51,7 @@ class Settings:
         deadlines: how long trainers may be quiet.
         on_hang: shell command for each hang of a trainer; empty: none.
         zero: what is given up is overwritten with zeros.
-        priority: how much encoding, folding and the scrub press on the trainers, see `smp_daemon.shared.priority`.
+        priority: how much encoding, accumulating and the scrub press on the trainers, see `smp_daemon.shared.priority`.
         persist: the persist tier; None: it is off.
     """
 

@@ -36,7 +36,7 @@ GAUGES = {
 COUNTERS = {
     "bytes_sent": "bytes sent to other SMPs",
     "bytes_received": "bytes received from other SMPs",
-    "units_folded": "units of others folded into parity",
+    "units_folded": "units of others accumulated into parity",
     "units_damaged": "units that did not match their digest",
     "units_mended": "damaged units that were computed again",
     "bytes_scrubbed": "bytes read by the scrub",

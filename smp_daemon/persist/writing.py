@@ -71,7 +71,7 @@ def _write_shard(place: PersistPlace, holdings: Holdings, job: str, folder: str,
             unit = buffer[:count]
             np.copyto(np.frombuffer(unit, np.uint8), np.frombuffer(view[offset : offset + count], np.uint8))
             if digest(unit) != record.digests[number]:  # of the copy: this is what is written
-                holdings.checked_unit(key, number)  # notes the damage, so that the scrub mends it
+                holdings.checked_unit(key, number)  # notes the damage, so that the scrub repairs it
                 raise DamagedSnapshot(f"unit {number} of {key} was damaged while it was read")
             put(encoder.unit(unit, record.digests[number], width))
         put(encoder.end())

@@ -49,11 +49,11 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
     Args:
         method: how a lost shard is computed: ``decode`` fetches k units for each of its own; ``chain`` has the helpers
             add up, and fetches one.
-        check: read a shard that is held already, and mend what does not match its digest. If not, that is up to
+        check: read a shard that is held already, and repair what does not match its digest. If not, that is up to
             whoever reads it.
 
     Raises:
-        DamagedSnapshot: it is damaged here beyond mending, and no longer counted.
+        DamagedSnapshot: it is damaged here beyond repair, and no longer counted.
         Unrecoverable: too little is left to compute it from.
     """
     if method not in METHODS:
@@ -67,10 +67,10 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
             fetcher = _fetcher(store, sources, links)
             for index in damaged:
                 try:
-                    mend_unit(store, fetcher, key, index)
+                    repair_unit(store, fetcher, key, index)
                 except (Unrecoverable, DamagedSnapshot) as error:
                     store.holdings.drop(key)
-                    raise DamagedSnapshot(f"{key} is damaged and cannot be mended: {error}") from error
+                    raise DamagedSnapshot(f"{key} is damaged and cannot be repaired: {error}") from error
             return recovered(store, key, "mended" if damaged else "held", links.bytes_received)
     store.keep_layout(sources.layout)
     with store.receiving_shard(key, sources.layout) as view:
@@ -89,8 +89,8 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
 
 
 def verify(store: Store) -> None:
-    """Check the shards of the newest snapshot sealed here, and mend what can be mended. Blocks for about one read of
-    them; holds no lock while it reads or fetches.
+    """Check the shards of the newest snapshot sealed here, and repair what can be repaired. Blocks for about one read
+    of them; holds no lock while it reads or fetches.
     """
     for key in store.holdings.newest_shards():
         try:
@@ -99,13 +99,14 @@ def verify(store: Store) -> None:
             extra = about(key.snapshot, coord=key.coord)
             log.info("%s is checked no further: %s", key, error, extra=extra)  # it was released meanwhile
             continue
-        mended = mend_units(store, key, damaged) if damaged else 0
+        mended = repair_units(store, key, damaged) if damaged else 0
         extra = about(key.snapshot, coord=key.coord, damaged=len(damaged), mended=mended)
-        log.info("%s was checked: %d units damaged, %d mended", key, len(damaged), mended, extra=extra)
+        log.info("%s was checked: %d units damaged, %d repaired", key, len(damaged), mended, extra=extra)
 
 
-def mend_units(store: Store, key: Key, damaged: Collection[int]) -> int:
-    """Mend what can be mended, from wherever the rest of the stripes is now; how many units are whole again. Blocks.
+def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
+    """Repair what can be repaired, from wherever the rest of the stripes is now; how many units are whole again.
+    Blocks.
 
     The others stay noted as damaged: their stripe may not be protected yet.
     """
@@ -120,17 +121,17 @@ def mend_units(store: Store, key: Key, damaged: Collection[int]) -> int:
         fetcher = _fetcher(store, sources, links)
         for index in damaged:
             try:
-                mend_unit(store, fetcher, key, index)
+                repair_unit(store, fetcher, key, index)
                 mended += 1
             except (Unrecoverable, DamagedSnapshot, ProtocolError) as error:
                 last = error
     if last is not None:
         left = len(damaged) - mended
-        log.warning("%d units of %s are not mended: %s", left, key, last, extra=about(key.snapshot, units=left))
+        log.warning("%d units of %s are not repaired: %s", left, key, last, extra=about(key.snapshot, units=left))
     return mended
 
 
-def mend_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
+def repair_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
     """Compute a damaged unit again from the rest of its stripe, and put it back in place.
 
     Raises:
@@ -139,10 +140,10 @@ def mend_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
     _, record = store.holdings.open(key)
     unit = memoryview(bytearray(record.unit(index)[1]))
     fetcher.compute(_place(fetcher.sources.layout, key, index), unit, record.digests[index])
-    store.holdings.mend(key, index, unit)
+    store.holdings.repair(key, index, unit)
 
 
-def heal(store: Store, sources: Sources, group: int, position: int) -> int:
+def repair_parity(store: Store, sources: Sources, group: int, position: int) -> int:
     """Compute the parity that a lost node held, so that the group can lose another. Returns bytes fetched."""
     store.keep_layout(sources.layout)
     layout = sources.layout
@@ -157,11 +158,11 @@ def heal(store: Store, sources: Sources, group: int, position: int) -> int:
                         unit = memoryview(bytearray(piece.length))
                         coord = members[contributor].shards[piece.segment].coord
                         fetcher.shard_unit(coord, piece.offset // layout.unit_bytes, unit)
-                        gathering.fold(stripe, contributor, unit, digest(unit))
+                        gathering.accumulate(stripe, contributor, unit, digest(unit))
             reach("heal.done", sources.snapshot.step)
             return links.bytes_received
     finally:
-        store.codings.heal_over(Coding(sources.snapshot, key.tag))
+        store.codings.repair_over(Coding(sources.snapshot, key.tag))
 
 
 def _fetcher(store: Store, sources: Sources, links: Links) -> Fetcher:

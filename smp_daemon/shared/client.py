@@ -217,7 +217,7 @@ class SmpClient:
         """Have the SMP hold `coord` again, from wherever it can be had; its bytes, mapped.
 
         Args:
-            check: have a shard that it holds already read, and mended in place. If not, it answers at once, and the
+            check: have a shard that it holds already read, and repaired in place. If not, it answers at once, and the
                 caller must compare each unit with its digest before it is used.
         """
         message = self._in_epoch() | {"op": "recover", "sources": sources.to_json(), "coord": coord, "check": check}
@@ -280,13 +280,13 @@ class SmpClient:
         return Layout.from_json(reply["layout"])
 
     def verify(self) -> bool:
-        """Have the newest sealed shards that the SMP holds checked, and mended where they are bad, in the background.
+        """Have the newest sealed shards that the SMP holds checked, and repaired where they are bad, in the background.
 
         Returns at once: False if such a check is under way already, and no other was started.
         """
         return bool(self._call({"op": "verify"})["started"])
 
-    def heal(self, sources: Sources, group: int, position: int) -> None:
+    def repair_parity(self, sources: Sources, group: int, position: int) -> None:
         """Have the SMP compute the parity of a lost node in the background."""
         message = {"op": "heal", "sources": sources.to_json(), "group": group, "position": position}
         self._call(self._in_epoch() | message)
@@ -310,7 +310,8 @@ class SmpClient:
         return {str(name): int(count) for name, count in self._call({"op": "counters"}).items()}
 
     def scrub(self) -> dict[str, int]:
-        """Have every sealed unit checked now, and mended where it is bad: how many ``units``, ``damaged``, ``mended``.
+        """Have every sealed unit checked now, and repaired where it is bad: how many ``units``, ``damaged``,
+        ``mended``.
 
         Blocks for about one read of the arena.
         """

@@ -13,7 +13,7 @@ class Counts:
 
     Attributes:
         bytes_sent, bytes_received: raw bytes exchanged with other SMPs.
-        units_folded: data units of others folded into parity here.
+        units_folded: data units of others accumulated into parity here.
         units_damaged: units that did not match their digest, here or on their way here.
         units_mended: of those, how many were computed again in place.
         bytes_scrubbed: bytes that the scrub has read.

@@ -24,12 +24,12 @@ class RestorePlan:
     Attributes:
         sources: who holds what of the chosen snapshot.
         decoded: coordinates that nobody holds and that are computed from parity.
-        heal: (group, position) whose parity nobody holds, to be computed again.
+        repair: (group, position) whose parity nobody holds, to be computed again.
     """
 
     sources: Sources
     decoded: tuple[str, ...]
-    heal: tuple[tuple[int, int], ...]
+    repair: tuple[tuple[int, int], ...]
 
     @property
     def snapshot(self) -> SnapshotId:
@@ -182,7 +182,7 @@ def missing_parities(sources: Sources) -> list[tuple[int, int]]:
     ]
 
 
-def healer(layout: Layout, group: int, position: int) -> str:
+def parity_repairer(layout: Layout, group: int, position: int) -> str:
     """The coordinate whose node computes that parity again: one of the lost node's, which has taken its place."""
     own = layout.members(group)[position].shards
     return own[0].coord if own else layout.coords[0]

@@ -35,7 +35,7 @@ SMP_POINTS = (
     *("encode.before", "encode.middle", "encode.done", "parity.taken", "parity.folded", "parity.complete"),
     *("parity.committed", "parity.announced", "parity.told", "outcome.protected", "outcome.failed"),
     *("slot.freed", "slot.removed", "layout.removed"),
-    # bytes that are brought back, and mended
+    # bytes that are brought back, and repaired
     *("receive.taken", "receive.checked", "receive.done", "rebuild.middle", "drop.done"),
     *("mend.before", "mend.done", "heal.taken", "heal.folded", "heal.done"),
     *("reform.declined", "reform.planned", "reform.adopt", "reform.encode", "reform.release", "reform.done"),

@@ -9,7 +9,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 PRIORITIES = ("auto", "normal", "idle")
-"""auto: what nobody waits for (encoding, folding, the scrub) gives way to others. normal: all as usual. idle:
+"""auto: what nobody waits for (encoding, accumulating, the scrub) gives way to others. normal: all as usual. idle:
 everything runs only on cores that nobody else wants."""
 
 SESSION_NICE = 19

@@ -57,7 +57,7 @@ class ParityRecord:
         group: the tag of the group, see `Layout.tag`.
         lengths: of this position's parity units, in stripe order: each as long as the longest data unit of its stripe.
         digests: of the same.
-        sources: for each of them, ``{position: digest}`` of the data units folded into it. This is how a lost
+        sources: for each of them, ``{position: digest}`` of the data units accumulated into it. This is how a lost
             node's bytes are checked once they are rebuilt.
     """
 

@@ -70,7 +70,9 @@ class Codings:
         self._gatherings: dict[Coding, GatheringSlot] = {}
         self._done: dict[Coding, set[int]] = {}
 
-    def fold(self, epoch: int, coding: Coding, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
+    def accumulate(
+        self, epoch: int, coding: Coding, stripe: int, position: int, unit: memoryview, unit_digest: int
+    ) -> None:
         """Fold a group member's data unit into this node's parity.
 
         Call `await_gathering` first: it waits until there is a slot.
@@ -83,7 +85,7 @@ class Codings:
         if gathering is None:
             return
         try:
-            gathering.parity.fold(stripe, position, unit, unit_digest)
+            gathering.parity.accumulate(stripe, position, unit, unit_digest)
         except DamagedSnapshot:
             self._holdings.counters.add(units_damaged=1)
             raise
@@ -115,10 +117,10 @@ class Codings:
                 if left <= 0 or not self.changed.wait(left):
                     raise DeadlineExceeded(f"no free parity slot for {coding.snapshot} in {CALL_DEADLINE_S:.0f} s")
 
-    def heal_over(self, coding: Coding) -> None:
+    def repair_over(self, coding: Coding) -> None:
         """An attempt to compute parity of that group again is over. It took the slot of what was gathered, if anything.
 
-        Until this call, what still arrives is folded into nothing. If the attempt failed, it can be gathered anew.
+        Until this call, what still arrives is accumulated into nothing. If the attempt failed, it can be gathered anew.
         """
         with self.changed:
             gathering, layout = self._gatherings.get(coding), self.find_layout(coding)
@@ -237,9 +239,9 @@ class Codings:
         with self.changed:
             layout = self.find_layout(coding)
             if layout is None or self._gatherings.get(coding) is not gathering:
-                return  # another thread folded in the last unit too, or the snapshot was given up
+                return  # another thread accumulated the last unit too, or the snapshot was given up
             if not gathering.pool.is_at(gathering.slot, gathering.view):
-                return  # somebody is at work to compute it from the shards of others: see `heal_over`
+                return  # somebody is at work to compute it from the shards of others: see `repair_over`
             self._holdings.commit_parity(gathering.pool, gathering.slot, record)
             reach("parity.committed", coding.snapshot.step)
             del self._gatherings[coding]

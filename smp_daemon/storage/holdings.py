@@ -1,7 +1,7 @@
-"""The sealed shards and complete parities of one SMP: reading them, checking them, taking in more, mending them.
+"""The sealed shards and complete parities of one SMP: reading them, checking them, taking in more, repairing them.
 
 A unit that does not match its digest is an erasure. It is noted as damaged, counted, and not given to anybody, until
-it is mended in place with bytes that match.
+it is repaired in place with bytes that match.
 
 Every public method is thread-safe; `lock` is the store's own.
 """
@@ -142,11 +142,11 @@ class Holdings:
         return damaged
 
     def known_damage(self, key: Key) -> list[int]:
-        """Which units are known not to match their digests, and are not mended. Reads nothing."""
+        """Which units are known not to match their digests, and are not repaired. Reads nothing."""
         with self._lock:
             return sorted(index for of, index in self._damaged if of == key)
 
-    def mend(self, key: Key, index: int, content: memoryview) -> None:
+    def repair(self, key: Key, index: int, content: memoryview) -> None:
         """Put a unit's bytes back in place.
 
         Raises:
@@ -168,7 +168,7 @@ class Holdings:
             self._episodes.end(key, "all units of %s are whole again", key, extra=about(key.snapshot))
 
     def drop(self, key: Key) -> None:
-        """It is damaged beyond mending, or not needed: this node does not hold it any more."""
+        """It is damaged beyond repair, or not needed: this node does not hold it any more."""
         with self._lock:
             pool = self._pool(key)
             slot = pool.find(key.snapshot, SlotState.SEALED)
@@ -317,7 +317,7 @@ class Holdings:
         slot.state = SlotState.SEALED
         self._records[key] = record
         reach("adopt.slot", key.snapshot.step)
-        self.damaged_units(key)  # notes them: others can help to mend them
+        self.damaged_units(key)  # notes them: others can help to repair them
 
     def _pool(self, key: Key) -> SlotFilePool:
         if isinstance(key, ShardKey):

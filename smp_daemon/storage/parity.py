@@ -1,4 +1,4 @@
-"""Gathering one parity slot: data units arrive in any order from the group and are folded in."""
+"""Gathering one parity slot: data units arrive in any order from the group and are accumulated into it."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class ParityGathering:
         self._cancelled = False
         self._mine = stripes.parity_stripes(position)
         self._lengths = {stripe: stripes.stripe_bytes(stripe) for stripe in self._mine}
-        self._folded: dict[int, dict[int, int]] = {stripe: {} for stripe in self._mine}
+        self._digests: dict[int, dict[int, int]] = {stripe: {} for stripe in self._mine}
         self._missing = sum(len(list(stripes.contributors(stripe))) for stripe in self._mine)
 
     @property
     def complete(self) -> bool:
-        """Whether every data unit is folded in."""
+        """Whether every data unit is in it."""
         return self._missing == 0
 
-    def fold(self, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
-        """Fold in the data unit of `position`; one that was folded in before is left out.
+    def accumulate(self, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
+        """Accumulate the data unit of `position`; one that was accumulated before is left out.
 
         Raises:
             ProtocolError: that position has no such unit, or not of that length.
             DamagedSnapshot: the unit does not match its digest.
             StaleEpoch: the snapshot was given up.
         """
-        if stripe not in self._folded:
+        if stripe not in self._digests:
             raise ProtocolError(f"position {self.position} holds no parity of stripe {stripe}")
         index, length = self._expected(stripe, position)
         if unit.nbytes != length:
@@ -63,14 +63,14 @@ class ParityGathering:
         with self._lock:
             if self._cancelled:
                 raise StaleEpoch(f"{self.snapshot} was given up")
-            folded = self._folded[stripe]
-            if position in folded:
+            digests = self._digests[stripe]
+            if position in digests:
                 return
             parity = self._unit(stripe)
-            if not folded:
+            if not digests:
                 np.frombuffer(parity, dtype=np.uint8)[:] = 0
             self._codec.accumulate(index, unit, {row: parity[:length]})
-            folded[position] = unit_digest
+            digests[position] = unit_digest
             self._missing -= 1
 
     def record(self) -> ParityRecord:
@@ -84,7 +84,7 @@ class ParityGathering:
             self._stripes.unit_bytes,
             tuple(self._lengths[r] for r in self._mine),
             tuple(digest(self._unit(r)) for r in self._mine),
-            tuple(self._folded[r] for r in self._mine),
+            tuple(self._digests[r] for r in self._mine),
         )
 
     def cancel(self) -> None:

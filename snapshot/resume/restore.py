@@ -27,8 +27,8 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.plan import (
     RestorePlan,
-    healer,
     newest_protected,
+    parity_repairer,
     plan_persisted,
     plan_restore,
     whole_snapshots,
@@ -168,7 +168,7 @@ def restore(
         if whole:
             clock["load"] = time.monotonic()
             if not resharded:
-                heal(client, plan, coords, coord)
+                repair_parity(client, plan, coords, coord)
             tier = tier_of(plan, inventories, coords)
             _say_what_is_lost(plan, inventories, course)
             known = [inventory.protected for inventory in inventories if inventory.protected is not None]
@@ -178,7 +178,7 @@ def restore(
                 epoch,
                 plan.snapshot,
                 protected,
-                whole=not plan.heal and tier != PERSISTED,
+                whole=not plan.repair and tier != PERSISTED,
                 how=attempt.how,
                 bytes_fetched=attempt.bytes_fetched,
                 notes=attempt.notes,
@@ -439,8 +439,8 @@ def _own(
         yield (name, tensors[name] if part is None else part_of(tensors[part[0]], Part(*part)))
 
 
-def heal(client: SmpClient, plan: RestorePlan, coords: dict[str, str], coord: str) -> None:
+def repair_parity(client: SmpClient, plan: RestorePlan, coords: dict[str, str], coord: str) -> None:
     """Have lost parity computed again, on the node that took the lost one's place."""
-    for group, position in plan.heal:
-        if healer(plan.sources.layout, group, position) == coord and coords[coord] == client.node:
-            client.heal(plan.sources, group, position)
+    for group, position in plan.repair:
+        if parity_repairer(plan.sources.layout, group, position) == coord and coords[coord] == client.node:
+            client.repair_parity(plan.sources, group, position)

@@ -129,7 +129,7 @@ def _what_was_promised_is_forgotten() -> None:
 def _lost_parity_is_not_healed() -> None:
     from holdfast.snapshot.resume import restore
 
-    _replace(restore, "heal", lambda client, plan, coords, coord: None)
+    _replace(restore, "repair_parity", lambda client, plan, coords, coord: None)
 
 
 # ---------------------------------------------------------------------- the SMP
@@ -151,25 +151,25 @@ def _the_protected_slot_is_freed() -> None:
 def _parity_of_nothing() -> None:
     from holdfast.smp_daemon.storage.parity import ParityGathering
 
-    fold = ParityGathering.fold
+    fold = ParityGathering.accumulate
 
     def zeros(self: ParityGathering, stripe: int, position: int, unit: memoryview, digest: int) -> None:
         fold(self, stripe, position, memoryview(bytes(unit.nbytes)), digest)
 
-    _replace(ParityGathering, "fold", zeros)
+    _replace(ParityGathering, "accumulate", zeros)
 
 
 def _units_are_not_checked_on_arrival() -> None:
     from holdfast.smp_daemon.shared.records import digest
     from holdfast.smp_daemon.storage.parity import ParityGathering
 
-    fold = ParityGathering.fold
+    fold = ParityGathering.accumulate
 
     def unchecked(self: ParityGathering, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
         fold(self, stripe, position, unit, digest(unit))
-        self._folded[stripe][position] = unit_digest
+        self._digests[stripe][position] = unit_digest
 
-    _replace(ParityGathering, "fold", unchecked)
+    _replace(ParityGathering, "accumulate", unchecked)
 
 
 def _the_arena_is_left_behind() -> None:
