@@ -61,7 +61,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             bandwidth=parse_rate(arguments.bandwidth),
             turns=parse_turns(arguments.turns),
             scrub=parse_rate(arguments.scrub),
-            reform_after_s=arguments.reform_after,
+            regroup_after_s=arguments.reform_after,
             rebuild=arguments.rebuild,
             memory=parse_size(arguments.memory),
             zero=arguments.zero,
@@ -164,7 +164,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("HOLDFAST_REFORM_AFTER", "30"),
         type=float,
         metavar="SECONDS",
-        help="how long a node may be missing, with no trainer connected, before the survivors re-form their groups "
+        help="how long a node may be missing, with no trainer connected, before the survivors regroup "
         "without it; 0: never (default HOLDFAST_REFORM_AFTER or 30)",
     )
     parser.add_argument(

@@ -8,7 +8,7 @@ import numpy as np
 
 from holdfast.ec import choose_codec
 from holdfast.smp_daemon.coding.drain import Drained
-from holdfast.smp_daemon.coding.reform import PHASES
+from holdfast.smp_daemon.coding.regroup import PHASES
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.ops.status import take_status
@@ -65,7 +65,7 @@ class PeerConversation:
             self._smp.monitor.request()
             return {}, None
         if op == "move":
-            self._smp.monitor.reform_for(_spares(message))
+            self._smp.monitor.regroup_for(_spares(message))
             return {}, None
         if op == "enlist":
             self._smp.monitor.enlist(number(message, "epoch", MAX_COUNT))

@@ -32,7 +32,7 @@ from tests.smp_kit import (
     run_on,
     shard_file,
 )
-from tests.test_reform import come_back, leave
+from tests.test_regroup import come_back, leave
 
 pytestmark = pytest.mark.cluster
 
@@ -232,7 +232,7 @@ def recovered(ground: Ground, chain: Sequence[str]) -> None:
             trainer.client.join(2)
             if point == "heal.taken":
                 assert trainer.recover(plan).how == "held"
-                call_and_kill(ground, spare, trainer.client.repair, plan.sources, 0, 2)
+                call_and_kill(ground, spare, trainer.client.repair_parity, plan.sources, 0, 2)
             else:
                 call_and_kill(ground, spare, trainer.recover, plan)
         if point == "heal.done":

@@ -14,14 +14,14 @@ import pytest
 from holdfast.cli.drain import sentence
 from holdfast.cli.main import main
 from holdfast.smp_daemon.coding.drain import Drained, parse_spares
-from holdfast.smp_daemon.coding.reform import moved, plan_reform
+from holdfast.smp_daemon.coding.regroup import moved, plan_regroup
 from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plan import plan_restore
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
-from tests.test_reform import (
+from tests.test_regroup import (
     SNAPSHOT,
     carried_out,
     come_back,
@@ -63,7 +63,7 @@ class TestThePlan:
                 assert done is not None
                 assert done.snapshot == SNAPSHOT
                 assert not set(done.holders) & set(gone)
-                assert plan_reform(after) is None
+                assert plan_regroup(after) is None
                 rest = [inventory for inventory in after if inventory.node not in gone]
                 assert done.tolerates >= min(parity, len(rest) - 1)
                 for lost in combinations(rest, min(done.tolerates, 2)):
@@ -83,7 +83,7 @@ class TestThePlan:
 
     def test_a_spare_changes_nothing_where_nobody_leaves(self) -> None:
         layout = layout_of(4, 3, 1)
-        assert plan_reform([*everything(layout), Inventory("spare", "10.0.0.9", 1, 2, epoch=SNAPSHOT.epoch)]) is None
+        assert plan_regroup([*everything(layout), Inventory("spare", "10.0.0.9", 1, 2, epoch=SNAPSHOT.epoch)]) is None
 
     def test_the_loss_of_another_is_planned_around(self) -> None:
         layout = layout_of(5, 3, 1)

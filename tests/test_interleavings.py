@@ -332,7 +332,7 @@ class World:
         return self.start(f"node{node}", self.base / f"{self.hosts}" / JOB, f"{self.network}.{self.hosts % 255}")
 
     def start(self, node: str, arena: Path, host: str) -> Smp:
-        return Smp(JOB, node, arena, host, settings=Settings(scrub=0, reform_after_s=0))
+        return Smp(JOB, node, arena, host, settings=Settings(scrub=0, regroup_after_s=0))
 
     def arena(self, node: int) -> Path:
         """Where the hook on that node looks for the SMP of its job."""

@@ -161,7 +161,7 @@ def test_parity_that_is_computed_again_while_it_is_gathered_is_committed_once(gr
     gathered = ground.points.wait("node1", point, 1)
     sources = choose_sources([trainer.client.inventory() for trainer in run], snapshot)
     assert sources is not None
-    healing = ground.meanwhile(run["dp1"].client.heal, sources, 0, 1)
+    healing = ground.meanwhile(run["dp1"].client.repair_parity, sources, 0, 1)
     taken = ground.points.wait("node1", "heal.taken", 1)
     gathered.go()
     if point == "parity.folded":
@@ -220,7 +220,7 @@ class SmpHere(SmpProcess):
     def __init__(self, ground: Ground, settings: Settings) -> None:
         super().__init__(ground, "node0", ground.host(), JOB)
         before = set(threading.enumerate())
-        self.smp = Smp(JOB, self.name, self.arena, self.host, settings=replace(settings, scrub=0, reform_after_s=0))
+        self.smp = Smp(JOB, self.name, self.arena, self.host, settings=replace(settings, scrub=0, regroup_after_s=0))
         (self._thread,) = (t for t in threading.enumerate() if t.name == "protect" and t not in before)
 
     def end(self) -> bool:

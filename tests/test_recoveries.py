@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import EVENTS_KEPT, MAX_EVENT_CHARACTERS, LogEvent, get_log, last_events, log_to
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, Trainer, playground, run_on
-from tests.test_reform import come_back
+from tests.test_regroup import come_back
 
 NEWEST = SnapshotId(1, 8)
 

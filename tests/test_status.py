@@ -32,7 +32,7 @@ from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.spawn import smp_command
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, Run, SmpProcess, playground, refusal, run_on
-from tests.test_reform import SNAPSHOT, everything, layout_of
+from tests.test_regroup import SNAPSHOT, everything, layout_of
 
 ROOT = Path(__file__).parent.parent
 SIZES = [[3000], [3000], [2000], [4000]]

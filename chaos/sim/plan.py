@@ -85,7 +85,7 @@ class SeedPlan:
     every: int
     unit_bytes: int
     rebuild: str
-    reform_after_s: float
+    regroup_after_s: float
     chance: float
     latency_s: float
     capacity: int
@@ -127,7 +127,7 @@ class Size:
     steps: tuple[int, ...]
     every: tuple[int, ...]
     units: tuple[int, ...]
-    reform_after_s: tuple[float, ...]
+    regroup_after_s: tuple[float, ...]
     finals: tuple[str, ...]
     chances: tuple[float, ...]
     capacities: tuple[int, ...]
@@ -148,7 +148,7 @@ SMALL = Size(
     steps=(1, 1, 2),
     every=(1, 1, 1, 2),
     units=(256, 512, 512),
-    reform_after_s=(0.0, 0.0, 0.0, 30.0),
+    regroup_after_s=(0.0, 0.0, 0.0, 30.0),
     finals=("stop", "stop", "stop", "stop", "finish", "lose", "lose twice", "lose too many"),
     chances=(0.01, 0.02, 0.05, 0.1),
     capacities=(2, 64, 64),
@@ -164,7 +164,7 @@ MEDIUM = Size(
     steps=(1, 2, 3),
     every=(1, 1, 2),
     units=(200, 256, 512),
-    reform_after_s=(0.0, 30.0),
+    regroup_after_s=(0.0, 30.0),
     finals=FINALS,
     chances=(0.01, 0.05, 0.2),
     capacities=(2, 8, 64),
@@ -180,7 +180,7 @@ LARGE = Size(
     steps=(2, 3, 4),
     every=(1, 1, 2),
     units=(128, 200, 256, 512),
-    reform_after_s=(0.0, 30.0, 30.0),
+    regroup_after_s=(0.0, 30.0, 30.0),
     finals=FINALS,
     chances=(0.01, 0.05, 0.2),
     capacities=(2, 8, 64),
@@ -201,7 +201,7 @@ RECOVERING = replace(
 REFORMING = replace(
     RECOVERING,
     nodes=(3, 3, 4),
-    reform_after_s=(30.0,),
+    regroup_after_s=(30.0,),
     opening=(DrawnFault("lose-node", awaits=1500), DrawnFault("kill-trainers", awaits=1520)),
     later=(*REFORM, *RECOVERY),
     gaps=(90.0, 90.0, 5.0),
@@ -233,7 +233,7 @@ def draw(seed: int) -> SeedPlan:
         every=pick.choice(size.every),
         unit_bytes=pick.choice(size.units),
         rebuild=pick.choice(("chain", "decode")),
-        reform_after_s=pick.choice(size.reform_after_s),
+        regroup_after_s=pick.choice(size.regroup_after_s),
         chance=pick.choice(size.chances),
         latency_s=pick.choice((0.0, 0.0002, 0.01)),
         capacity=pick.choice(size.capacities),

@@ -148,7 +148,7 @@ class World:
     def _run_smp(self, node: SimNode, process: Process) -> None:
         settings = Settings(
             backend="numpy" if self.plan.seed % 2 else "auto",
-            reform_after_s=self.plan.reform_after_s,
+            regroup_after_s=self.plan.regroup_after_s,
             rebuild=self.plan.rebuild,
         )
         try:

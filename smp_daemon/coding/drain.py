@@ -1,6 +1,6 @@
 """Before a node is taken away: what it holds is moved to those that stay, who then protect it among themselves.
 
-Moving is a reform (`coding.reform`) in which this node says that it is leaving, so whatever goes wrong on the way
+Moving is a regrouping (`coding.regroup`) in which this node says that it is leaving, so whatever goes wrong on the way
 leaves what there was: another node that is lost meanwhile is planned around, and if this one is lost it is a loss like
 any other. Nothing is moved while trainers are connected anywhere: they arrange their nodes by themselves.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.smp_daemon.coding.reform import moved
+from holdfast.smp_daemon.coding.regroup import moved
 from holdfast.smp_daemon.recovery.census import addresses_of, take_census
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, ProtocolError

@@ -45,7 +45,7 @@ class Settings:
         bandwidth: most bytes per second that encoding sends; 0: no limit.
         turns: in how many turns the groups encode, see `smp_daemon.shared.pacer.turn_delay_s`; 1: all at once.
         scrub: bytes per second that the scrub reads; 0: it does not run by itself.
-        reform_after_s: how long a node may be missing before the survivors re-form their groups; 0: they never do.
+        regroup_after_s: how long a node may be missing before the survivors regroup; 0: they never do.
         rebuild: how lost shards are computed, see `smp_daemon.recovery.rebuild.recover`.
         memory: most bytes that slots may take, reserved from the start; 0: what the layout needs, at the first step.
         deadlines: how long trainers may be quiet.
@@ -59,7 +59,7 @@ class Settings:
     bandwidth: float = 0.0
     turns: int = 1
     scrub: float = 64e6
-    reform_after_s: float = 30.0
+    regroup_after_s: float = 30.0
     rebuild: str = "chain"
     memory: int = 0
     zero: bool = False
@@ -111,7 +111,7 @@ class Core:
         self._scrubber = Scrubber(Pacer(self.settings.scrub), self.settings.priority, system)
         self.persister = Persister(self.settings.persist, self.settings.priority)
         self.monitor = Monitor(
-            self.peers, self.settings.reform_after_s, self.settings.rebuild, lambda: self.trainers, system
+            self.peers, self.settings.regroup_after_s, self.settings.rebuild, lambda: self.trainers, system
         )
         self.rejoiner = Rejoiner(self.settings.rebuild, system)
         self.recoveries = Recoveries()

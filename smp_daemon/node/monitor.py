@@ -1,8 +1,8 @@
-"""Noticing that a node is lost and nobody replaces it, and carrying out what `smp_daemon.coding.reform` then plans.
+"""Noticing that a node is lost and nobody replaces it, and carrying out what `smp_daemon.coding.regroup` then plans.
 
 Each SMP pings the members of its group. One that misses a member for long enough, or finds that its group has gone on
-without it, asks for a reform; the first node of the layout that answers is in charge. It does nothing while any trainer
-is connected anywhere: then the job runs, or is about to, and arranges its nodes by itself.
+without it, asks for a regrouping; the first node of the layout that answers is in charge. It does nothing while any
+trainer is connected anywhere: then the job runs, or is about to, and arranges its nodes by itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection
 
 from holdfast.smp_daemon.coding.protect import send_units
-from holdfast.smp_daemon.coding.reform import Reform, is_cluttered, plan_reform
+from holdfast.smp_daemon.coding.regroup import Regrouping, is_cluttered, plan_regroup
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.recovery.census import AT_ONCE, addresses_of, take_census
@@ -36,7 +36,7 @@ log = get_log(__name__)
 
 
 class Monitor:
-    """The thread that watches over the group, and the reform it may lead to.
+    """The thread that watches over the group, and the regrouping it may lead to.
 
     Args:
         after_s: how long a member may be missing before the survivors go on without it; 0: for ever.
@@ -82,7 +82,7 @@ class Monitor:
         self._wanted.set()
 
     def request(self) -> None:
-        """Somebody misses a node, and this one is in charge. Returns at once; many requests become one reform."""
+        """Somebody misses a node, and this one is in charge. Returns at once; many requests become one regrouping."""
         self._wanted.set()
 
     def suspect(self, name: str) -> None:
@@ -100,7 +100,7 @@ class Monitor:
                 continue
             try:
                 if self._is_incomplete(layout) or self._is_cluttered(layout):
-                    self._ask_for_reform(layout)
+                    self._request_regroup(layout)
                 self._episodes.end("watch", "the group is watched again")
             except HoldfastError as error:
                 self._episodes.begin("watch", "the group could not be watched: %s", error)
@@ -138,7 +138,7 @@ class Monitor:
         parities = (key for key in held if isinstance(key, ParityKey))
         return newest is not None and newest.epoch == layout.epoch and is_cluttered(parities, newest, layout)
 
-    def _ask_for_reform(self, layout: Layout) -> None:
+    def _request_regroup(self, layout: Layout) -> None:
         with Links(self._store.counters, PING_DEADLINE_S) as links:
             for node in layout.nodes:
                 if node.name == self._store.node:
@@ -164,7 +164,7 @@ class Monitor:
     # ------------------------------------------------------------------ somebody leaves
 
     def move(self, spares: Collection[Address], deadline_s: float) -> None:
-        """Have whoever is in charge re-form the groups, now. Blocks until that is done.
+        """Have the node in charge regroup now. Blocks until that is done.
 
         Args:
             spares: SMPs that the job does not know yet, and that may take something over.
@@ -178,7 +178,7 @@ class Monitor:
         message = {"op": "move", "job": layout.job, "spares": [list(address) for address in spares]}
         for node in layout.nodes:
             if node.name == self._store.node:
-                self.reform_for(spares)
+                self.regroup_for(spares)
                 return
             with Links(self._store.counters, deadline_s) as links:
                 try:
@@ -187,10 +187,10 @@ class Monitor:
                 except SmpUnavailable as error:
                     log.info("%s is not in charge: %s", node.name, error)
 
-    def reform_for(self, spares: Collection[Address]) -> None:
-        """Somebody leaves, and this one is in charge: as `reform`, with more SMPs that may take part."""
+    def regroup_for(self, spares: Collection[Address]) -> None:
+        """Somebody leaves, and this one is in charge: as `regroup`, with more SMPs that may take part."""
         self._spares.update(spares)
-        self.reform()
+        self.regroup()
 
     def enlist(self, epoch: int) -> None:
         """This SMP is to take part in a job that it has not been part of, or not lately.
@@ -209,22 +209,22 @@ class Monitor:
         while self._wanted.wait() and not self._closed.is_set():
             self._wanted.clear()
             try:
-                self.reform()
-                self._episodes.end("reform", "groups need not be re-formed any more, or are")
+                self.regroup()
+                self._episodes.end("reform", "groups are complete again")
             except HoldfastError as error:
-                text = "groups were not re-formed, which is tried again if need be: %s"
+                text = "groups could not be regrouped; this is retried while it is needed: %s"
                 self._episodes.begin("reform", text, error)
 
-    def reform(self) -> Reform | None:
-        """Re-form groups if that is called for; what was done. Blocks until all of it is; one at a time.
+    def regroup(self) -> Regrouping | None:
+        """Regroup if nodes are missing or leaving; returns what was done. Blocks until that is complete; one at a time.
 
         Raises:
             HoldfastError: it came to nothing; all that was held before still is.
         """
         with self._one:
-            return self._reform()
+            return self._regroup()
 
-    def _reform(self) -> Reform | None:
+    def _regroup(self) -> Regrouping | None:
         store = self._store
         with store.changed:
             layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == store.epoch]
@@ -240,21 +240,21 @@ class Monitor:
             reach("reform.declined", self._declined)
             return None
         self._episodes.end("declined", "no trainer is connected any more")
-        reform = plan_reform([inventory for inventory in inventories if inventory.epoch == store.epoch])
-        if reform is None:
+        regrouping = plan_regroup([inventory for inventory in inventories if inventory.epoch == store.epoch])
+        if regrouping is None:
             return None
-        extra = about(reform.snapshot, revision=reform.layout.revision)
-        log.warning("re-forming groups for %s on %s", reform.snapshot, ", ".join(reform.nodes), extra=extra)
-        reach("reform.planned", reform.snapshot.step)
+        extra = about(regrouping.snapshot, revision=regrouping.layout.revision)
+        log.warning("regrouping for %s on %s", regrouping.snapshot, ", ".join(regrouping.nodes), extra=extra)
+        reach("reform.planned", regrouping.snapshot.step)
         message = {
             "job": store.job,
             "epoch": store.epoch,
-            "sources": reform.sources.to_json(),
-            "layout": reform.layout.to_json(),
+            "sources": regrouping.sources.to_json(),
+            "layout": regrouping.layout.to_json(),
         }
-        for phase in reform.phases:
-            self._everywhere(reform, {"op": phase, **message})
-        return reform
+        for phase in regrouping.phases:
+            self._everywhere(regrouping, {"op": phase, **message})
+        return regrouping
 
     def _enlist_spares(self) -> None:
         with Links(self._store.counters, PING_DEADLINE_S) as links:
@@ -265,16 +265,16 @@ class Monitor:
                     log.warning("%s:%d is no spare: %s", *address, error)
                     self._spares.discard(address)
 
-    def _everywhere(self, reform: Reform, message: dict[str, object]) -> None:
+    def _everywhere(self, regrouping: Regrouping, message: dict[str, object]) -> None:
         """Have every node whose group changes do something at the same time; raises the first error of any."""
-        deadline_s = _phase_deadline(reform.layout)
+        deadline_s = _phase_deadline(regrouping.layout)
 
         def ask(name: str) -> None:
             with Links(self._store.counters, deadline_s) as links:
-                links.call(reform.layout.node(name).bulk, message)
+                links.call(regrouping.layout.node(name).bulk, message)
 
-        with self._system.Pool(max(AT_ONCE, len(reform.nodes)), "reform") as pool:
-            for done in [pool.submit(ask, name) for name in reform.nodes]:
+        with self._system.Pool(max(AT_ONCE, len(regrouping.nodes)), "reform") as pool:
+            for done in [pool.submit(ask, name) for name in regrouping.nodes]:
                 done.result()
 
     # ------------------------------------------------------------------ taking part

@@ -43,7 +43,7 @@ COUNTERS = {
     "reconnects": "connections to other SMPs made anew",
     "units_asked_again": "asks for units that somebody else, late or failed, had been asked for",
     "pauses": "times that encoding made way for a trainer that communicates",
-    "reforms": "times that this node took part in re-forming groups",
+    "reforms": "times that this node took part in regrouping",
     "snapshots_persisted": "snapshots persisted, with this node's part in them",
     "bytes_persisted": "bytes written for them",
     "persist_failures": "snapshots that were to be persisted and were not",

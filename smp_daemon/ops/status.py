@@ -146,7 +146,7 @@ def take_status(smp: Core) -> Status:
         store.counters.read(),
         tuple(smp.attendance.trainers()),
         smp.monitor.leases(),
-        smp.settings.reform_after_s,
+        smp.settings.regroup_after_s,
         smp.said,
         smp.persister.state,
         tuple(smp.recoveries.last()),

@@ -20,7 +20,7 @@ class Counts:
         reconnects: connections to other SMPs that broke and were made anew.
         units_asked_again: asks for units that somebody else had been asked for, who was late or failed.
         pauses: how often encoding made way for a trainer that communicates.
-        reforms: how often this node took part in re-forming groups.
+        reforms: how often this node took part in regrouping.
         snapshots_persisted: snapshots that were persisted, whole, with this node's part in them.
         bytes_persisted: what this node wrote for that.
         persist_failures: snapshots that were to be persisted and were not, as far as this node knows.

@@ -79,7 +79,7 @@ class Layout:
     """A job in one epoch. Groups hold indices into `nodes`; a node's place in its group is its position.
 
     Attributes:
-        revision: 0 as the trainers arranged it; counts how often the SMPs re-formed their groups since.
+        revision: 0 as the trainers arranged it; counts how often the SMPs regrouped their groups since.
         data: k, data units per stripe; fewer in a group that is too small for k + m.
         parity: m, parity units per stripe; 0 means that nodes do not protect each other.
         slots: slot files per shard, and parity slots per node.

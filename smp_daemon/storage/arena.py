@@ -6,7 +6,7 @@
       smp.json                who owns it: pid, addresses
       node.json               the newest epoch seen, the newest snapshot protected job-wide; without it nothing counts
       reserve                 memory that slots may still take, where there is a limit (`smp_daemon.shared.budget`)
-      layout-<epoch>-<revision>.json     the job's layout in that epoch, and as its SMPs re-formed it
+      layout-<epoch>-<revision>.json     the job's layout in that epoch, and as its SMPs regrouped it
       board                   what became of recent snapshots; mapped by the trainers (`smp_daemon.shared.board`)
       <coord>.<i>.safetensors     a shard's slot i, and its commit record <same>.json
       <tag>-<p>.<i>.parity        parity slot i of position p in the group with that tag, and its commit record

@@ -161,7 +161,7 @@ class Codings:
         with self.changed:
             done = self.changed.wait_for(lambda: over() or self._done.get(coding, set()) >= everyone, deadline_s)
             if over():
-                raise StaleEpoch(f"group {coding.tag} was re-formed, or its epoch is over")
+                raise StaleEpoch(f"group {coding.tag} was regrouped, or its epoch is over")
             if not done:
                 missing = sorted(everyone - self._done.get(coding, set()))
                 raise DeadlineExceeded(f"no parity of positions {missing} in {deadline_s:.0f} s")
@@ -186,7 +186,7 @@ class Codings:
                 self._stop(coding)
             self._done = {coding: done for coding, done in self._done.items() if not gone(coding.snapshot)}
 
-    def reformed(self, layout: Layout) -> None:
+    def regrouped(self, layout: Layout) -> None:
         """A layout came that replaces others of its epoch: stop what nobody will finish."""
         with self.changed:
             for coding in [coding for coding in self._gatherings if self._is_superseded(coding)]:
@@ -261,7 +261,7 @@ class Codings:
         self._holdings.give_back(gathering.pool, gathering.slot, gathering.view)
 
     def _is_superseded(self, coding: Coding) -> bool:
-        """Whether its groups were re-formed, and again since."""
+        """Whether its groups were regrouped, and again since."""
         layout = self.find_layout(coding)
         newest = max((at for at in self._arena.layouts if at[0] == coding.snapshot.epoch), default=None)
         return (

@@ -107,7 +107,7 @@ class Store:
         return self.arena.layouts.get((self.epoch, 0))
 
     def newest_layout(self) -> Layout | None:
-        """The newest layout known: of the newest epoch, as its SMPs last re-formed it."""
+        """The newest layout known: of the newest epoch, as its SMPs last regrouped it."""
         with self.changed:
             return self.arena.layouts[max(self.arena.layouts)] if self.arena.layouts else None
 
@@ -339,7 +339,7 @@ class Store:
         with self.changed:
             if (layout.epoch, layout.revision) not in self.arena.layouts:
                 self.arena.add_layout(layout)
-                self.codings.reformed(layout)
+                self.codings.regrouped(layout)
 
     def hold(self, snapshot: SnapshotId) -> bool:
         """Keep this node's shards of a snapshot until `let_go`, whatever the trainers say; False: some are not here.

@@ -20,11 +20,11 @@ from holdfast.smp_daemon.shared.plan import choose_sources, missing_parities, ne
 from holdfast.smp_daemon.shared.sources import Sources
 
 PHASES = ("adopt", "encode", "release")
-"""What the nodes of a reform are told to do, one after the other, each once all have done what is before it."""
+"""What the nodes of a regrouping are told to do, one after the other, each once all have done what is before it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reform:
+class Regrouping:
     """What is to be done.
 
     Attributes:
@@ -48,7 +48,7 @@ class Reform:
         return PHASES[-1:] if self.layout is self.sources.layout else PHASES
 
 
-def plan_reform(inventories: Sequence[Inventory]) -> Reform | None:
+def plan_regroup(inventories: Sequence[Inventory]) -> Regrouping | None:
     """What the SMPs that answer should do to survive the next loss; None if they do already, or cannot.
 
     Groups that are whole are left alone, unless the survivors of the others are too few for k + m by themselves.
@@ -78,7 +78,7 @@ def plan_reform(inventories: Sequence[Inventory]) -> Reform | None:
             return None
         staying = {node.name for node in layout.nodes} - leaving
         cluttered = [i.node for i in inventories if i.node in staying and is_cluttered(i.parities, snapshot, layout)]
-        return Reform(sources, layout, tuple(cluttered)) if cluttered else None
+        return Regrouping(sources, layout, tuple(cluttered)) if cluttered else None
     nodes |= spares
     pool = sorted({*pool, *spares} - leaving)
     while len(pool) < layout.data + layout.parity and whole:
@@ -94,13 +94,13 @@ def plan_reform(inventories: Sequence[Inventory]) -> Reform | None:
     present = {s.coord: node.name for node in layout.nodes for s in node.shards}
     settling = _settle(pool, homeless, [original, present], held)
     members = [replace(nodes[name], shards=settling[name]) for name in pool]
-    reformed = replace(
+    regrouped = replace(
         layout,
         revision=max(revision for _, revision in known) + 1,
         nodes=(*kept, *members),
-        groups=(*_regroup(layout, whole, kept), *_new_groups(layout, members, len(kept))),
+        groups=(*_keep_groups(layout, whole, kept), *_new_groups(layout, members, len(kept))),
     )
-    return Reform(sources, reformed, tuple(pool))
+    return Regrouping(sources, regrouped, tuple(pool))
 
 
 def is_cluttered(parities: Iterable[tuple[SnapshotId, str, int]], snapshot: SnapshotId, layout: Layout) -> bool:
@@ -180,7 +180,7 @@ def _settle(
     return {name: tuple(sorted(shards, key=lambda s: s.coord)) for name, shards in settled.items()}
 
 
-def _regroup(layout: Layout, groups: Sequence[int], kept: Sequence[Node]) -> list[tuple[int, ...]]:
+def _keep_groups(layout: Layout, groups: Sequence[int], kept: Sequence[Node]) -> list[tuple[int, ...]]:
     """The same groups, with the nodes numbered as they stand in `kept`."""
     index = {node.name: i for i, node in enumerate(kept)}
     return [tuple(index[node.name] for node in layout.members(g)) for g in groups]

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from holdfast.smp_daemon.coding.reform import Reform, plan_reform
+from holdfast.smp_daemon.coding.regroup import Regrouping, plan_regroup
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.plan import parity_repairer, plan_restore
@@ -52,7 +52,7 @@ def everything(layout: Layout, *, but: Collection[str] = (), trainers: int = 0) 
     return [inventory for inventory in found if inventory.node not in but]
 
 
-def carried_out(inventories: Sequence[Inventory], reform: Reform) -> list[Inventory]:
+def carried_out(inventories: Sequence[Inventory], reform: Regrouping) -> list[Inventory]:
     """What they hold once the reform is done."""
     after = {inventory.node: inventory for inventory in everything(reform.layout)}
     assert after.keys() <= {inventory.node for inventory in inventories}
@@ -61,24 +61,24 @@ def carried_out(inventories: Sequence[Inventory], reform: Reform) -> list[Invent
     return [replace(after.get(inv.node, inv), layouts=both) for inv in inventories]
 
 
-def planned(inventories: Sequence[Inventory]) -> Reform:
-    reform = plan_reform(inventories)
+def planned(inventories: Sequence[Inventory]) -> Regrouping:
+    reform = plan_regroup(inventories)
     assert reform is not None
     return reform
 
 
 class TestThePlan:
     def test_where_nothing_is_lost_there_is_none(self) -> None:
-        assert plan_reform(everything(layout_of(8, 3, 1))) is None
+        assert plan_regroup(everything(layout_of(8, 3, 1))) is None
 
     def test_without_parity_there_is_none(self) -> None:
-        assert plan_reform(everything(layout_of(4, 3, 0), but={"node1"})) is None
+        assert plan_regroup(everything(layout_of(4, 3, 0), but={"node1"})) is None
 
     def test_what_is_beyond_parity_is_left_alone(self) -> None:
-        assert plan_reform(everything(layout_of(4, 3, 1), but={"node1", "node2"})) is None
+        assert plan_regroup(everything(layout_of(4, 3, 1), but={"node1", "node2"})) is None
 
     def test_the_last_survivor_can_do_nothing(self) -> None:
-        assert plan_reform(everything(layout_of(2, 1, 1), but={"node0"})) is None
+        assert plan_regroup(everything(layout_of(2, 1, 1), but={"node0"})) is None
 
     @pytest.mark.parametrize(("nodes", "data", "parity"), [(4, 3, 1), (4, 2, 2), (5, 2, 1), (6, 4, 2), (3, 1, 2)])
     def test_every_loss_within_parity_leads_to_groups_of_survivors_that_hold_everything(
@@ -99,13 +99,13 @@ class TestThePlan:
         layout = layout_of(5, 4, 1)
         survivors = everything(layout, but={"node2"})
         after = carried_out(survivors, planned(survivors))
-        assert plan_reform(after) is None
+        assert plan_regroup(after) is None
         for lost in after:
             rest = [inventory for inventory in after if inventory is not lost]
             assert plan_restore(rest, layout.coords) is not None
             again = planned(rest)
             assert again.layout.revision == 2
-            assert plan_reform(carried_out(rest, again)) is None
+            assert plan_regroup(carried_out(rest, again)) is None
 
     def test_who_still_holds_the_old_parity_is_told_to_drop_it_and_nothing_else(self) -> None:
         layout = layout_of(4, 3, 1)
@@ -116,7 +116,7 @@ class TestThePlan:
         assert reform.phases == ("release",)
         assert set(reform.nodes) == {name for name, parities in before.items() if parities} != set()
         assert reform.layout.revision == 1
-        assert plan_reform(after) is None
+        assert plan_regroup(after) is None
 
     def test_old_parity_is_kept_while_new_parity_is_missing(self) -> None:
         layout = layout_of(4, 3, 1)
@@ -126,7 +126,7 @@ class TestThePlan:
         half = [replace(i, parities=before[i.node] | (i.parities if i.node != "node0" else set())) for i in after]
         assert planned(half).phases == ("adopt", "encode", "release")
         back = [*half, *(i for i in everything(layout) if i.node == "node2")]
-        found = plan_reform(back)
+        found = plan_regroup(back)
         assert found is None or "adopt" in found.phases
 
     def test_lost_shards_go_to_the_emptiest_survivors_and_the_others_stay_where_they_are(self) -> None:
@@ -171,7 +171,7 @@ class TestThePlan:
         ]
         reform = planned([*after, *empty])
         assert reform.layout.node("node3").shards == ()
-        assert plan_reform(carried_out([*after, *empty], reform)) is None
+        assert plan_regroup(carried_out([*after, *empty], reform)) is None
         assert parity_repairer(reform.layout, 0, 3) == "dp0"
 
     def test_new_groups_respect_failure_domains(self) -> None:
@@ -189,7 +189,7 @@ class TestThePlan:
         sealed = [replace(inv, parities=frozenset(), protected=None) for inv in everything(layout)]
         reform = planned(sealed)
         assert reform.layout.groups == layout.groups
-        assert plan_reform(carried_out(sealed, reform)) is None
+        assert plan_regroup(carried_out(sealed, reform)) is None
 
     def test_shards_and_nodes_of_a_plan_make_a_layout_that_survives_json(self) -> None:
         reform = planned(everything(layout_of(6, 4, 2), but={"node1"}))
