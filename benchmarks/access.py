@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from holdfast.smp_daemon.net.gate import Gate
+from holdfast.smp_daemon.net.authenticator import Authenticator
 from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp
 from holdfast.smp_daemon.net.peers import PeerClient, PeerServer
 from holdfast.smp_daemon.shared.credentials import current
@@ -58,7 +58,7 @@ class NoStore:
 
 def serve() -> None:
     """The child: until its standard input ends."""
-    listener = SocketListener(bind_tcp("127.0.0.1", 0), lambda sock: Units(), Gate(current(), JOB))
+    listener = SocketListener(bind_tcp("127.0.0.1", 0), lambda sock: Units(), Authenticator(current(), JOB))
     control = PeerServer(cast(Store, NoStore()), "127.0.0.1", 0, current())
     print(json.dumps([listener.port, control.port]), flush=True)
     sys.stdin.read()

@@ -94,7 +94,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     _log_backend(settings.backend)
     _log_access(access, arguments.host)
     _log_memory(smp)
-    smp.attendance.start()
+    smp.watchdog.start()
     leave_on_sigterm(lambda: smp.drain(arguments.grace, spares, wait=True), smp.stop, arguments.grace)
     _say(out, {"ready": asdict(smp.owner)})
     sweep(arguments.arena.parent, zero=settings.zero)

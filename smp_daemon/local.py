@@ -84,7 +84,7 @@ class TrainerConversation:
             raise ProtocolError("a trainer sends no raw bytes")
         if self._hang_up is None:
             self._hang_up = stream.close
-            self._smp.attendance.connected(self._pid, self._hang_up)
+            self._smp.watchdog.connected(self._pid, self._hang_up)
         if operation is None:
             raise ProtocolError(f"an SMP does not know the operation {message.get('op')!r}")
         if "epoch" in message and message["op"] in FENCED:
@@ -96,7 +96,7 @@ class TrainerConversation:
         for snapshot, coord in sorted(self._writing):
             self._store.abandon(snapshot, coord)
         if self._hang_up is not None:
-            step = self._smp.attendance.left(self._pid, self._hang_up, self._coord)
+            step = self._smp.watchdog.left(self._pid, self._hang_up, self._coord)
             self._note_end(step)
         if self._lender is not None:
             self._lender.close()
@@ -125,13 +125,13 @@ class TrainerConversation:
         row = None
         if coord is not None:
             self._coord = coord
-            row = self._smp.attendance.attend(self._pid, self._coord, self._hang_up)
+            row = self._smp.watchdog.attend(self._pid, self._coord, self._hang_up)
         return {"node": self._store.node, "pid": os.getpid(), "row": row}
 
     def _check_room(self) -> None:
         """A trainer comes that has joined no epoch. Raises `ConfigError` if another run of this job is at work here: it
         would be fenced, and what it has protected would be taken."""
-        other = self._smp.attendance.await_room(self._pid, ROOM_DEADLINE_S)
+        other = self._smp.watchdog.await_room(self._pid, ROOM_DEADLINE_S)
         if other is not None:
             raise ConfigError(
                 f"job {self._store.job!r} is at work on node {self._store.node} already: process {other.pid} is its "
@@ -155,7 +155,7 @@ class TrainerConversation:
         self._store.join(epoch, start)
         if self._coord is not None:
             self._store.goes_on(epoch, self._coord)
-            self._smp.attendance.joined(self._pid, self._coord)
+            self._smp.watchdog.joined(self._pid, self._coord)
         self._epoch = epoch
         return {}
 

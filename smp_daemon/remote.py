@@ -115,7 +115,7 @@ class PeerConversation:
             except HoldfastError:
                 _discard(payload, stream)
                 raise
-            with self._smp.scratch.borrow(payload) as unit:
+            with self._smp.buffers.borrow(payload) as unit:
                 stream.receive_into(unit)
                 self._store.counters.add(bytes_received=payload)
                 self._store.codings.accumulate(epoch, coding, stripe, position, unit, unit_digest)

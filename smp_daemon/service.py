@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from holdfast.smp_daemon.local import TrainerConversation, checked_peer
-from holdfast.smp_daemon.net.gate import Gate
+from holdfast.smp_daemon.net.authenticator import Authenticator
 from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix
 from holdfast.smp_daemon.net.peers import PeerServer
 from holdfast.smp_daemon.node.core import Core, Settings
@@ -70,9 +70,9 @@ class Smp(Core):
             bulk.getsockname()[1],
             before.http_port if before is not None else 0,
         )
-        gate = Gate(self.credentials, job, system)
+        authenticator = Authenticator(self.credentials, job, system)
         # Not before the owner is known: others may ask for it at once.
-        self._bulk = SocketListener(bulk, lambda sock: PeerConversation(self), gate, system)
+        self._bulk = SocketListener(bulk, lambda sock: PeerConversation(self), authenticator, system)
         self.peers.ping(f"{host}:{self._control.port}", job, START_DEADLINE_S, starting=True)
         self.write_owner()
         self._local = SocketListener(

@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from holdfast.smp_daemon.net import peer_pb2, peer_pb2_grpc
+from holdfast.smp_daemon.net.authenticator import COMPLAIN_EVERY_S, MAX_SOURCES, Complaints
 from holdfast.smp_daemon.net.control import CALL_KEY, MAX_CALLERS, SIGN_BYTES, WINDOW, Once, Signer, Verifier
-from holdfast.smp_daemon.net.gate import COMPLAIN_EVERY_S, MAX_SOURCES, Complaints
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.recovery.census import take_census

@@ -88,7 +88,7 @@ FORMS = {
             ),
             shards=st.frozensets(st.tuples(snapshots, names), max_size=4),
             parities=st.frozensets(st.tuples(snapshots, tags, positions), max_size=4),
-            unpromised=st.frozensets(snapshots, max_size=3),
+            never_acknowledged=st.frozensets(snapshots, max_size=3),
         ),
         Inventory.to_json,
         Inventory.from_json,

@@ -22,17 +22,17 @@ from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
-from holdfast.smp_daemon.watchdog.attendance import Attendance
 from holdfast.smp_daemon.watchdog.liveness import (
-    Beat,
     Deadlines,
     Health,
+    Heartbeat,
     WatchedTrainer,
     judge,
     judge_lease,
     median_step,
     parse_deadlines,
 )
+from holdfast.smp_daemon.watchdog.watchdog import Watchdog
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, SmpProcess, playground, run_on
 
@@ -42,26 +42,26 @@ LIMITS = Deadlines(start=900, restore=600, step=60, copy=120, factor=10)
 @pytest.mark.parametrize(
     ("beat", "step_s", "health", "phase"),
     [
-        (Beat(TrainerPhase.STEP, 30.0), None, Health.ALIVE, "step"),
-        (Beat(TrainerPhase.STEP, 30.1), None, Health.LATE, "step"),
-        (Beat(TrainerPhase.STEP, 60.0), None, Health.LATE, "step"),
-        (Beat(TrainerPhase.STEP, 60.1), None, Health.HUNG, "step"),
-        (Beat(TrainerPhase.STEP, 60.1), 5.0, Health.HUNG, "step"),
-        (Beat(TrainerPhase.STEP, 60.1), 20.0, Health.ALIVE, "step"),
-        (Beat(TrainerPhase.STEP, 200.1), 20.0, Health.HUNG, "step"),
-        (Beat(TrainerPhase.START, 450.0), 0.1, Health.ALIVE, "start"),
-        (Beat(TrainerPhase.START, 901.0), None, Health.HUNG, "start"),
-        (Beat(TrainerPhase.RESTORE, 601.0), None, Health.HUNG, "restore"),
-        (Beat(TrainerPhase.STEP, 1.0, copying_s=60.0), None, Health.ALIVE, "step"),
-        (Beat(TrainerPhase.STEP, 1.0, copying_s=61.0), None, Health.LATE, "copy"),
-        (Beat(TrainerPhase.STEP, 1.0, copying_s=121.0), None, Health.HUNG, "copy"),
-        (Beat(TrainerPhase.STEP, 61.0, copying_s=121.0), None, Health.HUNG, "step"),
-        (Beat(TrainerPhase.STEP, 1.0, ended=True), None, Health.DEAD, "step"),
-        (Beat(TrainerPhase.GONE, 1e6), 0.1, Health.ALIVE, "gone"),
+        (Heartbeat(TrainerPhase.STEP, 30.0), None, Health.ALIVE, "step"),
+        (Heartbeat(TrainerPhase.STEP, 30.1), None, Health.LATE, "step"),
+        (Heartbeat(TrainerPhase.STEP, 60.0), None, Health.LATE, "step"),
+        (Heartbeat(TrainerPhase.STEP, 60.1), None, Health.HUNG, "step"),
+        (Heartbeat(TrainerPhase.STEP, 60.1), 5.0, Health.HUNG, "step"),
+        (Heartbeat(TrainerPhase.STEP, 60.1), 20.0, Health.ALIVE, "step"),
+        (Heartbeat(TrainerPhase.STEP, 200.1), 20.0, Health.HUNG, "step"),
+        (Heartbeat(TrainerPhase.START, 450.0), 0.1, Health.ALIVE, "start"),
+        (Heartbeat(TrainerPhase.START, 901.0), None, Health.HUNG, "start"),
+        (Heartbeat(TrainerPhase.RESTORE, 601.0), None, Health.HUNG, "restore"),
+        (Heartbeat(TrainerPhase.STEP, 1.0, copying_s=60.0), None, Health.ALIVE, "step"),
+        (Heartbeat(TrainerPhase.STEP, 1.0, copying_s=61.0), None, Health.LATE, "copy"),
+        (Heartbeat(TrainerPhase.STEP, 1.0, copying_s=121.0), None, Health.HUNG, "copy"),
+        (Heartbeat(TrainerPhase.STEP, 61.0, copying_s=121.0), None, Health.HUNG, "step"),
+        (Heartbeat(TrainerPhase.STEP, 1.0, ended=True), None, Health.DEAD, "step"),
+        (Heartbeat(TrainerPhase.GONE, 1e6), 0.1, Health.ALIVE, "gone"),
     ],
 )
 def test_a_trainer_is_judged_by_the_deadline_of_its_phase(
-    beat: Beat, step_s: float | None, health: Health, phase: str
+    beat: Heartbeat, step_s: float | None, health: Health, phase: str
 ) -> None:
     verdict = judge(beat, LIMITS, step_s)
     assert (verdict.health, verdict.phase) == (health, phase)
@@ -69,7 +69,7 @@ def test_a_trainer_is_judged_by_the_deadline_of_its_phase(
 
 def test_without_a_deadline_it_never_hangs() -> None:
     for phase in (TrainerPhase.START, TrainerPhase.RESTORE, TrainerPhase.STEP):
-        assert judge(Beat(phase, 1e9, 1e9), Deadlines(0, 0, 0, 0), 1.0).health is Health.ALIVE
+        assert judge(Heartbeat(phase, 1e9, 1e9), Deadlines(0, 0, 0, 0), 1.0).health is Health.ALIVE
 
 
 def test_deadlines_are_read() -> None:
@@ -127,7 +127,7 @@ def test_a_beat_costs_a_loop_nothing(tmp_path: Path) -> None:
 
 def test_the_end_of_a_process_is_learned_at_once(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", create=True)
-    attendance = Attendance(lambda: board, LIMITS, None)
+    attendance = Watchdog(lambda: board, LIMITS, None)
     attendance.start()
     delays = []
     for _ in range(20):
@@ -147,7 +147,7 @@ def test_the_end_of_a_process_is_learned_at_once(tmp_path: Path) -> None:
 
 def test_more_trainers_than_rows_are_not_watched(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", create=True)
-    attendance = Attendance(lambda: board, LIMITS, None)
+    attendance = Watchdog(lambda: board, LIMITS, None)
     rows = [attendance.attend(os.getpid(), f"dp{i}") for i in range(BEAT_ROWS + 1)]
     assert rows == [*range(BEAT_ROWS), None]
 
@@ -156,9 +156,9 @@ def test_more_trainers_than_rows_are_not_watched(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def attendance(tmp_path: Path) -> Iterator[Attendance]:
+def attendance(tmp_path: Path) -> Iterator[Watchdog]:
     board = Board(tmp_path / "board", create=True)
-    attendance = Attendance(lambda: board, LIMITS, None)
+    attendance = Watchdog(lambda: board, LIMITS, None)
     attendance.start()
     yield attendance
     attendance.close()
@@ -175,7 +175,7 @@ SHORT_S = 0.3
 """How long there is waited for what does not happen."""
 
 
-def test_a_process_that_is_at_work_leaves_no_room(attendance: Attendance, other: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_is_at_work_leaves_no_room(attendance: Watchdog, other: subprocess.Popen[bytes]) -> None:
     attendance.attend(other.pid, "dp3")
     assert attendance.await_room(1, DEADLINE_S) is None, "it has joined no epoch, and may be of the same start"
     attendance.joined(other.pid, "dp3")
@@ -186,7 +186,7 @@ def test_a_process_that_is_at_work_leaves_no_room(attendance: Attendance, other:
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_who_is_stopped_or_killed_makes_room(
-    attendance: Attendance, other: subprocess.Popen[bytes], number: signal.Signals
+    attendance: Watchdog, other: subprocess.Popen[bytes], number: signal.Signals
 ) -> None:
     attendance.attend(other.pid, "dp3")
     attendance.joined(other.pid, "dp3")
@@ -196,7 +196,7 @@ def test_who_is_stopped_or_killed_makes_room(
         assert waiting.result(DEADLINE_S) is None
 
 
-def test_who_survives_and_begins_again_makes_room(attendance: Attendance, other: subprocess.Popen[bytes]) -> None:
+def test_who_survives_and_begins_again_makes_room(attendance: Watchdog, other: subprocess.Popen[bytes]) -> None:
     """Its old place may stay behind if ranks are numbered anew."""
     attendance.attend(other.pid, "dp3")
     attendance.joined(other.pid, "dp3")
@@ -208,7 +208,7 @@ def test_who_survives_and_begins_again_makes_room(attendance: Attendance, other:
 
 def test_who_has_said_goodbye_makes_room(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
     board = Board(tmp_path / "board", create=True)
-    attendance = Attendance(lambda: board, LIMITS, None)
+    attendance = Watchdog(lambda: board, LIMITS, None)
     attendance.start()
     row = attendance.attend(other.pid, "dp3")
     attendance.joined(other.pid, "dp3")
@@ -220,7 +220,7 @@ def test_who_has_said_goodbye_makes_room(tmp_path: Path, other: subprocess.Popen
 
 def test_who_hangs_makes_room(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
     board = Board(tmp_path / "board", create=True)
-    attendance = Attendance(lambda: board, Deadlines(start=0.1), None)
+    attendance = Watchdog(lambda: board, Deadlines(start=0.1), None)
     attendance.start()
     attendance.attend(other.pid, "dp3")
     attendance.joined(other.pid, "dp3")

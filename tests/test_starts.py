@@ -16,24 +16,24 @@ from hypothesis import strategies as st
 
 from holdfast import ConfigError, InMemorySnapshot, Repeated
 from holdfast.cli.status import gather
-from holdfast.smp_daemon.shared.crash_loop import standing_streak, streak_of
+from holdfast.smp_daemon.shared.crash_loop import crash_loop_of, current_crash_loop
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_FAILURE
 from holdfast.smp_daemon.shared.paths import read_owner
-from holdfast.smp_daemon.shared.starts import KILLED, WELL, Record, Start, Streak, TrainerEnd, failure_text
+from holdfast.smp_daemon.shared.starts import KILLED, WELL, CrashLoop, Record, Start, TrainerEnd, failure_text
 from holdfast.snapshot.resume.choice import StartOptions, agree, check_repeats
 from tests.deadlines import DEADLINE_S
 from tests.test_hook import arena as arena
 
 counts = st.integers(0, MAX_COUNT)
 failures = st.text(max_size=MAX_FAILURE)
-streaks = st.builds(Streak, counts, counts, counts, failures)
+streaks = st.builds(CrashLoop, counts, counts, counts, failures)
 starts = st.builds(Start, counts, counts, st.none() | streaks)
 ends = st.builds(TrainerEnd, counts, failures)
 records = st.builds(Record, st.none() | starts, st.dictionaries(st.sampled_from(["dp0", "pp1-dp3", "x"]), ends))
 CRASH = "ValueError: the loss is nan"
-BEFORE = Streak(3, 10, 12, CRASH)
+BEFORE = CrashLoop(3, 10, 12, CRASH)
 
 
 def told(start: Start | None, *ends: dict[str, TrainerEnd]) -> list[Inventory]:
@@ -41,15 +41,15 @@ def told(start: Start | None, *ends: dict[str, TrainerEnd]) -> list[Inventory]:
     return [Inventory(f"node{i}", "", 0, 0, record=Record(start, each)) for i, each in enumerate(ends)]
 
 
-def one(end: TrainerEnd, before: Streak | None = BEFORE, base: int = 10) -> Streak | None:
-    return streak_of(told(Start(7, base, before), {"dp0": end}))
+def one(end: TrainerEnd, before: CrashLoop | None = BEFORE, base: int = 10) -> CrashLoop | None:
+    return crash_loop_of(told(Start(7, base, before), {"dp0": end}))
 
 
 # ---------------------------------------------------------------------- what is the same
 
 
 def test_the_same_end_once_more_is_counted() -> None:
-    assert one(TrainerEnd(12, CRASH)) == Streak(4, 10, 12, CRASH)
+    assert one(TrainerEnd(12, CRASH)) == CrashLoop(4, 10, 12, CRASH)
 
 
 def test_a_step_more_or_less_is_the_same() -> None:
@@ -67,21 +67,21 @@ def test_a_step_more_or_less_is_the_same() -> None:
     ],
 )
 def test_another_step_or_another_failure_begins_anew(end: TrainerEnd) -> None:
-    assert one(end) == Streak(1, 10, end.step, end.failure)
+    assert one(end) == CrashLoop(1, 10, end.step, end.failure)
 
 
 def test_numbers_in_a_message_do_not_make_it_another() -> None:
-    before = Streak(1, 0, 5, "OSError: 0x7f31 at port 4711")
+    before = CrashLoop(1, 0, 5, "OSError: 0x7f31 at port 4711")
     found = one(TrainerEnd(5, "OSError: 0x8ab2 at port 4712"), before, base=0)
     assert found is not None and found.times == 2
 
 
 def test_a_newer_snapshot_to_go_back_to_is_progress() -> None:
-    assert one(TrainerEnd(12, CRASH), base=11) == Streak(1, 11, 12, CRASH)
+    assert one(TrainerEnd(12, CRASH), base=11) == CrashLoop(1, 11, 12, CRASH)
 
 
 def test_an_older_one_is_none() -> None:
-    assert one(TrainerEnd(12, CRASH), base=9) == Streak(4, 10, 12, CRASH)
+    assert one(TrainerEnd(12, CRASH), base=9) == CrashLoop(4, 10, 12, CRASH)
 
 
 def test_an_end_as_it_should_be_ends_the_streak() -> None:
@@ -89,7 +89,7 @@ def test_an_end_as_it_should_be_ends_the_streak() -> None:
 
 
 def test_who_cannot_say_it_was_killed() -> None:
-    assert streak_of(told(Start(7, 10), {}, {})) == Streak(1, 10, 10, KILLED)
+    assert crash_loop_of(told(Start(7, 10), {}, {})) == CrashLoop(1, 10, 10, KILLED)
 
 
 def test_who_only_lost_its_connection_was_not_killed_and_what_it_said_itself_stays() -> None:
@@ -101,7 +101,7 @@ def test_who_only_lost_its_connection_was_not_killed_and_what_it_said_itself_sta
 
 
 def test_without_any_start_there_is_nothing_to_tell() -> None:
-    assert streak_of([]) is None and streak_of(told(None, {})) is None
+    assert crash_loop_of([]) is None and crash_loop_of(told(None, {})) is None
 
 
 def test_who_raised_tells_more_than_who_was_killed_and_that_more_than_an_echo() -> None:
@@ -109,22 +109,22 @@ def test_who_raised_tells_more_than_who_was_killed_and_that_more_than_an_echo() 
     killed, raised = TrainerEnd(12, KILLED), TrainerEnd(11, CRASH)
     start = Start(7, 10)
     everyone = told(start, {"dp0": echo, "dp1": killed}, {"dp2": raised})
-    assert streak_of(everyone) == Streak(1, 10, 11, CRASH)
+    assert crash_loop_of(everyone) == CrashLoop(1, 10, 11, CRASH)
     without = told(start, {"dp0": echo, "dp1": killed})
-    assert streak_of(without) == Streak(1, 10, 12, KILLED)
-    alone = streak_of(told(start, {"dp0": echo, "dp1": TrainerEnd(12, WELL)}))
+    assert crash_loop_of(without) == CrashLoop(1, 10, 12, KILLED)
+    alone = crash_loop_of(told(start, {"dp0": echo, "dp1": TrainerEnd(12, WELL)}))
     assert alone is not None and alone.failure == echo.failure
 
 
 def test_only_the_newest_start_counts() -> None:
     old = told(Start(6, 3), {"dp0": TrainerEnd(4, "KeyError: 'x'")})
-    assert streak_of(old + told(Start(7, 10), {"dp1": TrainerEnd(12, CRASH)})) == Streak(1, 10, 12, CRASH)
+    assert crash_loop_of(old + told(Start(7, 10), {"dp1": TrainerEnd(12, CRASH)})) == CrashLoop(1, 10, 12, CRASH)
 
 
 def test_a_running_job_shows_what_it_is_up_against_until_it_is_past_it() -> None:
-    assert standing_streak(told(Start(7, 10, BEFORE), {})) == BEFORE
-    assert standing_streak(told(Start(7, 11, BEFORE), {})) is None
-    assert standing_streak(told(Start(7, 10, BEFORE), {"dp0": TrainerEnd(12, CRASH)})) == Streak(4, 10, 12, CRASH)
+    assert current_crash_loop(told(Start(7, 10, BEFORE), {})) == BEFORE
+    assert current_crash_loop(told(Start(7, 11, BEFORE), {})) is None
+    assert current_crash_loop(told(Start(7, 10, BEFORE), {"dp0": TrainerEnd(12, CRASH)})) == CrashLoop(4, 10, 12, CRASH)
 
 
 @given(records)
@@ -149,7 +149,7 @@ def test_what_only_ends_the_program_is_no_failure() -> None:
 
 def test_a_job_that_ended_too_often_is_refused_with_all_that_is_known() -> None:
     inventories = told(Start(7, 10, BEFORE), {"dp0": TrainerEnd(12, CRASH)})
-    assert check_repeats(inventories, StartOptions(5)) == Streak(4, 10, 12, CRASH)
+    assert check_repeats(inventories, StartOptions(5)) == CrashLoop(4, 10, 12, CRASH)
     assert check_repeats(inventories, StartOptions(0)) is not None
     with pytest.raises(Repeated, match=r"4 times in a row at step 12, .* step 10: ValueError: the loss is nan.*=0"):
         check_repeats(inventories, StartOptions(4))

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.coding.scratch import BUFFERS
+from holdfast.smp_daemon.coding.buffer_pool import BUFFERS
 from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.shared.client import SmpClient

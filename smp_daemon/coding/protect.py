@@ -57,12 +57,12 @@ _episodes = Episodes(log)
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class OutboundUnit:
     """One data unit for one parity owner."""
 
     address: Address
     message: dict[str, Any]
-    unit: memoryview
+    content: memoryview
     attempt: int = 1
 
 
@@ -220,13 +220,13 @@ def send_units(
     sender = _Sender(links, store, check, store.system)
     group, _ = layout.place(store.node)
     store.codings.await_gathering(store.epoch, Coding(snapshot, layout.tag(group)))
-    for letter in _letters(store, snapshot, layout):
-        pace(letter.unit.nbytes)
-        sender.send(letter)
+    for unit in _outbound_units(store, snapshot, layout):
+        pace(unit.content.nbytes)
+        sender.send(unit)
     sender.finish()
 
 
-def _letters(store: Store, snapshot: SnapshotId, layout: Layout) -> Iterator[Letter]:
+def _outbound_units(store: Store, snapshot: SnapshotId, layout: Layout) -> Iterator[OutboundUnit]:
     group, position = layout.place(store.node)
     stripes, members = layout.stripes(group), layout.members(group)
     count = stripes.units(position)
@@ -250,49 +250,49 @@ def _letters(store: Store, snapshot: SnapshotId, layout: Layout) -> Iterator[Let
             "digest": digest,
         }
         for owner in stripes.parity_positions(stripe):
-            yield Letter(members[owner].bulk, message, view)
+            yield OutboundUnit(members[owner].bulk, message, view)
 
 
 class _Sender:
-    """Keeps a window of letters on their way, and sends again what a broken connection has lost."""
+    """Keeps a window of units in flight, and sends again what a broken connection has lost."""
 
     def __init__(self, links: Links, store: Store, check: Callable[[], None], system: System) -> None:
         self._system = system
         self._links = links
         self._store = store
         self._check = check
-        self._sent: deque[Letter] = deque()
+        self._sent: deque[OutboundUnit] = deque()
 
-    def send(self, letter: Letter) -> None:
+    def send(self, unit: OutboundUnit) -> None:
         while len(self._sent) >= WINDOW:
             self._collect()
         self._check()
-        self._sent.append(letter)
+        self._sent.append(unit)
         try:
-            self._links.send(letter.address, letter.message, letter.unit)
+            self._links.send(unit.address, unit.message, unit.content)
         except SmpUnavailable as error:
-            self._send_again(letter.address, error)
+            self._send_again(unit.address, error)
 
     def finish(self) -> None:
         while self._sent:
             self._collect()
 
     def _collect(self) -> None:
-        letter = self._sent[0]
+        unit = self._sent[0]
         try:
-            self._links.receive(letter.address)
+            self._links.receive(unit.address)
         except SmpUnavailable as error:
-            self._send_again(letter.address, error)
+            self._send_again(unit.address, error)
             return
         except DamagedSnapshot as error:
             self._sent.popleft()
-            if letter.attempt == ATTEMPTS:
+            if unit.attempt == ATTEMPTS:
                 raise
-            _episodes.begin("damaged", "a unit is sent again: %s", error, extra=about(peer=letter.address))
-            self.send(replace(letter, attempt=letter.attempt + 1))
+            _episodes.begin("damaged", "a unit is sent again: %s", error, extra=about(peer=unit.address))
+            self.send(replace(unit, attempt=unit.attempt + 1))
             return
         self._sent.popleft()
-        _episodes.end("damaged", "units arrive whole again", extra=about(peer=letter.address))
+        _episodes.end("damaged", "units arrive whole again", extra=about(peer=unit.address))
 
     def _send_again(self, address: Address, broken: SmpUnavailable) -> None:
         """Connect anew and send all that was not acknowledged there, for as long as it is wanted."""
@@ -303,8 +303,8 @@ class _Sender:
             if self._system.monotonic() > limit:
                 raise broken
             try:
-                for letter in [letter for letter in self._sent if letter.address == address]:
-                    self._links.send(address, letter.message, letter.unit)
+                for unit in [unit for unit in self._sent if unit.address == address]:
+                    self._links.send(address, unit.message, unit.content)
                 self._store.counters.add(reconnects=1)
                 _episodes.end(address, "%s takes units again", address, extra=about(peer=address))
                 return

@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from holdfast.smp_daemon.net.gate import Complaints
+from holdfast.smp_daemon.net.authenticator import Complaints
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.handshake import derive, mac

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from holdfast.smp_daemon.net.authenticator import Authenticator
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
@@ -31,18 +32,6 @@ class Conversation(Protocol):
         ...
 
 
-class Gate(Protocol):
-    """Who may talk."""
-
-    def enter(self, sock: socket.socket) -> socket.socket | None:
-        """The socket to talk over; None, and `sock` is closed, if it may not come in. Blocks, but not for long."""
-        ...
-
-    def close(self) -> None:
-        """End what waits to come in."""
-        ...
-
-
 class SocketListener:
     """Accepts connections and runs a `Conversation` for each, one thread per connection, `MAX_CONNECTIONS` at most."""
 
@@ -50,14 +39,14 @@ class SocketListener:
         self,
         sock: socket.socket,
         converse: Callable[[socket.socket], Conversation],
-        gate: Gate | None = None,
+        authenticator: Authenticator | None = None,
         system: System = MACHINE,
     ) -> None:
-        """`gate`: who may talk; else whoever can connect."""
+        """`authenticator`: decides who may talk; else whoever can connect."""
         self._system = system
         self._sock = sock
         self._converse = converse
-        self._gate = gate
+        self._authenticator = authenticator
         self._live: dict[SocketStream, None] = {}
         """In the order in which they came, so that they always end in that order too."""
         self._lock = system.Lock()
@@ -82,8 +71,8 @@ class SocketListener:
             pass
         self._thread.join()
         self._sock.close()
-        if self._gate is not None:
-            self._gate.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         for stream in live:
             stream.close()
 
@@ -107,11 +96,11 @@ class SocketListener:
             self._system.Thread(target=self._admit, args=(sock,), name="connection", daemon=True).start()
 
     def _admit(self, sock: socket.socket) -> None:
-        if self._gate is None:
+        if self._authenticator is None:
             self._serve(sock)
             return
         try:
-            admitted = self._gate.enter(sock)
+            admitted = self._authenticator.enter(sock)
         except OSError:  # it has ended already
             sock.close()
             return

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from holdfast.ec import choose_codec
+from holdfast.smp_daemon.coding.buffer_pool import BufferPool
 from holdfast.smp_daemon.coding.drain import Drain, Drained
 from holdfast.smp_daemon.coding.protect import Protector
 from holdfast.smp_daemon.coding.rejoin import Rejoiner
-from holdfast.smp_daemon.coding.scratch import Scratch
 from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.monitor import Monitor
@@ -31,9 +31,9 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
-from holdfast.smp_daemon.watchdog.attendance import Attendance
 from holdfast.smp_daemon.watchdog.liveness import Deadlines
 from holdfast.smp_daemon.watchdog.on_hang import OnHang
+from holdfast.smp_daemon.watchdog.watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,13 @@ class Core:
         )
         self.arena.settle()
         reach("start.adopted")
-        self.attendance = Attendance(
+        self.watchdog = Watchdog(
             lambda: self.store.board,
             self.settings.deadlines,
             OnHang(self.settings.on_hang, job, node) if self.settings.on_hang else None,
             self.recoveries.lost,
         )
-        self.scratch = Scratch(system)
+        self.buffers = BufferPool(system)
         self.drainer = Drain(job, self.store.counters, self.inventory, self.monitor.move)
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)
@@ -155,7 +155,7 @@ class Core:
                 layouts=dict(self.arena.layouts),
                 shards=frozenset((key.snapshot, key.coord) for key in keys if isinstance(key, ShardKey)),
                 parities=frozenset((key.snapshot, key.tag, key.position) for key in keys if isinstance(key, ParityKey)),
-                unpromised=frozenset(self.store.unpromised()),
+                never_acknowledged=frozenset(self.store.never_acknowledged()),
                 leaving=self.drainer.leaving,
                 record=self.store.record,
             )
@@ -183,7 +183,7 @@ class Core:
     def end(self) -> None:
         """End the threads. What is held stays."""
         self.drainer.end()
-        self.attendance.close()
+        self.watchdog.close()
         for part in (self.persister, self.rejoiner, self.monitor, self._scrubber, self._protector):
             part.close()
 

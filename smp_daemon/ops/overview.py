@@ -11,7 +11,7 @@ from holdfast.smp_daemon.recovery.census import addresses_of
 from holdfast.smp_daemon.recovery.recoveries import summarise
 from holdfast.smp_daemon.recovery.redundancy import Redundancy, redundancies, safest
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.crash_loop import standing_streak
+from holdfast.smp_daemon.shared.crash_loop import current_crash_loop
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import LogEvent
 from holdfast.smp_daemon.shared.plan import newest_protected, whole_snapshots
@@ -43,8 +43,8 @@ class Overview:
     @property
     def repeats(self) -> str:
         """How the last starts of the job ended, if it is over or came no further since; empty if there is no such."""
-        streak = standing_streak([status.inventory for status in self.statuses])
-        return str(streak) if streak is not None else ""
+        loop = current_crash_loop([status.inventory for status in self.statuses])
+        return str(loop) if loop is not None else ""
 
     @property
     def older(self) -> list[SnapshotId]:

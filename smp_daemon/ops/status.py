@@ -144,7 +144,7 @@ def take_status(smp: Core) -> Status:
         process.memory_info().rss,
         ages,
         store.counters.read(),
-        tuple(smp.attendance.trainers()),
+        tuple(smp.watchdog.trainers()),
         smp.monitor.leases(),
         smp.settings.regroup_after_s,
         smp.said,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.starts import KILLED, WELL, Start, Streak, TrainerEnd
+from holdfast.smp_daemon.shared.starts import KILLED, WELL, CrashLoop, Start, TrainerEnd
 
 SLACK_STEPS = 1
 """Ranks of one step end up to so many steps apart, as each counts only what it has finished itself."""
@@ -20,7 +20,7 @@ def newest_start(inventories: Collection[Inventory]) -> Start | None:
     return max(starts, key=lambda start: start.epoch, default=None)
 
 
-def streak_of(inventories: Collection[Inventory]) -> Streak | None:
+def crash_loop_of(inventories: Collection[Inventory]) -> CrashLoop | None:
     """How the newest start ended, and how often the same happened before it; None if it ended well, or there was none.
 
     A trainer that raised tells more than one that was killed, and that more than those who only noticed. If nobody
@@ -34,17 +34,17 @@ def streak_of(inventories: Collection[Inventory]) -> Streak | None:
         return None
     before = start.before
     if before is None or start.base > before.base or not _same(end, before):
-        return Streak(1, start.base, end.step, end.failure)
-    return Streak(before.times + 1, before.base, end.step, end.failure)
+        return CrashLoop(1, start.base, end.step, end.failure)
+    return CrashLoop(before.times + 1, before.base, end.step, end.failure)
 
 
-def standing_streak(inventories: Collection[Inventory]) -> Streak | None:
+def current_crash_loop(inventories: Collection[Inventory]) -> CrashLoop | None:
     """What operators should know: how the last start ended if it is over, else what it is up against."""
     start = newest_start(inventories)
     if start is None:
         return None
     if _ends(inventories, start):
-        return streak_of(inventories)
+        return crash_loop_of(inventories)
     return start.before if start.before is not None and start.base <= start.before.base else None
 
 
@@ -66,7 +66,7 @@ def _cause(ends: Mapping[str, TrainerEnd], base: int) -> TrainerEnd:
     return min(ends.values(), key=weight)
 
 
-def _same(end: TrainerEnd, before: Streak) -> bool:
+def _same(end: TrainerEnd, before: CrashLoop) -> bool:
     return abs(end.step - before.step) <= SLACK_STEPS and _gist(end.failure) == _gist(before.failure)
 
 

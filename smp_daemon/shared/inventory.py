@@ -23,8 +23,8 @@ class Inventory:
         layouts: by (epoch, revision), for every epoch that it holds bytes of.
         shards: sealed shards, as (snapshot, coordinate).
         parities: complete parity slots, as (snapshot, tag of the group, position).
-        unpromised: of the snapshots that it holds, those that were certainly never reported as protected: this node
-            took part, and was not done with them.
+        never_acknowledged: of the snapshots that it holds, those that were certainly never reported as protected: this
+            node took part, and was not done with them.
         leaving: it is being drained: others may read what it holds, and shall count on it for nothing.
         record: how the job was started last, and how that ended here.
     """
@@ -39,7 +39,7 @@ class Inventory:
     layouts: dict[tuple[int, int], Layout] = field(default_factory=dict)
     shards: frozenset[tuple[SnapshotId, str]] = frozenset()
     parities: frozenset[tuple[SnapshotId, str, int]] = frozenset()
-    unpromised: frozenset[SnapshotId] = frozenset()
+    never_acknowledged: frozenset[SnapshotId] = frozenset()
     leaving: bool = False
     record: Record = field(default_factory=Record)
 
@@ -63,7 +63,7 @@ class Inventory:
             "layouts": [each.digest if known and each.digest in known else each.to_json() for each in layouts],
             "shards": sorted([*snapshot, coord] for snapshot, coord in self.shards),
             "parities": sorted([*snapshot, tag, position] for snapshot, tag, position in self.parities),
-            "unpromised": sorted(map(list, self.unpromised)),
+            "unpromised": sorted(map(list, self.never_acknowledged)),
             "leaving": self.leaving,
             "record": self.record.to_json(),
         }
@@ -86,7 +86,7 @@ class Inventory:
                 layouts={(layout.epoch, layout.revision): layout for layout in layouts},
                 shards=frozenset((SnapshotId(int(e), int(s)), str(c)) for e, s, c in data["shards"]),
                 parities=frozenset((SnapshotId(int(e), int(s)), str(t), int(p)) for e, s, t, p in data["parities"]),
-                unpromised=frozenset(SnapshotId(int(e), int(s)) for e, s in data["unpromised"]),
+                never_acknowledged=frozenset(SnapshotId(int(e), int(s)) for e, s in data["unpromised"]),
                 leaving=bool(data["leaving"]),
                 record=Record.from_json(data["record"]),
             )

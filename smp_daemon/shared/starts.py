@@ -42,7 +42,7 @@ class TrainerEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Streak:
+class CrashLoop:
     """Starts in a row that ended at the same step, in the same way, and came no further.
 
     Attributes:
@@ -65,13 +65,13 @@ class Streak:
         return {"times": self.times, "base": self.base, "step": self.step, "failure": self.failure}
 
     @classmethod
-    def from_json(cls, data: Any) -> Streak:
+    def from_json(cls, data: Any) -> CrashLoop:
         """Raises `ProtocolError` if `data` is not what `to_json` makes."""
         try:
             times, base, step = (_count(data[name]) for name in ("times", "base", "step"))
             return cls(times, base, step, checked_failure(data["failure"]))
         except (KeyError, TypeError) as error:
-            raise ProtocolError(f"not a streak of starts: {error!r}") from error
+            raise ProtocolError(f"not a crash loop: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Start:
 
     epoch: int
     base: int
-    before: Streak | None = None
+    before: CrashLoop | None = None
     choice: Choice | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Start:
     def from_json(cls, data: Any) -> Start:
         """Raises `ProtocolError` if `data` is not what `to_json` makes."""
         try:
-            before = Streak.from_json(data["before"]) if data["before"] is not None else None
+            before = CrashLoop.from_json(data["before"]) if data["before"] is not None else None
             choice = Choice.from_json(data["choice"]) if data.get("choice") is not None else None
             return cls(_count(data["epoch"]), _count(data["base"]), before, choice)
         except (KeyError, TypeError, AttributeError) as error:

@@ -78,7 +78,7 @@ class Store:
         self.epoch = 0
         self.protected: SnapshotId | None = None
         self.record = Record()
-        self._unpromised: set[SnapshotId] = set()
+        self._never_acknowledged: set[SnapshotId] = set()
         self.codings = Codings(
             arena,
             node,
@@ -135,7 +135,7 @@ class Store:
                 raise StaleEpoch(f"epoch {epoch} is over: job {self.job!r} is in epoch {self.epoch}")
             if epoch == self.epoch:
                 return
-            self._unpromised = self.unpromised()
+            self._never_acknowledged = self.never_acknowledged()
             self._forget(lambda snapshot: True)
             self.arena.fence()
             reach("join.fenced")
@@ -284,7 +284,7 @@ class Store:
             self._on_sealed(snapshot, layout.protects(group))
             self._settle(snapshot)
 
-    def unpromised(self) -> set[SnapshotId]:
+    def never_acknowledged(self) -> set[SnapshotId]:
         """Snapshots held here that no trainer can have been told to be protected: this node was never done with them.
 
         As far as is known: of the current epoch, and of the one before until its snapshots are restored.
@@ -292,12 +292,12 @@ class Store:
         with self.changed:
             held = {key.snapshot for key in self.holdings.held()}
             current = {snapshot for snapshot in held if snapshot.epoch == self.epoch and self._is_open(snapshot)}
-            return current | self._unpromised & held
+            return current | self._never_acknowledged & held
 
     def is_restored(self, snapshot: SnapshotId) -> None:
         """It is brought back from here, and what comes back whole is reported as protected."""
         with self.changed:
-            self._unpromised.discard(snapshot)
+            self._never_acknowledged.discard(snapshot)
 
     def is_wanted(self, snapshot: SnapshotId) -> bool:
         """Whether a snapshot of this epoch may still become protected: it has not failed and was not given up."""

@@ -1,3 +1,3 @@
 """Whether trainers live."""
 
-__all__ = ["attendance", "liveness", "on_hang"]
+__all__ = ["liveness", "on_hang", "watchdog"]

@@ -1,6 +1,6 @@
-"""Is it alive? What is judged from a trainer's beats and a peer's lease, and by when. Pure.
+"""Is it alive? What is judged from a trainer's heartbeats and a peer's lease, and by when. Pure.
 
-A trainer's beat is a word of the board that changes (`shared.board`); `watchdog.attendance` notices when.
+A trainer's heartbeat is a word of the board that changes (`shared.board`); `watchdog.watchdog` notices when.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def parse_deadlines(text: str) -> Deadlines:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """What is seen of a trainer.
 
     Attributes:
@@ -100,14 +100,14 @@ class HealthVerdict:
     deadline_s: float
 
 
-def judge(beat: Beat, deadlines: Deadlines, step_s: float | None) -> HealthVerdict:
+def judge(heartbeat: Heartbeat, deadlines: Deadlines, step_s: float | None) -> HealthVerdict:
     """How a trainer is whose median step takes `step_s`, if that is known. The worst of its threads counts."""
-    main = beat.phase.name.lower()
-    verdict = _verdict(main, beat.quiet_s, deadlines.of(main, step_s))
-    if beat.ended:
+    main = heartbeat.phase.name.lower()
+    verdict = _verdict(main, heartbeat.quiet_s, deadlines.of(main, step_s))
+    if heartbeat.ended:
         return HealthVerdict(Health.DEAD, verdict.phase, verdict.quiet_s, verdict.deadline_s)
-    if beat.copying_s is not None:
-        copying = _verdict("copy", beat.copying_s, deadlines.of("copy", step_s))
+    if heartbeat.copying_s is not None:
+        copying = _verdict("copy", heartbeat.copying_s, deadlines.of("copy", step_s))
         order = list(Health)
         if order.index(copying.health) > order.index(verdict.health):
             return copying

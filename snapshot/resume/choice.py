@@ -15,12 +15,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from holdfast.smp_daemon.shared.crash_loop import newest_start, streak_of
+from holdfast.smp_daemon.shared.crash_loop import crash_loop_of, newest_start
 from holdfast.smp_daemon.shared.errors import ConfigError, PlaceError, ProtocolError, Repeated
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import RestorePlan, candidates, whole_snapshots
-from holdfast.smp_daemon.shared.starts import Choice, Streak
+from holdfast.smp_daemon.shared.starts import Choice, CrashLoop
 
 MAX_REPEATS_ENV = "HOLDFAST_MAX_REPEATS"
 MAX_REPEATS = 5
@@ -137,14 +137,14 @@ def steps_in_words(snapshots: Sequence[SnapshotId]) -> str:
     return f"steps {', '.join(steps[:-1])} and {steps[-1]}"
 
 
-def check_repeats(inventories: Sequence[Inventory], options: StartOptions) -> Streak | None:
+def check_repeats(inventories: Sequence[Inventory], options: StartOptions) -> CrashLoop | None:
     """How the starts before this one ended; None if there is nothing to tell, or if this one goes back to another step
     than they by choice.
 
     Raises:
         Repeated: too many of them, at the same step, in the same way.
     """
-    streak, start = streak_of(inventories), newest_start(inventories)
+    streak, start = crash_loop_of(inventories), newest_start(inventories)
     before = start.choice.snapshot.step if start is not None and start.choice is not None else None
     if options.restore_step is not None and options.restore_step != before:
         return None
@@ -180,9 +180,9 @@ class Course:
     passed_over: list[str] = field(default_factory=list)
     given_up: str = ""
 
-    def hopeless(self, unpromised: Collection[SnapshotId]) -> set[SnapshotId]:
+    def hopeless(self, unacknowledged: Collection[SnapshotId]) -> set[SnapshotId]:
         """What of memory is not tried again, of what was never promised."""
-        return {snapshot for snapshot, count in self.failures.items() if count >= ENOUGH_FAILURES} & set(unpromised)
+        return {snapshot for snapshot, count in self.failures.items() if count >= ENOUGH_FAILURES} & set(unacknowledged)
 
     def failed(self, plan: RestorePlan, reason: str, *, damaged: bool) -> None:
         """An attempt failed. `damaged`: a rank has seen that its bytes are not what was written."""

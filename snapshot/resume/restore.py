@@ -35,7 +35,7 @@ from holdfast.smp_daemon.shared.plan import (
 )
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
-from holdfast.smp_daemon.shared.starts import Choice, Start, Streak
+from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.movers import Mover
 from holdfast.snapshot.copy.tensors import read_leaf
@@ -132,8 +132,8 @@ def restore(
     clock = {"enter": time.monotonic()}
     failure: HoldfastError | None = None
     course = Course()
-    unpromised: set[SnapshotId] = set()
-    streak: Streak | None = None
+    unacknowledged: set[SnapshotId] = set()
+    streak: CrashLoop | None = None
     choice: Choice | None = None
     joined = False
     while True:
@@ -143,8 +143,8 @@ def restore(
         if not joined:
             streak = check_repeats(inventories, agree(everyones))
             choice = choose(inventories, everyones[0])
-        unpromised.update(*(inventory.unpromised for inventory in inventories))
-        plan, newest = _plan(client, agreement, inventories, coords, course, unpromised, choice, failure, elastic)
+        unacknowledged.update(*(inventory.never_acknowledged for inventory in inventories))
+        plan, newest = _plan(client, agreement, inventories, coords, course, unacknowledged, choice, failure, elastic)
         resharded = plan is not None and set(plan.sources.layout.coords) != set(coords)
         if plan is not None and resharded:
             check_change(plan.sources.layout.coords, coords)
@@ -209,7 +209,7 @@ def _plan(
     inventories: Sequence[Inventory],
     coords: dict[str, str],
     course: Course,
-    unpromised: set[SnapshotId],
+    unacknowledged: set[SnapshotId],
     choice: Choice | None,
     failure: HoldfastError | None,
     elastic: bool,
@@ -223,7 +223,7 @@ def _plan(
     lost = Unrecoverable(course.given_up) if course.given_up else None
     if lost is None:
         try:
-            plan = plan_restore(inventories, None if elastic else coords, course.hopeless(unpromised), choice)
+            plan = plan_restore(inventories, None if elastic else coords, course.hopeless(unacknowledged), choice)
         except Unrecoverable as error:
             lost = error
         else:

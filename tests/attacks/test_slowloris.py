@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.net import gate
-from holdfast.smp_daemon.net.gate import PLACES, PLACES_OF_SOURCE, Gate
+from holdfast.smp_daemon.net import authenticator
+from holdfast.smp_daemon.net.authenticator import PLACES, PLACES_OF_SOURCE, Authenticator
 from holdfast.smp_daemon.ops.web import MAX_REQUESTS
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.handshake import prove_to_server
@@ -77,7 +77,7 @@ class Door:
     """A gate, and those who come to it."""
 
     def __init__(self) -> None:
-        self.gate = Gate(Credentials(TOKEN), JOB)
+        self.gate = Authenticator(Credentials(TOKEN), JOB)
         self._listening = socket.socket()
         self._listening.bind(("127.0.0.1", 0))
         self._listening.listen(256)
@@ -108,7 +108,7 @@ class Door:
 
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    monkeypatch.setattr(gate, "PENALTY_S", 0.05)
+    monkeypatch.setattr(authenticator, "PENALTY_S", 0.05)
     door = Door()
     yield door
     door.close()

@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from holdfast.smp_daemon.net import peer_pb2
+from holdfast.smp_daemon.net.authenticator import PENALTY_S
 from holdfast.smp_daemon.net.control import CALL_KEY
-from holdfast.smp_daemon.net.gate import PENALTY_S
 from holdfast.smp_daemon.shared.credentials import current
 from holdfast.smp_daemon.shared.errors import HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, prove_to_server

@@ -1,7 +1,7 @@
 """The trainers of this node: who is here, who has died, who hangs. The thin shell around `watchdog.liveness`.
 
-The end of a process is learned from its pidfd, and at once. A hang is seen in the beats on the board, which cost the
-trainer a store to memory. Only the SMP's own clock counts.
+The end of a process is learned from its pidfd, and at once. A hang is seen in the heartbeats on the board, which cost
+the trainer a store to memory. Only the SMP's own clock counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.pidfds import is_running
-from holdfast.smp_daemon.watchdog.liveness import Beat, Deadlines, Health, WatchedTrainer, judge, median_step
+from holdfast.smp_daemon.watchdog.liveness import Deadlines, Health, Heartbeat, WatchedTrainer, judge, median_step
 from holdfast.smp_daemon.watchdog.on_hang import OnHang
 
 STEPS_KEPT = 32
@@ -50,7 +50,7 @@ class _Seen:
     """Whether it has joined an epoch; until then it may be on its way into a new start."""
 
 
-class Attendance:
+class Watchdog:
     """Thread-safe. Nothing is watched until `start`."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Attendance:
         """Watch, in a thread of its own until `close`."""
         self._stirred = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._watching = True
-        threading.Thread(target=self._watch, name="attendance", daemon=True).start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
         """Watch no longer."""
@@ -217,7 +217,7 @@ class Attendance:
             hang_up()
 
     def _look(self) -> None:
-        """Read every beat; log, once, what became of whom."""
+        """Read every heartbeat; log, once, what became of whom."""
         now = time.monotonic()
         news = []
         with self._lock:
@@ -250,8 +250,8 @@ class Attendance:
     def _report(self, seen: _Seen, now: float) -> WatchedTrainer:
         self._read(seen, now)
         copying_s = now - seen.copying_since_s if seen.copying else None
-        beat = Beat(self._board().phase(seen.row), now - seen.since_s, copying_s, seen.ended)
-        verdict = judge(beat, self._deadlines, median_step(seen.steps_s))
+        heartbeat = Heartbeat(self._board().phase(seen.row), now - seen.since_s, copying_s, seen.ended)
+        verdict = judge(heartbeat, self._deadlines, median_step(seen.steps_s))
         return WatchedTrainer(
             seen.coord, seen.pid, seen.step, verdict.health, verdict.phase, verdict.quiet_s, verdict.deadline_s
         )

@@ -54,7 +54,7 @@ class Complaints:
         return due
 
 
-class Gate:
+class Authenticator:
     """Lets connections in. `enter` is called in a thread of each connection."""
 
     def __init__(self, credentials: Credentials, job: str, system: System = MACHINE) -> None:

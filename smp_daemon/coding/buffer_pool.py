@@ -13,7 +13,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 BUFFERS = 3
 
 
-class Scratch:
+class BufferPool:
     """`BUFFERS` buffers, each as long as the longest unit it has held. Thread-safe."""
 
     def __init__(self, system: System = MACHINE) -> None:
