@@ -14,7 +14,8 @@ BUFFERS = 3
 
 
 class BufferPool:
-    """`BUFFERS` buffers, each as long as the longest unit it has held. Thread-safe."""
+    """`BUFFERS` buffers, each as long as the longest unit it has held. Thread-safe: a buffer that is not in the queue
+    belongs to the thread that has taken it out."""
 
     def __init__(self, system: System = MACHINE) -> None:
         self._free: queue.SimpleQueue[bytearray] = system.SimpleQueue()

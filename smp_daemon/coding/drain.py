@@ -81,7 +81,7 @@ def leave_on_sigterm(drain: Callable[[], Drained], stop: Callable[[], None], gra
             drained = drain()
             log.warning("drained: %s is held whole by %s", drained.snapshot, ", ".join(drained.holders) or "nobody")
         except HoldfastError as error:
-            log.warning("SIGTERM, and what is held here stays here: %s", error)
+            log.warning("SIGTERM: not drained, the snapshots on this node stay in its arena: %s", error)
         finally:
             stop()
 
@@ -98,7 +98,7 @@ def leave_on_sigterm(drain: Callable[[], Drained], stop: Callable[[], None], gra
 
 
 class Drain:
-    """What one SMP does to leave. `run` may be called by several threads; each waits for the same."""
+    """How one SMP leaves. Thread-safe: `run` may be called by several threads, and each waits for the same end."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Drain:
         self._move = move
         self._ended = threading.Event()
         self._running = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the count alone, which threads of connections and of SIGTERM change
 
     @property
     def leaving(self) -> bool:
@@ -126,7 +126,7 @@ class Drain:
         return self._running > 0
 
     def end(self) -> None:
-        """The SMP ends: who waits, waits no longer."""
+        """The SMP ends: `run` returns soon, with an error unless it is done."""
         self._ended.set()
 
     def run(self, deadline_s: float, spares: Collection[Address], *, wait: bool) -> Drained:
@@ -154,7 +154,7 @@ class Drain:
             raise
 
     def _until(self, limit: float, spares: Collection[Address], wait: bool) -> Drained:
-        last, pause_s = "it has only begun", FIRST_S
+        last, pause_s = "it has only just begun", FIRST_S
         while True:
             try:
                 done = self._try(limit, spares, wait)
@@ -164,7 +164,7 @@ class Drain:
                 raise
             except HoldfastError as error:
                 last = str(error)
-                log.warning("what is held here was not moved, which is tried again: %s", error)
+                log.warning("the drain failed and is retried: %s", error)
             if time.monotonic() > limit or self._ended.wait(pause_s):
                 raise DeadlineExceeded(f"{self._inventory().node} could not be drained in time. {last}")
             pause_s = min(2 * pause_s, MOST_S)

@@ -83,6 +83,8 @@ class Protector:
         self._pacer = pacer
         self._turns = turns
         self._priority = priority
+        # Guarded by the store's lock, as threads that seal add to it. The connections of `_links` belong to the
+        # encoding thread; others only `interrupt` them.
         self._sealed: deque[tuple[SnapshotId, float]] = deque(maxlen=2)
         self._queue: SimpleQueue[SnapshotId | None] = system.SimpleQueue()
         self._store: Store

@@ -48,8 +48,8 @@ class Rejoiner:
     """The thread that does it, once, when an SMP starts in an arena that holds something."""
 
     def __init__(self, method: str, system: System = MACHINE) -> None:
-        self._system = system
         """`method`: how lost shards are computed, see `rebuild.recover`."""
+        self._system = system
         self._method = method
         self._closed = system.Event()
 
@@ -68,13 +68,13 @@ class Rejoiner:
         for _ in range(ATTEMPTS):
             try:
                 if rejoin(store, epoch, self._method):
-                    episodes.end("rejoin", "all is here again that can be had")
+                    episodes.end("rejoin", "this node holds again all that can be recovered")
                     break
             except HoldfastError as error:
                 if store.epoch != epoch:
-                    log.info("the rest is the new epoch's to bring back: %s", error)
+                    log.info("a new epoch has begun, which recovers the rest: %s", error)
                     return
-                episodes.begin("rejoin", "not all is here again: %s", error)
+                episodes.begin("rejoin", "this node does not hold all of its part yet: %s", error)
             if self._closed.wait(AGAIN_S):
                 return
         reach("rejoin.done")
@@ -105,7 +105,7 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
         except Unrecoverable as error:
             if snapshot == store.protected:
                 raise
-            log.info("%s was not whole anywhere: %s", snapshot, error, extra=about(snapshot))
+            log.info("%s cannot be recovered: %s", snapshot, error, extra=about(snapshot))
     return whole
 
 

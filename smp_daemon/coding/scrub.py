@@ -32,8 +32,8 @@ class Scrubber:
     """The thread that scrubs. A rate of 0 in `pacer` means that it does not run by itself."""
 
     def __init__(self, pacer: Pacer, priority: str = "normal", system: System = MACHINE) -> None:
-        self._system = system
         """`priority`: see `smp_daemon.shared.priority`."""
+        self._system = system
         self._pacer = pacer
         self._priority = priority
         self._closed = system.Event()
@@ -53,9 +53,9 @@ class Scrubber:
         while not self._closed.wait(PASS_EVERY_S):
             try:
                 scrub(store, self._pace)
-                episodes.end("scrub", "the scrub comes to its end again")
+                episodes.end("scrub", "the scrub completes its passes again")
             except HoldfastError as error:
-                episodes.begin("scrub", "the scrub gave up this pass: %s", error)
+                episodes.begin("scrub", "a pass of the scrub was aborted: %s", error)
 
     def _pace(self, count: int) -> None:
         if self._closed.wait(self._pacer.wait_s(count, self._system.monotonic())):

@@ -37,7 +37,7 @@ class Complaints:
     """Logs what came from an address that was not let in: once, then at most every `COMPLAIN_EVERY_S`. Thread-safe."""
 
     def __init__(self, system: System = MACHINE) -> None:
-        self._lock = system.Lock()
+        self._lock = system.Lock()  # guards `_said`; innermost
         self._said: dict[str, tuple[float, int]] = {}
 
     def note(self, source: str, why: object, now_s: float) -> bool:
@@ -60,6 +60,8 @@ class Authenticator:
     def __init__(self, credentials: Credentials, job: str, system: System = MACHINE) -> None:
         self._credentials = credentials
         self._job = job
+        # Guards who is being authenticated, together with `_closed`, as in `SocketListener`. Threads of connections
+        # take it for moments, and never with a handshake under way; no other lock is taken under it.
         self._lock = system.Lock()
         self._entering: dict[int, tuple[str, socket.socket]] = {}
         self._closed = system.Event()

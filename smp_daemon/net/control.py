@@ -68,7 +68,7 @@ class Verifier:
 
     def __init__(self, token: bytes, job: str) -> None:
         self._key = derive(token, "control", job)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards name and callers, of all threads that serve calls; innermost
         self._callers: OrderedDict[bytes, Once] = OrderedDict()
         self.name = secrets.token_bytes(NAME_BYTES)
 

@@ -49,6 +49,8 @@ class SocketListener:
         self._authenticator = authenticator
         self._live: dict[SocketStream, None] = {}
         """In the order in which they came, so that they always end in that order too."""
+        # Guards `_live` together with `_closed`: a connection is either in `_live` when `close` looks, or sees
+        # `_closed`. The thread of each connection takes it when it begins and ends, and no other lock under it.
         self._lock = system.Lock()
         self._closed = system.Event()
         self._episodes = Episodes(log)

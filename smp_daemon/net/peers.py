@@ -100,6 +100,8 @@ class PeerClient:
         self._credentials = credentials
         self._signer = Signer(credentials.token, job) if credentials.token else None
         self._channels: dict[str, grpc.Channel] = {}
+        # Guards the channels. Any thread takes it, some with the store's lock held; a channel connects by itself, so
+        # making one under the lock does not block.
         self._lock = system.Lock()
 
     def tell_parity_done(

@@ -63,6 +63,9 @@ class Monitor:
         self._seen: dict[str, float] = {}
         self._suspects: set[str] = set()
         self._declined = 0
+        # Held for a whole regrouping, over the network and for minutes: by the leading thread, or by a connection's
+        # that has it done for a node which leaves. It is outermost: the store's lock is taken under it, never the
+        # reverse. `_seen` and `_suspects` belong to the watching thread; others only add to them or read single items.
         self._one = system.Lock()
         self._spares: set[Address] = set()
         self._episodes = Episodes(log)

@@ -81,6 +81,8 @@ class Web:
     def __init__(self, smp: Core, port: int = 0) -> None:
         """Serve on `port` of loopback; 0: any free one. Raises `ConfigError` if it is taken."""
         self._smp = smp
+        # Held by the one thread that looks at the job, for seconds. The others are shown the last overview meanwhile,
+        # and wait only if there is none; what they read is replaced as a whole.
         self._lock = threading.Lock()
         self._overview: Overview | None = None
         self._fresh_until = 0.0
@@ -168,7 +170,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], web: Web) -> None:
         self.web = web
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the requests that are open: of the serving thread and of theirs
         self._open: dict[int, Any] = {}
         super().__init__(address, _Request)
 

@@ -93,6 +93,9 @@ class Persister:
         self._priority = priority
         self._place: PersistPlace | None = open_place(options.url) if options else None
         self._pacer = Pacer(options.bandwidth if options else 0.0)
+        # Guards the order and the state. Threads of trainers' connections take it in `order`, with the store's lock
+        # held; so whoever has it must not take the store's. The persisting thread waits on it, and the thread that
+        # writes says under it how that went. Storage is never touched with it.
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._order: tuple[SnapshotId, Layout] | None = None

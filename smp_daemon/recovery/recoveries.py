@@ -90,6 +90,8 @@ class Recoveries:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
+        # Guards all that follows, for moments. Threads of connections and of the watchdog take it, some of them with
+        # the store's lock held; no other lock is taken under it.
         self._lock = threading.Lock()
         self._lost: dict[str, float] = {}
         self._done: deque[Recovery] = deque(maxlen=KEPT)

@@ -99,6 +99,8 @@ class SmpClient:
         self._coord = coord
         self._row: int | None = None
         self._job = job
+        # Held for one call and its answer, so that those of several threads do not mix on the connection. The training
+        # thread, and those that copy and restore, take it; `_call` says how long one waits for it.
         self._lock = threading.Lock()
         self._maps: dict[str, tuple[int, memoryview]] = {}
         self._stream: SocketStream | None = None

@@ -45,7 +45,7 @@ class Counters:
     """`Counts` that several threads add to."""
 
     def __init__(self, system: System = MACHINE) -> None:
-        self._lock = system.Lock()
+        self._lock = system.Lock()  # innermost: whoever has it takes no other
         self._counts = Counts()
 
     def add(self, **amounts: int) -> None:

@@ -86,7 +86,7 @@ class Episodes:
     def __init__(self, log: Log, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the episodes; innermost: lines are written without it
         self._going_on: dict[Hashable, _Episode] = {}
 
     def begin(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 from collections.abc import Callable
 
 ENV = "HOLDFAST_POINTS"
@@ -58,7 +57,6 @@ class _Rules:
         self.socket: str = rules["socket"]
         self.who: str = rules["who"]
         self.pairs: set[tuple[str, int | None]] = {(point, step) for point, step in rules["rules"]}
-        self.lock = threading.Lock()
 
     def match(self, point: str, step: int) -> bool:
         return (point, step) in self.pairs or (point, None) in self.pairs

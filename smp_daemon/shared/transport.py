@@ -153,7 +153,7 @@ class _Use:
         self.over = False
         self._sock = sock
         self._calls = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the count of calls and `over`; never held while a call blocks
 
     def __enter__(self) -> None:
         with self._lock:

@@ -1,6 +1,8 @@
 """Parity that is being gathered on this node, and how far the rest of each group is with theirs.
 
-Every public method is thread-safe. `changed` is the store's lock, and notified as there.
+Every public method is thread-safe. `changed` is the store's lock, and notified as there; it guards which gatherings
+there are. The lock of a `ParityGathering` guards its bytes, so units are accumulated while others have the store's
+lock.
 """
 
 from __future__ import annotations

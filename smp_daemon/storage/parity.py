@@ -30,6 +30,8 @@ class ParityGathering:
         self.position = position
         self._codec = codec
         self._slot = slot
+        # Guards the parity's bytes and what is in them, for as long as one unit is accumulated: threads of connections
+        # take it by turns. `cancel` takes it with the store's lock held, so nothing under it may take the store's lock.
         self._lock = system.Lock()
         self._cancelled = False
         self._mine = stripes.parity_stripes(position)

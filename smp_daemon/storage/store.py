@@ -71,6 +71,12 @@ class Store:
         self.arena = arena
         self.job = job
         self.node = node
+        # The store's lock, also called `changed`: it guards everything here, in the arena and its pools, in `holdings`
+        # and in `codings`. Threads of connections take it, and so do those that protect, persist, scrub, rejoin and
+        # regroup. It is reentrant, as callbacks come back in. It is the outermost lock but for `Monitor._one`: whoever
+        # holds it may take those of the persister, of a `ParityGathering`, of `Recoveries`, of the channels to peers,
+        # of counters and of logs, and nobody who holds one of those may take it. Bytes are copied, digested and sent
+        # without it.
         self.changed = system.Condition(system.RLock())
         self.counters = Counters(system)
         self.holdings = Holdings(arena, self.changed, self.counters, backend, system)

@@ -65,6 +65,9 @@ class Watchdog:
         self._deadlines = deadlines
         self._on_hang = on_hang
         self._on_death = on_death
+        # Guards which trainers and connections there are, and what was read of them. Threads of connections and the
+        # watching thread take it, for moments, and take no other lock under it but that of a log: connections are hung
+        # up, and `on_death` and `on_hang` called, without it. `_changed` is notified when somebody may have left.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._seen: dict[str, _Seen] = {}
