@@ -52,13 +52,13 @@ def test_buffers_at_work_at_the_same_time_do_not_overlap(buffers: BufferPool) ->
 
 
 def test_memory_is_used_again_rather_than_taken_anew(buffers: BufferPool) -> None:
-    def buffers() -> set[int]:
+    def taken_at_once() -> set[int]:
         with ExitStack() as taken:
             return {id(taken.enter_context(buffers.borrow(64)).obj) for _ in range(BUFFERS)}
 
-    first = buffers()
+    first = taken_at_once()
     assert len(first) == BUFFERS
-    assert all(buffers() == first for _ in range(5))
+    assert all(taken_at_once() == first for _ in range(5))
 
 
 def test_never_more_than_there_are_are_at_work(buffers: BufferPool, threads: ThreadPoolExecutor) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast import ConfigError, InMemorySnapshot, Repeated
 from holdfast.cli.status import gather
 from holdfast.planner.sizing import Machine, ModelJob, parse_shape, size
-from holdfast.smp_daemon.shared.board import Outcome
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import plan_restore, whole_snapshots
