@@ -25,12 +25,36 @@ from holdfast.smp_daemon.shared.logs import (
     chosen_format,
     get_log,
     identify,
-    parse_line,
 )
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, SmpProcess, playground, run_on
 
 FIELDS = {"time", "level", "job", "node", "epoch", "step", "at", "msg"}
+
+
+def parse_line(line: str) -> dict[str, Any]:
+    """The fields of a line of either kind; in logfmt all are texts, but for None. Raises `ValueError`."""
+    if line.startswith("{"):
+        found: dict[str, Any] = json.loads(line)
+        return found
+    fields: dict[str, Any] = {}
+    decoder = json.JSONDecoder()
+    at = 0
+    while at < len(line):
+        name, equals, _ = line[at:].partition("=")
+        at += len(name) + 1
+        if not equals or not name or " " in name:
+            raise ValueError(f"no field at {line[at:][:40]!r}")
+        if line[at : at + 1] == '"':
+            fields[name], at = decoder.raw_decode(line, at)
+        else:
+            value = line[at:].partition(" ")[0]
+            fields[name] = None if value == "-" else value
+            at += len(value)
+        if at < len(line) and line[at] != " ":
+            raise ValueError(f"no space after {name}")
+        at += 1
+    return fields
 
 
 class Lines(logging.Handler):

@@ -25,7 +25,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from holdfast.chaos.ray.cluster import ACTIONS, RayFault, VirtualRay
 from holdfast.chaos.ray.drill import SCENARIOS, plan, run, undisturbed
-from holdfast.integrations.ray import nodes as shepherds
+from holdfast.integrations.ray import nodes as ray_nodes
 from holdfast.integrations.ray.crew import Crew, by_node, forget, worse
 
 pytestmark = pytest.mark.cluster
@@ -67,9 +67,9 @@ def test_the_front_door_does_not_need_what_only_ray_train_needs() -> None:
 
 def test_what_is_wrong_is_said_before_anything_is_started() -> None:
     with pytest.raises(ConfigError, match="'PATH'"):
-        shepherds.start("job", environment={"PATH": "/tmp"})
+        ray_nodes.start("job", environment={"PATH": "/tmp"})
     with pytest.raises(ConfigError, match="cannot be a job id"):
-        shepherds.start("a job")
+        ray_nodes.start("a job")
     with pytest.raises(ConfigError, match="at least one member"):
         Crew(0, job="job")
 
@@ -127,7 +127,7 @@ def test_what_is_done_to_ray_changes_no_bit(name: str, launcher: Launcher, folde
 
 
 @pytest.mark.slow
-def test_shepherds_start_smps_that_outlive_raylets_and_are_adopted(
+def test_node_agents_start_smps_that_outlive_raylets_and_are_adopted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with VirtualRay(2, folder) as cluster:
@@ -138,7 +138,7 @@ def test_shepherds_start_smps_that_outlive_raylets_and_are_adopted(
         assert [smp["node"] for smp in first] == ["node0", "node1"]
         assert all(psutil.Process(smp["pid"]).ppid() not in cluster.raylets() for smp in first)
         done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=100)
-        assert "ConfigError: the shepherd of" in done.stderr and "HOLDFAST_TOKEN_FILE" in done.stderr
+        assert "ConfigError: the node agent of" in done.stderr and "HOLDFAST_TOKEN_FILE" in done.stderr
         cluster.kill_raylet("node1")
         assert psutil.pid_exists(first[1]["pid"])
         cluster.add("node1")

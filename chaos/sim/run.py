@@ -18,7 +18,6 @@ from holdfast.chaos.sim.world import World
 LIFE_DEADLINE_S = 7200.0
 """A life of the job comes to its end within so much simulated time, whatever happens."""
 
-ATTEMPTS = 3
 CALM_S = 45.0
 """After so much quiet no call is under way any more that a fault has touched."""
 

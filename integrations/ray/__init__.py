@@ -13,6 +13,6 @@ docs/ray.md says what survives what.
 """
 
 from holdfast.integrations.ray.crew import Crew, Seat
-from holdfast.integrations.ray.nodes import Herded, Report, start, status, stop
+from holdfast.integrations.ray.nodes import JobSmps, NodeSmp, start, status, stop
 
-__all__ = ["Crew", "Herded", "Report", "Seat", "start", "status", "stop"]
+__all__ = ["Crew", "JobSmps", "NodeSmp", "Seat", "start", "status", "stop"]

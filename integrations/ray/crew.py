@@ -1,9 +1,9 @@
 """A training job as actors of Ray's, of which only those that died are made again.
 
-Ray restarts actors and moves bundles of a placement group off dead nodes; a *crew* asks for that, and goes round: in
-each *round* every member calls the same function, which is written as for torchrun and enters `InMemorySnapshot`. When
-a member dies, the others' collectives fail, and they return; their processes stay. As soon as Ray has made the dead one
-again, the next round begins, from the newest snapshot in memory.
+Ray restarts actors and moves bundles of a placement group off dead nodes; a *crew* asks for that. In
+each *attempt* every member calls the same function, which is written as for torchrun and enters `InMemorySnapshot`.
+When a member dies, the others' collectives fail, and they return; their processes stay. As soon as Ray has made the
+dead one again, the next attempt begins, from the newest snapshot in memory.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ log = get_log(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a member is in a round.
+    """Where a member is in an attempt.
 
     Attributes:
         node: how holdfast calls it; `ray_node`: Ray's id of it; `pid`: of the member's process.
-        rounds: how many rounds that process took part in before.
+        attempts: how many attempts that process took part in before.
     """
 
     rank: int
     node: str
     ray_node: str
     pid: int
-    rounds: int
+    attempts: int
 
 
 class Crew:
@@ -66,13 +66,13 @@ class Crew:
             first.
         deadline_s: how long to wait for nodes: at the start, and for one that takes a lost one's place.
         grace_s: see `GRACE_S`.
-        restarts: how many rounds may fail.
+        restarts: how many attempts may fail.
         reuse: whether processes that survive go on; if not, Ray restarts all of them, as where a broken communicator
             spoils the process.
         options: more of Ray's for each actor, such as a ``runtime_env``.
 
     Attributes:
-        seats: of every round so far, those of all ranks.
+        seats: of every attempt so far, those of all ranks.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Crew:
         )
 
     def run(self, train: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``train(*args)`` in every member, in rounds, until all return; what they return, by rank. Blocks.
+        """Call ``train(*args)`` in every member, in attempts, until all return; what they return, by rank. Blocks.
 
         `train` makes its process group, model and optimizer anew each time, as a script under torchrun does; what is
         dear to load may be kept in globals of a module.
@@ -145,7 +145,7 @@ class Crew:
         raised = 0
         for number in range(self._restarts + 1):
             self._muster()
-            results, error = self._round(number, train, args)
+            results, error = self._attempt(number, train, args)
             if error is None:
                 return results
             if isinstance(error, FINAL):
@@ -153,8 +153,8 @@ class Crew:
             raised = 0 if isinstance(error, RayActorError) else raised + 1
             if raised > 1 or number == self._restarts:
                 raise error
-            log.warning("round %d has failed, and another one begins: %s", number, _first_line(error))
-        raise AssertionError("a round either returns or raises")
+            log.warning("attempt %d has failed, and another one begins: %s", number, _first_line(error))
+        raise AssertionError("an attempt either returns or raises")
 
     def _muster(self) -> None:
         """Wait until every member is there, and note where it is."""
@@ -174,10 +174,10 @@ class Crew:
             ) from None
         self.seats.append(tuple(Seat(rank, *seat) for rank, seat in enumerate(found)))
 
-    def _round(
+    def _attempt(
         self, number: int, train: Callable[..., Any], args: tuple[Any, ...]
     ) -> tuple[list[Any], Exception | None]:
-        """One round: what members returned, and what was the matter: a death if there was any."""
+        """One attempt: what members returned, and what was the matter: a death if there was any."""
         try:
             store = ray.get(self._members[0].host.remote(), timeout=self._deadline_s)
         except RayActorError as error:
@@ -213,7 +213,7 @@ class Member:
     def __init__(self, local_rank: int, local_size: int, job: str, environment: Mapping[str, str]) -> None:
         for name, value in environment.items():
             os.environ.setdefault(name, value)
-        self._rounds = 0
+        self._attempts = 0
         self._store: Any = None
         os.environ |= {
             "HOLDFAST_JOB": job,
@@ -223,10 +223,10 @@ class Member:
 
     def sit(self) -> tuple[str, str, int, int]:
         """Of `Seat`."""
-        return node_from_environment(), ray.get_runtime_context().get_node_id(), os.getpid(), self._rounds
+        return node_from_environment(), ray.get_runtime_context().get_node_id(), os.getpid(), self._attempts
 
     def host(self) -> tuple[str, int]:
-        """Host a store for one round; where it is."""
+        """Host a store for one attempt; where it is."""
         from torch._C._distributed_c10d import TCPStore
 
         address = ray.util.get_node_ip_address()
@@ -236,13 +236,13 @@ class Member:
     def call(
         self, number: int, rank: int, world: int, store: tuple[str, int], train: Callable[..., Any], args: Any
     ) -> Any:
-        """Take part in a round, as a worker that torchrun started in an agent's store."""
+        """Take part in an attempt, as a worker that torchrun started in an agent's store."""
         import torch.distributed as dist
 
         from holdfast.snapshot.state.audit import Ended, raise_at_the_end
 
         raise_at_the_end()
-        self._rounds += 1
+        self._attempts += 1
         os.environ |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),

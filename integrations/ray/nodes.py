@@ -1,8 +1,8 @@
-"""SMPs on a Ray cluster: one per node, out of Ray's reach, looked after by a *shepherd*, an actor of Ray's.
+"""SMPs on a Ray cluster: one per node, out of Ray's reach, looked after by a *node agent*, an actor of Ray's.
 
 Whatever Ray starts dies with the raylet that started it. So the SMP is a process of its own, in a session of its own,
-and the shepherd only starts it, adopts one that runs, and starts another if it dies while its arena counts. A *head
-shepherd* sees which nodes there are. All are detached, named, and need no processor; none is needed by a recovery: a
+and the agent only starts it, adopts one that runs, and starts another if it dies while its arena counts. A *head
+agent* sees which nodes there are. All are detached, named, and need no processor; none is needed by a recovery: a
 trainer that finds no SMP on its node starts one by itself.
 
 An arena is this host's, not Ray's: a raylet that comes back as another Ray node finds the SMP that it left.
@@ -44,7 +44,7 @@ log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Herded:
+class NodeSmp:
     """The SMP of one Ray node.
 
     Attributes:
@@ -63,7 +63,7 @@ class Herded:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class JobSmps:
     """What `status` found.
 
     Attributes:
@@ -71,7 +71,7 @@ class Report:
     """
 
     job: str
-    smps: tuple[Herded, ...]
+    smps: tuple[NodeSmp, ...]
     sentence: str = ""
 
 
@@ -81,7 +81,7 @@ def start(
     on: str = "",
     environment: Mapping[str, str] | None = None,
     deadline_s: float = START_DEADLINE_S,
-) -> Report:
+) -> JobSmps:
     """Have an SMP on every node of the cluster that this process is connected to, and on nodes that join later.
 
     Blocks until each node has one. What runs already is left as it is, whatever `environment` says.
@@ -100,7 +100,7 @@ def start(
         raise ConfigError(f"environment has {wrong[0]!r}: only {PREFIX}... is for SMPs; set others in a runtime_env")
     limit = time.monotonic() + deadline_s
     head = (
-        ray.remote(HeadShepherd)
+        ray.remote(HeadAgent)
         .options(**_options(_head_name(name)), max_concurrency=4)
         .remote(name, on, given, LOOK_EVERY_S)
     )
@@ -115,29 +115,29 @@ def start(
             raise DeadlineExceeded(f"no SMP on {len(broken)} nodes within {deadline_s:.0f} s: {said}")
 
 
-def status(job: str | None = None, *, on: str = "") -> Report:
+def status(job: str | None = None, *, on: str = "") -> JobSmps:
     """How the SMPs of a job are, node by node. Blocks for some seconds at most."""
     name = _job(job)
     smps = tuple(_ask(name, node, time.monotonic() + ANSWER_DEADLINE_S) for node in nodes(on))
     first = next((smp for smp in smps if smp.pid), None)
     sentence = ""
     if first is not None:
-        shepherd = _find(_name(name, first.ray_node))
+        agent = _find(_name(name, first.ray_node))
         try:
-            sentence = _answer(shepherd.overview.remote(), time.monotonic() + ANSWER_DEADLINE_S) if shepherd else ""
+            sentence = _answer(agent.overview.remote(), time.monotonic() + ANSWER_DEADLINE_S) if agent else ""
         except (RayActorError, DeadlineExceeded) as error:
             sentence = f"not known: {error}"
-    return Report(name, smps, sentence)
+    return JobSmps(name, smps, sentence)
 
 
-def stop(job: str | None = None, *, remove: bool = False, force: bool = False) -> Report:
-    """End the shepherds of a job, and its SMPs. What these hold stays in memory, unless `remove`.
+def stop(job: str | None = None, *, remove: bool = False, force: bool = False) -> JobSmps:
+    """End the node agents of a job, and its SMPs. What these hold stays in memory, unless `remove`.
 
     Args:
         force: even while trainers are connected, which then start other SMPs.
 
     Raises:
-        HoldfastError: an SMP refused; it, its shepherd and those of later nodes are still there.
+        HoldfastError: an SMP refused; it, its agent and those of later nodes are still there.
     """
     name = _job(job)
     found = tuple(_ask(name, node, time.monotonic() + ANSWER_DEADLINE_S) for node in nodes())
@@ -145,11 +145,11 @@ def stop(job: str | None = None, *, remove: bool = False, force: bool = False) -
     if head is not None:
         ray.kill(head)
     for node in nodes():
-        shepherd = _find(_name(name, node))
-        if shepherd is not None:
-            _end(shepherd, remove, force)
-            ray.kill(shepherd)
-    return Report(name, found)
+        agent = _find(_name(name, node))
+        if agent is not None:
+            _end(agent, remove, force)
+            ray.kill(agent)
+    return JobSmps(name, found)
 
 
 def nodes(on: str = "") -> list[str]:
@@ -160,7 +160,7 @@ def nodes(on: str = "") -> list[str]:
 # ---------------------------------------------------------------------- the actors
 
 
-class Shepherd:
+class NodeAgent:
     """Looks after the SMP of the node that it is on. Runs in Ray."""
 
     def __init__(self, job: str, environment: Mapping[str, str], look_every_s: float) -> None:
@@ -170,12 +170,14 @@ class Shepherd:
         self._job, self._arena = job, arena_path(job).absolute()
         self._look_every_s = look_every_s
         self._over = threading.Event()
+        # Held while an SMP is started or ended, by the watching thread and by Ray's threads that answer calls: a death
+        # that several of them see makes one start, and nothing starts after `stop`.
         self._one = threading.Lock()
         self._episodes = Episodes(log)
         if os.environ.get(SUBREAPER_ENV, "").lower() in ("1", "true"):
             log.warning("%s is set: raylets kill whatever their workers leave, SMPs too: unset it", SUBREAPER_ENV)
         self.report(begin=True)
-        threading.Thread(target=self._watch, name="shepherd", daemon=True).start()
+        threading.Thread(target=self._watch, name="node-agent", daemon=True).start()
 
     def _watch(self) -> None:
         while not self._over.wait(self._look_every_s):
@@ -196,7 +198,7 @@ class Shepherd:
             start_here(self._arena, self._job)
 
     def report(self, begin: bool = False) -> dict[str, Any]:
-        """Of `Herded`, what is known here. With `begin` an SMP is started if none runs. Raises `HoldfastError`."""
+        """Of `NodeSmp`, what is known here. With `begin` an SMP is started if none runs. Raises `HoldfastError`."""
         if begin:
             with self._one:
                 self._begin()
@@ -231,18 +233,20 @@ class Shepherd:
             self._over.set()
 
 
-class HeadShepherd:
-    """Sees to it that every node has a shepherd. Runs in Ray, once per job, anywhere."""
+class HeadAgent:
+    """Sees to it that every node has a node agent. Runs in Ray, once per job, anywhere."""
 
     def __init__(self, job: str, on: str, environment: Mapping[str, str], look_every_s: float) -> None:
         self._job, self._on = job, on
         self._environment = dict(environment)
         self._look_every_s = look_every_s
+        # Guards the three dicts below. The watching thread and Ray's threads that answer `tend` take it; none waits for
+        # a node agent while it holds it, since one that starts an SMP takes minutes.
         self._one = threading.Lock()
-        self._shepherds: dict[str, Any] = {}
+        self._agents: dict[str, Any] = {}
         self._names: dict[str, str] = {}
         self._asked: dict[str, Any] = {}
-        threading.Thread(target=self._watch, name="head-shepherd", daemon=True).start()
+        threading.Thread(target=self._watch, name="head-agent", daemon=True).start()
 
     def _watch(self) -> None:
         never = threading.Event()
@@ -250,13 +254,13 @@ class HeadShepherd:
             try:
                 self.tend()
             except RayActorError as error:
-                log.warning("a shepherd could not be made, which is tried again: %s", error)
+                log.warning("a node agent could not be made, which is tried again: %s", error)
 
     def tend(self, again: bool = False) -> None:
-        """Make shepherds for nodes that are new.
+        """Make node agents for nodes that are new.
 
         Args:
-            again: and for nodes whose shepherd is dead for good; wait for all that are made.
+            again: and for nodes whose node agent is dead for good; wait for all that are made.
 
         Raises:
             ConfigError: one that was waited for could not start an SMP, in the SMP's own words.
@@ -264,48 +268,48 @@ class HeadShepherd:
         made = {}
         with self._one:
             alive = nodes(self._on)
-            gone = self._shepherds.keys() - set(alive)
-            self._shepherds = {node: actor for node, actor in self._shepherds.items() if node in alive}
+            gone = self._agents.keys() - set(alive)
+            self._agents = {node: actor for node, actor in self._agents.items() if node in alive}
             self._tell(gone)
             for node in alive:
-                if node not in self._shepherds or (again and _find(_name(self._job, node)) is None):
-                    made[node] = self._shepherds[node] = self._make(node)
+                if node not in self._agents or (again and _find(_name(self._job, node)) is None):
+                    made[node] = self._agents[node] = self._make(node)
             self._learn_names()
-        for node, shepherd in made.items() if again else ():
+        for node, agent in made.items() if again else ():
             try:
-                ray.get(shepherd.report.remote())
+                ray.get(agent.report.remote())
             except RayActorError as error:
                 if error.actor_init_failed:
-                    raise ConfigError(f"the shepherd of {node} could not start an SMP: {error}") from error
-                log.warning("the shepherd of %s is gone again: %s", node, error)
+                    raise ConfigError(f"the node agent of {node} could not start an SMP: {error}") from error
+                log.warning("the node agent of %s is gone again: %s", node, error)
 
     def _tell(self, gone: Collection[str]) -> None:
         """Have every SMP know that these nodes may be dead; whoever does not hear of it finds out by itself, later."""
         for node in sorted(gone):
             name = self._names.pop(node, "")
             self._asked.pop(node, None)
-            for shepherd in self._shepherds.values() if name else ():
-                shepherd.suspect.remote(name)
+            for agent in self._agents.values() if name else ():
+                agent.suspect.remote(name)
 
     def _learn_names(self) -> None:
-        """How holdfast calls the nodes that have shepherds, once these have answered."""
-        for node, shepherd in self._shepherds.items():
+        """How holdfast calls the nodes that have node agents, once these have answered."""
+        for node, agent in self._agents.items():
             if node in self._names:
                 continue
             if node not in self._asked:
-                self._asked[node] = shepherd.report.remote()
+                self._asked[node] = agent.report.remote()
             answer = self._asked[node]
             if ray.wait([answer], timeout=0)[0]:
                 del self._asked[node]
                 try:
                     self._names[node] = ray.get(answer)["node"]
                 except (RayActorError, RayTaskError) as error:
-                    log.info("the shepherd of %s does not say its name: %s", node, error)
+                    log.info("the node agent of %s does not say its name: %s", node, error)
 
     def _make(self, node: str) -> Any:
         pinned = NodeAffinitySchedulingStrategy(node, soft=False)
         options = _options(_name(self._job, node))
-        actor = ray.remote(Shepherd).options(**options, max_concurrency=4, scheduling_strategy=pinned)
+        actor = ray.remote(NodeAgent).options(**options, max_concurrency=4, scheduling_strategy=pinned)
         return actor.remote(self._job, self._environment, self._look_every_s)
 
 
@@ -321,11 +325,11 @@ def _options(name: str) -> dict[str, Any]:
 
 
 def _name(job: str, node: str) -> str:
-    return f"shepherd-{job}-{node}"
+    return f"node-agent-{job}-{node}"
 
 
 def _head_name(job: str) -> str:
-    return f"head-shepherd-{job}"
+    return f"head-agent-{job}"
 
 
 def _job(job: str | None) -> str:
@@ -344,23 +348,23 @@ def _find(name: str) -> Any:
         return None
 
 
-def _ask(job: str, node: str, limit: float, *, begin: bool = False) -> Herded:
-    """What the shepherd of a node says, once it has begun if need be."""
-    shepherd = _find(_name(job, node))
-    if shepherd is None:
-        return Herded(node, trouble="it has no shepherd")
+def _ask(job: str, node: str, limit: float, *, begin: bool = False) -> NodeSmp:
+    """What the node agent of a node says, once it has begun if need be."""
+    agent = _find(_name(job, node))
+    if agent is None:
+        return NodeSmp(node, trouble="it has no node agent")
     try:
-        return Herded(node, **_answer(shepherd.report.remote(begin), limit))
+        return NodeSmp(node, **_answer(agent.report.remote(begin), limit))
     except (RayActorError, DeadlineExceeded) as error:
-        return Herded(node, trouble=f"its shepherd does not answer: {error}")
+        return NodeSmp(node, trouble=f"its node agent does not answer: {error}")
 
 
-def _end(shepherd: Any, remove: bool, force: bool) -> None:
-    """Have a shepherd end its SMP; trainers that have just been told to end are given some time to do so."""
+def _end(agent: Any, remove: bool, force: bool) -> None:
+    """Have a node agent end its SMP; trainers that have just been told to end are given some time to do so."""
     limit = time.monotonic() + ANSWER_DEADLINE_S
     while True:
         try:
-            _answer(shepherd.stop.remote(remove, force), limit)
+            _answer(agent.stop.remote(remove, force), limit)
             return
         except ConfigError:
             if time.monotonic() > limit:
@@ -380,4 +384,4 @@ def _answer(reference: Any, limit: float) -> Any:
         raise
 
 
-__all__ = ["Herded", "Report", "nodes", "start", "status", "stop"]
+__all__ = ["JobSmps", "NodeSmp", "nodes", "start", "status", "stop"]

@@ -197,31 +197,6 @@ def _quoted(value: Any) -> str:
     return text if plain else json.dumps(text)
 
 
-def parse_line(line: str) -> dict[str, Any]:
-    """The fields of a line of either kind; in logfmt all are texts, but for None. Raises `ValueError`."""
-    if line.startswith("{"):
-        found: dict[str, Any] = json.loads(line)
-        return found
-    fields: dict[str, Any] = {}
-    decoder = json.JSONDecoder()
-    at = 0
-    while at < len(line):
-        name, equals, _ = line[at:].partition("=")
-        at += len(name) + 1
-        if not equals or not name or " " in name:
-            raise ValueError(f"no field at {line[at:][:40]!r}")
-        if line[at : at + 1] == '"':
-            fields[name], at = decoder.raw_decode(line, at)
-        else:
-            value = line[at:].partition(" ")[0]
-            fields[name] = None if value == "-" else value
-            at += len(value)
-        if at < len(line) and line[at] != " ":
-            raise ValueError(f"no space after {name}")
-        at += 1
-    return fields
-
-
 def chosen_format() -> str:
     """What ``HOLDFAST_LOG`` says, or logfmt. Raises `ConfigError`."""
     kind = os.environ.get(ENV) or FORMATS[0]

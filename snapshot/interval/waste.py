@@ -56,16 +56,6 @@ def first_order(levels: Sequence[Level], periods_s: Sequence[float]) -> float:
     return overhead(levels, periods_s) + sum(lost(levels, periods_s))
 
 
-def optimum(levels: Sequence[Level]) -> float:
-    """The least first-order waste if periods were free: ``sum sqrt(2 c rate) + sum rate (R + l)``."""
-    return sum(math.sqrt(2.0 * x.cost_s * x.rate) + x.rate * (x.restart_s + x.latency_s) for x in levels)
-
-
-def ettr(waste: float) -> float:
-    """Effective training time ratio: useful work over wall time."""
-    return max(0.0, 1.0 - waste)
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a plan must keep to.

@@ -75,17 +75,6 @@ class StartOptions:
             raise ProtocolError(f"not a rank's start options: {error}") from error
 
 
-def start_options_from_environment(
-    *, max_repeats: int | None = None, generations: int | None = None, restore_step: int | None = None
-) -> StartOptions:
-    """What is given, else what the environment says. Raises `ConfigError`."""
-    return StartOptions(
-        whole_number(MAX_REPEATS_ENV, MAX_REPEATS) if max_repeats is None else max_repeats,
-        whole_number(GENERATIONS_ENV, 1) if generations is None else generations,
-        whole_number(RESTORE_STEP_ENV, None) if restore_step is None else restore_step,
-    )
-
-
 def whole_number(variable: str, default: N) -> int | N:
     """A variable of the environment. Raises `ConfigError` if it is no whole number from 0 on."""
     text = os.environ.get(variable, "").strip()

@@ -173,12 +173,6 @@ def plan_format(job: str, coord: str, leaves: Iterable[Leaf], record_bytes: int)
     return plan_slot(job, coord, leaves, pages * RECORD_PAGE_BYTES)
 
 
-def fits(form: SlotFormat, leaves: Iterable[Leaf], record_bytes: int) -> bool:
-    """Whether a snapshot of `leaves` and a record of that length can be written in format `form`."""
-    known = {leaf for name, (_, leaf) in form.offsets.items() if name != RECORD}
-    return known == set(leaves) and record_bytes <= form.record[1]
-
-
 def is_of_record(name: str) -> bool:
     """Whether a leaf is the record, or a tensor among its plain values."""
     return name == RECORD or name.startswith((f"{EARLY}.", f"{LATE}."))

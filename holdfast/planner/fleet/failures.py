@@ -14,8 +14,6 @@ DRAIN = 0.30
 """Share of failures after which the host must go, its memory still readable: a bad GPU or NIC. 28 to 33 % by the causes
 of Llama 3 and FT-HSDP; Unicron has 37 %."""
 
-KINDS = ("process", "drain", "memory", "shock")
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
