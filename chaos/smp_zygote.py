@@ -5,6 +5,7 @@ What runs in each is `smp_daemon.__main__.main`, as ``python -m holdfast.smp_dae
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,11 +24,12 @@ MAX_ORDER_BYTES = 1 << 17
 
 
 class Zygote:
-    """The process that forks. Not thread-safe; `close` ends it, and not what it forked."""
+    """The process that forks. Thread-safe; `close` ends it, and not what it forked."""
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(DEADLINE_S)
+        self._lock = threading.Lock()  # an order and its answer belong together; no other lock is taken under it
         self._process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.chaos.smp_zygote", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -39,14 +42,17 @@ class Zygote:
         """Run ``python -m holdfast.smp_daemon`` with these arguments."""
         read_end, write_end = os.pipe()
         order = {"arguments": list(command), "environment": dict(environment), "errors": str(errors)}
-        socket.send_fds(self._channel, [json.dumps(order).encode()], [write_end])
-        os.close(write_end)
-        return Forked(self, int(self._channel.recv(64)), os.fdopen(read_end))
+        with self._lock:
+            socket.send_fds(self._channel, [json.dumps(order).encode()], [write_end])
+            os.close(write_end)
+            pid = int(self._channel.recv(64))
+        return Forked(self, pid, os.fdopen(read_end))
 
     def wait(self, pid: int) -> int:
         """The exit status of one that is ending; blocks until it has."""
-        self._channel.sendall(json.dumps({"wait": pid}).encode())
-        return int(self._channel.recv(64))
+        with self._lock:
+            self._channel.sendall(json.dumps({"wait": pid}).encode())
+            return int(self._channel.recv(64))
 
     def close(self) -> None:
         """End it."""
@@ -98,6 +104,10 @@ class Forked:
 
 
 def _serve(channel: socket.socket) -> None:
+    # Half a second of a processor, here instead of in every fork. No import starts a thread, which a fork would lack:
+    # NumPy's are turned off above.
+    for part in ("service", "coding.drain", "ops.web", "persist.options", "__main__"):
+        importlib.import_module(f"holdfast.smp_daemon.{part}")
     while True:
         data, descriptors, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, 1)
         if not data:

@@ -6,6 +6,7 @@ stopped at a named point of the protocol (`Points`), and every wait has a deadli
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -251,10 +253,13 @@ class SmpProcess:
 class Ground:
     """A temporary directory on tmpfs, the SMPs in it, and the connections to them."""
 
-    def __init__(self, grace_s: float = DEADLINE_S / 4) -> None:
-        """`grace_s`: what is ending already at the end of the test gets this long for it."""
-        self.zygote: Zygote | None = None
-        """Forks SMPs, if there is one; else each is a Python of its own."""
+    def __init__(self, *, own_python: bool = False, grace_s: float = DEADLINE_S / 4) -> None:
+        """`own_python`: each SMP is a Python of its own, as in a job, and not forked from one that has imported all.
+
+        `grace_s`: what is ending already at the end of the test gets this long for it.
+        """
+        self.zygote = None if own_python else shared_zygote()
+        """Forks SMPs, if there is one."""
         self._grace_s = grace_s
         self.base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
         self.points = Points(self.base / "points")
@@ -315,10 +320,18 @@ class Ground:
             raise LeftBehind("\n".join(problems))
 
 
+@cache
+def shared_zygote() -> Zygote:
+    """One for all tests of this process."""
+    made = Zygote()
+    atexit.register(made.close)
+    return made
+
+
 @contextmanager
-def playground() -> Iterator[Ground]:
+def playground(*, own_python: bool = False) -> Iterator[Ground]:
     """A ground for one block; a failure of the block is not hidden by what it left behind."""
-    ground = Ground()
+    ground = Ground(own_python=own_python)
     try:
         yield ground
     except BaseException as error:

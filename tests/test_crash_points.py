@@ -14,7 +14,6 @@ import pytest
 
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.scenario import built_in
-from holdfast.chaos.smp_zygote import Zygote
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -79,19 +78,10 @@ FINISHING = ("finish.told", "finish.closing", "arena.emptied", "arena.removed")
 WITH_TRAINERS = {"starting": STARTING, "training": TRAINING, "growing": GROWING}
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, zygote: Zygote) -> Iterator[Ground]:
+def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     monkeypatch.setenv("HOLDFAST_REJOIN", "1")
-    with playground() as made:
-        if not request.node.get_closest_marker("slow"):
-            made.zygote = zygote
+    with playground(own_python=request.node.get_closest_marker("slow") is not None) as made:
         yield made
 
 

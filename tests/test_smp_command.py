@@ -27,7 +27,7 @@ QUICK = ("--scrub", "0", "--reform-after", "0")
 
 @pytest.fixture
 def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
-    with playground() as made:
+    with playground(own_python=True) as made:
         monkeypatch.setenv("HOLDFAST_ARENA", str(made.base / "arenas"))
         monkeypatch.setenv("HOLDFAST_JOB", JOB)
         monkeypatch.setenv("HOLDFAST_NODE", "node0")

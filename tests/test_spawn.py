@@ -56,7 +56,7 @@ BAD_INIT = "import ctypes\nassert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  
 
 @pytest.fixture
 def ground() -> Iterator[Ground]:
-    with playground() as ground:
+    with playground(own_python=True) as ground:
         yield ground
 
 

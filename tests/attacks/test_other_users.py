@@ -141,7 +141,7 @@ def test_the_kernel_says_whose_a_connection_is() -> None:
 
 @pytest.fixture
 def ground() -> Iterator[Ground]:
-    with playground() as ground:
+    with playground(own_python=True) as ground:
         yield ground
 
 
