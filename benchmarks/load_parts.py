@@ -296,13 +296,13 @@ class Fleet:
 def smp_without_stealing() -> None:
     """An SMP to which nobody is slow, and nothing late before the deadline of the network."""
     from holdfast.smp_daemon.__main__ import main
-    from holdfast.smp_daemon.recovery import speeds
+    from holdfast.smp_daemon.recovery import requests
 
     def never(self: object, address: object) -> bool:
         return False
 
-    speeds.Speeds.is_slow = never  # type: ignore[method-assign,assignment]
-    speeds.FIRST_PATIENCE_S = speeds.LEAST_PATIENCE_S = 2 * CALL_DEADLINE_S
+    requests.Speeds.is_slow = never  # type: ignore[method-assign,assignment]
+    requests.FIRST_PATIENCE_S = requests.LEAST_PATIENCE_S = 2 * CALL_DEADLINE_S
     main()
 
 

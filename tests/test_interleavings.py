@@ -829,7 +829,7 @@ MUTANTS: dict[str, dict[str, Any]] = {
     },
     "older writers are not fenced": {
         "holdfast.smp_daemon.storage.arena.Arena.fence": lambda arena: None,
-        "holdfast.smp_daemon.storage.pool.Pool.replace": SlotFilePool.discard,
+        "holdfast.smp_daemon.storage.pool.SlotFilePool.replace": SlotFilePool.discard,
     },
 }
 
