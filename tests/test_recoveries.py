@@ -154,10 +154,10 @@ def test_the_death_of_a_trainer_begins_it(ground: Ground) -> None:
 
 def train_and_die(arena: Path, job: str) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from holdfast.smp_daemon.shared.board import Phase; "
+        "import os, signal, sys; from pathlib import Path; from holdfast.smp_daemon.shared.board import TrainerPhase; "
         "from holdfast.smp_daemon.shared.client import SmpClient; "
         "client = SmpClient(Path(sys.argv[1]), sys.argv[2], 'dp9'); "
-        "client.beat(Phase.STEP, 3); os.kill(os.getpid(), signal.SIGKILL)"
+        "client.beat(TrainerPhase.STEP, 3); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script, str(arena), job], check=False, timeout=DEADLINE_S)
 
