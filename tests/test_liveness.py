@@ -244,7 +244,7 @@ from pathlib import Path
 from holdfast.smp_daemon.shared.board import TrainerPhase
 from holdfast.smp_daemon.shared.client import SmpClient
 client = SmpClient(Path(sys.argv[1]), sys.argv[2], "dp7")
-phase, how = Phase[sys.argv[3]], sys.argv[4]
+phase, how = TrainerPhase[sys.argv[3]], sys.argv[4]
 client.beat(phase, 3)
 print("here", flush=True)
 if how == "copy":
