@@ -195,6 +195,7 @@ class SnapshotHook:
         for piece in registered(self._roots()):
             self._adapter.track(piece)
         self._entered = enter(self._adapter, self._options, self.statistics, self.checks)
+        self._entered.expect_resumption(self._adapter)
         return self
 
     def close(self) -> None:

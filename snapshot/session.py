@@ -157,9 +157,6 @@ class Session:
         self._first = _FirstStep()
         if restored.snapshot is not None:
             self._first.rewind = restored.rewind
-            if checks.resumption:
-                self._first.state = Resumed(adapter, rank.mover, restored.began, step)
-                self._first.inputs = restored.inputs
         self._beginning = Beginning()
         self._batch = Batch()
         self._stepped = False  # an optimizer has stepped since the last step ended
@@ -167,6 +164,17 @@ class Session:
         self._marked = False  # data was read, or a step declared, for the first time
         self._unheard: CopyJob | None = None  # a copy of which it is not known yet what its first forward is given
         self._smp_is_slow = False
+
+    def expect_resumption(self, adapter: Adapter) -> None:
+        """Note what the first step after a restore must begin with, if that is compared.
+
+        The hook calls it once it has this session, and not as part of making it: what users track is read here, and may
+        ask the hook for its step.
+        """
+        restored = self.restored
+        if restored.snapshot is not None and self._checks.resumption:
+            self._first.state = Resumed(adapter, self.rank.mover, restored.began, restored.snapshot.step)
+            self._first.inputs = restored.inputs
 
     def _auditor_if_ordered(self, adapter: Adapter) -> Auditor | None:
         orders = orders_from_environment()

@@ -41,6 +41,23 @@ class Keeps:
         self.value = state_dict["value"]
 
 
+def test_what_is_tracked_may_ask_the_hook_for_its_step(arena: Path) -> None:
+    def job() -> tuple[InMemorySnapshot, Any, list[Any]]:
+        model, optim = small()
+        snap, found = InMemorySnapshot(model, optim, keep=True, strict=True), []
+        snap.track("place", lambda: {"step": snap.step}, found.append)
+        return snap, (model, optim), found
+
+    snap, parts, _ = job()
+    with snap:
+        go_on(snap, *parts, steps=3)
+    snap, parts, found = job()
+    with snap:
+        assert found == [{"step": snap.step}]
+        go_on(snap, *parts)
+        assert snap.step > found[0]["step"]
+
+
 # ------------------------------------------------------------------ schedules
 
 
