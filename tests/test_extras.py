@@ -42,19 +42,20 @@ class Keeps:
 
 
 def test_what_is_tracked_may_ask_the_hook_for_its_step(arena: Path) -> None:
-    def job() -> tuple[InMemorySnapshot, Any, list[Any]]:
+    def job() -> tuple[InMemorySnapshot, torch.nn.Module, torch.optim.Optimizer, list[Any]]:
         model, optim = small()
-        snap, found = InMemorySnapshot(model, optim, keep=True, strict=True), []
+        found: list[Any] = []
+        snap = InMemorySnapshot(model, optim, keep=True, strict=True)
         snap.track("place", lambda: {"step": snap.step}, found.append)
-        return snap, (model, optim), found
+        return snap, model, optim, found
 
-    snap, parts, _ = job()
+    snap, model, optim, _ = job()
     with snap:
-        go_on(snap, *parts, steps=3)
-    snap, parts, found = job()
+        go_on(snap, model, optim, steps=3)
+    snap, model, optim, found = job()
     with snap:
         assert found == [{"step": snap.step}]
-        go_on(snap, *parts)
+        go_on(snap, model, optim)
         assert snap.step > found[0]["step"]
 
 
