@@ -68,10 +68,10 @@ class Codec:
             self._kernel.combine(parity_matrix(self.k, self.m), data, parity)
 
     def accumulate(self, index: int, unit: Buffer, parity: Mapping[int, Buffer]) -> None:
-        """Fold data unit `index` into those parities that are at hand, in place.
+        """Accumulate data unit `index` into those parities that are at hand, in place.
 
-        Parities start as zeros; after each of the k units was folded in once, in any order, they equal what
-        `encode` writes. Folding a unit in twice is an error that this call cannot see.
+        Parities start as zeros; after each of the k units was added once, in any order, they equal what
+        `encode` writes. Adding a unit twice is an error that this call cannot see.
 
         Args:
             parity: by row 0..m-1; parities of one stripe stand on different nodes, so it may be one of them only.

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 MOST_ROUNDS = 20
-"""How often `plan_groups` goes through the nodes to mend what the first deal left."""
+"""How often `plan_groups` goes through the nodes to repair what the first deal left."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ class NumpyKernel:
     def combine(self, matrix: Matrix, sources: Sequence[Buffer], outs: Sequence[Buffer]) -> None:
         for row, out in zip(matrix, outs, strict=True):
             result = as_array(out)
-            terms = [(int(factor), source) for factor, source in zip(row, sources, strict=True) if factor]
-            if not terms:
+            operands = [(int(factor), source) for factor, source in zip(row, sources, strict=True) if factor]
+            if not operands:
                 result[:] = 0
                 continue
-            for done, (factor, source) in enumerate(terms):
+            for done, (factor, source) in enumerate(operands):
                 if done:
                     _add(result, factor, source)
                 elif factor == 1:

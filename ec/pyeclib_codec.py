@@ -17,7 +17,7 @@ MAX_UNIT_BYTES = 64 << 20
 
 
 class PyECLibCodec(Codec):
-    """`Codec` by pyeclib. Folding in single units is not in its API, and is NumPy's."""
+    """`Codec` by pyeclib. Accumulating single units is not in its API, and is NumPy's."""
 
     def __init__(self, k: int, m: int) -> None:
         """Raises `ValueError` for plain copies, which pyeclib does not know, `ImportError` if it is not installed."""

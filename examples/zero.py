@@ -23,7 +23,7 @@ from holdfast.chaos import drill
 HIDDEN, RANK, LAYERS = 32, 4, 4
 
 
-class Block(nn.Module):
+class AdaptedBlock(nn.Module):
     """Two frozen matrices; to the first is added the product of two factors, the second of which is zero at first."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Zero:
 
     def __init__(self, seed: int) -> None:
         seed_everything(seed)
-        blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        blocks = nn.Sequential(*(AdaptedBlock() for _ in range(LAYERS)))
         self.model = nn.parallel.DistributedDataParallel(blocks, find_unused_parameters=dist.get_world_size() > 2)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.zero = ZeroRedundancyOptimizer(trained, torch.optim.Adam, lr=1e-2)

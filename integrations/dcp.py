@@ -258,10 +258,10 @@ class MemoryReader(StorageReader):
     def _fetch(self, coords: set[str]) -> None:
         """Have this node hold what its ranks need. Only the first of them asks: two would take each other's slot."""
         agreement, node = self._memory.agreement, self._memory.client.node
-        wishes = [json.loads(text) for text in agreement.gather(json.dumps([node, sorted(coords)]).encode())]
-        here = [wanted for name, wanted in wishes if name == node]
+        requests = [json.loads(text) for text in agreement.gather(json.dumps([node, sorted(coords)]).encode())]
+        here = [wanted for name, wanted in requests if name == node]
         problem: HoldfastError | None = None
-        if [name for name, _ in wishes].index(node) == agreement.rank:
+        if [name for name, _ in requests].index(node) == agreement.rank:
             try:
                 for coord in sorted(set().union(*here)):
                     self._shard(coord)

@@ -42,7 +42,7 @@ TRAINER = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
 def protect(
     trainer: Trainer, *, track: Callable[[InMemorySnapshot, Trainer], None] | None = None, **options: Any
-) -> InMemoryCallback:
+) -> ProtectCallback:
     """Keep what `trainer` trains in memory. Call it once, before ``trainer.train()``, after other callbacks are added.
 
     Carried, so that a run that was killed and started again ends as if nothing had happened: parameters, buffers,
@@ -77,9 +77,9 @@ def protect(
         raise ConfigError("auto_find_batch_size: a step would not be the same step after a restart; fix the size")
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ConfigError("FSDP and DeepSpeed under transformers.Trainer are not supported: use one process, or DDP")
-    if any(isinstance(callback, InMemoryCallback) for callback in trainer.callback_handler.callbacks):
+    if any(isinstance(callback, ProtectCallback) for callback in trainer.callback_handler.callbacks):
         raise ConfigError("this trainer is protected already")
-    callback = InMemoryCallback(trainer, track, options)
+    callback = ProtectCallback(trainer, track, options)
     trainer.add_callback(callback)
     trainer._inner_training_loop = callback.guard(trainer._inner_training_loop)
     trainer._run_epoch = callback.place(trainer._run_epoch)
@@ -87,7 +87,7 @@ def protect(
     return callback
 
 
-class InMemoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Made by `protect`. Restores in ``on_train_begin``, and completes a snapshot in ``on_step_begin``."""
 
     def __init__(

@@ -53,14 +53,14 @@ def protect(
     Raises:
         HoldfastError: as entering `InMemorySnapshot`.
     """
-    snap = _Snapshot(model, optimizer, scheduler=scheduler, **options)
+    snap = _ScriptSnapshot(model, optimizer, scheduler=scheduler, **options)
     snap.follow(args, training or sys.modules.get(MODULE))
     snap.__enter__()
     snap.go_on()
     return snap
 
 
-class _Snapshot(InMemorySnapshot):
+class _ScriptSnapshot(InMemorySnapshot):
     """Stands in for two functions of the loop until it is left."""
 
     checks = Checks(reading=False)  # iterators go on by the counters, whatever making them draws

@@ -15,7 +15,7 @@ from holdfast.chaos.launcher import Launcher
 from holdfast.cli.export import export
 from holdfast.cli.main import main
 from holdfast.export.source import from_place, list_place
-from holdfast.export.tensors import Slot, read_slot, whole_tensors, write_safetensors
+from holdfast.export.tensors import SlotCopy, read_slot, whole_tensors, write_safetensors
 from holdfast.smp_daemon.persist.place import open_place
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -111,7 +111,7 @@ def test_what_cannot_be_exported_is_said(persisted: tuple[Ground, Run, SnapshotI
 # ---------------------------------------------------------------------- whole tensors
 
 
-def slot_of(coord: str, leaves: list[Leaf], shared: list[Leaf]) -> Slot:
+def slot_of(coord: str, leaves: list[Leaf], shared: list[Leaf]) -> SlotCopy:
     form = plan_slot("job", coord, leaves, 400)
     view = memoryview(bytearray(form.total_bytes))
     view[: len(form.header)] = form.header

@@ -13,7 +13,7 @@ def add(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine has and what is wrong with it",
-        description="Looks at packages, erasure code backends, shared memory and the kernel, and says how to mend what "
+        description="Looks at packages, erasure code backends, shared memory and the kernel, and says how to fix what "
         "is wrong. Status 1 if there is a problem; notes are about speed.",
     )
     add_json(doctor)

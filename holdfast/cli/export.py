@@ -78,14 +78,14 @@ def export(
         place: a URL; None: the memory of `job`'s nodes.
         kind: one of `FORMATS`.
     """
-    from holdfast.export.source import Source, from_memory, from_place
+    from holdfast.export.source import ShardSource, from_memory, from_place
     from holdfast.export.tensors import fetch
     from holdfast.smp_daemon.persist.place import open_place
 
     if folder.exists():
         raise ConfigError(f"{folder} is there already: export into a new directory")
     with ExitStack() as stack:
-        source: Source
+        source: ShardSource
         if place is not None:
             source = from_place(open_place(place), job, step)
         else:

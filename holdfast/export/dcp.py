@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from holdfast.export.tensors import Slot, Tensor, replica_set, whole_tensors
+from holdfast.export.tensors import SlotCopy, Tensor, replica_set, whole_tensors
 from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import empty_like_leaf, flat, leaf_tensor
@@ -26,7 +26,7 @@ RECORDS = "holdfast"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-def write_dcp(path: Path, slots: Sequence[Slot]) -> int:
+def write_dcp(path: Path, slots: Sequence[SlotCopy]) -> int:
     """Write the checkpoint into `path`; how many tensors are in it. Blocks.
 
     What is made of several shards is put together in memory; all else is read from the slots' files as it is written.
@@ -36,7 +36,7 @@ def write_dcp(path: Path, slots: Sequence[Slot]) -> int:
     return _count(state)
 
 
-def state_dict(slots: Sequence[Slot]) -> dict[str, Any]:
+def state_dict(slots: Sequence[SlotCopy]) -> dict[str, Any]:
     """The nested state of a snapshot. Tensors over slots are not copied.
 
     Raises:
@@ -70,7 +70,7 @@ def state_dict(slots: Sequence[Slot]) -> dict[str, Any]:
 class _Names:
     """How things are called outside of holdfast."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[SlotCopy]) -> None:
         self._slots = {slot.coord: slot for slot in slots}
         self._export = {slot.coord: _fixed(slot).get("export") for slot in slots}
         self._states = {slot.coord: _states(slot) for slot in slots}
@@ -141,13 +141,13 @@ class _Names:
         return ("model" if match[1] == "0" else f"model{match[1]}"), inner
 
 
-def _fixed(slot: Slot) -> dict[str, Any]:
+def _fixed(slot: SlotCopy) -> dict[str, Any]:
     """What its record says once and for all. Raises `ProtocolError`."""
     fixed: dict[str, Any] = decode(slot.record.get("fixed", {}).get("state", {}), lambda name: torch.empty(0))
     return fixed
 
 
-def _states(slot: Slot) -> dict[str, tuple[str, str, str]]:
+def _states(slot: SlotCopy) -> dict[str, tuple[str, str, str]]:
     """By leaf name, of which optimizer and which parameter it is the state, and which entry of that."""
     return {
         f"{kept['prefix']}.{place}.{entry}": (kept["prefix"], place, entry)
@@ -157,7 +157,7 @@ def _states(slot: Slot) -> dict[str, tuple[str, str, str]]:
     }
 
 
-def _assemble(tensor: Tensor, slots: Mapping[str, Slot]) -> torch.Tensor:
+def _assemble(tensor: Tensor, slots: Mapping[str, SlotCopy]) -> torch.Tensor:
     """A tensor over the one range that it is made of, or a new one of all of them."""
     leaf = Leaf(tensor.name, tensor.dtype, tensor.shape)
     if len(tensor.ranges) == 1:

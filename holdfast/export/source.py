@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.plan import candidates, choose_sources, plan_res
 from holdfast.smp_daemon.shared.sources import Sources
 
 
-class Source(Protocol):
+class ShardSource(Protocol):
     """One snapshot. Every call blocks."""
 
     snapshot: SnapshotId

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.export.source import Source
+from holdfast.export.source import ShardSource
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_record
 from holdfast.snapshot.state.replicas import is_part_of, shared_from_json
@@ -17,7 +17,7 @@ from holdfast.snapshot.state.shares import Part, missing, parse_part
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class SlotCopy:
     """One coordinate's slot file: its bytes, what is where in them, and its record."""
 
     coord: str
@@ -42,7 +42,7 @@ class Tensor:
     """(coordinate, offset in its slot, bytes)"""
 
 
-def fetch(source: Source, folder: Path) -> Iterator[Slot]:
+def fetch(source: ShardSource, folder: Path) -> Iterator[SlotCopy]:
     """Bring every shard into a file of `folder`, and look into it. Blocks; memory is that of a few units."""
     for coord in source.layout.coords:
         path = folder / coord
@@ -53,14 +53,14 @@ def fetch(source: Source, folder: Path) -> Iterator[Slot]:
         yield read_slot(coord, memoryview(mapped))
 
 
-def read_slot(coord: str, view: memoryview) -> Slot:
+def read_slot(coord: str, view: memoryview) -> SlotCopy:
     """Raises `ProtocolError` if these bytes are no slot file."""
     form, _ = read_format(view)
     try:
         record = json.loads(read_record(view, form))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the record of {coord} is not JSON: {error}") from error
-    return Slot(coord, view, form, record)
+    return SlotCopy(coord, view, form, record)
 
 
 def replica_set(coord: str) -> str:
@@ -68,13 +68,13 @@ def replica_set(coord: str) -> str:
     return coord.rpartition("dp")[0].rstrip("-")
 
 
-def whole_tensors(slots: Sequence[Slot]) -> dict[str, list[Tensor]]:
+def whole_tensors(slots: Sequence[SlotCopy]) -> dict[str, list[Tensor]]:
     """By coordinate, its tensors. What replicas share stands, whole, with the first of them.
 
     Raises:
         StateMismatch: parts of it are not there.
     """
-    sets: dict[str, list[Slot]] = {}
+    sets: dict[str, list[SlotCopy]] = {}
     for slot in slots:
         sets.setdefault(replica_set(slot.coord), []).append(slot)
     found: dict[str, list[Tensor]] = {}
@@ -86,13 +86,13 @@ def whole_tensors(slots: Sequence[Slot]) -> dict[str, list[Tensor]]:
     return found
 
 
-def _own(slot: Slot, shared: Mapping[str, Leaf]) -> Iterator[Tensor]:
+def _own(slot: SlotCopy, shared: Mapping[str, Leaf]) -> Iterator[Tensor]:
     for name, (offset, leaf) in slot.form.offsets.items():
         if name != RECORD and not is_part_of(name, shared):
             yield Tensor(name, leaf.dtype, leaf.shape, ((slot.coord, offset, leaf.bytes),))
 
 
-def _together(members: Sequence[Slot], shared: Mapping[str, Leaf]) -> Iterator[Tensor]:
+def _together(members: Sequence[SlotCopy], shared: Mapping[str, Leaf]) -> Iterator[Tensor]:
     parts: dict[str, list[tuple[int, str, int, int]]] = {name: [] for name in shared}
     each: list[list[Part]] = []
     for slot in members:
@@ -111,7 +111,9 @@ def _together(members: Sequence[Slot], shared: Mapping[str, Leaf]) -> Iterator[T
 # ---------------------------------------------------------------------- plain safetensors
 
 
-def write_safetensors(path: Path, tensors: Iterable[Tensor], slots: Mapping[str, Slot], notes: dict[str, str]) -> None:
+def write_safetensors(
+    path: Path, tensors: Iterable[Tensor], slots: Mapping[str, SlotCopy], notes: dict[str, str]
+) -> None:
     """One file of tensors, as every safetensors reader takes it. Complex numbers of 128 bits, which the format does
     not know, become pairs of 64-bit ones."""
     ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BYTES[tensor.dtype], tensor.dtype, tensor.name))
