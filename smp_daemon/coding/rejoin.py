@@ -83,10 +83,10 @@ class Rejoiner:
 def rejoin(store: Store, epoch: int, method: str) -> bool:
     """Bring back what is missing here. Blocks while bytes travel, and holds no lock meanwhile.
 
-    Returns whether nothing is missing any more that can be had.
+    Returns whether nothing is missing any more that can be recovered.
 
     Raises:
-        HoldfastError: something cannot be had now, or another epoch has begun.
+        HoldfastError: something cannot be recovered now, or another epoch has begun.
     """
     whole = True
     newest = max((key.snapshot for key in store.holdings.held()), default=None)

@@ -29,7 +29,7 @@ GAUGES = {
     "holdfast_quiet_seconds": "since the quietest of them was last heard of",
     "holdfast_lease_age_seconds": "since the quietest other member of the group was last heard of",
     "holdfast_safe_step": "the newest of the steps that tolerate most node failures",
-    "holdfast_stands_nodes": "how many more nodes may be lost before that step cannot be had; -1: it cannot",
+    "holdfast_stands_nodes": "how many more nodes may be lost before that step cannot be recovered; -1: it cannot",
     "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
     "holdfast_persist_failing": "1 if the last snapshot that was to be persisted was not, 0 if it was, or none was",
 }

@@ -135,7 +135,7 @@ def repair_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
     """Compute a damaged unit again from the rest of its stripe, and put it back in place.
 
     Raises:
-        Unrecoverable, DamagedSnapshot: it cannot be had.
+        Unrecoverable, DamagedSnapshot: it cannot be recovered.
     """
     _, record = store.holdings.open(key)
     unit = memoryview(bytearray(record.unit(index)[1]))

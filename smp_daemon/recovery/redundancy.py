@@ -21,7 +21,7 @@ class GroupRedundancy:
 
     Attributes:
         nodes: its members, by position. `silent`: those whose SMP does not answer.
-        tolerates: how many more nodes of it may be lost, whichever they are; -1: its part cannot be had even now.
+        tolerates: how many more nodes of it may be lost, whichever they are; -1: its part cannot be recovered even now.
     """
 
     nodes: tuple[str, ...]
@@ -44,7 +44,7 @@ class Redundancy:
 
     @property
     def tolerates(self) -> int:
-        """How many more nodes may be lost, whichever they are; -1: it cannot be had."""
+        """How many more nodes may be lost, whichever they are; -1: it cannot be recovered."""
         return min(group.tolerates for group in self.groups)
 
 
@@ -74,7 +74,8 @@ def safest(found: Sequence[Redundancy]) -> Redundancy | None:
 
 
 def tolerates(sources: Sources, group: int) -> int:
-    """How many more SMPs may be lost, whichever they are, before that group's part cannot be had; -1: it cannot now."""
+    """How many more SMPs may be lost, whichever they are, before that group's part cannot be recovered; -1: it cannot
+    now."""
     layout = sources.layout
     members = layout.members(group)
     shards = {

@@ -216,7 +216,7 @@ class SmpClient:
         return SnapshotOutcome(self._call(message, deadline_s + ANSWER_S)["outcome"])
 
     def recover(self, sources: Sources, coord: str, *, check: bool = True) -> RecoveredShard:
-        """Have the SMP hold `coord` again, from wherever it can be had; its bytes, mapped.
+        """Have the SMP hold `coord` again, from wherever it can be recovered; its bytes, mapped.
 
         Args:
             check: have a shard that it holds already read, and repaired in place. If not, it answers at once, and the
@@ -242,7 +242,7 @@ class SmpClient:
         Returns the bytes that the SMP has fetched over the network since `lend`.
 
         Raises:
-            Unrecoverable, DamagedSnapshot: it cannot be had whole.
+            Unrecoverable, DamagedSnapshot: it cannot be recovered whole.
         """
         message = self._in_epoch() | {"op": "unit", "coord": coord, "unit": index}
         with self._lock:

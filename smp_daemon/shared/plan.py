@@ -48,11 +48,11 @@ def plan_restore(
     Args:
         inventories: one per SMP that answers.
         coords: the coordinates of the ranks that are to be restored; None: any.
-        without: snapshots that turned out not to be had, and that were never promised: they are passed over.
+        without: snapshots that turned out not to be recoverable, and that were never promised: they are passed over.
         choice: which snapshots may be gone back to; None: any.
 
     Raises:
-        Unrecoverable: a snapshot was protected, and neither it nor a younger one can be had any more. Never an
+        Unrecoverable: a snapshot was protected, and neither it nor a younger one can be recovered any more. Never an
             older one: that would silently undo what was promised.
         StateMismatch: the snapshot is of other coordinates than `coords`.
     """
@@ -133,7 +133,7 @@ def whole_snapshots(inventories: Sequence[Inventory]) -> list[SnapshotId]:
 def choose_sources(inventories: Sequence[Inventory], snapshot: SnapshotId) -> Sources | None:
     """Who holds what, in the layout of the snapshot's epoch that serves best; None if nobody knows one.
 
-    That is the first of: every byte can be had and no parity is missing; every byte can be had; the newest.
+    That is the first of: every byte can be recovered and no parity is missing; every byte can be recovered; the newest.
     """
     known = {key: layout for inv in inventories for key, layout in inv.layouts.items() if key[0] == snapshot.epoch}
     choices = [sources_of(inventories, snapshot, known[key]) for key in sorted(known, reverse=True)]
@@ -146,7 +146,7 @@ def _merit(sources: Sources) -> tuple[bool, bool]:
 
 
 def undecodable(sources: Sources) -> list[str]:
-    """Why the snapshot cannot be had, group by group; empty if it can."""
+    """Why the snapshot cannot be recovered, group by group; empty if it can."""
     layout = sources.layout
     reasons = []
     for group in range(len(layout.groups)):
