@@ -1,8 +1,8 @@
 # make demo    the main job, on a fresh machine with Python 3.11: sets up by itself
 # make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and a spare comes
 # make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and a spare comes
-# make test    the whole test suite, two files at a time; TESTS=... chooses
-# make slow    more of it, half an hour: every way through other trainers' loops, every node of a pool, every crash point
+# make test    the test suite, two files at a time; TESTS=... chooses; its end names what took longest
+# make slow    all that make test has samples of: every interleaving, scenario, mutant, seed and crash point; an hour
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes
 # make chaos   2,000 faults, 300 of them during recoveries: most of an hour
@@ -35,7 +35,7 @@ demo-ray: setup
 	@$(BIN)/python -m holdfast.chaos.ray.drill again
 
 test: setup
-	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=50 $(TESTS)
 
 slow: setup
 	@$(BIN)/pytest -m slow $(TESTS)

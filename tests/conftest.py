@@ -13,6 +13,8 @@ import torch
 
 from holdfast.chaos.demo import PRELOAD
 from holdfast.chaos.launcher import Launcher
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from tests.smp_kit import Ground, kill_smps, playground
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
@@ -36,3 +38,21 @@ def shm() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    """Where a test's SMPs run."""
+    with playground() as made:
+        yield made
+
+
+@pytest.fixture
+def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a job of this process keeps its snapshots; what is left of it at the end is removed."""
+    base = Path(f"/dev/shm/holdfast-test-{os.getpid()}")
+    monkeypatch.setenv(ARENA_ENV, str(base))
+    monkeypatch.setenv("HOLDFAST_JOB", "test")
+    yield base
+    kill_smps(base)
+    shutil.rmtree(base, ignore_errors=True)

@@ -34,7 +34,7 @@ from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.paths import Owner
+from holdfast.smp_daemon.shared.paths import Owner, read_owner
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
@@ -378,6 +378,13 @@ def end(process: psutil.Process) -> str:
     if not ends(process, DEADLINE_S):
         raise DeadlineExceeded(f"{text} did not end")
     return text
+
+
+def kill_smps(base: Path) -> None:
+    """SIGKILL every SMP whose arena lies below `base`."""
+    for owner in (read_owner(path.parent) for path in base.glob("**/smp.json")):
+        if owner is not None and psutil.pid_exists(owner.pid):
+            end(psutil.Process(owner.pid))
 
 
 def read_line(stream: IO[str], deadline_s: float = DEADLINE_S) -> str:

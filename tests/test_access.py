@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -33,15 +32,9 @@ from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import Authority, credentials, needs_openssl, token_file
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, Run, SmpProcess, playground, refusal, run_on
+from tests.smp_kit import JOB, Ground, Run, SmpProcess, refusal, run_on
 
 TOKEN = b"a token of enough bytes"
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as ground:
-        yield ground
 
 
 def environment_of(kind: str, path: Path) -> dict[str, str]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from holdfast.smp_daemon.shared.spawn import find_leftovers
 from holdfast.snapshot.collective import agreement
 from holdfast.snapshot.collective.agreement import AgreementLost, Alone, Result, work_in_rounds
 from tests.deadlines import DEADLINE_S
@@ -138,13 +137,9 @@ with InMemorySnapshot(model, optim) as snap:
 
 
 @pytest.fixture
-def arena() -> Iterator[Path]:
-    base = Path(f"/dev/shm/holdfast-agreement-{os.getpid()}")
-    base.mkdir(mode=0o700)
-    yield base
-    for leftover in find_leftovers(base):
-        remove(leftover)
-    shutil.rmtree(base, ignore_errors=True)
+def arena(arena: Path) -> Path:
+    arena.mkdir(mode=0o700)
+    return arena
 
 
 def run(arena: Path, folder: Path, how: str, steps: int) -> list[list[str]]:

@@ -16,7 +16,6 @@ import torch
 
 from holdfast import ConfigError, InMemorySnapshot
 from tests.deadlines import DEADLINE_S
-from tests.test_hook import arena as arena
 
 STEPS = 7
 STOP = 4

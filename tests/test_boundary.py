@@ -14,7 +14,6 @@ from torch.amp.grad_scaler import GradScaler
 
 from holdfast import ConfigError, InMemorySnapshot
 from holdfast.snapshot.step.boundary import Boundary
-from tests.test_hook import arena as arena
 
 STEP = ["before", "after"]
 

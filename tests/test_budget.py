@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,16 +20,10 @@ from holdfast.smp_daemon.shared.spawn import find_leftovers, sweep
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import SlotFilePool
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, SmpProcess, Trainer, memory_of, playground, run_on
+from tests.smp_kit import Ground, SmpProcess, Trainer, memory_of, run_on
 from tests.test_arena import PAGE, TAG, at, crash, hold
 
 ROOM = 64 * PAGE
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as made:
-        yield made
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch
 
 from holdfast.hook import SettledSnapshot
 from holdfast.integrations.callbacks import Overlooked, keep_averages
-from tests.test_hook import arena as arena
 
 
 class Average:

@@ -31,7 +31,6 @@ from holdfast.snapshot.state.record import decode_record, decode_values
 from holdfast.snapshot.step.capture import Capture, Staging
 from holdfast.snapshot.step.copier import Copier, CopyJob
 from tests.deadlines import DEADLINE_S
-from tests.test_hook import arena as arena
 from tests.test_hook import train, values
 from tests.test_movers import Counting
 from tests.test_state import Toy, named, toy

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,9 @@ NODES = 2
 
 
 @pytest.fixture
-def arena() -> Iterator[Path]:
-    base = Path(f"/dev/shm/holdfast-dcp-{os.getpid()}")
-    base.mkdir()
-    yield base
-    for leftover in find_leftovers(base):
-        remove(leftover)
-    shutil.rmtree(base, ignore_errors=True)
+def arena(arena: Path) -> Path:
+    arena.mkdir()
+    return arena
 
 
 def run(launcher: Launcher, arena: Path, mode: str, world: int, **args: Any) -> list[dict[str, Any]]:

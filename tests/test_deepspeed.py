@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,9 @@ NO_FP16 = pytest.mark.skipif(
 
 
 @pytest.fixture
-def arena() -> Iterator[Path]:
-    base = Path(f"/dev/shm/holdfast-deepspeed-{os.getpid()}")
-    base.mkdir()
-    yield base
-    for leftover in find_leftovers(base):
-        remove(leftover)
-    shutil.rmtree(base, ignore_errors=True)
+def arena(arena: Path) -> Path:
+    arena.mkdir()
+    return arena
 
 
 def run(

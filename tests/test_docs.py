@@ -17,7 +17,6 @@ import pytest
 
 from holdfast.environment import GROUPS, VARIABLES
 from holdfast.smp_daemon.__main__ import add_options
-from tests.test_hook import arena as arena
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

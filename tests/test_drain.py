@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plan import plan_restore
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
+from tests.smp_kit import Ground, Run, SmpProcess, Trainer, run_on
 from tests.test_regroup import (
     SNAPSHOT,
     carried_out,
@@ -121,12 +121,6 @@ def test_the_sentence_says_what_the_others_stand() -> None:
 
 
 # ---------------------------------------------------------------------- real SMPs
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as made:
-        yield made
 
 
 def drain(ground: Ground, *arguments: str) -> int:

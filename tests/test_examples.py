@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.sampling import sampled
-from tests.test_hook import arena as arena
 
 LONG_S = 120.0
 ALONE = {

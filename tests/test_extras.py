@@ -13,7 +13,6 @@ from torch.optim import lr_scheduler
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.integrations.adapters.torch_native import TorchAdapter
-from tests.test_hook import arena as arena
 from tests.test_hook import small
 
 Loop = list[tuple[nn.Module, torch.optim.Optimizer]]

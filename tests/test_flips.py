@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,15 +15,9 @@ from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.relay import relaying
 from tests.sampling import sampled
-from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, playground, run_on
+from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, run_on
 
 SEED = 20260
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as made:
-        yield made
 
 
 @dataclass(frozen=True)

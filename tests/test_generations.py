@@ -22,7 +22,6 @@ from holdfast.snapshot.resume.arrange import parse_protect
 from holdfast.snapshot.resume.choice import StartOptions, agree
 from holdfast.snapshot.step.ledger import Ledger
 from tests.smp_kit import playground, run_on
-from tests.test_hook import arena as arena
 
 PROTECTED, FAILED, PENDING = SnapshotOutcome.PROTECTED, SnapshotOutcome.FAILED, SnapshotOutcome.PENDING
 

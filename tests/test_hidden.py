@@ -12,7 +12,6 @@ import torch
 
 from holdfast import ConfigError, InMemorySnapshot, register
 from holdfast.snapshot.state.hidden import unregister, untracked
-from tests.test_hook import arena as arena
 
 
 class Centred(torch.nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +20,9 @@ from holdfast import ConfigError, HoldfastError, InMemorySnapshot, SmpUnavailabl
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
+from holdfast.smp_daemon.shared.paths import read_owner
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import suspend
+from tests.smp_kit import kill_smps, suspend
 
 SCRIPT = """
 import hashlib, os, random, signal, sys
@@ -57,16 +56,6 @@ with InMemorySnapshot(model, optim, scheduler=schedule) as snap:
 """
 
 
-@pytest.fixture
-def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    base = Path(f"/dev/shm/holdfast-test-{os.getpid()}")
-    monkeypatch.setenv(ARENA_ENV, str(base))
-    monkeypatch.setenv("HOLDFAST_JOB", "test")
-    yield base
-    kill_smp(base)
-    shutil.rmtree(base, ignore_errors=True)
-
-
 def run_script(stop: int, steps: int = 12) -> tuple[int, list[str]]:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(stop), str(steps)], capture_output=True, text=True, timeout=120, check=False
@@ -92,14 +81,6 @@ def train(snap: InMemorySnapshot, model: torch.nn.Module, optim: torch.optim.Opt
 def values(model: torch.nn.Module, optim: torch.optim.Optimizer) -> list[torch.Tensor]:
     tensors = [*model.parameters(), *(v for state in optim.state.values() for v in state.values())]
     return [tensor.detach().clone() for tensor in tensors]
-
-
-def kill_smp(arena: Path) -> None:
-    owner = read_owner(arena / "test")
-    if owner is not None and psutil.pid_exists(owner.pid):
-        process = psutil.Process(owner.pid)
-        process.kill()
-        process.wait(DEADLINE_S)
 
 
 def smp_pid(arena: Path) -> int:
@@ -285,7 +266,7 @@ def test_too_little_shared_memory_is_said_at_the_first_step(arena: Path, monkeyp
             with InMemorySnapshot(model, optim) as snap:
                 train(snap, model, optim, 1)
     finally:
-        kill_smp(arena)
+        kill_smps(arena)
         subprocess.run(["umount", "--lazy", str(arena)], check=True)
 
 
@@ -390,7 +371,7 @@ def test_an_smp_that_dies_does_not_disturb_the_loop(arena: Path) -> None:
     model, optim = small()
     with InMemorySnapshot(model, optim) as snap:
         train(snap, model, optim, 3)
-        kill_smp(arena)
+        kill_smps(arena)
         train(snap, model, optim, 6)
         assert snap.protected_step is not None
         assert snap.protected_step > 4
@@ -490,7 +471,7 @@ def test_a_strict_hook_raises_what_went_wrong(arena: Path) -> None:
     with pytest.raises(SmpUnavailable):
         with InMemorySnapshot(model, optim, strict=True) as snap:
             train(snap, model, optim, 3)
-            kill_smp(arena)
+            kill_smps(arena)
             train(snap, model, optim, 3)
 
 

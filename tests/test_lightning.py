@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.scripts import run
-from tests.test_hook import arena as arena
 
 pytest.importorskip("lightning")
 

@@ -22,16 +22,10 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.transport import Message, MessageStream, SocketStream
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, playground
+from tests.smp_kit import Ground
 
 SOON_S = 0.05
 """A deadline that is meant to pass."""
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as ground:
-        yield ground
 
 
 class Peer:

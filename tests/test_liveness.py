@@ -34,7 +34,7 @@ from holdfast.smp_daemon.watchdog.liveness import (
 )
 from holdfast.smp_daemon.watchdog.watchdog import Watchdog
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, SmpProcess, playground, run_on
+from tests.smp_kit import JOB, Ground, SmpProcess, run_on
 
 LIMITS = Deadlines(start=900, restore=600, step=60, copy=120, factor=10)
 
@@ -282,12 +282,6 @@ def beat(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as made:
-        yield made
 
 
 def of(smp: SmpProcess) -> list[WatchedTrainer]:

@@ -31,7 +31,6 @@ from tests.smp_kit import (
     SmpProcess,
     Trainer,
     flip_a_byte,
-    playground,
     run_on,
     shard_file,
     suspend,
@@ -40,12 +39,6 @@ from tests.smp_kit import (
 ELEMENTS = 30_000
 SOON_S = CALL_DEADLINE_S
 """Whoever waits for one that stands still until a deadline of the network is not done by then."""
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as made:
-        yield made
 
 
 class Loss:

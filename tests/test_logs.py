@@ -27,7 +27,7 @@ from holdfast.smp_daemon.shared.logs import (
     identify,
 )
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, SmpProcess, playground, run_on
+from tests.smp_kit import Ground, SmpProcess, run_on
 
 FIELDS = {"time", "level", "job", "node", "epoch", "step", "at", "msg"}
 
@@ -175,12 +175,6 @@ class TestWhatGoesOnFailing:
 
 
 # ---------------------------------------------------------------------- of real SMPs
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as made:
-        yield made
 
 
 def log_of(smp: SmpProcess) -> list[dict[str, Any]]:

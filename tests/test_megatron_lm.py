@@ -14,7 +14,6 @@ from holdfast import StateMismatch
 from holdfast.hook import InMemorySnapshot
 from holdfast.integrations.megatron_lm import protect
 from tests import megatron_lm_loop as loop
-from tests.test_hook import arena as arena
 
 BATCH = 16
 ITERATIONS = 12

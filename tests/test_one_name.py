@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_hook import arena as arena
-
 JOB = """
 import os, signal, sys, torch
 import chaos, ec, integrations, smp_daemon, snapshot, tests

@@ -14,7 +14,6 @@ from torch import nn
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.snapshot.state.optimizers import OptimizerState, nested, unwrapped
-from tests.test_hook import arena as arena
 
 Make = Callable[[nn.Module], Any]
 

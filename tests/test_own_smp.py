@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import psutil
@@ -11,13 +10,7 @@ import pytest
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.snapshot.own_smp import LEAST_PAUSE_S, OwnSmp
-from tests.smp_kit import Ground, playground, suspend
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as ground:
-        yield ground
+from tests.smp_kit import Ground, suspend
 
 
 def test_an_smp_that_stands_still_is_asked_more_and_more_seldom(ground: Ground) -> None:

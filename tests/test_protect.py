@@ -30,18 +30,11 @@ from tests.smp_kit import (
     SmpProcess,
     parities_by_xor,
     parity_units,
-    playground,
     run_on,
     suspend,
 )
 
 UNIT_BYTES = 4096
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as made:
-        yield made
 
 
 @contextmanager

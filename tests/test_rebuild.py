@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -12,15 +12,9 @@ from holdfast.smp_daemon.shared.errors import HoldfastError, Unrecoverable
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.smp_daemon.shared.transport import call, connect
-from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, Trainer, playground, run_on
+from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, Trainer, run_on
 
 SIZES = [30_000, 12_345, 30_001, 999, 25_000, 18_000]
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as made:
-        yield made
 
 
 def protected(ground: Ground, protect: str, nodes: int) -> tuple[list[SmpProcess], Run]:

@@ -6,11 +6,8 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from holdfast.cli.status import recovery_line
 from holdfast.smp_daemon.ops.overview import look
@@ -19,7 +16,7 @@ from holdfast.smp_daemon.recovery.recoveries import KEPT, Recoveries, Recovery, 
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import EVENTS_KEPT, MAX_EVENT_CHARACTERS, LogEvent, get_log, last_events, log_to
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, Trainer, playground, run_on
+from tests.smp_kit import JOB, Ground, Trainer, run_on
 from tests.test_regroup import come_back
 
 NEWEST = SnapshotId(1, 8)
@@ -110,12 +107,6 @@ def test_a_job_is_summed_up_with_the_slowest_nodes_first() -> None:
     }
     said = recovery_line(found)
     assert said.startswith("epoch 2 is going back to step 8 in 3.50 s (node0: restart 1.00, restore 1.00,")
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as made:
-        yield made
 
 
 def test_real_smps_tell_of_a_lost_node(ground: Ground) -> None:

@@ -17,7 +17,6 @@ from holdfast.snapshot.resume.comparison import ENV, SHOWN, Resumed
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.step.capture import read_state
 from tests.test_beginning import BEGIN, STEPS, STOP, Dropping, Job, Loop, life, plain, trial
-from tests.test_hook import arena as arena
 from tests.test_state import Toy, toy
 
 # ------------------------------------------------------------------ what is noticed

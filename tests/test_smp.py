@@ -73,12 +73,6 @@ SHORT_S = 0.5
 FOUR = [[3000], [2500], [3500], [3000]]
 
 
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as ground:
-        yield ground
-
-
 @pytest.fixture(scope="module")
 def lone() -> Iterator[SmpProcess]:
     """One SMP for all tests that are over in one call; each enters an epoch of its own."""

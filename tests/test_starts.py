@@ -24,7 +24,6 @@ from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.starts import KILLED, WELL, CrashLoop, Record, Start, TrainerEnd, failure_text
 from holdfast.snapshot.resume.choice import StartOptions, agree, check_repeats
 from tests.deadlines import DEADLINE_S
-from tests.test_hook import arena as arena
 
 counts = st.integers(0, MAX_COUNT)
 failures = st.text(max_size=MAX_FAILURE)

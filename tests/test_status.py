@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.spawn import smp_command
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, Run, SmpProcess, playground, refusal, run_on
+from tests.smp_kit import JOB, Ground, Run, SmpProcess, refusal, run_on
 from tests.test_regroup import SNAPSHOT, everything, layout_of
 
 ROOT = Path(__file__).parent.parent
@@ -104,12 +104,6 @@ def test_what_is_shown_of_a_large_job_is_small() -> None:
 
 
 # ---------------------------------------------------------------------- real SMPs
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as ground:
-        yield ground
 
 
 @pytest.fixture

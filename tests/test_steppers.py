@@ -15,7 +15,6 @@ from torch.optim import optimizer as torch_optimizer
 from holdfast import ConfigError, InMemorySnapshot
 from holdfast.snapshot.state.optimizers import unwrapped
 from holdfast.snapshot.state.steppers import Steppers
-from tests.test_hook import arena as arena
 from tests.test_optimizers import Ahead, Container, Sharpness, net, train
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,8 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, ProtocolError, StateMismatch
-from holdfast.smp_daemon.shared.paths import ARENA_ENV
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from holdfast.smp_daemon.shared.spawn import find_leftovers
 
 pytest.importorskip("torchft")
 from holdfast.integrations.torchft import MemoryTransport
@@ -38,14 +36,9 @@ AT_ONCE = timedelta(seconds=0.1)
 
 
 @pytest.fixture
-def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    base = Path(f"/dev/shm/holdfast-torchft-{os.getpid()}")
-    monkeypatch.setenv(ARENA_ENV, str(base))
+def arena(arena: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOLDFAST_JOB", "torchft")
-    yield base
-    for leftover in find_leftovers(base):
-        remove(leftover)
-    shutil.rmtree(base, ignore_errors=True)
+    return arena
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import torch
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.snapshot.state.tracked import make
-from tests.test_hook import arena as arena
 
 Model = torch.nn.Module
 Optim = torch.optim.Optimizer

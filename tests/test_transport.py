@@ -55,12 +55,6 @@ SOON_S = 0.05
 MAGIC = b"HFST"
 
 
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as ground:
-        yield ground
-
-
 @pytest.fixture(scope="module")
 def smp() -> Iterator[SmpProcess]:
     """One SMP that is told all the nonsense of this module. The ground notices if it runs into a bug."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,13 +12,7 @@ from holdfast.snapshot.collective.agreement import Alone
 from holdfast.snapshot.resume.arrange import parse_protect
 from holdfast.snapshot.writer import SlotWriter
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, SmpProcess, playground
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground() as ground:
-        yield ground
+from tests.smp_kit import Ground, SmpProcess
 
 
 def writer(smp: SmpProcess) -> SlotWriter:
