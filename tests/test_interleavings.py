@@ -694,7 +694,10 @@ def test_what_is_protected_survives_a_node(lives: int) -> None:
 def test_a_restored_snapshot_takes_the_place_of_the_protected_one_only_when_it_is_protected_too() -> None:
     with world(nodes=2) as made:
         made.live(Plan("step 1 is protected", steps=1))
-        with patch("holdfast.smp_daemon.coding.protect.Protector._encode"), patch("holdfast.smp_daemon.local.repair_parity"):
+        with (
+            patch("holdfast.smp_daemon.coding.protect.Protector._encode"),
+            patch("holdfast.smp_daemon.local.repair_parity"),
+        ):
             made.live(Plan("step 2 is sealed, and not encoded", steps=1, waits_for="sealed"))
             made.live(Plan("step 2 comes back, and is not healed yet when step 3 begins", steps=1, waits_for="sealed"))
         made.least = 1
