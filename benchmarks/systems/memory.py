@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,16 @@ from torch import nn
 from holdfast import InMemorySnapshot, __version__
 from smp_daemon.board import Outcome
 from smp_daemon.layout import SnapshotId
+from snapshot.copier import CopyJob
 from snapshot.governor import Governor
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A snapshot, and the copy that it is made by."""
+
+    snapshot: SnapshotId | None
+    copy: CopyJob | None
 
 
 class OnDemand(Governor):
@@ -51,7 +61,7 @@ class Alone:
             "HOLDFAST_ARENA": str(self._base),
             "HOLDFAST_OVERHEAD_BUDGET": "0",
         }
-        self._newest: SnapshotId | None = None
+        self._newest = self._before = _Taken(None, None)
         self._accepted = False
         files = partial(files_below, self._base)
         self._memory = Memory(
@@ -71,25 +81,31 @@ class Alone:
         self._snap.after_step()
         self._snap.begin()
         if self._snap.statistics.taken > taken:
-            self._newest = SnapshotId(self._snap._epoch, self._snap._step)
+            self._before = self._newest
+            self._newest = _Taken(SnapshotId(self._snap._epoch, self._snap._step), self._snap._copy)
             self._accepted = True
         self._governor.due = False
 
     def accepted(self) -> bool:
-        """Not while no slot is free: the hook skips a step then, and never waits."""
-        return self._accepted
+        """Not while no slot is free: the hook skips a step then, or gives the snapshot up, and never waits."""
+        return self._accepted and self._newest.copy is not None and self._newest.copy.error is None
+
+    def revoke(self) -> None:
+        if self._accepted:
+            self._newest = self._before
 
     def before_step(self) -> None:
         self._snap.before_step()
 
     def survives_kill(self) -> bool:
-        copy = self._snap._copy
+        copy = self._newest.copy
         return copy is not None and copy.done.is_set() and copy.error is None
 
     def done(self) -> bool:
-        outcome = self._snap._client.outcome(self._newest) if self._newest else Outcome.PENDING
+        newest = self._newest.snapshot
+        outcome = self._snap._client.outcome(newest) if newest else Outcome.PENDING
         if outcome is Outcome.FAILED:
-            raise RuntimeError(f"{self._newest} failed")
+            raise RuntimeError(f"{newest} failed")
         return self.survives_kill() and outcome is Outcome.PROTECTED
 
     def wait(self) -> None:
