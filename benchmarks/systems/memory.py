@@ -76,10 +76,12 @@ class Alone:
         self._accepted = False
 
     def poll(self) -> None:
-        """A step is over, and the next begins, which the hook else finds by itself; a snapshot if one is due."""
+        """A step is over, and the next begins with a forward, which the hook else finds by itself; a snapshot if one
+        is due."""
         taken = self._snap.statistics.taken
         self._snap.after_step()
         self._snap.begin()
+        self._snap.on_forward(self._snap.step, ())
         if self._snap.statistics.taken > taken:
             self._before = self._newest
             self._newest = _Taken(SnapshotId(self._snap._epoch, self._snap._step), self._snap._copy)
