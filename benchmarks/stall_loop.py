@@ -75,7 +75,11 @@ class System(Protocol):
         """Called right after ``optimizer.step()``, on all ranks at the same step. May block."""
 
     def accepted(self) -> bool:
-        """Whether the newest `save` was begun: a system may skip one while those before are not done."""
+        """Whether the newest `save` was begun: a system may skip one while those before are not done, or give it up
+        before the step that follows."""
+
+    def revoke(self) -> None:
+        """Another rank has not begun the newest `save`: it counts on none. Only for systems that skip saves."""
 
     def before_step(self) -> None:
         """Called right before each ``optimizer.step()``: blocks until the live state may be changed."""
@@ -368,9 +372,11 @@ class Loop:
             save = len(done) < iterations and len(done) % every == 0
             begin_of_save = time.perf_counter()
             done.append(self._iterate(save))
-            if save and self._system.accepted():
+            if save and self._meeting.all(self._system.accepted()):
                 saves.append(len(done) - 1)
                 watching, begin = True, begin_of_save
+            elif save:
+                self._system.revoke()
             if watching and self._system.survives_kill():
                 watching = False
                 survived_s.append(time.perf_counter() - begin)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,16 @@ from torch import nn
 from holdfast import InMemorySnapshot, __version__
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.snapshot.step.copier import CopyJob
 from holdfast.snapshot.interval.governor import Governor
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A snapshot, and the copy that it is made by."""
+
+    snapshot: SnapshotId | None
+    copy: CopyJob | None
 
 
 class OnDemand(Governor):
@@ -51,7 +61,7 @@ class Alone:
             "HOLDFAST_ARENA": str(self._base),
             "HOLDFAST_OVERHEAD_BUDGET": "0",
         }
-        self._newest: SnapshotId | None = None
+        self._newest = self._before = _Taken(None, None)
         self._accepted = False
         files = partial(files_below, self._base)
         self._memory = Memory(
@@ -66,30 +76,39 @@ class Alone:
         self._accepted = False
 
     def poll(self) -> None:
-        """A step is over, and the next begins, which the hook else finds by itself; a snapshot if one is due."""
+        """A step is over, and the next begins with a forward, which the hook else finds by itself; a snapshot if one
+        is due."""
         taken = self._snap.statistics.taken
         self._snap.after_step()
         self._snap.begin()
+        self._snap.on_forward(self._snap.step, ())
         if self._snap.statistics.taken > taken:
-            self._newest = SnapshotId(self._snap._session.progress.epoch, self._snap._session.progress.step)
+            session = self._snap._session
+            self._before = self._newest
+            self._newest = _Taken(SnapshotId(session.progress.epoch, session.progress.step), session.protecting.newest)
             self._accepted = True
         self._governor.due = False
 
     def accepted(self) -> bool:
-        """Not while no slot is free: the hook skips a step then, and never waits."""
-        return self._accepted
+        """Not while no slot is free: the hook skips a step then, or gives the snapshot up, and never waits."""
+        return self._accepted and self._newest.copy is not None and self._newest.copy.error is None
+
+    def revoke(self) -> None:
+        if self._accepted:
+            self._newest = self._before
 
     def before_step(self) -> None:
         self._snap.before_step()
 
     def survives_kill(self) -> bool:
-        copy = self._snap._session.protecting.newest
+        copy = self._newest.copy
         return copy is not None and copy.done.is_set() and copy.error is None
 
     def done(self) -> bool:
-        outcome = self._snap._session.rank.client.outcome(self._newest) if self._newest else SnapshotOutcome.PENDING
+        newest = self._newest.snapshot
+        outcome = self._snap._session.rank.client.outcome(newest) if newest else SnapshotOutcome.PENDING
         if outcome is SnapshotOutcome.FAILED:
-            raise RuntimeError(f"{self._newest} failed")
+            raise RuntimeError(f"{newest} failed")
         return self.survives_kill() and outcome is SnapshotOutcome.PROTECTED
 
     def wait(self) -> None:
