@@ -19,8 +19,8 @@ from torch import nn
 from holdfast import InMemorySnapshot, __version__
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.snapshot.step.copier import CopyJob
 from holdfast.snapshot.interval.governor import Governor
+from holdfast.snapshot.step.copier import CopyJob
 
 
 @dataclass(frozen=True)
