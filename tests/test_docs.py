@@ -124,7 +124,7 @@ def test_commands_that_pages_name_are_there() -> None:
 def test_the_readme_is_a_front_page() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 900
-    for command in ("make demo", "make test", "pip install holdfast-train"):
+    for command in ("make demo", "make test", "pip install ."):
         assert f"$ {command}" in text
     for page in (ROOT / "docs").glob("*.md"):
         assert f"(docs/{page.name})" in text, f"the README does not lead to {page.name}"

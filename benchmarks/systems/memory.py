@@ -81,7 +81,7 @@ class Alone:
         taken = self._snap.statistics.taken
         self._snap.after_step()
         self._snap.begin()
-        self._snap.on_forward(self._snap.step, ())
+        self._snap._session.on_forward(self._snap.step, ())
         if self._snap.statistics.taken > taken:
             session = self._snap._session
             self._before = self._newest
