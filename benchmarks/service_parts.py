@@ -31,6 +31,7 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import read_owner
+from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
@@ -107,13 +108,13 @@ def _train(orders: Connection, arena: Path, coord: str, length: int) -> None:
             case "rank":
                 inventory = client.inventory()
                 rank = RankInfo.of(coord, inventory, shard.form.total_bytes)
-                return {"rank": asdict(rank), "inventory": inventory.to_json()}
+                return {"rank": asdict(rank), "inventory": inventory.to_plain()}
             case "join":
                 client.join(order["epoch"])
             case "configure":
-                client.configure(Layout.from_json(order["layout"]))
+                client.configure(Layout.read(order["layout"]))
             case "recover":
-                found = client.recover(Sources.from_json(order["sources"]), coord)
+                found = client.recover(from_plain(Sources, order["sources"]), coord)
                 return {"how": found.how, "same": shard.check(found.view, order["step"])}
             case "take":
                 keep = [SnapshotId(*pair) for pair in order["keep"]]
@@ -192,7 +193,7 @@ class Job:
         """
         self.trainers = [Trainer(self.nodes[i], f"dp{r}", length) for r, (i, length) in enumerate(self._places)]
         ranks = self.ask(op="rank")
-        inventories = list({a["rank"]["node"]: Inventory.from_json(a["inventory"]) for a in ranks}.values())
+        inventories = list({a["rank"]["node"]: Inventory.read(a["inventory"]) for a in ranks}.values())
         plan = plan_restore(inventories, [trainer.coord for trainer in self.trainers]) if self.epoch else None
         if (plan.snapshot if plan else None) is None and self.protected:
             raise HoldfastError(f"{self.protected} was protected, and nothing comes back")
@@ -201,12 +202,12 @@ class Job:
         if plan is not None:
             if self.protected and plan.snapshot < self.protected:
                 raise HoldfastError(f"{self.protected} was protected, and {plan.snapshot} comes back")
-            found = self.ask(op="recover", sources=plan.sources.to_json(), step=plan.snapshot.step)
+            found = self.ask(op="recover", sources=to_plain(plan.sources), step=plan.snapshot.step)
             if not all(answer["same"] for answer in found):
                 raise HoldfastError(f"{plan.snapshot} came back, and differs")
             self.protected, self.step = plan.snapshot, plan.snapshot.step
-        layout = arrange(JOB, self.epoch, [RankInfo.from_json(a["rank"]) for a in ranks], self._protect, 3)
-        self.ask(op="configure", layout=layout.to_json())
+        layout = arrange(JOB, self.epoch, [from_plain(RankInfo, a["rank"]) for a in ranks], self._protect, 3)
+        self.ask(op="configure", layout=to_plain(layout))
 
     def take(self, fault: Callable[[], None] | None = None) -> list[Answer]:
         """One snapshot of all; `fault` strikes while it is taken, and then nothing is known of what became of it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
+from typing import Any
 
 from holdfast.smp_daemon.coding.scrub import scrub
 from holdfast.smp_daemon.node.core import Core
@@ -13,12 +14,47 @@ from holdfast.smp_daemon.recovery.census import take_census
 from holdfast.smp_daemon.recovery.fetch import Lender
 from holdfast.smp_daemon.recovery.rebuild import recover, repair_parity, verify
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
-from holdfast.smp_daemon.shared.fields import address, identifier, number, seconds, snapshot_id, text
-from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES, MAX_NODES, MAX_SAYING, PROTOCOL_VERSION
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from holdfast.smp_daemon.shared.logs import about, get_log
-from holdfast.smp_daemon.shared.sources import Sources
-from holdfast.smp_daemon.shared.starts import KILLED, Start, TrainerEnd, checked_failure
+from holdfast.smp_daemon.shared.messages import (
+    Abandon,
+    Accepted,
+    AskCensus,
+    AskCounters,
+    AskInventory,
+    AskPersisted,
+    AskPersistedLayout,
+    AskUnit,
+    Await,
+    Begin,
+    Configure,
+    Ended,
+    Finish,
+    Greeted,
+    Hello,
+    InEpoch,
+    Join,
+    Lend,
+    LentUnit,
+    Outcome,
+    Persist,
+    Recover,
+    Recovered,
+    RepairParity,
+    Request,
+    Say,
+    Scrub,
+    Seal,
+    SlotFile,
+    Stop,
+    Suspect,
+    TrainerRequest,
+    Verify,
+    read_request,
+)
+from holdfast.smp_daemon.shared.plain import to_plain
+from holdfast.smp_daemon.shared.starts import KILLED, TrainerEnd
 from holdfast.smp_daemon.shared.transport import Message, MessageStream
 from holdfast.smp_daemon.shared.uids import peer_of
 
@@ -27,9 +63,6 @@ MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 
 ROOM_DEADLINE_S = 10.0
 """How long a new start waits for processes of the one before it to end."""
-
-FENCED = ("recover", "lend", "unit", "heal", "say", "ended")
-"""Operations that change something here and name no snapshot of the epoch at hand: who has joined one says which."""
 
 log = get_log(__name__)
 
@@ -48,49 +81,45 @@ class TrainerConversation:
         self._hang_up: Callable[[], None] | None = None
         self._lender: Lender | None = None
         self._lent: memoryview | None = None
-        self._operations: dict[str, Callable[[Message], Message]] = {
-            "hello": self._hello,
-            "inventory": lambda message: smp.inventory().to_json(),
-            "census": self._census,
-            "join": self._join,
-            "configure": self._configure,
-            "begin": self._begin,
-            "seal": self._seal,
-            "abandon": self._abandon,
-            "await": self._await,
-            "recover": self._recover,
-            "lend": self._lend,
-            "unit": self._unit,
-            "heal": self._heal,
-            "persist": lambda message: {"accepted": smp.persister.order(snapshot_id(message, "snapshot"))},
-            "persisted": lambda message: smp.persister.look().to_json(),
-            "persisted_layout": lambda message: {
-                "layout": smp.persister.layout_of(snapshot_id(message, "snapshot")).to_json()
-            },
-            "counters": lambda message: smp.store.counters.read(),
-            "scrub": self._scrub,
-            "verify": self._verify,
-            "say": self._say,
-            "suspect": self._suspect,
-            "ended": self._ended,
-            "finish": self._finish,
-            "stop": self._stop,
+        self._handlers: dict[type[Request], Callable[[Any], object]] = {
+            Hello: self._hello,
+            AskInventory: lambda request: smp.inventory().to_plain(),
+            AskCensus: self._census,
+            Join: self._join,
+            Configure: lambda request: self._store.configure(request.layout),
+            Begin: self._begin,
+            Seal: self._seal,
+            Abandon: self._abandon,
+            Await: self._await,
+            Recover: self._recover,
+            Lend: self._lend,
+            AskUnit: self._unit,
+            RepairParity: self._repair_parity,
+            Persist: lambda request: Accepted(accepted=smp.persister.order(request.snapshot)),
+            AskPersisted: lambda request: smp.persister.look(),
+            AskPersistedLayout: lambda request: smp.persister.layout_of(request.snapshot),
+            AskCounters: lambda request: smp.store.counters.read(),
+            Scrub: lambda request: scrub(self._store, lambda count: None),
+            Verify: self._verify,
+            Say: self._say,
+            Suspect: lambda request: smp.monitor.suspect(request.node),
+            Ended: self._ended,
+            Finish: self._finish,
+            Stop: self._stop,
         }
 
     def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
-        operation = self._operations.get(str(message.get("op")))
         if payload:
             stream.close()
             raise ProtocolError("a trainer sends no raw bytes")
         if self._hang_up is None:
             self._hang_up = stream.close
             self._smp.watchdog.connected(self._pid, self._hang_up)
-        if operation is None:
-            raise ProtocolError(f"an SMP does not know the operation {message.get('op')!r}")
-        if "epoch" in message and message["op"] in FENCED:
-            self._store.check_epoch(number(message, "epoch", MAX_COUNT))
+        request: TrainerRequest = read_request(TrainerRequest, message)
+        if isinstance(request, InEpoch) and request.epoch is not None:
+            self._store.check_epoch(request.epoch)
         self._lent = None
-        return operation(message), self._lent
+        return to_plain(self._handlers[type(request)](request)) or {}, self._lent
 
     def ended(self) -> None:
         for snapshot, coord in sorted(self._writing):
@@ -104,29 +133,28 @@ class TrainerConversation:
             with self._store.changed:
                 self._smp.trainers -= 1
 
-    def _hello(self, message: Message) -> Message:
-        if text(message, "job") != self._store.job:
+    def _hello(self, request: Hello) -> Greeted:
+        if request.job != self._store.job:
             raise ConfigError(
-                f"the SMP at {self._store.arena.path} serves job {self._store.job!r}, not {message['job']!r}: "
+                f"the SMP at {self._store.arena.path} serves job {self._store.job!r}, not {request.job!r}: "
                 "check HOLDFAST_JOB"
             )
-        if number(message, "version") != PROTOCOL_VERSION:
+        if request.version != PROTOCOL_VERSION:
             raise ConfigError(
-                f"the SMP speaks version {PROTOCOL_VERSION}, this trainer version {message['version']}: "
+                f"the SMP speaks version {PROTOCOL_VERSION}, this trainer version {request.version}: "
                 "install the same holdfast on both"
             )
-        coord = text(message, "coord") if message.get("coord") is not None else None
-        if coord is not None and message.get("epoch") is None:
+        if request.coord is not None and request.epoch is None:
             self._check_room()
         if not self._greeted:
             self._greeted = True
             with self._store.changed:
                 self._smp.trainers += 1
         row = None
-        if coord is not None:
-            self._coord = coord
+        if request.coord is not None:
+            self._coord = request.coord
             row = self._smp.watchdog.attend(self._pid, self._coord, self._hang_up)
-        return {"node": self._store.node, "pid": os.getpid(), "row": row}
+        return Greeted(node=self._store.node, pid=os.getpid(), row=row)
 
     def _check_room(self) -> None:
         """A trainer comes that has joined no epoch. Raises `ConfigError` if another run of this job is at work here: it
@@ -139,115 +167,88 @@ class TrainerConversation:
                 f"it is to take the place of the other, end process {other.pid} first"
             )
 
-    def _census(self, message: Message) -> Message:
+    def _census(self, request: AskCensus) -> Message:
         """What the SMPs at these addresses hold; without their layouts, which whoever knows of them has."""
-        told = message.get("addresses")
-        if not isinstance(told, list) or len(told) > MAX_NODES:
-            raise ProtocolError(f"'addresses' must be a list of at most {MAX_NODES}")
         with self._store.changed:
             known = list(self._store.arena.layouts.values())
-        found = take_census(self._store.job, [address(each) for each in told], self._store.counters, known)
-        return {"inventories": [replace(each, layouts={}).to_json() for each in found]}
+        found = take_census(self._store.job, request.addresses, self._store.counters, known)
+        return {"inventories": [replace(each, layouts={}).to_plain() for each in found]}
 
-    def _join(self, message: Message) -> Message:
-        start = Start.from_json(message["start"]) if message.get("start") is not None else None
-        epoch = number(message, "epoch", MAX_COUNT)
-        self._store.join(epoch, start)
+    def _join(self, request: Join) -> None:
+        self._store.join(request.epoch, request.start)
         if self._coord is not None:
-            self._store.goes_on(epoch, self._coord)
+            self._store.goes_on(request.epoch, self._coord)
             self._smp.watchdog.joined(self._pid, self._coord)
-        self._epoch = epoch
-        return {}
+        self._epoch = request.epoch
 
-    def _configure(self, message: Message) -> Message:
-        self._store.configure(Layout.from_json(message.get("layout")))
-        return {}
-
-    def _begin(self, message: Message) -> Message:
-        snapshot, coord = snapshot_id(message, "snapshot"), identifier(message, "coord")
-        keep = message.get("keep")
-        if not isinstance(keep, list):
-            raise ProtocolError("'keep' must be a list of snapshots")
-        protected = snapshot_id(message, "protected") if message.get("protected") else None
-        kept = [snapshot_id({"keep": pair}, "keep") for pair in keep]
-        pool, slot = self._store.begin(snapshot, coord, kept, protected)
-        self._writing = {begun for begun in self._writing if begun[0] in kept} | {(snapshot, coord)}
+    def _begin(self, request: Begin) -> SlotFile:
+        snapshot, coord = request.snapshot, request.coord
+        pool, slot = self._store.begin(snapshot, coord, request.keep, request.protected)
+        self._writing = {begun for begun in self._writing if begun[0] in request.keep} | {(snapshot, coord)}
         path = pool.path(slot)
-        return {"file": path.name, "inode": path.stat().st_ino, "bytes": slot.bytes}
+        return SlotFile(file=path.name, inode=path.stat().st_ino, bytes=slot.bytes)
 
-    def _seal(self, message: Message) -> Message:
-        snapshot, coord = snapshot_id(message, "snapshot"), identifier(message, "coord")
-        protected = snapshot_id(message, "protected") if message.get("protected") else None
-        self._store.seal(snapshot, coord, protected)
-        self._writing.discard((snapshot, coord))
-        return {}
+    def _seal(self, request: Seal) -> None:
+        self._store.seal(request.snapshot, request.coord, request.protected)
+        self._writing.discard((request.snapshot, request.coord))
 
-    def _abandon(self, message: Message) -> Message:
-        snapshot, coord = snapshot_id(message, "snapshot"), identifier(message, "coord")
-        self._store.abandon(snapshot, coord, unused=message.get("unused") is True)
-        self._writing.discard((snapshot, coord))
-        return {}
+    def _abandon(self, request: Abandon) -> None:
+        self._store.abandon(request.snapshot, request.coord, unused=request.unused)
+        self._writing.discard((request.snapshot, request.coord))
 
-    def _await(self, message: Message) -> Message:
-        snapshot = snapshot_id(message, "snapshot")
-        return {"outcome": int(self._store.await_outcome(snapshot, seconds(message, "deadline_s")))}
+    def _await(self, request: Await) -> Outcome:
+        return Outcome(outcome=int(self._store.await_outcome(request.snapshot, request.deadline_s)))
 
-    def _recover(self, message: Message) -> Message:
-        check = message.get("check", True)
-        if not isinstance(check, bool):
-            raise ProtocolError(f"'check' must be true or false, not {check!r}")
-        sources = Sources.from_json(message.get("sources"))
+    def _recover(self, request: Recover) -> Recovered:
+        sources, coord = request.sources, request.coord
         self._store.is_restored(sources.snapshot)
-        coord = identifier(message, "coord")
         if sources.persisted:
-            recovered = self._smp.persister.recover(sources.snapshot, coord, check)
+            recovered = self._smp.persister.recover(sources.snapshot, coord, request.check)
         else:
-            recovered = recover(self._store, sources, coord, self._smp.settings.rebuild, check)
+            recovered = recover(self._store, sources, coord, self._smp.settings.rebuild, request.check)
         self._smp.recoveries.restored(
             self._store.epoch, sources.snapshot, coord, recovered.how, recovered.bytes_fetched
         )
         if len(recovered.digests) > MAX_DIGESTS:
             raise ConfigError(
-                f"{message['coord']} has {len(recovered.digests)} units of {recovered.unit_bytes} bytes, and a message "
+                f"{coord} has {len(recovered.digests)} units of {recovered.unit_bytes} bytes, and a message "
                 f"has room for {MAX_DIGESTS} digests: use longer units, or more ranks with smaller shards"
             )
-        path = self._store.arena.path / recovered.file
-        return {
-            "file": recovered.file,
-            "inode": path.stat().st_ino,
-            "bytes": path.stat().st_size,
-            "how": recovered.how,
-            "bytes_fetched": recovered.bytes_fetched,
-            "unit_bytes": recovered.unit_bytes,
-            "digests": recovered.digests,
-        }
+        status = (self._store.arena.path / recovered.file).stat()
+        return Recovered(
+            file=recovered.file,
+            inode=status.st_ino,
+            bytes=status.st_size,
+            how=recovered.how,
+            bytes_fetched=recovered.bytes_fetched,
+            unit_bytes=recovered.unit_bytes,
+            digests=tuple(recovered.digests),
+        )
 
-    def _lend(self, message: Message) -> Message:
+    def _lend(self, request: Lend) -> None:
         """From now on `unit` gives units of this snapshot."""
-        sources = Sources.from_json(message.get("sources"))
+        sources = request.sources
         if sources.persisted:
             raise ConfigError(f"{sources.snapshot} is persisted: units are lent from memory only")
         if self._lender is not None:
             self._lender.close()
         self._store.is_restored(sources.snapshot)
         self._lender = Lender(self._store, sources)
-        return {}
 
-    def _unit(self, message: Message) -> Message:
+    def _unit(self, request: AskUnit) -> LentUnit:
         if self._lender is None:
             raise ProtocolError("say first what to `lend` units of")
         before = self._lender.bytes_fetched
-        unit, unit_digest = self._lender.unit(identifier(message, "coord"), number(message, "unit", MAX_COUNT))
+        unit, unit_digest = self._lender.unit(request.coord, request.unit)
         self._lent = unit
         fetched = self._lender.bytes_fetched - before
         if self._coord is not None:
             epoch, of = self._store.epoch, self._lender.snapshot
             self._smp.recoveries.restored(epoch, of, self._coord, "resharded", fetched)
-        return {"digest": unit_digest, "bytes_fetched": self._lender.bytes_fetched}
+        return LentUnit(digest=unit_digest, bytes_fetched=self._lender.bytes_fetched)
 
-    def _heal(self, message: Message) -> Message:
-        sources = Sources.from_json(message.get("sources"))
-        group, position = number(message, "group"), number(message, "position")
+    def _repair_parity(self, request: RepairParity) -> None:
+        sources, group, position = request.sources, request.group, request.position
         if not sources.layout.has_parity(group, position):
             raise ProtocolError(
                 f"position {position} of group {group} has no parity in the layout of {sources.snapshot}"
@@ -263,15 +264,11 @@ class TrainerConversation:
                 log.warning(text, position, sources.snapshot, error, extra=about(sources.snapshot))
 
         self._smp.system.Thread(target=work, name="heal", daemon=True).start()
-        return {}
 
-    def _scrub(self, message: Message) -> Message:
-        return asdict(scrub(self._store, lambda count: None))
-
-    def _verify(self, message: Message) -> Message:
+    def _verify(self, request: Verify) -> Accepted:
         claim = self._store.holdings.verifying
         if not claim.acquire(blocking=False):
-            return {"started": False}
+            return Accepted(accepted=False)
 
         def work() -> None:
             try:
@@ -286,19 +283,15 @@ class TrainerConversation:
         except BaseException:
             claim.release()
             raise
-        return {"started": True}
+        return Accepted(accepted=True)
 
-    def _say(self, message: Message) -> Message:
-        said = message.get("text")
-        if not isinstance(said, str) or len(said) > MAX_SAYING:
-            raise ProtocolError(f"'text' must be a string of at most {MAX_SAYING} characters")
-        self._smp.said = said
-        return {}
+    def _say(self, request: Say) -> None:
+        self._smp.said = request.text
 
-    def _ended(self, message: Message) -> Message:
-        end = TrainerEnd(number(message, "step", MAX_COUNT), checked_failure(message.get("failure")))
-        self._store.ended(number(message, "epoch", MAX_COUNT), identifier(message, "coord"), end)
-        return {}
+    def _ended(self, request: Ended) -> None:
+        if request.epoch is None:
+            raise ProtocolError("say in which epoch it ends")
+        self._store.ended(request.epoch, request.coord, TrainerEnd(request.step, request.failure))
 
     def _note_end(self, step: int | None) -> None:
         """It went away without a word, with so many steps finished; None: it has left as it should."""
@@ -311,25 +304,19 @@ class TrainerConversation:
         except ArenaTooSmall as error:
             log.warning("how %s ended is not noted: %s", self._coord, error)
 
-    def _suspect(self, message: Message) -> Message:
-        self._smp.monitor.suspect(identifier(message, "node"))
-        return {}
-
-    def _stop(self, message: Message) -> Message:
+    def _stop(self, request: Stop) -> None:
         with self._store.changed:
             others = self._smp.trainers - self._greeted
-            if others and message.get("force") is not True:
+            if others and not request.force:
                 raise ConfigError(
                     f"trainers have {others} connections to the SMP of job {self._store.job!r} on {self._store.node}: "
                     "stop the job first, or use --force: they then start another SMP if they may"
                 )
-            self._smp.stop(remove=message.get("remove") is True)
-        return {}
+            self._smp.stop(remove=request.remove)
 
-    def _finish(self, message: Message) -> Message:
-        self._store.check_epoch(number(message, "epoch"))
+    def _finish(self, request: Finish) -> None:
+        self._store.check_epoch(request.epoch)
         self._smp.finish()
-        return {}
 
 
 def checked_peer(sock: socket.socket) -> int:

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import msgspec
 import numpy as np
 
 from holdfast.ec import choose_codec
 from holdfast.smp_daemon.coding.drain import Drained
-from holdfast.smp_daemon.coding.regroup import PHASES
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.ops.status import take_status
-from holdfast.smp_daemon.recovery.units import MICROSECONDS, waits_of
+from holdfast.smp_daemon.recovery.units import MICROSECONDS
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError
-from holdfast.smp_daemon.shared.fields import address, digests, identifier, number, seconds, snapshot_id
-from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_COUNT
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.shared.messages import (
+    Accumulate,
+    Adopt,
+    AskParityUnit,
+    AskPartialSum,
+    AskShardUnit,
+    Drain,
+    Encode,
+    Enlist,
+    Move,
+    PeerBulk,
+    PeerControl,
+    PeerInventory,
+    PeerRequest,
+    PeerStatus,
+    Regroup,
+    Release,
+    ShardUnit,
+    SumReply,
+    UnitReply,
+    read_request,
+)
+from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.records import ParityRecord, digest
-from holdfast.smp_daemon.shared.sources import Sources
-from holdfast.smp_daemon.shared.transport import Message, MessageStream
+from holdfast.smp_daemon.shared.transport import Message, MessageStream, Outbound
 from holdfast.smp_daemon.storage.codings import Coding
-from holdfast.smp_daemon.storage.holdings import ParityKey, ShardKey
-
-OPERATIONS = (
-    *("fold", "inventory", "status", "reform", "move", "enlist", "drain"),
-    *PHASES,
-    *("shard_unit", "parity_unit", "partial"),
-)
-MAX_TERMS = 255
-"""Nodes in a chain: no code has more units in a stripe."""
+from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 
 
 class PeerConversation:
@@ -44,47 +54,60 @@ class PeerConversation:
         self._accumulates = False
         self._drained: Drained | None = None
 
-    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
-        op = message.get("op")
-        if op not in OPERATIONS and not payload:
-            raise ProtocolError(f"an SMP does not know the operation {op!r}")
-        if payload and op != "fold":
-            stream.close()
-            raise ProtocolError(f"raw bytes with the operation {op!r}")
-        if op == "fold":
+    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Outbound, memoryview | None]:
+        try:
+            request: PeerControl | PeerBulk = read_request(PeerControl | PeerBulk, message)
+            if payload and not isinstance(request, Accumulate):
+                raise ProtocolError(f"raw bytes with the operation {message.get('op')!r}")
+        except ProtocolError:
+            if payload:
+                self._pass_over(message, payload, stream)
+            raise
+        if isinstance(request, Accumulate):
             if not self._accumulates:
                 self._accumulates = True  # and no more of anything else: accumulating has connections of its own
                 make_background(self._smp.settings.priority)
-            return self._accumulate(message, payload, stream), None
-        self._check_job(message)
-        if op == "inventory":
-            return {"inventory": self._smp.inventory().to_json(digests(message, "known"))}, None
-        if op == "status":
-            return {"status": take_status(self._smp).to_json(digests(message, "known"))}, None
-        if op == "reform":
-            self._smp.monitor.request()
-            return {}, None
-        if op == "move":
-            self._smp.monitor.regroup_for(_spares(message))
-            return {}, None
-        if op == "enlist":
-            self._smp.monitor.enlist(number(message, "epoch", MAX_COUNT))
-            return {}, None
-        if op == "drain":
-            self._drained = self._smp.drain(
-                seconds(message, "deadline_s"), _spares(message), message.get("wait") is True
-            )
-            return {"drained": self._drained.to_json()}, None
-        if op in PHASES:
-            sources, layout = Sources.from_json(message.get("sources")), Layout.from_json(message.get("layout"))
-            self._smp.monitor.take_part(str(op), number(message, "epoch", MAX_COUNT), sources, layout)
-            return {}, None
-        snapshot = snapshot_id(message, "snapshot")
-        if op == "partial":
-            return self._partial(message, snapshot)
-        unit, digest_, sources_ = self._unit(message, snapshot)
-        self._store.counters.add(bytes_sent=unit.nbytes)
-        return {"digest": digest_, "sources": sources_}, unit
+            return self._accumulate(request, payload, stream), None
+        self._check_job(request)
+        match request:
+            case AskShardUnit():
+                return self._unit(ShardKey(request.snapshot, request.coord), request.unit)
+            case AskParityUnit():
+                return self._unit(ParityKey(request.snapshot, request.tag, request.position), request.unit)
+            case AskPartialSum():
+                return self._partial(request)
+        return self._control(request), None
+
+    def _pass_over(self, message: Message, payload: int, stream: MessageStream) -> None:
+        """The unit of a message that is refused; the connection goes on if it might have been one of this job's."""
+        if message.get("op") != "fold" or payload > self._store.longest_unit():
+            stream.close()
+            return
+        stream.set_deadline(CALL_DEADLINE_S)
+        try:
+            _discard(payload, stream)
+        finally:
+            stream.set_deadline(None)
+
+    def _control(self, request: PeerControl) -> Message:
+        monitor = self._smp.monitor
+        match request:
+            case PeerInventory():
+                return self._smp.inventory().to_plain(request.known)
+            case PeerStatus():
+                return take_status(self._smp).to_plain(request.known)
+            case Regroup():
+                monitor.request()
+            case Move():
+                monitor.regroup_for(request.spares)
+            case Enlist():
+                monitor.enlist(request.epoch)
+            case Adopt() | Encode() | Release():
+                monitor.take_part(request)
+            case Drain():
+                self._drained = self._smp.drain(request.deadline_s, request.spares, request.wait)
+                return dict(to_plain(self._drained))
+        return {}
 
     def ended(self) -> None:
         """What was accumulated stays, and a unit that came in part was not accumulated. Who has left has no more to
@@ -93,75 +116,74 @@ class PeerConversation:
         if self._drained is not None:
             self._smp.stop()
 
-    def _check_job(self, message: Message) -> None:
-        if message.get("job") != self._store.job:
-            raise ProtocolError(f"this SMP serves job {self._store.job!r}, not {message.get('job')!r}")
+    def _check_job(self, request: PeerRequest) -> None:
+        if request.job != self._store.job:
+            raise ProtocolError(f"this SMP serves job {self._store.job!r}, not {request.job!r}")
 
-    def _accumulate(self, message: Message, payload: int, stream: MessageStream) -> Message:
+    def _accumulate(self, request: Accumulate, payload: int, stream: MessageStream) -> Message:
         """Waits for the slot first and only then takes a buffer, so that buffers are held for no longer than a copy."""
         limit = self._store.longest_unit()
         if payload > limit:
             stream.close()
             raise ProtocolError(f"a unit of {payload} bytes; this job's have at most {limit}")
         stream.set_deadline(CALL_DEADLINE_S)
+        codings, coding = self._store.codings, Coding(request.snapshot, request.tag)
         try:
             try:
-                self._check_job(message)
-                epoch = number(message, "epoch", MAX_COUNT)
-                coding = Coding(snapshot_id(message, "snapshot"), identifier(message, "tag"))
-                stripe, position = number(message, "stripe"), number(message, "position")
-                unit_digest = number(message, "digest")
-                self._store.codings.await_gathering(epoch, coding)
+                self._check_job(request)
+                codings.await_gathering(request.epoch, coding)
             except HoldfastError:
                 _discard(payload, stream)
                 raise
             with self._smp.buffers.borrow(payload) as unit:
                 stream.receive_into(unit)
                 self._store.counters.add(bytes_received=payload)
-                self._store.codings.accumulate(epoch, coding, stripe, position, unit, unit_digest)
+                codings.accumulate(request.epoch, coding, request.stripe, request.position, unit, request.digest)
         finally:
             stream.set_deadline(None)
         return {}
 
-    def _unit(self, what: Message, snapshot: SnapshotId) -> tuple[memoryview, int, dict[int, int]]:
-        """A unit that was just checked, its digest, and, of parity, the digests of what was accumulated into it."""
-        index = number(what, "unit")
-        if what.get("op") == "shard_unit":
-            unit, record = self._store.holdings.checked_unit(ShardKey(snapshot, identifier(what, "coord")), index)
-            return unit, record.digests[index], {}
-        key = ParityKey(snapshot, identifier(what, "tag"), number(what, "position"))
+    def _unit(self, key: Key, index: int) -> tuple[UnitReply, memoryview]:
+        """A unit that was just checked."""
         unit, record = self._store.holdings.checked_unit(key, index)
+        self._store.counters.add(bytes_sent=unit.nbytes)
         sources = record.sources[index] if isinstance(record, ParityRecord) else {}
-        return unit, record.digests[index], sources
+        return UnitReply(digest=record.digests[index], sources=sources), unit
 
-    def _partial(self, message: Message, snapshot: SnapshotId) -> tuple[Message, memoryview]:
+    def _partial(self, request: AskPartialSum) -> tuple[SumReply, memoryview]:
         """This node's share of a sum, added to that of the rest of the chain, which is asked first."""
-        terms, length = message.get("terms"), number(message, "length", self._store.longest_unit())
-        if not isinstance(terms, list) or not 0 < len(terms) <= MAX_TERMS or not isinstance(terms[0], dict):
-            raise ProtocolError(f"'terms' must be a list that begins with this node's own, of at most {MAX_TERMS}")
-        own, factor = terms[0].get("what"), number(terms[0], "factor", 255)
-        if not isinstance(own, dict):
-            raise ProtocolError("a term says what unit it takes")
-        unit, _, sources = self._unit(own, snapshot)
-        expected = sources.get(number(message, "position"))
+        length, longest = request.length, self._store.longest_unit()
+        if length > longest:
+            raise ProtocolError(f"a sum of {length} bytes; this job's units have at most {longest}")
+        own = request.terms[0]
+        key: Key = (
+            ShardKey(request.snapshot, own.what.coord)
+            if isinstance(own.what, ShardUnit)
+            else ParityKey(request.snapshot, own.what.tag, own.what.position)
+        )
+        unit, record = self._store.holdings.checked_unit(key, own.what.unit)
+        sources = record.sources[own.what.unit] if isinstance(record, ParityRecord) else {}
+        expected = sources.get(request.position)
         if self._sum.nbytes < length:
             self._sum = memoryview(bytearray(length))
-        total, waits = self._sum[:length], []
-        if len(terms) > 1:
-            host, port = _address(terms[1])
+        total = self._sum[:length]
+        waits: tuple[int, ...] = ()
+        if len(request.terms) > 1:
+            host, port = request.terms[1].at
             began = self._smp.system.monotonic()
-            reply = self._links.call((host, port), {**message, "terms": terms[1:]}, total)
-            waits = [int((self._smp.system.monotonic() - began) * MICROSECONDS), *_waits(reply)]
-            if digest(total) != reply.get("digest"):
+            rest = msgspec.structs.replace(request, terms=request.terms[1:])
+            reply = from_plain(SumReply, self._links.call((host, port), rest, total), "an answer with a sum")
+            waits = (int((self._smp.system.monotonic() - began) * MICROSECONDS), *reply.waits)
+            if digest(total) != reply.digest:
                 self._links.drop((host, port))
                 raise DamagedSnapshot(f"a partial sum from {host}:{port} was damaged on its way")
-            expected = reply.get("expected") if expected is None else expected
+            expected = reply.expected if expected is None else expected
         else:
             np.frombuffer(total, np.uint8)[:] = 0
         count = min(length, unit.nbytes)
-        choose_codec(1, 1, self._smp.settings.backend).add_scaled(factor, unit[:count], total[:count])
+        choose_codec(1, 1, self._smp.settings.backend).add_scaled(own.factor, unit[:count], total[:count])
         self._store.counters.add(bytes_sent=length)
-        return {"digest": digest(total), "expected": expected, "waits": waits}, total
+        return SumReply(digest=digest(total), expected=expected, waits=waits), total
 
 
 def _discard(count: int, stream: MessageStream) -> None:
@@ -171,19 +193,3 @@ def _discard(count: int, stream: MessageStream) -> None:
         piece = nowhere[: min(count, nowhere.nbytes)]
         stream.receive_into(piece)
         count -= piece.nbytes
-
-
-def _waits(reply: Message) -> list[int]:
-    """How long the helpers of the rest of a chain waited for each other, in microseconds."""
-    return [int(wait * MICROSECONDS) for wait in waits_of(reply)[:MAX_TERMS]]
-
-
-def _spares(message: Message) -> list[tuple[str, int]]:
-    spares = message.get("spares")
-    if not isinstance(spares, list):
-        raise ProtocolError("'spares' must be a list of addresses")
-    return [_address({"at": spare}) for spare in spares]
-
-
-def _address(term: Any) -> tuple[str, int]:
-    return address(term.get("at") if isinstance(term, dict) else None)

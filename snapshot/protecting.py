@@ -16,6 +16,7 @@ from holdfast.smp_daemon.shared.board import SnapshotOutcome, TrainerPhase
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.collective.agreement import AgreementLost, Result
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
@@ -79,6 +80,16 @@ class Due:
     snapshot: SnapshotId
     keep: tuple[SnapshotId, ...]
     protected: SnapshotId | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """Where a rank stands, when all have met again."""
+
+    step: int
+    epoch: int
+    interval: int
+    ledger: Ledger
 
 
 class Protecting:
@@ -366,22 +377,18 @@ class Protecting:
     def _go_on(self) -> None:
         """All ranks have met again: they agree on where they stand, in a new epoch. A collective call."""
         progress = self._progress
-        mine = {
-            "step": progress.step,
-            "epoch": progress.epoch,
-            "interval": self._intervals.policy.interval,
-            "ledger": self.ledger.to_json(),
-        }
-        said = [json.loads(text) for text in self._rank.agreement.gather(json.dumps(mine).encode())]
-        steps = [each["step"] for each in said]
+        mine = _Standing(progress.step, progress.epoch, self._intervals.policy.interval, self.ledger)
+        texts = self._rank.agreement.gather(encode_json(mine))
+        said = [decode_json(_Standing, text, "where a rank stands") for text in texts]
+        steps = [each.step for each in said]
         if len(set(steps)) > 1:
             raise ConfigError(f"ranks are at different steps, {steps}: each must call optim.step() equally often")
-        progress.epoch = max(each["epoch"] for each in said)
+        progress.epoch = max(each.epoch for each in said)
         self._attempted, self._planned, self._layout_changed, self._persist_due = True, False, False, 0
         self._statistics.failed += len(self.ledger.pending)
-        self.ledger = Ledger.together([Ledger.from_json(each["ledger"]) for each in said])
+        self.ledger = Ledger.together([each.ledger for each in said])
         self.copies = {}
-        self._intervals.agree(max(each["interval"] for each in said))
+        self._intervals.agree(max(each.interval for each in said))
         self._parted = False
         self.episodes.end("ranks", "all ranks have met again, and snapshots are taken after step %d", progress.step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from hypothesis import strategies as st
@@ -53,7 +54,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-numbers = st.integers(0, 2**63)
+numbers = st.integers(0, 2**53)
 digests = st.integers(0, 2**64 - 1)
 unit_lengths = st.integers(1, 2**26)
 shard_records = st.builds(
@@ -97,9 +98,10 @@ def spoilt(draw: st.DrawFn, good: st.SearchStrategy[Any]) -> Any:
 
 
 @st.composite
-def lacking_a_key(draw: st.DrawFn, good: st.SearchStrategy[Any]) -> Any:
-    """What `good` draws, with one key of an object at any depth taken out."""
+def lacking_a_key(draw: st.DrawFn, good: st.SearchStrategy[Any], optional: Collection[str] = ()) -> Any:
+    """What `good` draws, with one key of an object at any depth taken out; not one that is `optional`."""
     data = through_json(draw(good))
-    container, key = draw(st.sampled_from(places(data, only_keys=True)))
+    found = [(container, key) for container, key in places(data, only_keys=True) if key not in optional]
+    container, key = draw(st.sampled_from(found))
     del container[key]
     return data

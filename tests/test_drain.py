@@ -18,6 +18,7 @@ from holdfast.smp_daemon.coding.regroup import moved, plan_regroup
 from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.paths import read_owner
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import plan_restore
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, run_on
@@ -117,7 +118,7 @@ def test_the_sentence_says_what_the_others_stand() -> None:
     assert "not safe" in sentence(replace(done, tolerates=0))
     assert "2 more nodes" in sentence(replace(done, tolerates=2))
     assert "no snapshot" in sentence(replace(done, snapshot=None))
-    assert Drained.from_json(json.loads(json.dumps(done.to_json()))) == done
+    assert decode_json(Drained, encode_json(done), "") == done
 
 
 # ---------------------------------------------------------------------- real SMPs

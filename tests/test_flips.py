@@ -207,7 +207,7 @@ def test_a_flip_on_the_way_to_a_new_node_is_noticed_and_the_unit_computed_from_o
             sources = replace(
                 plan.sources,
                 shards={**{c: a for c, a in plan.sources.shards.items() if c != "dp3"}, "dp0": relay.address},
-                parities={place: at for place, at in plan.sources.parities.items() if place[1] != 3},
+                parities={g: {p: at for p, at in of.items() if p != 3} for g, of in plan.sources.parities.items()},
             )
             try:
                 shard = fresh.recover(sources, "dp3")

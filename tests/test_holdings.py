@@ -18,13 +18,12 @@ import pytest
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import (
     ParityRecord,
     ShardRecord,
     digest,
     digest_units,
-    parity_to_json,
-    shard_to_json,
 )
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Holdings, Key, ParityKey, ShardKey
@@ -561,10 +560,10 @@ def test_damage_is_noted_when_it_is_adopted_and_can_be_mended(place: Place) -> N
     "record",
     [
         pytest.param({"kind": "shard"}, id="not a record"),
-        pytest.param(shard_to_json(shard_record(ShardKey(FIRST, "dp1"))), id="another shard's"),
-        pytest.param(shard_to_json(shard_record(SHARD, bytes=21)), id="longer than the slot"),
-        pytest.param(shard_to_json(shard_record(SHARD, bytes=1 << 40, unit_bytes=1 << 39)), id="huge"),
-        pytest.param(parity_to_json(parity_record(PARITY, bytes(16))), id="a parity's"),
+        pytest.param(to_plain(shard_record(ShardKey(FIRST, "dp1"))), id="another shard's"),
+        pytest.param(to_plain(shard_record(SHARD, bytes=21)), id="longer than the slot"),
+        pytest.param(to_plain(shard_record(SHARD, bytes=1 << 40, unit_bytes=1 << 39)), id="huge"),
+        pytest.param(to_plain(parity_record(PARITY, bytes(16))), id="a parity's"),
         pytest.param([1, 2], id="no object"),
     ],
 )
@@ -587,7 +586,7 @@ def test_a_record_that_does_not_fit_its_shard_frees_the_slot(place: Place, recor
 def test_a_record_that_does_not_fit_its_parity_frees_the_slot(place: Place, changes: dict[str, Any]) -> None:
     content = place.put_parity()
     pool = place.pool(PARITY)
-    pool.record_path(pool.slots[0]).write_text(json.dumps(parity_to_json(parity_record(PARITY, content, **changes))))
+    pool.record_path(pool.slots[0]).write_text(json.dumps(to_plain(parity_record(PARITY, content, **changes))))
     place.crash()
     assert place.holdings.held() == []
     assert [slot.state for slot in place.pool(PARITY).slots] == [SlotState.FREE]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StaleEpoch, Unrecoverable
+from holdfast.smp_daemon.shared.messages import AskCensus
 from holdfast.smp_daemon.shared.sources import Sources
 from tests.smp_kit import Run, SmpProcess, flip_a_byte, playground, run_on, shard_file
 
@@ -95,5 +96,5 @@ def test_an_smp_asks_others_what_they_hold(job: tuple[Run, list[SmpProcess]]) ->
     )
     smps[1].kill()
     assert run["dp0"].client.census([theirs.bulk]) == []
-    with pytest.raises(ProtocolError, match="must be a list"):
-        run["dp0"].client._call({"op": "census", "addresses": None})
+    with pytest.raises(ProtocolError, match="addresses"):
+        run["dp0"].client._call(AskCensus(addresses=None))  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.watchdog.liveness import (
     Deadlines,
     Health,
@@ -95,11 +95,11 @@ def test_a_median_needs_steps() -> None:
 
 def test_what_is_no_trainer_is_refused() -> None:
     trainer = WatchedTrainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0)
-    assert WatchedTrainer.from_json(json.loads(json.dumps(trainer.to_json()))) == trainer
+    assert from_plain(WatchedTrainer, to_plain(trainer)) == trainer
     assert str(trainer) == "trainer dp0 (pid 1, step after step 2) is hung: quiet for 3.0 s, of 4"
-    for bad in ({}, {**trainer.to_json(), "health": "fine"}):
+    for bad in ({}, {**to_plain(trainer), "health": "fine"}):
         with pytest.raises(ProtocolError, match="not a trainer"):
-            WatchedTrainer.from_json(bad)
+            from_plain(WatchedTrainer, bad)
 
 
 def test_a_beat_is_seen_through_another_mapping_and_is_its_row_alone(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def mirror(
     holder = Giver(ground.host(), {("shard_unit", i): unit for i, unit in first.items()})
     other = Giver(ground.host(), {("parity_unit", rank): second[i] for rank, i in copies.items() if i in second})
     try:
-        yield Sources(SnapshotId(1, 1), layout, {"dp0": holder.address}, {(0, 1): other.address}), holder, other
+        yield Sources(SnapshotId(1, 1), layout, {"dp0": holder.address}, {0: {1: other.address}}), holder, other
     finally:
         holder.close()
         other.close()

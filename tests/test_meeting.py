@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.collective import meeting
 from holdfast.snapshot.collective.meeting import LEAD_STEPS, MOST_DOUBLINGS, Meeting
 from holdfast.snapshot.step.ledger import Ledger
@@ -183,4 +183,4 @@ def test_a_rank_that_has_not_heard_of_the_last_outcomes_goes_on_with_those_that_
             assert together.sure == ledger.sure and together.protected == ledger.protected
             assert together.pending == () and together.may_begin
             assert set(together.keep) <= set(ledger.keep) & set(begun.keep)
-    assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
+    assert decode_json(Ledger, encode_json(ledger), "") == ledger

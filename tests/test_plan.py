@@ -241,7 +241,11 @@ class World:
         parts = self.parts_on(held, left)
         epoch = plan.snapshot.epoch
         address = {part: ("host", int(self.machine_of(part, epoch)[1:])) for part in parts}
-        named = {f"p{self.job.groups[g][p]}": where for (g, p), where in plan.sources.parities.items()}
+        named = {
+            f"p{self.job.groups[g][p]}": where
+            for g, held_by in plan.sources.parities.items()
+            for p, where in held_by.items()
+        }
         assert {**plan.sources.shards, **named} == address
         assert plan.sources.layout == self.layouts[epoch, 0]
         assert plan.decoded == tuple(coord for coord in self.job.shards if coord not in parts)
@@ -389,7 +393,9 @@ def test_however_shards_are_dealt_to_machines_nothing_is_lost(job: Job) -> None:
         assert (plan.decoded, plan.repair) == ((), ())
         assert plan.sources.shards == {c: inv.bulk for inv in moved for _, c in inv.shards}
         tags = {plan.sources.layout.tag(g): g for g in range(len(job.groups))}
-        assert plan.sources.parities == {(tags[t], p): inv.bulk for inv in moved for _, t, p in inv.parities}
+        expected = {(tags[t], p): inv.bulk for inv in moved for _, t, p in inv.parities}
+        named = plan.sources.parities.items()
+        assert {(g, p): where for g, held in named for p, where in held.items()} == expected
 
 
 def test_of_two_holders_the_first_by_name_is_asked() -> None:
@@ -403,7 +409,7 @@ def test_of_two_holders_the_first_by_name_is_asked() -> None:
         assert {coord: plan.sources.shards[coord] for _, coord in first.shards} == {
             coord: first.bulk for _, coord in first.shards
         }
-        assert {plan.sources.parities[0, position] for _, _, position in first.parities} == {first.bulk}
+        assert {plan.sources.parity_holder(0, position) for _, _, position in first.parities} == {first.bulk}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from holdfast import ConfigError, HoldfastError
 from holdfast.cli.main import main
 from holdfast.cli.profile import Plan, run
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.interval.measured import Measured
 from holdfast.snapshot.interval.recorder import LEAST, Alternation, Part, Place, merge
 from holdfast.snapshot.interval.samples import Timing
@@ -163,4 +164,4 @@ def test_too_little_is_no_profile() -> None:
 
 def test_a_part_survives_json() -> None:
     one = part("a", 100, 0.2)
-    assert Part.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert decode_json(Part, encode_json(one), "") == one

@@ -116,10 +116,15 @@ def test_a_chain_through_nonsense_is_refused(ground: Ground) -> None:
     smps, run = protected(ground, "2+1", 3)
     spoilings: list[dict[str, Any]] = [
         {"terms": []},
-        {"terms": [{"what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 256}]},
+        {"terms": [{"at": ["127.0.0.1", 1], "what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 256}]},
         {"terms": [{"factor": 1}]},
-        {"terms": [{"what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 1}, {"at": "here"}]},
-        {"terms": [{"what": {"op": "shard_unit", "coord": "dp0", "unit": 99}, "factor": 1}]},
+        {
+            "terms": [
+                {"at": ["127.0.0.1", 1], "what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 1},
+                {"at": "here"},
+            ]
+        },
+        {"terms": [{"at": ["127.0.0.1", 1], "what": {"op": "shard_unit", "coord": "dp0", "unit": 99}, "factor": 1}]},
         {"length": 1 << 40},
     ]
     for spoilt in spoilings:
@@ -130,7 +135,7 @@ def test_a_chain_through_nonsense_is_refused(ground: Ground) -> None:
             "snapshot": run.protected,
             "length": 64,
             "position": 0,
-            "terms": [{"what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 1}],
+            "terms": [{"at": ["127.0.0.1", 1], "what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 1}],
         }
         assert call(stream, message)[1] == 64
         stream.receive_into(memoryview(bytearray(64)))

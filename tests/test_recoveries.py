@@ -15,6 +15,7 @@ from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.recovery.recoveries import KEPT, Recoveries, Recovery, summarise
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import EVENTS_KEPT, MAX_EVENT_CHARACTERS, LogEvent, get_log, last_events, log_to
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, Trainer, run_on
 from tests.test_regroup import come_back
@@ -64,7 +65,7 @@ def test_every_part_of_a_recovery_is_timed() -> None:
     assert recovery.seconds == 4.125
     assert (recovery.coords, recovery.step, recovery.bytes_fetched) == (("dp0", "dp1"), 8, 4000)
     assert dict(recovery.how) == {"dp0": "held", "dp1": "rebuilt"}
-    assert Recovery.from_json(json.loads(json.dumps(recovery.to_json()))) == recovery
+    assert decode_json(Recovery, encode_json(recovery), "") == recovery
 
 
 def test_a_first_start_is_none_and_the_oldest_are_forgotten() -> None:
@@ -124,7 +125,7 @@ def test_real_smps_tell_of_a_lost_node(ground: Ground) -> None:
     assert recovery["bytes_fetched"] > 0
     assert all([name for name, _ in each["spans"]] == ["restore"] for each in recovery["nodes"])
     for status in found.statuses:
-        assert Status.from_json(json.loads(json.dumps(status.to_json()))) == status
+        assert Status.read(json.loads(json.dumps(status.to_plain()))) == status
     assert found.events
     assert [event.at for _, event in found.events] == sorted((event.at for _, event in found.events), reverse=True)
 
@@ -169,4 +170,4 @@ def test_the_last_lines_of_the_log_are_kept_short(tmp_path: Path) -> None:
         root.handlers[:] = before
     assert [event.text.split()[1] for event in found] == [str(i) for i in range(EVENTS_KEPT + 2, 2, -1)]
     assert {len(event.text) for event in found} == {MAX_EVENT_CHARACTERS}
-    assert LogEvent.from_json(json.loads(json.dumps(found[0].to_json()))) == found[0]
+    assert decode_json(LogEvent, encode_json(found[0]), "") == found[0]

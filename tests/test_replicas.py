@@ -23,7 +23,7 @@ from holdfast.snapshot.state.replicas import (
     is_part_of,
     part_of,
     plan_gathering,
-    shared_from_json,
+    shared_leaves_of,
 )
 from holdfast.snapshot.state.shares import Part, parse_part
 from tests.deadlines import DEADLINE_S
@@ -159,7 +159,7 @@ def test_every_replica_gets_all_parts_back() -> None:
         items = state(0)
         sharing = agree_on_shares(rank, "all", iter(items))
         names = [item.name for item in sharing.divide(iter(items))]
-        leaves = shared_from_json(json.loads(json.dumps(sharing.to_json())))
+        leaves = shared_leaves_of(json.loads(json.dumps(sharing.plain())))
         held = [name for name in names if is_part_of(name, leaves)]
         gathering = plan_gathering(rank, "all", held, leaves, "node0")
         assert isinstance(gathering, Gathering)
@@ -195,4 +195,4 @@ def test_what_is_no_list_of_leaves_is_refused(data: Any) -> None:
     if data == []:
         data = ["w"]
     with pytest.raises(ProtocolError):
-        shared_from_json(data)
+        shared_leaves_of(data)

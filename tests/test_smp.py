@@ -1063,7 +1063,7 @@ class TestAShardThatIsNotCheckedBeforeItIsGiven:
         run = next_run_on(lone)
         run.protect(1)
         plan = run.plan(run["dp0"].client.inventory())
-        with pytest.raises(ProtocolError, match="'check' must be true or false"):
+        with pytest.raises(ProtocolError, match="check"):
             run["dp0"].client.recover(plan.sources, "dp0", check=check)  # type: ignore[arg-type]
 
     def test_with_more_digests_than_a_message_has_room_for_is_refused_and_the_connection_goes_on(
@@ -1397,7 +1397,7 @@ class Hasty:
         if message["op"] == "finish":
             stream.close()
             self._process.kill()
-        return {"node": "node0", "pid": self._process.pid}, None
+        return {"node": "node0", "pid": self._process.pid, "row": None}, None
 
     def ended(self) -> None:
         pass

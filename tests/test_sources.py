@@ -44,7 +44,7 @@ def test_what_an_smp_holds_is_had_from_it() -> None:
     found = sources_of([second, first], SNAPSHOT, LAYOUT)
     assert (found.snapshot, found.layout) == (SNAPSHOT, LAYOUT)
     assert found.shards == {"dp-a": ("host", 10), "dp-c": ("host", 10), "dp-b": ("host", 11)}
-    assert found.parities == {(1, 0): ("host", 10), (0, 1): ("host", 11), (1, 1): ("host", 11)}
+    assert found.parities == {1: {0: ("host", 10), 1: ("host", 11)}, 0: {1: ("host", 11)}}
 
 
 def test_what_is_of_another_snapshot_or_of_a_group_of_another_layout_is_left_out() -> None:
@@ -56,8 +56,8 @@ def test_what_is_of_another_snapshot_or_of_a_group_of_another_layout_is_left_out
 def test_parity_is_found_by_its_tag_wherever_the_group_stands_in_the_layout() -> None:
     turned = replace(LAYOUT, revision=1, groups=(LAYOUT.groups[1], LAYOUT.groups[0]))
     held = inventory("a", 10, [], [(SNAPSHOT, TAGS[0], 1)])
-    assert sources_of([held], SNAPSHOT, LAYOUT).parities == {(0, 1): ("host", 10)}
-    assert sources_of([held], SNAPSHOT, turned).parities == {(1, 1): ("host", 10)}
+    assert sources_of([held], SNAPSHOT, LAYOUT).parities == {0: {1: ("host", 10)}}
+    assert sources_of([held], SNAPSHOT, turned).parities == {1: {1: ("host", 10)}}
 
 
 def test_of_several_holders_the_first_by_name_is_asked_whoever_spoke_first() -> None:
@@ -65,4 +65,4 @@ def test_of_several_holders_the_first_by_name_is_asked_whoever_spoke_first() -> 
     holders = [inventory(name, port, *both) for name, port in (("b", 1), ("a", 2), ("c", 3))]
     for order in permutations(holders):
         found = sources_of(order, SNAPSHOT, LAYOUT)
-        assert (found.shards, found.parities) == ({"dp-a": ("host", 2)}, {(0, 0): ("host", 2)})
+        assert (found.shards, found.parities) == ({"dp-a": ("host", 2)}, {0: {0: ("host", 2)}})

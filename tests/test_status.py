@@ -82,25 +82,25 @@ def test_the_older_snapshot_counts_while_the_newer_is_not_encoded_yet() -> None:
 
 
 def _with_shards(inventory: Inventory, snapshot: SnapshotId) -> Inventory:
-    data = inventory.to_json()
-    data["shards"] += [[*snapshot, coord] for _, coord in inventory.shards]
-    return Inventory.from_json(data)
+    data = inventory.to_plain()
+    data["shards"] += [(snapshot, coord) for _, coord in inventory.shards]
+    return Inventory.read(data)
 
 
 def test_what_is_shown_of_a_large_job_is_small() -> None:
     layout = layout_of(512, 6, 2, per_node=8)
     held = everything(layout, but={"node300"})
     counters = Counters().read()
-    statuses = tuple(Status(each, 1, 1.0, "/arena", 1, 0, {}, 1, {}, counters) for each in held)
+    statuses = tuple(Status(each, 1, 1.0, "/arena", 1, 0, {}, 1, (), counters) for each in held)
     overview = Overview("job", statuses, ("node300",), tuple(redundancies(held)))
     assert overview.sentence() == f"step {SNAPSHOT.step} is safe against the loss of any 1 node"
     assert len(json.dumps(overview.to_json())) < 1_500_000
-    whole = json.dumps(statuses[0].to_json())
-    brief = json.dumps(statuses[0].to_json({layout.digest}))
+    whole = json.dumps(statuses[0].to_plain())
+    brief = json.dumps(statuses[0].to_plain({layout.digest}))
     assert len(brief) < 3_000 < 100_000 < len(whole)
-    assert Status.from_json(json.loads(brief), {layout.digest: layout}) == statuses[0]
+    assert Status.read(json.loads(brief), {layout.digest: layout}) == statuses[0]
     with pytest.raises(ProtocolError, match="not an inventory"):
-        Status.from_json(json.loads(brief))
+        Status.read(json.loads(brief))
 
 
 # ---------------------------------------------------------------------- real SMPs
@@ -143,7 +143,7 @@ def test_losses_are_told_as_they_come(ground: Ground, smps: list[SmpProcess], jo
         assert said in overview.sentence()
         assert list(overview.silent) == [smp.name for smp in smps[: losses + 1]]
     status = overview.statuses[0]
-    assert Status.from_json(json.loads(json.dumps(status.to_json()))) == status
+    assert Status.read(json.loads(json.dumps(status.to_plain()))) == status
 
 
 def test_what_a_trainer_says_is_shown(ground: Ground, smps: list[SmpProcess], job: Run) -> None:
@@ -256,5 +256,5 @@ def test_another_name_may_not(host: str) -> None:
 
 
 def test_what_is_no_status_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="not a status"):
-        Status.from_json({})
+    with pytest.raises(ProtocolError, match="not an inventory"):
+        Status.read({})

@@ -9,6 +9,7 @@ import pytest
 from holdfast.smp_daemon.shared.errors import ConfigError, PlaceError, StateMismatch
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_persisted, plan_restore
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.resume.choice import ATTEMPTS, Course, tier_of
@@ -136,4 +137,4 @@ def test_a_persisted_snapshot_of_other_ranks_is_refused() -> None:
 
 def test_what_an_smp_sees_is_read_back() -> None:
     answer = replace(seen(OLD, NEW, others=("a",)), epoch=7)
-    assert Persisted.from_json(answer.to_json()) == answer
+    assert decode_json(Persisted, encode_json(answer), "") == answer

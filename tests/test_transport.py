@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 import signal
@@ -42,6 +41,7 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_UNIT_BYTES,
 )
 from holdfast.smp_daemon.shared.paths import socket_path
+from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.transport import Message, MessageStream, SocketStream, call, connect, receive_reply
 from tests.attacks.victim import tell
 from tests.deadlines import DEADLINE_S
@@ -203,11 +203,11 @@ class TestAStream:
             (frame(b"{}", length=0xFFFF_FFFF), "above the limits"),
             (frame(b"{}", payload=MAX_UNIT_BYTES + 1), "above the limits"),
             (frame(b"{}", payload=(1 << 64) - 1), "above the limits"),
-            (frame(b""), "not JSON"),
-            (frame(b"{"), "not JSON"),
-            (frame(b"\xff\xfe\xfd"), "not JSON"),
-            (frame(b"[" * 100_000), "not JSON"),
-            (frame(b"1" * 10_000), "not JSON"),
+            (frame(b""), "not a JSON object"),
+            (frame(b"{"), "not a JSON object"),
+            (frame(b"\xff\xfe\xfd"), "not a JSON object"),
+            (frame(b"[" * 100_000), "not a JSON object"),
+            (frame(b"1" * 10_000), "not a JSON object"),
             (frame(b"[1]"), "not a JSON object"),
             (frame(b'"op"'), "not a JSON object"),
             (frame(b"null"), "not a JSON object"),
@@ -453,7 +453,7 @@ def serves(smp: SmpProcess) -> bool:
     stream = connect(smp.bulk)
     peers = PeerClient()
     try:
-        with pytest.raises(ProtocolError, match="does not know the operation"):
+        with pytest.raises(ProtocolError, match="not a message that is answered here"):
             call(stream, {"op": "?", "job": smp.job, "snapshot": [0, 0]})
         answers = {client.inventory().node, peers.ping(smp.control, smp.job, CALL_DEADLINE_S).node}
     finally:
@@ -474,6 +474,8 @@ class TestAnSmpIsToldNonsense:
             pytest.param(frame(b"{}", payload=(1 << 64) - 1), id="huge unit"),
             pytest.param(frame(b"{}", payload=MAX_UNIT_BYTES + 1), id="unit above the limit"),
             pytest.param(frame(b"not JSON"), id="not JSON"),
+            pytest.param(frame(b'{"op": "await", "deadline_s": Infinity}'), id="infinite"),
+            pytest.param(frame(b'{"op": "inventory", "job": "\\ud800"}'), id="half a character"),
             pytest.param(frame(b"[" * 100_000), id="deep JSON"),
             pytest.param(frame(b"[1, 2]"), id="not an object"),
             pytest.param(frame(b"\x80abc"), id="not text"),
@@ -571,7 +573,7 @@ class TestAnSmpIsToldNonsense:
         @quick
         @given(st.data())
         def throw(data: st.DataObject) -> None:
-            layout = run.start(client.inventory().epoch + 1).layout.to_json()
+            layout = to_plain(run.start(client.inventory().epoch + 1).layout)
             client.join(run.epoch + 1)
             spoilt = spoil(data, {**layout, "epoch": run.epoch + 1})
             (reply,) = replies(tell(local_of(smp), said({"op": "configure", "layout": spoilt})))
@@ -627,9 +629,7 @@ FIELDS = [
 ]
 
 numbers = st.sampled_from([-1, 0, 1, 2, 3, 1000, 1 << 31, 1 << 52, 1 << 62, 1 << 63, 1 << 64, 10**30])
-scalars = st.one_of(
-    st.none(), st.booleans(), numbers, st.sampled_from([0.5, math.inf, -math.inf, math.nan, 1e300]), st.text(max_size=8)
-)
+scalars = st.one_of(st.none(), st.booleans(), numbers, st.sampled_from([0.5, 1e300]), st.text(max_size=8))
 values = st.recursive(
     scalars,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -695,7 +695,7 @@ class Protected:
         self.snapshot = self.run.protect(1)
         self.client = self.smps[0].client()
         plan = self.run.plan(*(trainer.client.inventory() for trainer in self.run))
-        layout = self.run.layout.to_json()
+        layout = to_plain(self.run.layout)
         both = {"job": self.run.job, "snapshot": self.snapshot, "tag": self.run.layout.tag(0)}
         unit = {"op": "shard_unit", "coord": "dp0", "unit": 0}
         terms = [
@@ -703,8 +703,8 @@ class Protected:
             {"at": self.smps[1].bulk, "factor": 7, "what": {**unit, "coord": "dp1"}},
         ]
         self.lengths = [plan_unit(trainer, self.run) for trainer in self.run]
-        reform = {"job": self.run.job, "epoch": 1, "sources": plan.sources.to_json(), "layout": layout}
-        to_trainer = {"sources": plan.sources.to_json()}
+        reform = {"job": self.run.job, "epoch": 1, "sources": to_plain(plan.sources), "layout": layout}
+        to_trainer = {"sources": to_plain(plan.sources)}
         self.messages: dict[str, Message] = {
             "fold": {**both, "epoch": 1, "stripe": 0, "position": 1, "digest": 0},
             "shard_unit": {**both, **unit},
@@ -815,23 +815,23 @@ class TestAnSmpIsToldWhatIsAlmostRight:
                 reply = protected.say({**protected.messages["adopt"], "op": op, "epoch": epoch})
                 assert reply["error"] == "StaleEpoch"
 
-    @pytest.mark.parametrize(("group", "position"), [(0, 2), (1, 0), (1 << 63, 0), (0, 1 << 63)])
+    @pytest.mark.parametrize(("group", "position"), [(0, 2), (1, 0), (1 << 53, 0), (0, 1 << 53)])
     def test_parity_that_there_is_not_is_not_healed(self, protected: Protected, group: int, position: int) -> None:
         assert "has no parity in the layout of step 1" in protected.refused("heal", group=group, position=position)
 
     def test_a_sum_that_could_not_be_had_is_said(self, protected: Protected) -> None:
         first, second = protected.messages["partial"]["terms"]
         for terms, message in (
-            ([], "'terms' must be a list"),
-            ([first, {**second, "at": ["127.0.0.1"]}], "says at which address"),
-            ([{**first, "factor": 256}, second], "'factor' must be a number between 0 and 255"),
-            ([{**first, "what": 7}, second], "says what unit it takes"),
+            ([], "`$.terms`"),
+            ([first, {**second, "at": ["127.0.0.1"]}], "`$.terms[1].at`"),
+            ([{**first, "factor": 256}, second], "`$.terms[0].factor`"),
+            ([{**first, "what": 7}, second], "`$.terms[0].what`"),
             ([{**first, "what": {**first["what"], "unit": 1000}}], "there is no unit 1000"),
         ):
             assert message in protected.refused("partial", terms=terms)
         reply = protected.say({"op": "partial", **protected.messages["partial"], "terms": [first], "length": 0})
         assert "error" not in reply, "a sum of nothing is one too"
-        nobody = {**second, "at": ["127.0.0.1", 1 << 20]}
+        nobody = {**second, "at": ["no\0host", 80]}
         reply = protected.say({"op": "partial", **protected.messages["partial"], "terms": [first, nobody]})
         assert (reply["error"], "is no address" in reply["message"]) == ("SmpUnavailable", True)
 

@@ -14,6 +14,8 @@ from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
+from holdfast.smp_daemon.shared.messages import Drain
+from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.sources import Address
 
 MARGIN_S = 10.0
@@ -50,17 +52,11 @@ def run(parsed: argparse.Namespace) -> int:
     overview = _job_of(parsed)
     address = _address_of(overview, parsed.node)
     spares = parse_spares(parsed.to)
-    message = {
-        "op": "drain",
-        "job": overview.job,
-        "deadline_s": parsed.deadline,
-        "spares": [list(spare) for spare in spares],
-        "wait": parsed.wait,
-    }
+    message = Drain(job=overview.job, deadline_s=parsed.deadline, spares=tuple(spares), wait=parsed.wait)
     with Links(Counters(), parsed.deadline + MARGIN_S) as links:
-        drained = Drained.from_json(links.call(address, message).get("drained"))
+        drained = from_plain(Drained, links.call(address, message), "what became of a drain")
     print(sentence(drained), file=sys.stderr if parsed.json == "-" else sys.stdout)
-    write_json(parsed.json, {"job": overview.job, **drained.to_json()})
+    write_json(parsed.json, {"job": overview.job, **to_plain(drained)})
     return 0
 
 

@@ -167,7 +167,7 @@ def _status(parsed: argparse.Namespace) -> int:
                 ],
                 0,
             )
-            report |= {"answers": True, "status": status.to_json()}
+            report |= {"answers": True, "status": status.to_plain()}
     for line in lines:
         print(line, file=sys.stderr if parsed.json == "-" else sys.stdout)
     write_json(parsed.json, report)

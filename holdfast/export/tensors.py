@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.export.source import ShardSource
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_record
-from holdfast.snapshot.state.replicas import is_part_of, shared_from_json
+from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 from holdfast.snapshot.state.shares import Part, missing, parse_part
 
 
@@ -28,7 +28,7 @@ class SlotCopy:
     @property
     def shared(self) -> dict[str, Leaf]:
         """What it shares with its replicas, whole, by name."""
-        return shared_from_json(self.record.get("fixed", {}).get("shared", {}))
+        return shared_leaves_of(self.record.get("fixed", {}).get("shared", {}))
 
 
 @dataclass(frozen=True, slots=True)

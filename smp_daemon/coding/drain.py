@@ -12,12 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.smp_daemon.coding.regroup import moved
 from holdfast.smp_daemon.recovery.census import addresses_of, take_census
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
@@ -43,19 +42,6 @@ class Drained:
     snapshot: SnapshotId | None
     holders: tuple[str, ...]
     tolerates: int
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
-        return {"node": self.node, "snapshot": self.snapshot, "holders": self.holders, "stands": self.tolerates}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Drained:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
-        try:
-            snapshot = SnapshotId(*map(int, data["snapshot"])) if data["snapshot"] else None
-            return cls(str(data["node"]), snapshot, tuple(map(str, data["holders"])), int(data["stands"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"not what became of a drain: {error!r}") from error
 
 
 def parse_spares(text: str) -> list[Address]:

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Any
 
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.net.peers import PeerClient
@@ -31,6 +30,7 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.messages import Accumulate
 from holdfast.smp_daemon.shared.pacer import Pacer, Patience, turn_delay_s
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.priority import make_background
@@ -61,7 +61,7 @@ class OutboundUnit:
     """One data unit for one parity owner."""
 
     address: Address
-    message: dict[str, Any]
+    message: Accumulate
     content: memoryview
     attempt: int = 1
 
@@ -241,16 +241,15 @@ def _outbound_units(store: Store, snapshot: SnapshotId, layout: Layout) -> Itera
         coord = members[position].shards[piece.segment].coord
         index = unit - stripes.first_unit(position, piece.segment)
         view, digest = store.holdings.shard_unit(ShardKey(snapshot, coord), index)
-        message = {
-            "op": "fold",
-            "job": layout.job,
-            "epoch": store.epoch,
-            "snapshot": snapshot,
-            "tag": layout.tag(group),
-            "stripe": stripe,
-            "position": position,
-            "digest": digest,
-        }
+        message = Accumulate(
+            job=layout.job,
+            epoch=store.epoch,
+            snapshot=snapshot,
+            tag=layout.tag(group),
+            stripe=stripe,
+            position=position,
+            digest=digest,
+        )
         for owner in stripes.parity_positions(stripe):
             yield OutboundUnit(members[owner].bulk, message, view)
 

@@ -146,7 +146,7 @@ def _bring_back(store: Store, epoch: int, sources: Sources, method: str) -> None
             how = recover(store, sources, coord, method).how
             log.warning("%s of %s was missing, and is %s", coord, snapshot, how, extra=about(snapshot, coord=coord))
     for group, position in missing.parities:
-        if (group, position) not in sources.parities:
+        if sources.parity_holder(group, position) is None:
             store.check_epoch(epoch)
             count = repair_parity(store, sources, group, position)
             text = "parity of %s was missing, and is encoded again: %d bytes fetched"

@@ -8,6 +8,7 @@ from typing import Self
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ProtocolError, SmpUnavailable
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
+from holdfast.smp_daemon.shared.messages import PeerRequest
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, connect, receive_reply
 
@@ -39,9 +40,9 @@ class Links:
             self._streams[address] = connect(address, job=job)
             self._streams[address].set_deadline(self._deadline_s)
 
-    def send(self, address: Address, message: Message, payload: memoryview | None = None) -> None:
+    def send(self, address: Address, message: PeerRequest, payload: memoryview | None = None) -> None:
         """Send a message; its reply is `receive`d later, in order."""
-        self.connect(address, str(message.get("job", "")))
+        self.connect(address, message.job)
         try:
             self._streams[address].send(message, payload)
         except ProtocolError:
@@ -82,7 +83,7 @@ class Links:
             self.bytes_received += payload
         return reply
 
-    def call(self, address: Address, message: Message, out: memoryview | None = None) -> Message:
+    def call(self, address: Address, message: PeerRequest, out: memoryview | None = None) -> Message:
         """Send and receive."""
         self.send(address, message)
         return self.receive(address, out)

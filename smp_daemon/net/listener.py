@@ -13,7 +13,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.limits import MAX_CONNECTIONS, MAX_SOCKET_PATH_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.smp_daemon.shared.transport import Message, MessageStream, SocketStream
+from holdfast.smp_daemon.shared.transport import Message, MessageStream, Outbound, SocketStream
 
 ACCEPT_AGAIN_S = 0.5
 
@@ -23,7 +23,7 @@ log = get_log(__name__)
 class Conversation(Protocol):
     """What a listener does with one connection, in a thread of its own."""
 
-    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Message, memoryview | None]:
+    def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Outbound, memoryview | None]:
         """The reply to one message; must consume its `payload` bytes. A `HoldfastError` becomes an error reply."""
         ...
 
@@ -119,7 +119,7 @@ class SocketListener:
         try:
             conversation = self._converse(sock)
             while (received := stream.receive()) is not None:
-                reply: Message
+                reply: Outbound
                 try:
                     reply, payload = conversation.answer(*received, stream)
                 except HoldfastError as error:

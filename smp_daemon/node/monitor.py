@@ -20,6 +20,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Protoc
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import move_deadline
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.messages import Adopt, Encode, Enlist, Move, Phase, Regroup, Release
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -31,6 +32,9 @@ PING_DEADLINE_S = 2.0
 LOOK_EVERY_S = 5.0
 SUSPECT_AFTER_S = 2.0
 """So long, and no longer than any other, a member may be missing that somebody else takes for dead."""
+
+PHASES: dict[str, type[Phase]] = {"adopt": Adopt, "encode": Encode, "release": Release}
+"""What is asked of nodes in each of `regroup.PHASES`."""
 
 log = get_log(__name__)
 
@@ -148,7 +152,7 @@ class Monitor:
                     self.request()
                     return
                 try:
-                    links.call(node.bulk, {"op": "reform", "job": layout.job})
+                    links.call(node.bulk, Regroup(job=layout.job))
                     self._episodes.end(node.name, "%s can be in charge again", node.name, extra=about(peer=node.name))
                     return
                 except HoldfastError as error:
@@ -178,7 +182,7 @@ class Monitor:
         layout = self._store.newest_layout()
         if layout is None:
             return
-        message = {"op": "move", "job": layout.job, "spares": [list(address) for address in spares]}
+        message = Move(job=layout.job, spares=tuple(spares))
         for node in layout.nodes:
             if node.name == self._store.node:
                 self.regroup_for(spares)
@@ -249,26 +253,22 @@ class Monitor:
         extra = about(regrouping.snapshot, revision=regrouping.layout.revision)
         log.warning("regrouping for %s on %s", regrouping.snapshot, ", ".join(regrouping.nodes), extra=extra)
         reach("reform.planned", regrouping.snapshot.step)
-        message = {
-            "job": store.job,
-            "epoch": store.epoch,
-            "sources": regrouping.sources.to_json(),
-            "layout": regrouping.layout.to_json(),
-        }
         for phase in regrouping.phases:
-            self._everywhere(regrouping, {"op": phase, **message})
+            kind = PHASES[phase]
+            sources, layout = regrouping.sources, regrouping.layout
+            self._everywhere(regrouping, kind(job=store.job, epoch=store.epoch, sources=sources, layout=layout))
         return regrouping
 
     def _enlist_spares(self) -> None:
         with Links(self._store.counters, PING_DEADLINE_S) as links:
             for address in sorted(self._spares):
                 try:
-                    links.call(address, {"op": "enlist", "job": self._store.job, "epoch": self._store.epoch})
+                    links.call(address, Enlist(job=self._store.job, epoch=self._store.epoch))
                 except HoldfastError as error:
                     log.warning("%s:%d is no spare: %s", *address, error)
                     self._spares.discard(address)
 
-    def _everywhere(self, regrouping: Regrouping, message: dict[str, object]) -> None:
+    def _everywhere(self, regrouping: Regrouping, message: Phase) -> None:
         """Have every node whose group changes do something at the same time; raises the first error of any."""
         deadline_s = _phase_deadline(regrouping.layout)
 
@@ -282,7 +282,7 @@ class Monitor:
 
     # ------------------------------------------------------------------ taking part
 
-    def take_part(self, phase: str, epoch: int, sources: Sources, layout: Layout) -> None:
+    def take_part(self, phase: Phase) -> None:
         """This node's share of a phase; blocks until it is done.
 
         Raises:
@@ -290,12 +290,12 @@ class Monitor:
             ProtocolError: the layout is not one of this job, this node and that snapshot.
             HoldfastError: it could not be done.
         """
-        store = self._store
+        store, epoch, sources, layout = self._store, phase.epoch, phase.sources, phase.layout
         store.check_epoch(epoch)
         if layout.job != store.job or not layout.epoch == sources.layout.epoch == sources.snapshot.epoch <= epoch:
             raise ProtocolError(f"a layout of job {layout.job!r} in epoch {layout.epoch} is not for {sources.snapshot}")
         layout.node(store.node)
-        if phase == "adopt":
+        if isinstance(phase, Adopt):
             reach("reform.adopt", sources.snapshot.step)
             with store.changed:
                 store.check_epoch(epoch)
@@ -303,7 +303,7 @@ class Monitor:
             for shard in layout.node(store.node).shards:
                 store.check_epoch(epoch)
                 recover(store, sources, shard.coord, self._method)
-        elif phase == "encode":
+        elif isinstance(phase, Encode):
             reach("reform.encode", sources.snapshot.step)
             self._encode(epoch, sources, layout)
         else:

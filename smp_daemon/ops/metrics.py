@@ -84,7 +84,7 @@ def _gauges(mine: Status, overview: Overview) -> dict[str, float | None]:
         "holdfast_epoch": inventory.epoch,
         "holdfast_connections": inventory.trainers,
         "holdfast_sealed_step": sealed.step if sealed else None,
-        "holdfast_sealed_age_seconds": mine.ages_s.get(sealed) if sealed else None,
+        "holdfast_sealed_age_seconds": dict(mine.ages_s).get(sealed) if sealed else None,
         "holdfast_protected_step": inventory.protected.step if inventory.protected else None,
         "holdfast_arena_bytes": mine.arena_bytes,
         "holdfast_memory_bytes": mine.memory_bytes,

@@ -80,7 +80,7 @@ class Overview:
 
     def age_s(self, each: Redundancy) -> float | None:
         """Seconds since the last shard of a snapshot was sealed; None if no SMP that answers knows."""
-        ages = [status.ages_s[each.snapshot] for status in self.statuses if each.snapshot in status.ages_s]
+        ages = [age_s for status in self.statuses for snapshot, age_s in status.ages_s if snapshot == each.snapshot]
         return min(ages, default=None)
 
     def to_json(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Overview:
             "silent": self.silent,
             "persisted": self.tiers,
             "recoveries": self.recoveries,
-            "events": [[node, *event.to_json()] for node, event in self.events],
+            "events": [[node, event.at, event.level, event.text] for node, event in self.events],
             "repeats": self.repeats,
             "older": [list(snapshot) for snapshot in self.older],
             "snapshots": [
@@ -107,7 +107,7 @@ class Overview:
                 }
                 for each in self.snapshots
             ],
-            "nodes": [status.to_json(digests) for status in self.statuses],
+            "nodes": [status.to_plain(digests) for status in self.statuses],
         }
 
     def sentence(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -15,13 +15,16 @@ from holdfast.smp_daemon.persist.persister import TierState
 from holdfast.smp_daemon.recovery.census import ask_all
 from holdfast.smp_daemon.recovery.recoveries import Recovery
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import LogEvent, last_events
+from holdfast.smp_daemon.shared.messages import PeerStatus
+from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.storage.pool import SlotState
 from holdfast.smp_daemon.watchdog.liveness import Health, WatchedTrainer, judge_lease
+
+_BLANK = Inventory("", "", 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Status:
             they may take, reserved from the start; 0: there is no limit.
         slots: how many slots are in each `SlotState`.
         rss_bytes: memory of the process, with what it has mapped of the arena.
-        ages_s: seconds since the newest shard here of each snapshot was sealed.
+        ages_s: of each snapshot, seconds since its newest shard here was sealed.
         counters: see `smp_daemon.shared.counters.Counts`.
         trainers: of this node, see `smp_daemon.watchdog.liveness.WatchedTrainer`.
         leases: seconds since each other member of the group was last heard of. `lease_s`: after how many it is given
@@ -54,7 +57,7 @@ class Status:
     memory_bytes: int
     slots: dict[str, int]
     rss_bytes: int
-    ages_s: dict[SnapshotId, float]
+    ages_s: tuple[tuple[SnapshotId, float], ...]
     counters: dict[str, int]
     trainers: tuple[WatchedTrainer, ...] = ()
     leases: dict[str, float] = field(default_factory=dict)
@@ -75,46 +78,18 @@ class Status:
                 bad.append(f"peer {name} is {health} to {self.inventory.node}: quiet for {age_s:,.1f} s")
         return bad
 
-    def to_json(self, known: Collection[str] = ()) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back. `known`: see `Inventory.to_json`."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        ages = sorted([*snapshot, seconds] for snapshot, seconds in self.ages_s.items())
-        return data | {
-            "inventory": self.inventory.to_json(known),
-            "ages_s": ages,
-            "trainers": [trainer.to_json() for trainer in self.trainers],
-            "troubles": self.troubles,
-            "tier": self.tier.to_json() if self.tier else None,
-            "recoveries": [recovery.to_json() for recovery in self.recoveries],
-            "events": [event.to_json() for event in self.events],
-        }
+    def to_plain(self, known: Collection[str] = ()) -> dict[str, Any]:
+        """What `read` reads back, and `troubles`. `known`: see `Inventory.to_plain`."""
+        blank = replace(self, inventory=_BLANK)
+        return {**to_plain(blank), "inventory": self.inventory.to_plain(known), "troubles": self.troubles}
 
     @classmethod
-    def from_json(cls, data: Any, known: Mapping[str, Layout] | None = None) -> Status:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes. `known`: layouts by their digests."""
-        try:
-            return cls(
-                inventory=Inventory.from_json(data["inventory"], known),
-                pid=int(data["pid"]),
-                up_s=float(data["up_s"]),
-                arena=str(data["arena"]),
-                arena_bytes=int(data["arena_bytes"]),
-                memory_bytes=int(data["memory_bytes"]),
-                slots={str(state): int(count) for state, count in data["slots"].items()},
-                rss_bytes=int(data["rss_bytes"]),
-                ages_s={SnapshotId(int(e), int(s)): float(seconds) for e, s, seconds in data["ages_s"]},
-                counters={str(name): int(count) for name, count in data["counters"].items()},
-                trainers=tuple(WatchedTrainer.from_json(trainer) for trainer in data["trainers"]),
-                leases={str(name): float(age_s) for name, age_s in data["leases"].items()},
-                lease_s=float(data["lease_s"]),
-                said=str(data["said"]),
-                tier=TierState.from_json(data["tier"]) if data["tier"] else None,
-                recoveries=tuple(Recovery.from_json(recovery) for recovery in data["recoveries"]),
-                events=tuple(LogEvent.from_json(event) for event in data["events"]),
-                access=str(data["access"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ProtocolError(f"not a status: {error!r}") from error
+    def read(cls, data: object, known: Mapping[str, Layout] | None = None) -> Status:
+        """As `plain.from_plain`. `known`: layouts by their digests."""
+        told = data if isinstance(data, dict) else {}
+        inventory = Inventory.read(told.get("inventory"), known)
+        status = from_plain(cls, told | {"inventory": to_plain(_BLANK)}, "a status")
+        return replace(status, inventory=inventory)
 
 
 def take_status(smp: Core) -> Status:
@@ -142,7 +117,7 @@ def take_status(smp: Core) -> Status:
         store.arena.budget.limit,
         slots,
         process.memory_info().rss,
-        ages,
+        tuple(sorted(ages.items())),
         store.counters.read(),
         tuple(smp.watchdog.trainers()),
         smp.monitor.leases(),
@@ -159,5 +134,7 @@ def take_statuses(
     job: str, addresses: Collection[Address], counters: Counters, known: Collection[Layout] = ()
 ) -> list[Status]:
     """Of all SMPs of a job that answer, by node. Blocks as `recovery.census.take_census`; `known` as there."""
-    found = ask_all("status", job, addresses, counters, known, Status.from_json)
+    by_digest = {layout.digest: layout for layout in known}
+    message = PeerStatus(job=job, known=frozenset(by_digest))
+    found = ask_all(message, addresses, counters, lambda reply: Status.read(reply, by_digest))
     return sorted(found, key=lambda status: status.inventory.node)

@@ -24,6 +24,7 @@ import xxhash
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT
+from holdfast.smp_daemon.shared.plain import Count, from_plain, to_plain
 
 SNAPSHOT = "snapshot.json"
 MAX_MANIFEST_BYTES = 64 << 20
@@ -82,7 +83,7 @@ class PersistManifest:
 
     snapshot: SnapshotId
     layout: Layout
-    stored: Mapping[str, int]
+    stored: Mapping[str, Count]
 
     @property
     def bytes(self) -> int:
@@ -96,27 +97,19 @@ class PersistManifest:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
-        return {
-            "format": 1,
-            "snapshot": list(self.snapshot),
-            "layout": self.layout.to_json(),
-            "stored": dict(self.stored),
-        }
+        return {"format": 1, **to_plain(self)}
 
     @classmethod
     def from_json(cls, data: Any) -> PersistManifest:
         """Raises `DamagedSnapshot` if `data` is not what `to_json` makes, or does not name every shard once."""
+        version = data.get("format") if isinstance(data, dict) else None
+        if version != 1:
+            raise DamagedSnapshot(f"it is of format {version!r}, and this version reads 1: install a newer holdfast")
         try:
-            if data["format"] != 1:
-                raise DamagedSnapshot(f"it is of format {data['format']!r}: install a newer holdfast")
-            epoch, step = data["snapshot"]
-            stored = {str(coord): int(length) for coord, length in data["stored"].items()}
-            found = cls(SnapshotId(int(epoch), int(step)), Layout.from_json(data["layout"]), stored)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DamagedSnapshot(f"it is no manifest: {error!r}") from error
+            found = from_plain(cls, data, "a manifest")
         except HoldfastError as error:
-            raise DamagedSnapshot(f"it is no manifest: {error}") from error
-        if stored.keys() != set(found.layout.coords) or found.layout.epoch != found.snapshot.epoch:
+            raise DamagedSnapshot(f"it is {error}") from error
+        if found.stored.keys() != set(found.layout.coords) or found.layout.epoch != found.snapshot.epoch:
             raise DamagedSnapshot("its shards are not those of its layout")
         return found
 

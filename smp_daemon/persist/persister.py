@@ -62,27 +62,6 @@ class TierState:
     at_s: float = 0.0
     problem: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return data | {"persisted": list(self.persisted) if self.persisted else None}
-
-    @classmethod
-    def from_json(cls, data: Any) -> TierState:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
-        try:
-            return cls(
-                place=str(data["place"]),
-                every_s=float(data["every_s"]),
-                keep=int(data["keep"]),
-                state=str(data["state"]),
-                persisted=SnapshotId(*map(int, data["persisted"])) if data["persisted"] else None,
-                at_s=float(data["at_s"]),
-                problem=str(data["problem"]),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ProtocolError(f"not the state of a persist tier: {error!r}") from error
-
 
 class Persister:
     """The tier on one node. Every method is thread-safe, and only those that say so touch the storage."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.shared.counters import Counters
@@ -13,7 +13,9 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.messages import PeerInventory, PeerRequest
 from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.transport import Message
 
 DEADLINE_S = 5.0
 AT_ONCE = 16
@@ -38,34 +40,25 @@ def take_census(
     Args:
         known: layouts that need not be sent.
     """
-    return ask_all("inventory", job, addresses, counters, known, Inventory.from_json)
+    by_digest = {layout.digest: layout for layout in known}
+    message = PeerInventory(job=job, known=frozenset(by_digest))
+    return ask_all(message, addresses, counters, lambda reply: Inventory.read(reply, by_digest))
 
 
 def ask_all(
-    op: str,
-    job: str,
-    addresses: Collection[Address],
-    counters: Counters,
-    known: Collection[Layout],
-    read: Callable[[Any, Mapping[str, Layout]], T],
+    message: PeerRequest, addresses: Collection[Address], counters: Counters, read: Callable[[Message], T]
 ) -> list[T]:
-    """What those who answer to `op` say under its name. Blocks as `take_census`; `known` as there.
-
-    Args:
-        read: reads it; is also given the layouts that were not sent, by their digests.
-    """
-    by_digest = {layout.digest: layout for layout in known}
-    message = {"op": op, "job": job, "known": list(by_digest)}
+    """What those who answer to `message` say, read by `read`. Blocks as `take_census`."""
 
     def ask(address: Address) -> T | None:
         with Links(counters, DEADLINE_S) as links:
             try:
-                answer = read(links.call(address, message)[op], by_digest)
+                answer = read(links.call(address, message))
                 _silent.end(address, "%s answers again", address, extra=about(peer=address))
                 return answer
-            except (HoldfastError, KeyError) as error:
-                text, extra = "%s does not answer %r: %s", about(peer=address)
-                _silent.begin(address, text, address, op, error, level=logging.INFO, extra=extra)
+            except HoldfastError as error:
+                text, extra = "%s does not answer: %s", about(peer=address)
+                _silent.begin(address, text, address, error, level=logging.INFO, extra=extra)
                 return None
 
     with ThreadPoolExecutor(AT_ONCE, "census") as pool:

@@ -20,9 +20,9 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.messages import ShardUnit, UnitReply
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
-from holdfast.smp_daemon.shared.transport import Message
 from holdfast.smp_daemon.storage.holdings import ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
@@ -51,7 +51,7 @@ class Fetcher:
         address = self.sources.shards.get(coord)
         if address is not None and address not in self._gone:
             try:
-                self._reader.send(self.links, address, {"op": "shard_unit", "coord": coord, "unit": index})
+                self._reader.send(self.links, address, ShardUnit(coord, index))
                 self._reader.receive(self.links, address, out)
                 return
             except (SmpUnavailable, DeadlineExceeded, DamagedSnapshot, ProtocolError) as error:
@@ -76,7 +76,7 @@ class Fetcher:
                 computation.add(unit.number, self._buffer(unit.number), reply)
         computation.finish(out, expected)
 
-    def _request(self, units: list[HeldUnit]) -> Iterator[tuple[HeldUnit, Message]]:
+    def _request(self, units: list[HeldUnit]) -> Iterator[tuple[HeldUnit, UnitReply]]:
         """Request all of them at once; those that came whole, with their replies."""
         requested = []
         for unit in units:

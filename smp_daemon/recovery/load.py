@@ -15,7 +15,7 @@ import numpy as np
 
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.recovery.requests import MAX_IN_FLIGHT, AnswerUse, How, Request, RequestScheduler, Ways
-from holdfast.smp_daemon.recovery.units import Computation, UnitReader, place_of, waits_of
+from holdfast.smp_daemon.recovery.units import Computation, UnitReader, place_of
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
@@ -26,9 +26,9 @@ from holdfast.smp_daemon.shared.errors import (
     Unrecoverable,
 )
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.messages import ParityUnit, PartialSum, ShardUnit, UnitReply
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.smp_daemon.shared.transport import Message
 
 IDLE = 8
 """Connections kept open for the next request."""
@@ -41,7 +41,7 @@ class _Job:
     """A request, and what it takes to carry it out: `length` bytes come back, into `buffer`."""
 
     request: Request
-    what: Message
+    what: ShardUnit | ParityUnit | PartialSum
     links: Links
     buffer: memoryview
     length: int
@@ -170,9 +170,12 @@ class Load:
                 if request.number in self._cancelled or self._is_over():
                     raise SmpUnavailable("cancelled")
             self._reader.send(links, request.through[0], job.what)
-            field = "expected" if request.how is How.CHAIN else "digest"
-            reply = self._reader.receive(links, request.through[0], out, field)
-            waits = waits_of(reply)
+            reply: UnitReply | None = None
+            waits: tuple[float, ...] = ()
+            if request.how is How.CHAIN:
+                waits = self._reader.receive_sum(links, request.through[0], out)
+            else:
+                reply = self._reader.receive(links, request.through[0], out)
         except HoldfastError as error:
             links.close()
             with self._changed:
@@ -183,7 +186,7 @@ class Load:
             self._give_back(request, links)
             verdict = self._scheduler.answered(request, self._system.monotonic(), waits)
             self._received += job.length if verdict is not AnswerUse.DROP else 0
-            if request.how is How.OPERAND and verdict in (AnswerUse.KEEP, AnswerUse.SUM):
+            if reply is not None and request.how is How.OPERAND and verdict in (AnswerUse.KEEP, AnswerUse.SUM):
                 self._computations[request.unit].add(request.operands[0], buffer, reply)
             elif verdict is AnswerUse.DROP:
                 self._buffers.append(buffer)
@@ -250,11 +253,11 @@ class Load:
         found = self._computations[index] = Computation(self._reader, place, self._unit(index).nbytes)
         return Ways(holders, {number: unit.address for number, unit in found.operands.items()}, found.needed)
 
-    def _what(self, request: Request) -> tuple[Message, int]:
+    def _what(self, request: Request) -> tuple[ShardUnit | ParityUnit | PartialSum, int]:
         """What to request, and how many bytes come back."""
         length = self._unit(request.unit).nbytes
         if request.how is How.WHOLE:
-            return {"op": "shard_unit", "coord": self._coord, "unit": request.unit}, length
+            return ShardUnit(self._coord, request.unit), length
         computation = self._computations[request.unit]
         if request.how is How.CHAIN:
             return computation.chain(request.operands), length

@@ -10,6 +10,7 @@ from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ProtocolError, SmpUnavailable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_HEADER_BYTES
+from holdfast.smp_daemon.shared.messages import PeerInventory, ShardUnit
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_format
 from holdfast.smp_daemon.shared.sources import Address, Sources
 
@@ -34,7 +35,7 @@ class RemoteShard:
         counters = Counters()
         self._links = Links(counters, deadline_s)
         try:
-            inventory = Inventory.from_json(self._links.call(address, {"op": "inventory", "job": job})["inventory"])
+            inventory = Inventory.read(self._links.call(address, PeerInventory(job=job)))
             held = max((snapshot for snapshot, name in inventory.shards if name == coord), default=None)
             layouts = [known for known in inventory.layouts.values() if held is not None and known.epoch == held.epoch]
             if held is None or not layouts:
@@ -67,7 +68,7 @@ class RemoteShard:
         units = sorted(self._missing.intersection(wanted))
         for index in range(len(units) + AHEAD):
             if index < len(units):
-                what = {"op": "shard_unit", "coord": self._coord, "unit": units[index]}
+                what = ShardUnit(self._coord, units[index])
                 self._reader.send(self._links, self._address, what)
             if index >= AHEAD:
                 self._receive(units[index - AHEAD])

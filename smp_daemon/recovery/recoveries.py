@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -67,22 +67,6 @@ class Recovery:
     def seconds(self) -> float:
         """From the loss, as far as it was seen here, to the last of its moments."""
         return sum(seconds for _, seconds in self.spans)
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> Recovery:
-        """Raises `KeyError`, `TypeError` or `ValueError` if `data` is not what `to_json` makes."""
-        return cls(
-            epoch=int(data["epoch"]),
-            **{name: float(data[name]) for name in ("joined", "lost", "restored", "sealed", "protected")},
-            coords=tuple(str(coord) for coord in data["coords"]),
-            step=int(data["step"]),
-            how=tuple((str(coord), str(how)) for coord, how in data["how"]),
-            bytes_fetched=int(data["bytes_fetched"]),
-        )
 
 
 class Recoveries:

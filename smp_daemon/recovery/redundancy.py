@@ -83,7 +83,7 @@ def tolerates(sources: Sources, group: int) -> int:
         for position, node in enumerate(members)
         for segment, shard in enumerate(node.shards)
     }
-    parities = {position: sources.parities.get((group, position)) for position in range(len(members))}
+    parities = {position: sources.parity_holder(group, position) for position in range(len(members))}
     holders = sorted({at for at in [*shards.values(), *parities.values()] if at is not None})
 
     def survives(gone: Sequence[tuple[str, int]]) -> bool:

@@ -8,22 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from holdfast.ec import Codec, TooManyErasures, choose_codec
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.shared import fields
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError, Unrecoverable
 from holdfast.smp_daemon.shared.layout import Layout
+from holdfast.smp_daemon.shared.messages import (
+    AskParityUnit,
+    AskPartialSum,
+    AskShardUnit,
+    ParityUnit,
+    PartialSum,
+    ShardUnit,
+    SumReply,
+    Term,
+    UnitReply,
+)
+from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
-from holdfast.smp_daemon.shared.transport import Message
 
 MICROSECONDS = 1e6
-MAX_WAIT_US = 1 << 40
+_REQUESTS = {ShardUnit: AskShardUnit, ParityUnit: AskParityUnit, PartialSum: AskPartialSum}
 
 
 class StripePlace(NamedTuple):
@@ -46,7 +57,7 @@ class HeldUnit:
 
     number: int
     address: Address
-    what: dict[str, Any]
+    what: ShardUnit | ParityUnit
     length: int
 
 
@@ -68,13 +79,13 @@ def held_units(sources: Sources, group: int, stripe: int) -> Iterator[HeldUnit]:
         address = sources.shards.get(coord)
         if address is not None:
             unit = piece.offset // stripes.unit_bytes
-            yield HeldUnit(index, address, {"op": "shard_unit", "coord": coord, "unit": unit}, piece.length)
+            yield HeldUnit(index, address, ShardUnit(coord, unit), piece.length)
     length = stripes.stripe_bytes(stripe)
     for row, position in enumerate(stripes.parity_positions(stripe)):
-        address = sources.parities.get((group, position))
+        address = sources.parity_holder(group, position)
         if address is not None:
             rank = stripes.parity_rank(position, stripe)
-            what = {"op": "parity_unit", "tag": layout.tag(group), "position": position, "unit": rank}
+            what = ParityUnit(layout.tag(group), position, rank)
             yield HeldUnit(stripes.data + row, address, what, length)
 
 
@@ -90,23 +101,33 @@ class UnitReader:
         self.counters = counters
         self.backend = backend
 
-    def send(self, links: Links, address: Address, what: Message) -> None:
+    def send(self, links: Links, address: Address, what: ShardUnit | ParityUnit | PartialSum) -> None:
         """Request a unit, or a partial sum. Raises as `Links.send`."""
-        links.send(address, {**what, "job": self.sources.layout.job, "snapshot": self.sources.snapshot})
+        kind = _REQUESTS[type(what)]
+        job, snapshot = self.sources.layout.job, self.sources.snapshot
+        links.send(address, kind(job=job, snapshot=snapshot, **msgspec.structs.asdict(what)))
 
-    def receive(self, links: Links, address: Address, out: memoryview, field: str = "digest") -> Message:
-        """Fill `out` with the answer to the oldest request there, and return the reply. Blocks as `Links.receive`.
-
-        Args:
-            field: of the reply, with the digest that `out` must have.
+    def receive(self, links: Links, address: Address, out: memoryview) -> UnitReply:
+        """Fill `out` with the answer to the oldest request there, for a unit. Blocks as `Links.receive`.
 
         Raises:
-            DamagedSnapshot: it has another digest.
+            DamagedSnapshot: it does not match its digest.
         """
-        reply = links.receive(address, out)
-        if digest(out) != fields.number(reply, field):
-            raise self.damaged(f"a unit of {self.sources.snapshot} from {address} was damaged on its way")
+        reply = from_plain(UnitReply, links.receive(address, out), "an answer with a unit")
+        self._check(address, out, reply.digest)
         return reply
+
+    def receive_sum(self, links: Links, address: Address, out: memoryview) -> tuple[float, ...]:
+        """The same, for a partial sum; how long each of those on the way, but the last, waited, in seconds."""
+        reply = from_plain(SumReply, links.receive(address, out), "an answer with a sum")
+        if reply.expected is None:
+            raise ProtocolError(f"nobody that {address} has asked knows what the sum must be")
+        self._check(address, out, reply.expected)
+        return tuple(wait / MICROSECONDS for wait in reply.waits)
+
+    def _check(self, address: Address, data: memoryview, expected: int) -> None:
+        if digest(data) != expected:
+            raise self.damaged(f"a unit of {self.sources.snapshot} from {address} was damaged on its way")
 
     def damaged(self, text: str) -> DamagedSnapshot:
         """The error for a unit that does not match its digest, which is counted."""
@@ -138,23 +159,19 @@ class Computation:
         self.needed = self._stripes.data - len(self._padding)
         self.buffers: dict[int, memoryview] = {}
 
-    def add(self, number: int, buffer: memoryview, reply: Message) -> None:
-        """Operand `number` has come: it begins `buffer`, and what follows is overwritten with zeros.
-
-        Raises:
-            ProtocolError: the reply is none to a request for a unit.
-        """
-        self._digests |= digests_of(reply)
+    def add(self, number: int, buffer: memoryview, reply: UnitReply) -> None:
+        """Operand `number` has come: it begins `buffer`, and what follows is overwritten with zeros."""
+        self._digests |= reply.sources
         if (received := self.operands[number].length) < self._length:
             np.frombuffer(buffer, np.uint8)[received : self._length] = 0
         self.buffers[number] = buffer
 
-    def chain(self, order: Sequence[int]) -> Message:
+    def chain(self, order: Sequence[int]) -> PartialSum:
         """What to request of the holder of the first of `order`, so that operands are summed on their way here."""
         factors = self._codec().coefficients([*order, *self._padding], self._place.number)
         units = [self.operands[number] for number in order]
-        terms = [{"at": list(u.address), "what": u.what, "factor": factors.get(u.number, 0)} for u in units]
-        return {"op": "partial", "terms": terms, "length": self._length, "position": self._position}
+        terms = tuple(Term(unit.address, unit.what, factors.get(unit.number, 0)) for unit in units)
+        return PartialSum(terms, self._length, self._position)
 
     def finish(self, out: memoryview, expected: int | None = None) -> None:
         """Compute the unit into `out`, from the operands that have come.
@@ -187,19 +204,3 @@ class Computation:
     def _position(self) -> int:
         """Of the node whose data unit it is; holders of parity keep its digest by that."""
         return self._stripes.data_positions(self._place.stripe)[self._place.number]
-
-
-def digests_of(reply: Message) -> dict[int, int]:
-    """The digests, by position, of what was accumulated into a parity unit. Raises `ProtocolError`."""
-    said = reply.get("sources", {})
-    if not isinstance(said, dict) or not all(position.isdecimal() for position in said):
-        raise ProtocolError("'sources' must be digests by position")
-    return {int(position): fields.number(said, position) for position in said}
-
-
-def waits_of(reply: Message) -> tuple[float, ...]:
-    """How long each helper of a chain, but the last, waited for the next, in seconds. Raises `ProtocolError`."""
-    said = reply.get("waits", [])
-    if not isinstance(said, list):
-        raise ProtocolError("'waits' must be a list of microseconds")
-    return tuple(fields.number({"wait": wait}, "wait", MAX_WAIT_US) / MICROSECONDS for wait in said)

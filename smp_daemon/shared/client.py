@@ -11,7 +11,6 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, SnapshotOutcome, TrainerPhase
 from holdfast.smp_daemon.shared.errors import (
@@ -31,8 +30,43 @@ from holdfast.smp_daemon.shared.limits import (
     PROTOCOL_VERSION,
     move_deadline,
 )
+from holdfast.smp_daemon.shared.messages import (
+    Abandon,
+    Accepted,
+    AskCensus,
+    AskCounters,
+    AskInventory,
+    AskPersisted,
+    AskPersistedLayout,
+    AskUnit,
+    Await,
+    Begin,
+    Census,
+    Configure,
+    Ended,
+    Finish,
+    Greeted,
+    Hello,
+    Join,
+    Lend,
+    LentUnit,
+    Outcome,
+    Persist,
+    Recover,
+    Recovered,
+    RepairParity,
+    Request,
+    Say,
+    Scrub,
+    Seal,
+    SlotFile,
+    Stop,
+    Suspect,
+    Verify,
+)
 from holdfast.smp_daemon.shared.paths import socket_path
 from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.starts import Start, TrainerEnd
@@ -115,21 +149,12 @@ class SmpClient:
         if not socket_path(self.arena).exists():
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m holdfast.smp_daemon`")
         self._stream = connect(socket_path(self.arena), deadline_s)
-        hello = self._call(
-            {
-                "op": "hello",
-                "job": self._job,
-                "version": PROTOCOL_VERSION,
-                "coord": self._coord,
-                "epoch": self._epoch,  # who has joined one comes back; who has not begins
-            },
-            deadline_s,
-        )
-        self.node = str(hello["node"])
-        self.pid = int(hello["pid"])
+        # Who has joined an epoch comes back; who has not begins.
+        hello = Hello(job=self._job, version=PROTOCOL_VERSION, coord=self._coord, epoch=self._epoch)
+        greeted = from_plain(Greeted, self._call(hello, deadline_s), "how an SMP greets")
+        self.node, self.pid, row = greeted.node, greeted.pid, greeted.row
         self._board = Board(self.arena / "board")
-        row = hello.get("row")
-        self._row = row if isinstance(row, int) and 0 <= row < BEAT_ROWS else None
+        self._row = row if row is not None and 0 <= row < BEAT_ROWS else None
 
     @property
     def connection(self) -> int | None:
@@ -139,12 +164,12 @@ class SmpClient:
 
     def inventory(self) -> Inventory:
         """What the SMP holds."""
-        return Inventory.from_json(self._call({"op": "inventory"}))
+        return Inventory.read(self._call(AskInventory()))
 
     def census(self, addresses: Collection[Address]) -> list[Inventory]:
         """What those SMPs hold that answer, without their layouts. Blocks while they are asked."""
-        reply = self._call({"op": "census", "addresses": list(addresses)}, MOVE_DEADLINE_S)
-        return [Inventory.from_json(each) for each in reply["inventories"]]
+        reply = self._call(AskCensus(addresses=tuple(addresses)), MOVE_DEADLINE_S)
+        return [Inventory.read(each) for each in from_plain(Census, reply, "what SMPs hold").inventories]
 
     def join(self, epoch: int, start: Start | None = None, *, deadline_s: float | None = None) -> None:
         """Enter an epoch; fences every older one.
@@ -153,7 +178,7 @@ class SmpClient:
             start: if the job starts with it.
             deadline_s: for another thread's call to be over, and for the answer; default that of any call.
         """
-        message = {"op": "join", "epoch": epoch, "start": start.to_json() if start else None}
+        message = Join(epoch=epoch, start=start)
         if deadline_s is None:
             self._call(message)
         else:
@@ -163,29 +188,22 @@ class SmpClient:
 
     def configure(self, layout: Layout) -> None:
         """Have the SMP reserve its memory for `layout`. May take as long as zeroing that memory."""
-        self._call({"op": "configure", "layout": layout.to_json()}, move_deadline(layout.node(self.node).state_bytes))
+        self._call(Configure(layout=layout), move_deadline(layout.node(self.node).state_bytes))
 
     def begin(
         self, snapshot: SnapshotId, coord: str, keep: Collection[SnapshotId], protected: SnapshotId | None
     ) -> memoryview:
         """A slot to write `coord` of `snapshot` into; frees what is not in `keep`."""
-        message = {
-            "op": "begin",
-            "snapshot": snapshot,
-            "coord": coord,
-            "keep": list(keep),
-            "protected": protected,
-        }
-        return self._map(self._call(message))
+        message = Begin(snapshot=snapshot, coord=coord, keep=tuple(keep), protected=protected)
+        return self._map(from_plain(SlotFile, self._call(message), "a slot"))
 
     def seal(self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None) -> None:
         """All bytes are written: have them checked and committed. `protected`: as for `begin`."""
-        message = {"op": "seal", "snapshot": snapshot, "coord": coord, "protected": protected}
-        self._call(message, MOVE_DEADLINE_S)
+        self._call(Seal(snapshot=snapshot, coord=coord, protected=protected), MOVE_DEADLINE_S)
 
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
         """Give back a slot that will not be sealed. `unused`: nothing was to be written into it after all."""
-        self._call({"op": "abandon", "snapshot": snapshot, "coord": coord, "unused": unused})
+        self._call(Abandon(snapshot=snapshot, coord=coord, unused=unused))
 
     def outcome(self, snapshot: SnapshotId) -> SnapshotOutcome:
         """What became of a snapshot, as far as this node knows. Reads shared memory; never blocks."""
@@ -212,8 +230,8 @@ class SmpClient:
     def await_outcome(self, snapshot: SnapshotId, deadline_s: float) -> SnapshotOutcome:
         """Block until `snapshot` is protected or has failed, at most `deadline_s`; `ANSWER_S` more if the SMP stands
         still."""
-        message = {"op": "await", "snapshot": snapshot, "deadline_s": deadline_s}
-        return SnapshotOutcome(self._call(message, deadline_s + ANSWER_S)["outcome"])
+        reply = self._call(Await(snapshot=snapshot, deadline_s=deadline_s), deadline_s + ANSWER_S)
+        return SnapshotOutcome(from_plain(Outcome, reply, "what became of a snapshot").outcome)
 
     def recover(self, sources: Sources, coord: str, *, check: bool = True) -> RecoveredShard:
         """Have the SMP hold `coord` again, from wherever it can be recovered; its bytes, mapped.
@@ -222,19 +240,14 @@ class SmpClient:
             check: have a shard that it holds already read, and repaired in place. If not, it answers at once, and the
                 caller must compare each unit with its digest before it is used.
         """
-        message = self._in_epoch() | {"op": "recover", "sources": sources.to_json(), "coord": coord, "check": check}
+        message = Recover(epoch=self._epoch, sources=sources, coord=coord, check=check)
         reply = self._call(message, sources.layout.move_deadline(coord))
-        return RecoveredShard(
-            self._map(reply),
-            str(reply["how"]),
-            int(reply["bytes_fetched"]),
-            int(reply["unit_bytes"]),
-            tuple(map(int, reply["digests"])),
-        )
+        got = from_plain(Recovered, reply, "a shard that is held again")
+        return RecoveredShard(self._map(got), got.how, got.bytes_fetched, got.unit_bytes, got.digests)
 
     def lend(self, sources: Sources) -> None:
         """From now on `unit` gives units of that snapshot, whoever holds them."""
-        self._call(self._in_epoch() | {"op": "lend", "sources": sources.to_json()})
+        self._call(Lend(epoch=self._epoch, sources=sources))
 
     def unit(self, coord: str, index: int, out: memoryview) -> int:
         """Fill `out`, which is as long as that unit of a shard, with it, checked. Blocks while it is got.
@@ -244,7 +257,7 @@ class SmpClient:
         Raises:
             Unrecoverable, DamagedSnapshot: it cannot be recovered whole.
         """
-        message = self._in_epoch() | {"op": "unit", "coord": coord, "unit": index}
+        message = AskUnit(epoch=self._epoch, coord=coord, unit=index)
         with self._lock:
             stream = self._connected()
             stream.set_deadline(MOVE_DEADLINE_S)
@@ -259,9 +272,10 @@ class SmpClient:
                 if due or not isinstance(error, HoldfastError):
                     stream.close()  # what is left of the unit would be taken for the next reply
                 raise
-        if digest(out) != reply.get("digest"):
+        lent = from_plain(LentUnit, reply, "a unit that is lent")
+        if digest(out) != lent.digest:
             raise DamagedSnapshot(f"unit {index} of {coord} was damaged on its way from the SMP")
-        return int(reply.get("bytes_fetched", 0))
+        return lent.bytes_fetched
 
     @property
     def persist_due(self) -> bool:
@@ -270,46 +284,44 @@ class SmpClient:
 
     def persist(self, snapshot: SnapshotId) -> bool:
         """Have the SMP persist its part of a snapshot that it holds, in the background; whether it does."""
-        return bool(self._call({"op": "persist", "snapshot": snapshot})["accepted"])
+        return self._is_accepted(Persist(snapshot=snapshot))
 
     def persisted(self) -> Persisted:
         """What is persisted, as the SMP sees it. Raises `PlaceError` if the storage fails."""
-        return Persisted.from_json(self._call({"op": "persisted"}, PLACE_DEADLINE_S))
+        return from_plain(Persisted, self._call(AskPersisted(), PLACE_DEADLINE_S), "what is persisted")
 
     def persisted_layout(self, snapshot: SnapshotId) -> Layout:
         """The layout that a persisted snapshot was taken in. Raises `PlaceError`, `DamagedSnapshot`."""
-        reply = self._call({"op": "persisted_layout", "snapshot": snapshot}, PLACE_DEADLINE_S)
-        return Layout.from_json(reply["layout"])
+        return Layout.read(self._call(AskPersistedLayout(snapshot=snapshot), PLACE_DEADLINE_S))
 
     def verify(self) -> bool:
         """Have the newest sealed shards that the SMP holds checked, and repaired where they are bad, in the background.
 
         Returns at once: False if such a check is under way already, and no other was started.
         """
-        return bool(self._call({"op": "verify"})["started"])
+        return self._is_accepted(Verify())
 
     def repair_parity(self, sources: Sources, group: int, position: int) -> None:
         """Have the SMP compute the parity of a lost node in the background."""
-        message = {"op": "heal", "sources": sources.to_json(), "group": group, "position": position}
-        self._call(self._in_epoch() | message)
+        self._call(RepairParity(epoch=self._epoch, sources=sources, group=group, position=position))
 
     def say(self, text: str) -> None:
         """Have the SMP show the first `MAX_SAYING` characters of `text` to whoever looks, not what was said before."""
-        self._call(self._in_epoch() | {"op": "say", "text": text[:MAX_SAYING]})
+        self._call(Say(epoch=self._epoch, text=text[:MAX_SAYING]))
 
     def suspect(self, node: str) -> None:
         """Tell the SMP that `node` seems to be dead. It goes by what it sees itself, only sooner."""
-        self._call({"op": "suspect", "node": node})
+        self._call(Suspect(node=node))
 
     def ended(self, coord: str, end: TrainerEnd) -> None:
         """Tell how the job ends for this trainer, if it has joined an epoch. Blocks for seconds at most."""
         if self._epoch is not None:
-            said = {"op": "ended", "coord": coord, "step": end.step, "failure": end.failure}
-            self._call(self._in_epoch() | said, END_DEADLINE_S, turn_s=END_DEADLINE_S)
+            said = Ended(epoch=self._epoch, coord=coord, step=end.step, failure=end.failure)
+            self._call(said, END_DEADLINE_S, turn_s=END_DEADLINE_S)
 
     def counters(self) -> dict[str, int]:
         """What the SMP has counted since it started; see `smp_daemon.shared.counters.Counts`."""
-        return {str(name): int(count) for name, count in self._call({"op": "counters"}).items()}
+        return from_plain(dict[str, int], self._call(AskCounters()), "what an SMP has counted")
 
     def scrub(self) -> dict[str, int]:
         """Have every sealed unit checked now, and repaired where it is bad: how many ``units``, ``damaged``,
@@ -317,7 +329,7 @@ class SmpClient:
 
         Blocks for about one read of the arena.
         """
-        return {str(name): int(count) for name, count in self._call({"op": "scrub"}, MOVE_DEADLINE_S).items()}
+        return from_plain(dict[str, int], self._call(Scrub(), MOVE_DEADLINE_S), "what a scrub has found")
 
     def finish(self, epoch: int) -> None:
         """The job has ended well: the SMP removes its arena and ends. Blocks until it has.
@@ -325,7 +337,7 @@ class SmpClient:
         Raises:
             SmpUnavailable: it ended before it had removed all of it.
         """
-        self._end({"op": "finish", "epoch": epoch}, removes=True)
+        self._end(Finish(epoch=epoch), removes=True)
 
     def stop(self, *, remove: bool, force: bool) -> None:
         """Have the SMP end, and its arena stay for a successor, or not. Blocks until it has.
@@ -333,9 +345,9 @@ class SmpClient:
         Raises:
             ConfigError: other trainers are connected, and `force` was not said.
         """
-        self._end({"op": "stop", "remove": remove, "force": force}, removes=remove)
+        self._end(Stop(remove=remove, force=force), removes=remove)
 
-    def _end(self, message: Message, *, removes: bool) -> None:
+    def _end(self, message: Request, *, removes: bool) -> None:
         try:
             ended = os.pidfd_open(self.pid)
         except OSError as error:  # it runs in another pid namespace, or is gone
@@ -360,7 +372,7 @@ class SmpClient:
         self._hang_up()
         self._maps.clear()
 
-    def _call(self, message: Message, deadline_s: float = CALL_DEADLINE_S, turn_s: float = -1) -> Message:
+    def _call(self, message: Request, deadline_s: float = CALL_DEADLINE_S, turn_s: float = -1) -> Message:
         """`turn_s`: how long to wait until another thread's call is over; -1: as long as that may take."""
         if turn_s < 0:
             with self._lock:  # in one piece: the handler of a signal cannot raise between taking it and this block
@@ -372,7 +384,7 @@ class SmpClient:
         finally:
             self._lock.release()
 
-    def _ask(self, message: Message, deadline_s: float) -> Message:
+    def _ask(self, message: Request, deadline_s: float) -> Message:
         stream = self._connected()
         stream.set_deadline(deadline_s)
         reply, payload = call(stream, message)
@@ -386,18 +398,17 @@ class SmpClient:
             raise SmpUnavailable(f"the connection to the SMP of {self.arena} is over")
         return self._stream
 
-    def _in_epoch(self) -> Message:
-        """For what names no snapshot of this epoch: the SMP refuses it once the epoch that was joined is over."""
-        return {} if self._epoch is None else {"epoch": self._epoch}
+    def _is_accepted(self, message: Request) -> bool:
+        return from_plain(Accepted, self._call(message), "whether that is done").accepted
 
     def _hang_up(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
 
-    def _map(self, reply: dict[str, Any]) -> memoryview:
-        """Map the slot file that a reply names, or the mapping of it that is there already."""
-        name, inode, length = str(reply["file"]), int(reply["inode"]), int(reply["bytes"])
+    def _map(self, slot: SlotFile) -> memoryview:
+        """Map a slot file, or give the mapping of it that is there already."""
+        name, inode, length = slot.file, slot.inode, slot.bytes
         known = self._maps.get(name)
         if known is not None and known[0] == inode and known[1].nbytes == length:
             return known[1]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.plain import Count, Port, from_plain, to_plain
 from holdfast.smp_daemon.shared.starts import Record
 
 
@@ -31,11 +32,11 @@ class Inventory:
 
     node: str
     host: str
-    control_port: int
-    bulk_port: int
-    epoch: int = 0
+    control_port: Port
+    bulk_port: Port
+    epoch: Count = 0
     protected: SnapshotId | None = None
-    trainers: int = 0
+    trainers: Count = 0
     layouts: dict[tuple[int, int], Layout] = field(default_factory=dict)
     shards: frozenset[tuple[SnapshotId, str]] = frozenset()
     parities: frozenset[tuple[SnapshotId, str, int]] = frozenset()
@@ -48,50 +49,22 @@ class Inventory:
         """Where it serves raw bytes."""
         return (self.host, self.bulk_port)
 
-    def to_json(self, known: Collection[str] = ()) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back. Of layouts whose digests are `known` it has no more than those: in
-        a large job they are most of it."""
-        layouts = self.layouts.values()
-        return {
-            "node": self.node,
-            "host": self.host,
-            "control_port": self.control_port,
-            "bulk_port": self.bulk_port,
-            "epoch": self.epoch,
-            "protected": list(self.protected) if self.protected else None,
-            "trainers": self.trainers,
-            "layouts": [each.digest if known and each.digest in known else each.to_json() for each in layouts],
-            "shards": sorted([*snapshot, coord] for snapshot, coord in self.shards),
-            "parities": sorted([*snapshot, tag, position] for snapshot, tag, position in self.parities),
-            "unpromised": sorted(map(list, self.never_acknowledged)),
-            "leaving": self.leaving,
-            "record": self.record.to_json(),
-        }
+    def to_plain(self, known: Collection[str] = ()) -> dict[str, Any]:
+        """What `read` reads back. Of layouts whose digests are `known` it has no more than those: in a large job they
+        are most of it."""
+        layouts = [each.digest if each.digest in known else to_plain(each) for each in self.layouts.values()]
+        return {**to_plain(replace(self, layouts={})), "layouts": layouts}
 
     @classmethod
-    def from_json(cls, data: Any, known: Mapping[str, Layout] | None = None) -> Inventory:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes. `known`: layouts by their digests."""
+    def read(cls, data: object, known: Mapping[str, Layout] | None = None) -> Inventory:
+        """As `plain.from_plain`. `known`: layouts by their digests."""
+        told = data if isinstance(data, dict) else {}
         try:
-            layouts = [
-                (known or {})[each] if isinstance(each, str) else Layout.from_json(each) for each in data["layouts"]
-            ]
-            return cls(
-                node=str(data["node"]),
-                host=str(data["host"]),
-                control_port=int(data["control_port"]),
-                bulk_port=int(data["bulk_port"]),
-                epoch=int(data["epoch"]),
-                protected=SnapshotId(*map(int, data["protected"])) if data["protected"] else None,
-                trainers=int(data["trainers"]),
-                layouts={(layout.epoch, layout.revision): layout for layout in layouts},
-                shards=frozenset((SnapshotId(int(e), int(s)), str(c)) for e, s, c in data["shards"]),
-                parities=frozenset((SnapshotId(int(e), int(s)), str(t), int(p)) for e, s, t, p in data["parities"]),
-                never_acknowledged=frozenset(SnapshotId(int(e), int(s)) for e, s in data["unpromised"]),
-                leaving=bool(data["leaving"]),
-                record=Record.from_json(data["record"]),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ProtocolError(f"not an inventory: {error!r}") from error
+            layouts = [(known or {})[each] if isinstance(each, str) else Layout.read(each) for each in told["layouts"]]
+        except (KeyError, TypeError) as error:
+            raise ProtocolError(f"not an inventory: its layouts: {error!r}") from error
+        inventory = from_plain(cls, told | {"layouts": {}}, "an inventory")
+        return replace(inventory, layouts={(layout.epoch, layout.revision): layout for layout in layouts})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,31 +80,7 @@ class Persisted:
     """
 
     place: str
-    epoch: int = 0
+    epoch: Count = 0
     snapshots: frozenset[SnapshotId] = frozenset()
     others: tuple[str, ...] = ()
     problem: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
-        return {
-            "place": self.place,
-            "epoch": self.epoch,
-            "snapshots": sorted(map(list, self.snapshots)),
-            "others": list(self.others),
-            "problem": self.problem,
-        }
-
-    @classmethod
-    def from_json(cls, data: Any) -> Persisted:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
-        try:
-            return cls(
-                str(data["place"]),
-                int(data["epoch"]),
-                frozenset(SnapshotId(int(e), int(s)) for e, s in data["snapshots"]),
-                tuple(str(reason) for reason in data["others"]),
-                str(data["problem"]),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ProtocolError(f"not what is persisted: {error!r}") from error

@@ -18,7 +18,6 @@ from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.limits import (
     MAX_COUNT,
     MAX_NODES,
-    MAX_PORT,
     MAX_SHARD_BYTES,
     MAX_SLOTS,
     MAX_TEXT_BYTES,
@@ -27,13 +26,14 @@ from holdfast.smp_daemon.shared.limits import (
     is_identifier,
     move_deadline,
 )
+from holdfast.smp_daemon.shared.plain import Count, Port, from_plain, to_plain
 
 
 class SnapshotId(NamedTuple):
     """Names a snapshot; orders by age: a higher epoch is newer, then a higher step."""
 
-    epoch: int
-    step: int
+    epoch: Count
+    step: Count
 
     def __str__(self) -> str:
         return f"step {self.step} (epoch {self.epoch})"
@@ -53,8 +53,8 @@ class Node:
 
     name: str
     host: str
-    control_port: int
-    bulk_port: int
+    control_port: Port
+    bulk_port: Port
     shards: tuple[Shard, ...]
     domains: tuple[str, ...] = ()
 
@@ -86,8 +86,8 @@ class Layout:
     """
 
     job: str
-    epoch: int
-    revision: int
+    epoch: Count
+    revision: Count
     nodes: tuple[Node, ...]
     groups: tuple[tuple[int, ...], ...]
     data: int
@@ -107,17 +107,15 @@ class Layout:
             raise ProtocolError("every node of a layout belongs to exactly one group")
         if not 0 < self.unit_bytes <= MAX_UNIT_BYTES or not 2 <= self.slots <= MAX_SLOTS:
             raise ProtocolError("a layout's unit or slots are out of range")
-        if self.revision < 0 or self.data < 1 or self.parity < 0 or self.data + self.parity > 255:
-            raise ProtocolError("a layout's revision or code is out of range")
+        if self.data < 1 or self.parity < 0 or self.data + self.parity > 255:
+            raise ProtocolError("a layout's code is out of range")
         if any(not 1 <= s.bytes <= MAX_SHARD_BYTES for n in self.nodes for s in n.shards):
             raise ProtocolError(f"a shard has at least one byte, and at most {MAX_SHARD_BYTES}")
-        if not 0 <= self.epoch <= MAX_COUNT or self.revision > MAX_COUNT or len(self.nodes) > MAX_NODES:
+        if not 0 <= self.epoch <= MAX_COUNT or not 0 <= self.revision <= MAX_COUNT or len(self.nodes) > MAX_NODES:
             raise ProtocolError("a layout's epoch, revision or number of nodes is out of range")
         for node in self.nodes:
             if sum(-(-s.bytes // self.unit_bytes) for s in node.shards) > MAX_UNITS:
                 raise ProtocolError(f"node {node.name!r} has more than {MAX_UNITS} units: use longer ones")
-            if not 0 <= node.control_port <= MAX_PORT or not 0 <= node.bulk_port <= MAX_PORT:
-                raise ProtocolError(f"a port of node {node.name!r} is out of range")
             if any(len(text) > MAX_TEXT_BYTES for text in (node.host, *node.domains)):
                 raise ProtocolError(f"the host or a domain of node {node.name!r} is too long a text")
 
@@ -191,7 +189,7 @@ class Layout:
     @cached_property
     def digest(self) -> str:
         """Names it: who knows it already need not be sent it again."""
-        return xxhash.xxh3_64_hexdigest(json.dumps(self.to_json()).encode())
+        return xxhash.xxh3_64_hexdigest(json.dumps(to_plain(self)).encode())
 
     @cached_property
     def _stripes(self) -> dict[int, Stripes]:
@@ -231,59 +229,19 @@ class Layout:
             for i, shard in enumerate(node.shards)
         }
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
-        return {
-            "job": self.job,
-            "epoch": self.epoch,
-            "revision": self.revision,
-            "nodes": [
-                {
-                    "name": node.name,
-                    "host": node.host,
-                    "control_port": node.control_port,
-                    "bulk_port": node.bulk_port,
-                    "shards": [{"coord": shard.coord, "bytes": shard.bytes} for shard in node.shards],
-                    "domains": node.domains,
-                }
-                for node in self.nodes
-            ],
-            "groups": self.groups,
-            "data": self.data,
-            "parity": self.parity,
-            "unit_bytes": self.unit_bytes,
-            "slots": self.slots,
-        }
-
     @classmethod
-    def from_json(cls, data: Any) -> Layout:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes.
-
-        Equal layouts are read once: every rank is told of every node's, and they are the same as a rule.
-        """
+    def read(cls, data: object) -> Layout:
+        """As `from_plain`. Equal layouts are read once: every rank is told of every node's, and they are the same as a
+        rule."""
         try:
             return _read(json.dumps(data))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ProtocolError(f"not a layout: {error!r}") from error
 
 
 @lru_cache(16)
 def _read(text: str) -> Layout:
-    data = json.loads(text)
-    nodes = tuple(
-        Node(
-            str(n["name"]),
-            str(n["host"]),
-            int(n["control_port"]),
-            int(n["bulk_port"]),
-            tuple(Shard(str(s["coord"]), int(s["bytes"])) for s in n["shards"]),
-            tuple(str(label) for label in n["domains"]),
-        )
-        for n in data["nodes"]
-    )
-    groups = tuple(tuple(int(i) for i in g) for g in data["groups"])
-    numbers = {k: int(data[k]) for k in ("epoch", "revision", "data", "parity", "unit_bytes", "slots")}
-    return Layout(job=str(data["job"]), nodes=nodes, groups=groups, **numbers)
+    return from_plain(Layout, json.loads(text), "a layout")
 
 
 class Located(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Of the messages between trainers and SMPs; both sides must agree."""
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -73,7 +73,8 @@ MOVE_DEADLINE_S = 600.0
 SLOWEST_BYTES_PER_S = 100e6
 """Of a node's state, whatever is done with it."""
 
-_IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+IDENTIFIER = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_IDENTIFIER = re.compile(IDENTIFIER)
 
 
 def move_deadline(state_bytes: int) -> float:

@@ -157,16 +157,6 @@ class LogEvent:
     level: str
     text: str
 
-    def to_json(self) -> list[Any]:
-        """JSON that `from_json` reads back."""
-        return [self.at, self.level, self.text]
-
-    @classmethod
-    def from_json(cls, data: Any) -> LogEvent:
-        """Raises `TypeError` or `ValueError` if `data` is not what `to_json` makes."""
-        at, level, text = data
-        return cls(float(at), str(level), str(text))
-
 
 class _LastEvents(logging.Handler):
     """Keeps the last lines that this process has logged."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.limits import is_identifier
+from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import read_json
 
 ARENA_ENV = "HOLDFAST_ARENA"
@@ -54,19 +55,10 @@ class Owner:
     http_port: int = 0
 
 
-_TYPES = {field.name: {"int": (int,), "float": (int, float), "str": (str,)}[str(field.type)] for field in fields(Owner)}
-
-
 def read_owner(arena: Path) -> Owner | None:
     """Who owns `arena`, or None if nobody ever did. Raises `ProtocolError` if ``smp.json`` is not readable."""
     data = read_json(arena / "smp.json")
-    try:
-        owner = Owner(**data) if data else None
-        if owner is not None and any(type(value) not in _TYPES[name] for name, value in asdict(owner).items()):
-            raise TypeError(f"{owner} has fields of other types")
-        return owner
-    except TypeError as error:
-        raise ProtocolError(f"{arena / 'smp.json'} does not describe an owner: {error}") from error
+    return from_plain(Owner, data, f"an owner, in {arena / 'smp.json'}") if data else None
 
 
 def find_owners(base: Path | None = None, job: str | None = None) -> Iterator[Owner]:

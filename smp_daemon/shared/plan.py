@@ -159,7 +159,7 @@ def undecodable(sources: Sources) -> list[str]:
         }
         if not lost:
             continue
-        parities = {p for p in range(len(members)) if (group, p) not in sources.parities}
+        parities = {p for p in range(len(members)) if sources.parity_holder(group, p) is None}
         if layout.protects(group) and layout.stripes(group).decodable(lost, parities):
             continue
         nodes = ", ".join(sorted({members[position].name for position, _ in lost}))
@@ -178,7 +178,7 @@ def missing_parities(sources: Sources) -> list[tuple[int, int]]:
         (group, position)
         for group in range(len(layout.groups))
         for position in range(len(layout.groups[group]))
-        if (group, position) not in sources.parities and layout.has_parity(group, position)
+        if sources.parity_holder(group, position) is None and layout.has_parity(group, position)
     ]
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal
 
+import msgspec
 import xxhash
 
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ProtocolError
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_RECORD_BYTES
+from holdfast.smp_daemon.shared.limits import MAX_RECORD_BYTES
+from holdfast.smp_daemon.shared.plain import Count, Unsigned
 from holdfast.smp_daemon.shared.points import is_armed, reach
 
 PART = ".part"
 """At the end of the name of what is being written."""
+
+UnitBytes = Annotated[int, msgspec.Meta(ge=1)]
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -39,9 +42,10 @@ class ShardRecord:
 
     snapshot: SnapshotId
     coord: str
-    bytes: int
-    unit_bytes: int
-    digests: tuple[int, ...]
+    bytes: Count
+    unit_bytes: UnitBytes
+    digests: tuple[Unsigned, ...]
+    kind: Literal["shard"] = "shard"
 
     def unit(self, index: int) -> tuple[int, int]:
         """Offset and length of a unit in the slot."""
@@ -63,80 +67,22 @@ class ParityRecord:
 
     snapshot: SnapshotId
     group: str
-    position: int
-    unit_bytes: int
-    lengths: tuple[int, ...]
-    digests: tuple[int, ...]
-    sources: tuple[dict[int, int], ...]
+    position: Count
+    unit_bytes: UnitBytes
+    lengths: tuple[Count, ...]
+    digests: tuple[Unsigned, ...]
+    sources: tuple[dict[int, Unsigned], ...]
+    kind: Literal["parity"] = "parity"
+
+    def __post_init__(self) -> None:
+        if not len(self.lengths) == len(self.digests) == len(self.sources):
+            raise ProtocolError("lengths, digests and sources of a parity are not of the same units")
+        if any(length > self.unit_bytes for length in self.lengths):
+            raise ProtocolError("a unit of a parity is longer than a unit")
 
     def unit(self, index: int) -> tuple[int, int]:
         """Offset and length of a unit in the slot."""
         return index * self.unit_bytes, self.lengths[index]
-
-
-def shard_to_json(record: ShardRecord) -> dict[str, Any]:
-    """A JSON object that `shard_from_json` reads back."""
-    return {
-        "kind": "shard",
-        "snapshot": list(record.snapshot),
-        "coord": record.coord,
-        "bytes": record.bytes,
-        "unit_bytes": record.unit_bytes,
-        "digests": record.digests,
-    }
-
-
-def shard_from_json(data: Any) -> ShardRecord:
-    """Raises `ProtocolError` if `data` is not a shard's commit record."""
-    try:
-        if data["kind"] != "shard":
-            raise ProtocolError(f"a commit record of kind {data['kind']!r}")
-        return ShardRecord(
-            _snapshot(data["snapshot"]),
-            str(data["coord"]),
-            int(data["bytes"]),
-            _unit_bytes(data["unit_bytes"]),
-            _digests(data["digests"]),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ProtocolError(f"not a shard's commit record: {error!r}") from error
-
-
-def parity_to_json(record: ParityRecord) -> dict[str, Any]:
-    """A JSON object that `parity_from_json` reads back."""
-    return {
-        "kind": "parity",
-        "snapshot": list(record.snapshot),
-        "group": record.group,
-        "position": record.position,
-        "unit_bytes": record.unit_bytes,
-        "lengths": record.lengths,
-        "digests": record.digests,
-        "sources": [{str(p): d for p, d in unit.items()} for unit in record.sources],
-    }
-
-
-def parity_from_json(data: Any) -> ParityRecord:
-    """Raises `ProtocolError` if `data` is not a parity slot's commit record."""
-    try:
-        if data["kind"] != "parity":
-            raise ProtocolError(f"a commit record of kind {data['kind']!r}")
-        record = ParityRecord(
-            _snapshot(data["snapshot"]),
-            str(data["group"]),
-            int(data["position"]),
-            _unit_bytes(data["unit_bytes"]),
-            tuple(int(length) for length in data["lengths"]),
-            _digests(data["digests"]),
-            tuple({int(p): int(d) for p, d in unit.items()} for unit in data["sources"]),
-        )
-        if not len(record.lengths) == len(record.digests) == len(record.sources):
-            raise ValueError("lengths, digests and sources are not of the same units")
-        if any(not 0 <= length <= record.unit_bytes for length in record.lengths):
-            raise ValueError("a unit is longer than a unit")
-        return record
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ProtocolError(f"not a parity slot's commit record: {error!r}") from error
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -190,23 +136,3 @@ def read_json(path: Path) -> Any | None:
 def _reach(path: Path, data: Any, when: str) -> None:
     if is_armed():
         reach(f"record.{kind_of(path.name)}.{when}", data["snapshot"][1] if "snapshot" in data else -1)
-
-
-def _snapshot(pair: Sequence[Any]) -> SnapshotId:
-    epoch, step = pair
-    if not 0 <= int(epoch) <= MAX_COUNT or not 0 <= int(step) <= MAX_COUNT:
-        raise ValueError("an epoch or a step is out of range")
-    return SnapshotId(int(epoch), int(step))
-
-
-def _unit_bytes(value: Any) -> int:
-    if int(value) < 1:
-        raise ValueError(f"a unit of {value} bytes")
-    return int(value)
-
-
-def _digests(values: Any) -> tuple[int, ...]:
-    digests = tuple(int(v) for v in cast("list[Any]", values))
-    if any(not 0 <= each < 1 << 64 for each in digests):
-        raise ValueError("a digest has 64 bits")
-    return digests

@@ -7,7 +7,6 @@ exception again on the asking side.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
@@ -16,6 +15,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from holdfast.smp_daemon.shared.credentials import current
 from holdfast.smp_daemon.shared.errors import (
@@ -32,20 +33,23 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_MESSAGE_BYTES,
     MAX_UNIT_BYTES,
 )
+from holdfast.smp_daemon.shared.plain import encode_json
 from holdfast.smp_daemon.shared.uids import peer_of
 
 Message = dict[str, Any]
+"""As it comes; what it must be, `messages` says."""
+
+Outbound = msgspec.Struct | Message
 _FRAME = struct.Struct("<4sIQ")
 _MAGIC = b"HFST"
-_encode = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` would make an encoder for each message
-_decode = json.JSONDecoder().decode
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
 FIRST_PIECE_BYTES = 1 << 16
 
 
 class MessageStream(Protocol):
     """One ordered two-way connection. Not thread-safe."""
 
-    def send(self, message: Message, payload: memoryview | None = None) -> None:
+    def send(self, message: Outbound, payload: memoryview | None = None) -> None:
         """Send a message and, if given, raw bytes. Blocks until handed to the network; may raise as `receive`."""
         ...
 
@@ -81,7 +85,7 @@ class SocketStream:
         self._deadline_s = deadline_s
         sock.settimeout(deadline_s)
 
-    def send(self, message: Message, payload: memoryview | None = None) -> None:
+    def send(self, message: Outbound, payload: memoryview | None = None) -> None:
         data = frame(message, payload.nbytes if payload else 0)
         with self._use:
             self._sock.sendall(data)
@@ -107,12 +111,9 @@ class SocketStream:
             if self._deadline_s is None:
                 self._sock.settimeout(None)
         try:
-            message = _decode(str(body, "utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"a message is not JSON: {error}") from error
-        if not isinstance(message, dict):
-            raise ProtocolError("a message is not a JSON object")
-        return message, payload
+            return _decode(body), payload
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ProtocolError(f"a message is not a JSON object: {error}") from error
 
     def receive_into(self, payload: memoryview) -> None:
         with self._use:
@@ -182,9 +183,9 @@ class _Use:
             self._sock.close()
 
 
-def frame(message: Message, payload: int = 0) -> bytes:
+def frame(message: Outbound, payload: int = 0) -> bytes:
     """A message as it stands on the wire, before its `payload` raw bytes. Raises `ProtocolError` if it is too long."""
-    body = _encode(message).encode()
+    body = encode_json(message)
     if len(body) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}")
     return _FRAME.pack(_MAGIC, len(body), payload) + body
@@ -266,7 +267,7 @@ def _check_server(sock: socket.socket, path: object) -> None:
         raise SmpUnavailable(f"{path} is served by process {pid} of user {uid}, which may be anybody's: remove it")
 
 
-def call(stream: MessageStream, message: Message, payload: memoryview | None = None) -> tuple[Message, int]:
+def call(stream: MessageStream, message: Outbound, payload: memoryview | None = None) -> tuple[Message, int]:
     """Send a message and wait for its reply: the reply, and how many raw bytes follow it.
 
     Whatever is raised before the reply is here, by the handler of a signal for example, ends the connection: the reply

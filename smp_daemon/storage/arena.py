@@ -27,6 +27,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import is_identifier
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, room, too_small
@@ -188,7 +189,7 @@ class Arena:
 
     def add_layout(self, layout: Layout) -> None:
         """Remember a layout."""
-        write_json(self._layout_path(layout.epoch, layout.revision), layout.to_json())
+        write_json(self._layout_path(layout.epoch, layout.revision), to_plain(layout))
         self.layouts[layout.epoch, layout.revision] = layout
 
     def _layout_path(self, epoch: int, revision: int) -> Path:
@@ -201,7 +202,7 @@ class Arena:
         """
         for path in sorted(self.path.glob("layout-*.json")):
             try:
-                layout = Layout.from_json(read_json(path))
+                layout = Layout.read(read_json(path))
                 if path == self._layout_path(layout.epoch, layout.revision):
                     self.layouts[layout.epoch, layout.revision] = layout
             except ProtocolError as error:

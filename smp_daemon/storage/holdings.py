@@ -20,16 +20,13 @@ from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import (
     ParityRecord,
     ShardRecord,
     digest,
     digest_units,
-    parity_from_json,
-    parity_to_json,
-    shard_from_json,
-    shard_to_json,
 )
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
@@ -191,13 +188,13 @@ class Holdings:
     def commit_shard(self, pool: SlotFilePool, slot: Slot, record: ShardRecord) -> None:
         """A shard is sealed."""
         with self._lock:
-            pool.commit(slot, shard_to_json(record))
+            pool.commit(slot, to_plain(record))
             self._add(ShardKey(record.snapshot, record.coord), record)
 
     def commit_parity(self, pool: SlotFilePool, slot: Slot, record: ParityRecord) -> None:
         """A parity slot is complete."""
         with self._lock:
-            pool.commit(slot, parity_to_json(record))
+            pool.commit(slot, to_plain(record))
             self._add(ParityKey(record.snapshot, record.group, record.position), record)
 
     @contextmanager
@@ -309,10 +306,10 @@ class Holdings:
         key: Key
         record: Record
         if pool in self.arena.parities.values():
-            record = parity_from_json(data)
+            record = from_plain(ParityRecord, data, "a parity's commit record")
             key = ParityKey(record.snapshot, record.group, record.position)
         else:
-            record = shard_from_json(data)
+            record = from_plain(ShardRecord, data, "a shard's commit record")
             key = ShardKey(record.snapshot, record.coord)
         if self._pool(key) is not pool or not _fits(record, slot.bytes):
             raise ProtocolError(f"the commit record of {key} does not fit its slot")

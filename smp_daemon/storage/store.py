@@ -10,15 +10,14 @@ import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch
-from holdfast.smp_daemon.shared.fields import number, snapshot_id
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_UNIT_BYTES
+from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.plain import Count, from_plain, to_plain
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, write_json
 from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_format, read_stamp
@@ -38,6 +37,17 @@ class SnapshotProgress:
 
     sealed: set[str] = field(default_factory=set)
     outcome: SnapshotOutcome = SnapshotOutcome.PENDING
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeFile:
+    """What ``node.json`` keeps for a successor."""
+
+    job: str
+    node: str
+    epoch: Count
+    protected: SnapshotId | None
+    record: Record
 
 
 class Store:
@@ -449,33 +459,26 @@ class Store:
     def _write_node(self) -> None:
         write_json(
             self.arena.path / "node.json",
-            {
-                "job": self.job,
-                "node": self.node,
-                "epoch": self.epoch,
-                "protected": list(self.protected) if self.protected else None,
-                "record": self.record.to_json(),
-            },
+            to_plain(_NodeFile(self.job, self.node, self.epoch, self.protected, self.record)),
         )
 
     def _adopt(self) -> None:
         """Take over what a predecessor left in the arena."""
         reach("adopt.before")
-        known: Any = read_json(self.arena.path / "node.json")
-        if known is None:
+        data = read_json(self.arena.path / "node.json")
+        if data is None:
             self.arena.clear()
             return
         try:
-            job, node, self.epoch = known["job"], known["node"], number(known, "epoch", MAX_COUNT)
-            self.protected = snapshot_id(known, "protected") if known["protected"] else None
-            self.record = Record.from_json(known["record"]) if "record" in known else Record()
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ProtocolError(f"{self.arena.path / 'node.json'} is damaged: {error!r}; remove the arena") from error
-        if job != self.job or node != self.node:
+            known = from_plain(_NodeFile, data, "what an SMP has written of its node")
+        except ProtocolError as error:
+            raise ProtocolError(f"{self.arena.path / 'node.json'} is damaged: {error}; remove the arena") from error
+        if known.job != self.job or known.node != self.node:
             raise ProtocolError(
-                f"the arena {self.arena.path} belongs to job {job!r} on node {node!r}: "
+                f"the arena {self.arena.path} belongs to job {known.job!r} on node {known.node!r}: "
                 "choose another, or remove it with `holdfast gc`"
             )
+        self.epoch, self.protected, self.record = known.epoch, known.protected, known.record
         if self.board.epoch == self.epoch:
             self.board.fail_pending()
         else:

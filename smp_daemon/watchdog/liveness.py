@@ -6,13 +6,12 @@ A trainer's heartbeat is a word of the board that changes (`shared.board`); `wat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from statistics import median
-from typing import Any
 
 from holdfast.smp_daemon.shared.board import TrainerPhase
-from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.errors import ConfigError
 
 LATE_AT = 0.5
 """What has taken more than this fraction of its deadline is late."""
@@ -155,17 +154,3 @@ class WatchedTrainer:
         if self.health == Health.DEAD:
             return f"trainer {where} has died"
         return f"trainer {where} is {self.health}: quiet for {self.quiet_s:,.1f} s, of {self.deadline_s:,.0f}"
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> WatchedTrainer:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
-        try:
-            health = Health(str(data["health"]))
-            numbers = float(data["quiet_s"]), float(data["deadline_s"])
-            return cls(str(data["coord"]), int(data["pid"]), int(data["step"]), health, str(data["phase"]), *numbers)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ProtocolError(f"not a trainer: {error!r}") from error

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.layout import Layout
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.interval.recorder import Alternation, Part, Place, merge
 from holdfast.snapshot.interval.samples import Timing
 
@@ -75,7 +76,7 @@ class Recording:
         mine = next(shard.bytes for shard in layout.node(node).shards if shard.coord == coord)
         place = Place(node, mine, layout.slots, data if parity else 0, parity)
         part = Part(place, self.policy.baseline, self.policy.overlapped, self.policy.stalls, self.timings)
-        parts = [Part.from_json(json.loads(text)) for text in agreement.gather(json.dumps(part.to_json()).encode())]
+        parts = [decode_json(Part, text, "what a rank saw") for text in agreement.gather(encode_json(part))]
         if agreement.rank == 0:
             self._save(parts)
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
-from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.interval.measured import Measured
@@ -54,21 +53,6 @@ class Part:
     overlapped: list[float] = field(default_factory=list)
     stalls: dict[int, float] = field(default_factory=dict)
     timings: list[Timing] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Part:
-        """What `to_json` made, of another rank of the same run."""
-        return cls(
-            Place(**data["place"]),
-            data["baseline"],
-            data["overlapped"],
-            {int(step): stall_s for step, stall_s in data["stalls"].items()},
-            [Timing(**timing) for timing in data["timings"]],
-        )
 
 
 class Alternation:

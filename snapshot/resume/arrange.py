@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.ec import choose_unit_bytes, crowded, plan_groups
-from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.smp_daemon.shared.limits import MAX_NAME_BYTES
+from holdfast.smp_daemon.shared.plain import Count, Port
 
 LARGEST_AUTO_GROUP = 8
 
@@ -63,9 +63,9 @@ class RankInfo:
     coord: str
     node: str
     host: str
-    control_port: int
-    bulk_port: int
-    slot_bytes: int
+    control_port: Port
+    bulk_port: Port
+    slot_bytes: Count
     domains: tuple[str, ...] = ()
 
     @classmethod
@@ -73,21 +73,6 @@ class RankInfo:
         """Of a rank on the node whose SMP said `inventory`."""
         ports = inventory.control_port, inventory.bulk_port
         return cls(coord, inventory.node, inventory.host, *ports, slot_bytes, domains)
-
-    @classmethod
-    def from_json(cls, data: Any) -> RankInfo:
-        """Raises `ProtocolError` if `data` does not describe a rank."""
-        try:
-            rank = cls(**{**data, "domains": tuple(data.get("domains", ()))})
-        except (TypeError, AttributeError) as error:
-            raise ProtocolError(f"not a rank's description: {error}") from error
-        if not isinstance(data.get("domains", []), list | tuple):
-            raise ProtocolError(f"not a list of domains: {data['domains']!r}")
-        texts = (rank.coord, rank.node, rank.host, *rank.domains)
-        numbers = (rank.control_port, rank.bulk_port, rank.slot_bytes)
-        if any(type(text) is not str for text in texts) or any(type(number) is not int for number in numbers):
-            raise ProtocolError(f"not a rank's description: {rank}")
-        return rank
 
 
 def coordinate_key(coord: str) -> list[int | str]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from holdfast.smp_daemon.shared.crash_loop import crash_loop_of, newest_start
-from holdfast.smp_daemon.shared.errors import ConfigError, PlaceError, ProtocolError, Repeated
+from holdfast.smp_daemon.shared.errors import ConfigError, PlaceError, Repeated
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import RestorePlan, candidates, whole_snapshots
@@ -61,18 +61,6 @@ class StartOptions:
             raise ConfigError(f"{GENERATIONS_ENV}={self.generations}: keep 1 to {MAX_GENERATIONS} protected snapshots")
         if self.restore_step is not None and self.restore_step < 1:
             raise ConfigError(f"{RESTORE_STEP_ENV}={self.restore_step}: give the step of a snapshot, 1 or more")
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> StartOptions:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
-        try:
-            return cls(**data)
-        except (TypeError, ConfigError) as error:
-            raise ProtocolError(f"not a rank's start options: {error}") from error
 
 
 def whole_number(variable: str, default: N) -> int | N:

@@ -14,7 +14,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, StateMismatch, failure_of
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
@@ -58,7 +59,7 @@ from holdfast.snapshot.state.record import (
     parse_record,
     shared_leaves,
 )
-from holdfast.snapshot.state.replicas import is_part_of, shared_from_json
+from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 from holdfast.snapshot.state.shares import parse_part
 from holdfast.snapshot.state.values import decode
 from holdfast.snapshot.step.data import ELSEWHERE
@@ -89,8 +90,8 @@ def ask_idle(client: SmpClient, agreement: Agreement, inventories: Sequence[Inve
     bulk = {node.name: node.bulk for _, layout in sorted(known.items()) for node in layout.nodes}
     missing = sorted(bulk[name] for name in bulk.keys() - {inventory.node for inventory in inventories})
     told = client.census(missing) if missing and agreement.rank == 0 else []
-    texts = agreement.gather(json.dumps([inventory.to_json() for inventory in told]).encode())
-    return [Inventory.from_json(each) for text in texts for each in json.loads(text)]
+    texts = agreement.gather(encode_json([inventory.to_plain() for inventory in told]))
+    return [Inventory.read(each) for text in texts for each in decode_json(list[Any], text, "inventories")]
 
 
 # ------------------------------------------------------------------ who goes on for whom: pure, the same on every rank
@@ -317,21 +318,9 @@ class OldManifest:
             },
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> OldManifest:
-        """Raises `ProtocolError` if `data` is not what `to_json` makes."""
-        try:
-            return cls(**data)
-        except TypeError as error:
-            raise ProtocolError(f"not what stands in a shard: {error!r}") from error
-
     def whole_leaves(self) -> dict[str, Leaf]:
         """Every leaf as this rank had it: divided ones in part, shared ones whole."""
-        shared = shared_from_json(self.shared)
+        shared = shared_leaves_of(self.shared)
         own = {
             name: Leaf(name, dtype, tuple(shape))
             for name, dtype, shape, _ in self.leaves
@@ -345,7 +334,7 @@ class OldManifest:
         Raises:
             StateMismatch: a leaf is divided in a way that is not known.
         """
-        shared = shared_from_json(self.shared)
+        shared = shared_leaves_of(self.shared)
         for name, dtype, shape, offset in self.leaves:
             base, whole, runs = self._place(name, tuple(shape), shared)
             yield Held(self.coord, offset, Region(base, dtype, whole, runs))
@@ -444,9 +433,7 @@ class Resharding:
     def recover(self) -> None:
         """Read what this rank tells the others. Raises what stands against it."""
         self._units = Units(self._client, self._sources)
-        self._told = [
-            OldManifest.of(self._shard(coord)).to_json() for coord in readers(self._old, len(self._new), self._rank)
-        ]
+        self._told = [OldManifest.of(self._shard(coord)) for coord in readers(self._old, len(self._new), self._rank)]
 
     def load(self, agreement: Agreement, adapter: Adapter, mover: Mover) -> HoldfastError | None:
         """Fill the live job. Nothing is written unless it fits on every rank. A collective call; blocks.
@@ -456,11 +443,12 @@ class Resharding:
         Raises:
             StateMismatch: the snapshot does not fit the job; on every rank.
         """
-        everyone = [each for text in agreement.gather(json.dumps(self._told).encode()) for each in json.loads(text)]
+        texts = agreement.gather(encode_json(self._told))
+        everyone = [told for text in texts for told in decode_json(list[OldManifest], text, "what stands in shards")]
         values: tuple[Tree, Tree, Tree] | None = None
         problem: HoldfastError | None = None
         try:
-            manifests = {told.coord: told for told in map(OldManifest.from_json, everyone)}
+            manifests = {told.coord: told for told in everyone}
             # Those of this rank's data-parallel group: what several hold is taken from the first of them.
             preferred = [manifests[coord] for coord in preference(self._coord, self._old)]
             index = Index((held for manifest in preferred for held in manifest.held()), [m.coord for m in preferred])

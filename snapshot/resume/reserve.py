@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange, shortfalls
 
@@ -56,14 +54,14 @@ def reserve(
         SmpUnavailable: an SMP is away; so on every rank.
         HoldfastError: it cannot be reserved, here or for another rank; so on every rank.
     """
-    mine: dict[str, Any] = {}
+    mine: list[RankInfo] = []
 
     def ask() -> None:
         client.join(epoch)
-        mine.update(asdict(RankInfo.of(coord, client.inventory(), slot_bytes, tuple(domains))))
+        mine.append(RankInfo.of(coord, client.inventory(), slot_bytes, tuple(domains)))
 
     _together(agreement, ask)
-    everyone = [RankInfo.from_json(json.loads(t)) for t in agreement.gather(json.dumps(mine).encode())]
+    everyone = [decode_json(RankInfo, t, "a rank's description") for t in agreement.gather(encode_json(mine[0]))]
     layout = arrange(job, epoch, everyone, protection, slots)
     _together(agreement, lambda: client.configure(layout))
     if layout.coords[0] == coord:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import (
     RestorePlan,
     newest_protected,
@@ -260,7 +260,7 @@ def _ask_what_is_persisted(client: SmpClient, agreement: Agreement) -> list[Pers
         mine = client.persisted()
     except (PlaceError, DeadlineExceeded) as error:
         mine = Persisted(PERSISTED, problem=str(error))
-    return [Persisted.from_json(json.loads(t)) for t in agreement.gather(json.dumps(mine.to_json()).encode())]
+    return [decode_json(Persisted, text, "what is persisted") for text in agreement.gather(encode_json(mine))]
 
 
 def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], course: Course) -> None:
@@ -273,6 +273,15 @@ def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], cours
     log.error("going back to %s, which was persisted: %s", plan.snapshot, after, extra=about(plan.snapshot))
 
 
+@dataclass(frozen=True, slots=True)
+class _Entering:
+    """What a rank tells the others first; `inventory`: of its node's SMP, see `Inventory.to_plain`."""
+
+    coord: str
+    inventory: dict[str, Any]
+    options: StartOptions
+
+
 def exchange(client: SmpClient, agreement: Agreement, coord: str) -> tuple[list[Inventory], dict[str, str]]:
     """Every SMP's inventory, and the node of every coordinate. A collective call."""
     inventories, coords, _ = _exchange(client, agreement, coord, StartOptions())
@@ -283,18 +292,18 @@ def _exchange(
     client: SmpClient, agreement: Agreement, coord: str, options: StartOptions
 ) -> tuple[list[Inventory], dict[str, str], list[StartOptions]]:
     """The same, and every rank's start options."""
-    mine = {"coord": coord, "inventory": client.inventory().to_json(), "options": options.to_json()}
+    mine = _Entering(coord, client.inventory().to_plain(), options)
     by_node: dict[str, Inventory] = {}
     coords: dict[str, str] = {}
     everyones: list[StartOptions] = []
-    for text in agreement.gather(json.dumps(mine).encode()):
-        data: Any = json.loads(text)
-        inventory = Inventory.from_json(data["inventory"])
+    for text in agreement.gather(encode_json(mine)):
+        told = decode_json(_Entering, text, "what a rank says on entering")
+        inventory = Inventory.read(told.inventory)
         by_node[inventory.node] = inventory
-        everyones.append(StartOptions.from_json(data["options"]))
-        if data["coord"] in coords:
-            raise StateMismatch(f"two ranks have the coordinate {data['coord']!r}")
-        coords[data["coord"]] = inventory.node
+        everyones.append(told.options)
+        if told.coord in coords:
+            raise StateMismatch(f"two ranks have the coordinate {told.coord!r}")
+        coords[told.coord] = inventory.node
     return list(by_node.values()), coords, everyones
 
 

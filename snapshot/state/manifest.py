@@ -46,7 +46,7 @@ class Manifest:
         self.fixed: str = json.dumps(
             {
                 "state": encode(adapter.fixed(), FIXED, {}),
-                "shared": sharing.to_json(),
+                "shared": sharing.plain(),
                 "blocks": {item.name: [item.block.whole, item.block.start] for item in found if item.block is not None},
             },
             separators=(",", ":"),

@@ -18,7 +18,7 @@ from holdfast.snapshot.copy.witness import Subjects
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.manifest import FIXED, Manifest
-from holdfast.snapshot.state.replicas import is_part_of, shared_from_json
+from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 from holdfast.snapshot.state.values import decode, encode
 
 EARLY = "early"
@@ -164,7 +164,7 @@ def decode_values(record: dict[str, Any], tensor: Callable[[str], torch.Tensor])
 
 def shared_leaves(record: dict[str, Any]) -> dict[str, Leaf]:
     """What the snapshot shares with replicas, whole, from a record that `decode_values` has accepted."""
-    return shared_from_json(record[FIXED]["shared"])
+    return shared_leaves_of(record[FIXED]["shared"])
 
 
 def plan_format(job: str, coord: str, leaves: Iterable[Leaf], record_bytes: int) -> SlotFormat:

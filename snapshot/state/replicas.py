@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import xxhash
 
-from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.shared.errors import StateMismatch
+from holdfast.smp_daemon.shared.plain import Count, from_plain
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.errors import LayoutChanged
@@ -76,7 +77,7 @@ class Sharing:
                 whole = name == item.name
                 yield LiveTensor(name, item.tensor if whole else part_of(item.tensor, part), item.change)
 
-    def to_json(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, Any]:
         """For the record: what is shared."""
         return {name: [leaf.dtype, list(leaf.shape)] for name, leaf in self.leaves.items()}
 
@@ -169,12 +170,10 @@ def plan_gathering(
     return Gathering(sets, members, parts, tuple(other["node"] for other in everyone))
 
 
-def shared_from_json(data: Any) -> dict[str, Leaf]:
-    """Raises `ProtocolError` if `data` is not what `Sharing.to_json` makes."""
-    try:
-        return {str(name): Leaf(str(name), str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in data.items()}
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ProtocolError(f"not a list of shared leaves: {error!r}") from error
+def shared_leaves_of(data: object) -> dict[str, Leaf]:
+    """The leaves of `Sharing.plain`. Raises `ProtocolError` if `data` is none such."""
+    told = from_plain(dict[str, tuple[str, tuple[Count, ...]]], data, "a list of shared leaves")
+    return {name: Leaf(name, dtype, shape) for name, (dtype, shape) in told.items()}
 
 
 def part_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:

@@ -8,8 +8,7 @@ snapshot that failed on one node looks like one that is slow, and would hold its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -104,17 +103,6 @@ class Ledger:
         """
         newest = max(ledgers, key=lambda ledger: (ledger.sure is not None, ledger.sure or (0, 0)))
         return replace(newest, pending=())
-
-    def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Ledger:
-        """Of another rank of this job."""
-        one = {name: SnapshotId(*data[name]) if data[name] else None for name in ("protected", "older")}
-        many = {name: tuple(SnapshotId(*each) for each in data[name]) for name in ("pending", "earlier", "abandoned")}
-        return cls(**{**data, **one, **many})
 
     def begin(self, snapshot: SnapshotId) -> Ledger:
         """A snapshot takes a slot. Raises `ValueError` if there is none, or if it is not the newest."""

@@ -41,7 +41,7 @@ class Guarded:
         """Whoever has the token is served, and nobody has spoilt anything."""
         with credentials(self.environment):
             stream = connect(self.smps[0].bulk, 10.0, JOB)
-            assert call(stream, {"op": "inventory", "job": JOB})[0]["inventory"]["node"] == "node0"
+            assert call(stream, {"op": "inventory", "job": JOB})[0]["node"] == "node0"
             stream.close()
         plan = self.run.plan(*(trainer.client.inventory() for trainer in self.run))
         for trainer in self.run:

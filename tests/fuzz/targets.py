@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -15,26 +15,48 @@ from google.protobuf.message import DecodeError
 from holdfast.smp_daemon.net import peer_pb2
 from holdfast.smp_daemon.net.control import SIGN_BYTES, Verifier
 from holdfast.smp_daemon.ops.status import Status
-from holdfast.smp_daemon.recovery.units import digests_of, waits_of
-from holdfast.smp_daemon.shared import fields
 from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.handshake import check_client
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.messages import (
+    Accumulate,
+    Adopt,
+    AskCensus,
+    AskPartialSum,
+    Begin,
+    Configure,
+    Drain,
+    Ended,
+    Hello,
+    Join,
+    ParityDone,
+    ParityUnit,
+    PeerBulk,
+    PeerControl,
+    PeerInventory,
+    Recover,
+    RepairParity,
+    Request,
+    ShardUnit,
+    SumReply,
+    Term,
+    TrainerRequest,
+    UnitReply,
+    read_request,
+)
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json, from_plain, to_plain
 from holdfast.smp_daemon.shared.records import (
     ParityRecord,
     ShardRecord,
-    parity_from_json,
-    parity_to_json,
-    shard_from_json,
-    shard_to_json,
 )
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, read_format, read_record, read_stamp, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
 from holdfast.smp_daemon.shared.transport import SocketStream, frame
 from holdfast.snapshot.resume.arrange import RankInfo
 from holdfast.snapshot.state.record import decode_record, decode_values
-from holdfast.snapshot.state.replicas import shared_from_json
+from holdfast.snapshot.state.replicas import shared_leaves_of
 from holdfast.snapshot.state.shares import parse_part
 from holdfast.snapshot.state.values import decode, encode
 
@@ -99,12 +121,11 @@ def read_frames(data: bytes) -> None:
             piece = nowhere[: min(payload, 4096)]
             stream.receive_into(piece)
             payload -= len(piece)
-        for read in (fields.number, fields.seconds, fields.text, fields.identifier, fields.snapshot_id):
-            for key in ("epoch", "snapshot", "coord"):
-                try:
-                    read(message, key)
-                except ProtocolError:
-                    pass
+        for kinds in (TrainerRequest, PeerControl, PeerBulk):
+            try:
+                read_request(kinds, message)
+            except ProtocolError:
+                pass
 
 
 def _json(read: Callable[[Any], object]) -> Callable[[bytes], object]:
@@ -121,16 +142,16 @@ def _json(read: Callable[[Any], object]) -> Callable[[bytes], object]:
 
 
 def read_layout(value: Any) -> None:
-    layout = Layout.from_json(value)
+    layout = Layout.read(value)
     for group in range(len(layout.groups)):
         layout.tag(group)
         for position in range(len(layout.groups[group])):
             layout.has_parity(group, position)
-    assert Layout.from_json(layout.to_json()) == layout
+    assert Layout.read(to_plain(layout)) == layout
 
 
 def read_parity_record(value: Any) -> None:
-    record = parity_from_json(value)
+    record = from_plain(ParityRecord, value)
     for index in range(len(record.digests)):
         record.unit(index)
 
@@ -139,7 +160,7 @@ def read_leaf_of_records(value: Any) -> None:
     if isinstance(value, dict):
         decode_values(value, lambda name: torch.zeros(1))
         fixed = value.get("fixed")
-        shared_from_json(fixed.get("shared") if isinstance(fixed, dict) else None)
+        shared_leaves_of(fixed.get("shared") if isinstance(fixed, dict) else None)
 
 
 def read_call(data: bytes) -> None:
@@ -201,13 +222,34 @@ def _text(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
+def _trainer_requests(layout: Layout, sources: Sources) -> Iterator[Request]:
+    yield Hello(job=JOB, version=3, coord="pp0-dp0")
+    yield AskCensus(addresses=(("127.0.0.1", 5000),))
+    yield Join(epoch=3, start=Start(3, 40, CrashLoop(2, 30, 41, "killed"), Choice(SNAPSHOT, 3)))
+    yield Configure(layout=layout)
+    yield Begin(snapshot=SNAPSHOT, coord="pp0-dp0", keep=(SNAPSHOT,), protected=SNAPSHOT)
+    yield Recover(epoch=3, sources=sources, coord="pp0-dp0")
+    yield RepairParity(epoch=3, sources=sources, group=0, position=2)
+    yield Ended(epoch=3, coord="pp0-dp0", step=41, failure="killed")
+
+
+def _peer_requests(layout: Layout, sources: Sources) -> Iterator[Request]:
+    yield ParityDone(job=JOB, epoch=3, snapshot=SNAPSHOT, tag="ab", position=1)
+    yield PeerInventory(job=JOB, known=frozenset({layout.digest}))
+    yield Drain(job=JOB, deadline_s=3.5, spares=(("127.0.0.1", 5000),))
+    yield Adopt(job=JOB, epoch=3, sources=sources, layout=layout)
+    yield Accumulate(job=JOB, epoch=3, snapshot=SNAPSHOT, tag="ab", stripe=0, position=1, digest=1 << 63)
+    terms = Term(("127.0.0.1", 5000), ShardUnit("pp0-dp0", 1), 7), Term(("127.0.0.2", 5001), ParityUnit("ab", 1, 0), 1)
+    yield AskPartialSum(job=JOB, snapshot=SNAPSHOT, terms=terms, length=100, position=1)
+
+
 @cache
 def targets() -> dict[str, Target]:
     """All of them, by name."""
     layout, inventory = _layout(), _inventory()
-    sources = Sources(SNAPSHOT, layout, {"pp0-dp0": ("127.0.0.1", 5000)}, {(0, 2): ("127.0.0.2", 5001)})
+    sources = Sources(SNAPSHOT, layout, {"pp0-dp0": ("127.0.0.1", 5000)}, {0: {2: ("127.0.0.2", 5001)}})
     status = Status(
-        inventory, 77, 1.5, "/dev/shm/x", 1 << 20, 1 << 21, {"free": 2}, 1 << 20, {SNAPSHOT: 2.0}, {"pauses": 1}
+        inventory, 77, 1.5, "/dev/shm/x", 1 << 20, 1 << 21, {"free": 2}, 1 << 20, ((SNAPSHOT, 2.0),), {"pauses": 1}
     )
     shard = ShardRecord(SNAPSHOT, "pp0-dp0", 3000, 1024, (1, 2, (1 << 64) - 1))
     parity = ParityRecord(SNAPSHOT, layout.tag(0), 2, 1024, (1024, 5), (7, 8), ({0: 1, 1: 2}, {0: 3}))
@@ -217,22 +259,30 @@ def targets() -> dict[str, Target]:
     return {
         "slot": Target(read_slot, (_slot(),)),
         "frames": Target(read_frames, (frame(message, 100) + bytes(100) + frame({"op": "status"}), frame({}))),
-        "layout": Target(_json(read_layout), (_text(layout.to_json()),), text=True),
-        "sources": Target(_json(Sources.from_json), (_text(sources.to_json()),), text=True),
-        "inventory": Target(_json(Inventory.from_json), (_text(inventory.to_json()),), text=True),
-        "status": Target(_json(Status.from_json), (_text(status.to_json()),), text=True),
-        "shard-record": Target(_json(shard_from_json), (_text(shard_to_json(shard)),), text=True),
-        "parity-record": Target(_json(read_parity_record), (_text(parity_to_json(parity)),), text=True),
+        "layout": Target(_json(read_layout), (_text(to_plain(layout)),), text=True),
+        "sources": Target(_json(partial(from_plain, Sources)), (_text(to_plain(sources)),), text=True),
+        "inventory": Target(_json(Inventory.read), (_text(inventory.to_plain()),), text=True),
+        "status": Target(_json(Status.read), (_text(status.to_plain()),), text=True),
+        "shard-record": Target(_json(partial(from_plain, ShardRecord)), (_text(to_plain(shard)),), text=True),
+        "parity-record": Target(_json(read_parity_record), (_text(to_plain(parity)),), text=True),
         "record-leaf": Target(_json(read_leaf_of_records), (_values(),), text=True),
         "values": Target(_json(lambda v: decode(v, lambda name: torch.zeros(1))), (_values(),), text=True),
-        "rank": Target(_json(RankInfo.from_json), (_text(asdict(rank)),), text=True),
-        "digests": Target(
-            _json(lambda v: digests_of(v) if isinstance(v, dict) else None),
-            (_text({"sources": {"0": 1, "12": 5}}),),
+        "rank": Target(_json(partial(from_plain, RankInfo)), (_text(asdict(rank)),), text=True),
+        "trainer-request": Target(
+            lambda data: decode_json(cast("type[Any]", TrainerRequest), data, "a request"),
+            tuple(map(encode_json, _trainer_requests(layout, sources))),
             text=True,
         ),
-        "waits": Target(
-            _json(lambda v: waits_of(v) if isinstance(v, dict) else None), (_text({"waits": [120, 7]}),), text=True
+        "peer-request": Target(
+            lambda data: decode_json(cast("type[Any]", PeerControl | PeerBulk), data, "a request"),
+            tuple(map(encode_json, _peer_requests(layout, sources))),
+            text=True,
+        ),
+        "unit-reply": Target(
+            _json(partial(from_plain, UnitReply)), (_text({"digest": 7, "sources": {"0": 1, "12": 5}}),), text=True
+        ),
+        "sum-reply": Target(
+            _json(partial(from_plain, SumReply)), (_text({"digest": 7, "expected": 7, "waits": [120, 7]}),), text=True
         ),
         "part": Target(lambda data: parse_part(data.decode("utf-8", "replace")), (b"weight[3:17]", b"a.b[0:1]")),
         "protobuf": Target(

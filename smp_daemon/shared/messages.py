@@ -1,0 +1,475 @@
+"""Every message that an SMP answers: what its trainers ask over the unix socket, and other SMPs over the network.
+
+A message is a JSON object; `op` says which of these it is. Replies without a type here are objects without fields.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import MAX_NODES, MAX_SAYING
+from holdfast.smp_daemon.shared.plain import Count, Identifier, Unsigned, from_plain
+from holdfast.smp_daemon.shared.sources import Address, Sources
+from holdfast.smp_daemon.shared.starts import Failure, Start
+
+MAX_KNOWN = 4096
+MAX_WAIT_US = 1 << 40
+MAX_TERMS = 255
+"""Nodes in a chain: no code has more units in a stripe."""
+
+Microseconds = Annotated[int, msgspec.Meta(ge=0, le=MAX_WAIT_US)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_NODES)]
+Digests = Annotated[frozenset[str], msgspec.Meta(max_length=MAX_KNOWN)]
+"""Of layouts, see `Layout.digest`: those that the asker knows need not be sent."""
+
+
+class Request(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="op"):
+    """A message that is answered."""
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """An answer."""
+
+
+# ---------------------------------------------------------------------- from a trainer
+
+
+class Hello(Request, tag="hello", kw_only=True):
+    """The first message. `coord`: of a trainer that wants to be watched; `epoch`: that it has joined already."""
+
+    job: str
+    version: Count
+    coord: Identifier | None = None
+    epoch: Count | None = None
+
+
+class Greeted(Reply, kw_only=True):
+    """Who answers; `row`: of the board, for a watched trainer's heartbeat."""
+
+    node: str
+    pid: Count
+    row: int | None
+
+
+class AskInventory(Request, tag="inventory", kw_only=True):
+    """What is held here? Answered by an `Inventory`."""
+
+
+class AskCensus(Request, tag="census", kw_only=True):
+    """What do the SMPs at these addresses hold?"""
+
+    addresses: Addresses
+
+
+class Census(Reply, kw_only=True):
+    """An `Inventory` of each that answered, without its layouts."""
+
+    inventories: tuple[dict[str, Any], ...]
+
+
+class Join(Request, tag="join", kw_only=True):
+    """Enter an epoch, and fence older ones. `start`: if the job starts with it."""
+
+    epoch: Count
+    start: Start | None = None
+
+
+class Configure(Request, tag="configure", kw_only=True):
+    """Reserve memory for a layout."""
+
+    layout: Layout
+
+
+class Begin(Request, tag="begin", kw_only=True):
+    """Give a slot for a shard. What is not in `keep` may go; `protected`: the newest that is, job-wide."""
+
+    snapshot: SnapshotId
+    coord: Identifier
+    keep: tuple[SnapshotId, ...]
+    protected: SnapshotId | None = None
+
+
+class SlotFile(Reply, kw_only=True):
+    """A slot: a file of the arena, and which one of that name."""
+
+    file: str
+    inode: Count
+    bytes: Count
+
+
+class Seal(Request, tag="seal", kw_only=True):
+    """All bytes are written."""
+
+    snapshot: SnapshotId
+    coord: Identifier
+    protected: SnapshotId | None = None
+
+
+class Abandon(Request, tag="abandon", kw_only=True):
+    """The slot will not be sealed; `unused`: nothing was to be written into it after all."""
+
+    snapshot: SnapshotId
+    coord: Identifier
+    unused: bool = False
+
+
+class Await(Request, tag="await", kw_only=True):
+    """Answer once the snapshot is protected, or has failed."""
+
+    snapshot: SnapshotId
+    deadline_s: Seconds
+
+
+class Outcome(Reply, kw_only=True):
+    """A `board.SnapshotOutcome`."""
+
+    outcome: int
+
+
+class InEpoch(Request, kw_only=True):
+    """Changes something here, and names no snapshot of the epoch at hand: who has joined one says which."""
+
+    epoch: Count | None = None
+
+
+class Recover(InEpoch, tag="recover", kw_only=True):
+    """Hold a shard again. `check`: read one that is held already."""
+
+    sources: Sources
+    coord: Identifier
+    check: bool = True
+
+
+class Recovered(SlotFile, kw_only=True):
+    """Where it is, how it came there, and its digests; see `client.RecoveredShard`."""
+
+    how: str
+    bytes_fetched: Count
+    unit_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    digests: tuple[Unsigned, ...]
+
+
+class Lend(InEpoch, tag="lend", kw_only=True):
+    """From now on give units of that snapshot."""
+
+    sources: Sources
+
+
+class AskUnit(InEpoch, tag="unit", kw_only=True):
+    """A unit of what is lent; its bytes follow the reply."""
+
+    coord: Identifier
+    unit: Count
+
+
+class LentUnit(Reply, kw_only=True):
+    """Its digest, and what was fetched over the network since `Lend`."""
+
+    digest: Unsigned
+    bytes_fetched: Count
+
+
+class RepairParity(InEpoch, tag="heal", kw_only=True):
+    """Compute the parity of a position again, in the background."""
+
+    sources: Sources
+    group: Count
+    position: Count
+
+
+class Persist(Request, tag="persist", kw_only=True):
+    """Persist this node's part of a snapshot, in the background."""
+
+    snapshot: SnapshotId
+
+
+class Accepted(Reply, kw_only=True):
+    """Whether it is done."""
+
+    accepted: bool
+
+
+class AskPersisted(Request, tag="persisted", kw_only=True):
+    """What is persisted? Answered by a `Persisted`."""
+
+
+class AskPersistedLayout(Request, tag="persisted_layout", kw_only=True):
+    """In which layout was that taken? Answered by a `Layout`."""
+
+    snapshot: SnapshotId
+
+
+class AskCounters(Request, tag="counters", kw_only=True):
+    """What was counted? Answered by numbers by name, as `Scrub` is."""
+
+
+class Scrub(Request, tag="scrub", kw_only=True):
+    """Check every sealed unit now."""
+
+
+class Verify(Request, tag="verify", kw_only=True):
+    """Check the newest shards in the background. Answered by `Accepted`: False if that is under way already."""
+
+
+class Say(InEpoch, tag="say", kw_only=True):
+    """Show this to operators."""
+
+    text: Annotated[str, msgspec.Meta(max_length=MAX_SAYING)]
+
+
+class Suspect(Request, tag="suspect", kw_only=True):
+    """A node seems to be dead."""
+
+    node: Identifier
+
+
+class Ended(InEpoch, tag="ended", kw_only=True):
+    """How the job ends for a trainer."""
+
+    coord: Identifier
+    step: Count
+    failure: Failure
+
+
+class Finish(Request, tag="finish", kw_only=True):
+    """The job has ended well."""
+
+    epoch: Count
+
+
+class Stop(Request, tag="stop", kw_only=True):
+    """End. `remove`: the arena, too; `force`: though trainers are connected."""
+
+    remove: bool = False
+    force: bool = False
+
+
+TrainerRequest = (
+    Hello
+    | AskInventory
+    | AskCensus
+    | Join
+    | Configure
+    | Begin
+    | Seal
+    | Abandon
+    | Await
+    | Recover
+    | Lend
+    | AskUnit
+    | RepairParity
+    | Persist
+    | AskPersisted
+    | AskPersistedLayout
+    | AskCounters
+    | Scrub
+    | Verify
+    | Say
+    | Suspect
+    | Ended
+    | Finish
+    | Stop
+)
+
+# ---------------------------------------------------------------------- from another SMP, or a command
+
+
+class PeerRequest(Request, kw_only=True):
+    """`job`: whose SMP is meant."""
+
+    job: str
+
+
+class Ping(PeerRequest, tag="ping", kw_only=True):
+    """Are you there, and whose are you?"""
+
+
+class Pong(Reply, kw_only=True):
+    """`revision`: of its newest layout, see `Layout.revision`."""
+
+    job: str
+    node: str
+    epoch: Count
+    revision: Count
+
+
+class ParityDone(PeerRequest, tag="parity_done", kw_only=True):
+    """The sender's parity of a snapshot is complete and committed. `epoch`: the sender's now."""
+
+    epoch: Count
+    snapshot: SnapshotId
+    tag: Identifier
+    position: Annotated[int, msgspec.Meta(ge=0, le=255)]
+
+
+class PeerInventory(PeerRequest, tag="inventory", kw_only=True):
+    """What is held there? Answered by an `Inventory`."""
+
+    known: Digests = frozenset()
+
+
+class PeerStatus(PeerRequest, tag="status", kw_only=True):
+    """How is it there? Answered by an `ops.status.Status`."""
+
+    known: Digests = frozenset()
+
+
+class Regroup(PeerRequest, tag="reform", kw_only=True):
+    """See whether the groups are complete."""
+
+
+class Move(PeerRequest, tag="move", kw_only=True):
+    """Somebody leaves: regroup now. `spares`: SMPs that may take something over."""
+
+    spares: Addresses = ()
+
+
+class Enlist(PeerRequest, tag="enlist", kw_only=True):
+    """Take part in this job, as a spare."""
+
+    epoch: Count
+
+
+class Drain(PeerRequest, tag="drain", kw_only=True):
+    """Give what is held there to others, and end. Answered by a `coding.drain.Drained`."""
+
+    deadline_s: Seconds
+    spares: Addresses = ()
+    wait: bool = False
+
+
+class Phase(PeerRequest, kw_only=True):
+    """A node's share of a phase of regrouping, see `coding.regroup`."""
+
+    epoch: Count
+    sources: Sources
+    layout: Layout
+
+
+class Adopt(Phase, tag="adopt", kw_only=True):
+    """Keep the new layout, and hold its shards."""
+
+
+class Encode(Phase, tag="encode", kw_only=True):
+    """Have the parity of the new groups."""
+
+
+class Release(Phase, tag="release", kw_only=True):
+    """Drop the parity of the old groups."""
+
+
+class Accumulate(PeerRequest, tag="fold", kw_only=True):
+    """Add the unit that follows to the parity of a stripe."""
+
+    epoch: Count
+    snapshot: SnapshotId
+    tag: Identifier
+    stripe: Count
+    position: Count
+    digest: Unsigned
+
+
+class ShardUnit(msgspec.Struct, frozen=True, tag_field="op", tag="shard_unit"):
+    """A unit of a shard."""
+
+    coord: Identifier
+    unit: Count
+
+
+class ParityUnit(msgspec.Struct, frozen=True, tag_field="op", tag="parity_unit"):
+    """A unit of the parity of a position of a group."""
+
+    tag: Identifier
+    position: Count
+    unit: Count
+
+
+class Term(msgspec.Struct, frozen=True):
+    """A unit of a sum: who has it, and what it is multiplied by."""
+
+    at: Address
+    what: ShardUnit | ParityUnit
+    factor: Annotated[int, msgspec.Meta(ge=0, le=255)]
+
+
+class PartialSum(msgspec.Struct, frozen=True, tag_field="op", tag="partial"):
+    """A sum of units, of which the first is held by whoever is asked, and the rest by those that it asks in turn.
+
+    Attributes:
+        length: of the sum, in bytes; shorter units end in zeros.
+        position: of the node whose unit it is. Who holds parity knows its digest by that.
+    """
+
+    terms: Annotated[tuple[Term, ...], msgspec.Meta(min_length=1, max_length=MAX_TERMS)]
+    length: Count
+    position: Count
+
+
+class AskShardUnit(PeerRequest, tag="shard_unit", kw_only=True):
+    """A `ShardUnit` of a snapshot."""
+
+    snapshot: SnapshotId
+    coord: Identifier
+    unit: Count
+
+
+class AskParityUnit(PeerRequest, tag="parity_unit", kw_only=True):
+    """A `ParityUnit` of a snapshot."""
+
+    snapshot: SnapshotId
+    tag: Identifier
+    position: Count
+    unit: Count
+
+
+class AskPartialSum(PeerRequest, tag="partial", kw_only=True):
+    """A `PartialSum` of a snapshot."""
+
+    snapshot: SnapshotId
+    terms: Annotated[tuple[Term, ...], msgspec.Meta(min_length=1, max_length=MAX_TERMS)]
+    length: Count
+    position: Count
+
+
+class UnitReply(Reply, kw_only=True):
+    """The bytes of a unit follow.
+
+    Attributes:
+        digest: of them.
+        sources: for parity, the digests of what was accumulated into it, by position.
+    """
+
+    digest: Unsigned
+    sources: dict[int, Unsigned] = {}
+
+
+class SumReply(Reply, kw_only=True):
+    """The bytes of a sum follow.
+
+    Attributes:
+        digest: of them.
+        expected: of the whole unit, if somebody on the way knows it.
+        waits: how long each of those on the way, but the last, waited for the next, in microseconds.
+    """
+
+    digest: Unsigned
+    expected: Unsigned | None = None
+    waits: Annotated[tuple[Microseconds, ...], msgspec.Meta(max_length=MAX_TERMS)] = ()
+
+
+PeerControl = (
+    Ping | ParityDone | PeerInventory | PeerStatus | Regroup | Move | Enlist | Drain | Adopt | Encode | Release
+)
+"""Small messages, over gRPC."""
+
+PeerBulk = Accumulate | AskShardUnit | AskParityUnit | AskPartialSum
+"""What carries raw bytes, or is answered with some, over connections of its own."""
+
+
+def read_request(kinds: Any, message: dict[str, Any]) -> Any:
+    """A message as one of `kinds`, a union. Raises `ProtocolError` if it is none."""
+    return from_plain(kinds, message, "a message that is answered here")
