@@ -12,14 +12,13 @@
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
 # make bench-load   a lost node's state from memory over shaped links, against a file server: ten minutes, as root
 # make docs    write the reference out of the code, build the documentation, check every link: build/docs/index.html
-# make proto   generate the gRPC stubs again after a change of smp_daemon/net/peer.proto
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow check matrix chaos loops fuzz stall bench-service bench-load docs proto clean setup
+.PHONY: demo demo-torchrun demo-ray test slow check matrix chaos loops fuzz stall bench-service bench-load docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -77,9 +76,6 @@ docs: setup
 	@$(BIN)/python docs/generate.py
 	@$(BIN)/mkdocs build --strict  # not quiet: then warnings would not count
 	@echo build/docs/index.html
-
-proto: setup
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. holdfast/smp_daemon/net/peer.proto
 
 setup: $(READY)
 

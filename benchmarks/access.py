@@ -19,14 +19,14 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from holdfast.smp_daemon.net.authenticator import Authenticator
 from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp
-from holdfast.smp_daemon.net.peers import PeerClient, PeerServer
+from holdfast.smp_daemon.net.peers import AtEnd, PeerClient, PeerServer
 from holdfast.smp_daemon.shared.credentials import current
+from holdfast.smp_daemon.shared.messages import PeerControl, Pong
 from holdfast.smp_daemon.shared.transport import Message, MessageStream, call, connect
-from holdfast.smp_daemon.storage.store import Store
 from tests.access_kit import Authority, credentials, token_file
 
 JOB = "bench"
@@ -47,19 +47,14 @@ class Units:
         """Nothing to do."""
 
 
-class NoStore:
-    """As much of a store as a ping needs."""
-
-    job, node, epoch = JOB, "node0", 1
-
-    def newest_layout(self) -> None:
-        return None
+def pong(request: PeerControl, at_end: AtEnd) -> Pong:
+    return Pong(job=JOB, node="node0", epoch=1, revision=0)
 
 
 def serve() -> None:
     """The child: until its standard input ends."""
     listener = SocketListener(bind_tcp("127.0.0.1", 0), lambda sock: Units(), Authenticator(current(), JOB))
-    control = PeerServer(cast(Store, NoStore()), "127.0.0.1", 0, current())
+    control = PeerServer(JOB, pong, "127.0.0.1", 0, current())
     print(json.dumps([listener.port, control.port]), flush=True)
     sys.stdin.read()
     control.close()
@@ -73,7 +68,7 @@ class Side:
     environment: dict[str, str]
     process: subprocess.Popen[str]
     bulk: tuple[str, int]
-    control: str
+    control: tuple[str, int]
     bytes_per_s: list[float] = field(default_factory=list)
     cpu_s_per_gb: list[float] = field(default_factory=list)
     connect_s: list[float] = field(default_factory=list)
@@ -88,7 +83,7 @@ def start(kind: str, base: Path) -> Side:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     bulk, control = json.loads(process.stdout.readline())
-    return Side(environment, process, ("127.0.0.1", bulk), f"127.0.0.1:{control}")
+    return Side(environment, process, ("127.0.0.1", bulk), ("127.0.0.1", control))
 
 
 def measure(side: Side, units: int) -> None:
@@ -110,11 +105,11 @@ def measure(side: Side, units: int) -> None:
         side.bytes_per_s.append(units * UNIT_BYTES / seconds)
         side.cpu_s_per_gb.append(cpu_s / (units * UNIT_BYTES / 1e9))
         stream.close()
-        client = PeerClient(current(), JOB)
-        client.ping(side.control, JOB, 10.0)
+        client = PeerClient(JOB)
+        client.ping(side.control, 10.0)
         began = time.perf_counter()
         for _ in range(50):
-            client.ping(side.control, JOB, 10.0)
+            client.ping(side.control, 10.0)
         side.call_s.append((time.perf_counter() - began) / 50)
         client.close()
 

@@ -179,7 +179,7 @@ GROUPS = (
                 "HOLDFAST_SPARES",
                 "",
                 "`HOST:PORT,...`: SMPs of this job on nodes without trainers, which take over first what is moved "
-                "after SIGTERM. The ports are those for raw bytes.",
+                "after SIGTERM. The ports are those for gRPC.",
             ),
             Variable(
                 "HOLDFAST_HTTP",

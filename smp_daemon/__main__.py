@@ -237,7 +237,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--spares",
         default=os.environ.get("HOLDFAST_SPARES", ""),
         metavar="HOST:PORT,...",
-        help="SMPs of this job on nodes without trainers, by their ports for raw bytes, that take over first what is "
+        help="SMPs of this job on nodes without trainers, by their gRPC ports, that take over first what is "
         "moved after SIGTERM (default HOLDFAST_SPARES or none)",
     )
     parser.add_argument("--detach", action="store_true", help="serve in a session of its own and return")

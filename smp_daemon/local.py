@@ -171,7 +171,7 @@ class TrainerConversation:
         """What the SMPs at these addresses hold; without their layouts, which whoever knows of them has."""
         with self._store.changed:
             known = list(self._store.arena.layouts.values())
-        found = take_census(self._store.job, request.addresses, self._store.counters, known)
+        found = take_census(self._store.job, request.addresses, known)
         return {"inventories": [replace(each, layouts={}).to_plain() for each in found]}
 
     def _join(self, request: Join) -> None:
@@ -263,7 +263,7 @@ class TrainerConversation:
                 text = "parity of position %d not repaired for %s: %s"
                 log.warning(text, position, sources.snapshot, error, extra=about(sources.snapshot))
 
-        self._smp.system.Thread(target=work, name="heal", daemon=True).start()
+        self._smp.system.Thread(target=work, name="repair-parity", daemon=True).start()
 
     def _verify(self, request: Verify) -> Accepted:
         claim = self._store.holdings.verifying

@@ -1,4 +1,4 @@
-"""Conversations with other SMPs, over TCP: units to accumulate, units asked for, and things to take part in."""
+"""What other SMPs and commands ask: conversations about units over TCP, and all that is small over gRPC."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 
 from holdfast.ec import choose_codec
-from holdfast.smp_daemon.coding.drain import Drained
 from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.net.peers import AtEnd
 from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.ops.status import take_status
 from holdfast.smp_daemon.recovery.units import MICROSECONDS
@@ -18,16 +18,21 @@ from holdfast.smp_daemon.shared.messages import (
     Adopt,
     AskParityUnit,
     AskPartialSum,
+    AskShard,
     AskShardUnit,
     Drain,
     Encode,
     Enlist,
+    HeldShard,
     Move,
+    ParityDone,
     PeerBulk,
     PeerControl,
     PeerInventory,
     PeerRequest,
     PeerStatus,
+    Ping,
+    Pong,
     Regroup,
     Release,
     ShardUnit,
@@ -43,8 +48,37 @@ from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 
 
+def answer_control(smp: Core, request: PeerControl, at_end: AtEnd) -> Outbound:
+    """The reply to a message that came by gRPC. Blocks for as long as what is asked for takes."""
+    store, monitor = smp.store, smp.monitor
+    match request:
+        case Ping():
+            layout = store.newest_layout()
+            revision = layout.revision if layout is not None and layout.epoch == store.epoch else 0
+            return Pong(job=store.job, node=store.node, epoch=store.epoch, revision=revision)
+        case ParityDone():
+            store.codings.parity_done(request.epoch, Coding(request.snapshot, request.tag), request.position)
+        case PeerInventory():
+            return smp.inventory().to_plain(request.known)
+        case PeerStatus():
+            return take_status(smp).to_plain(request.known)
+        case Regroup():
+            monitor.request()
+        case Move():
+            monitor.regroup_for(request.spares)
+        case Enlist():
+            monitor.enlist(request.epoch)
+        case Adopt() | Encode() | Release():
+            monitor.take_part(request)
+        case Drain():
+            drained = smp.drain(request.deadline_s, request.spares, request.wait)
+            at_end(smp.stop)  # who has left has no more to do
+            return dict(to_plain(drained))
+    return {}
+
+
 class PeerConversation:
-    """Another SMP that sends units to accumulate, asks for units, or has this one take part in something."""
+    """Another SMP that sends units to accumulate, or asks for units."""
 
     def __init__(self, smp: Core) -> None:
         self._smp = smp
@@ -52,11 +86,10 @@ class PeerConversation:
         self._links = Links(smp.store.counters)
         self._sum = memoryview(bytearray())
         self._accumulates = False
-        self._drained: Drained | None = None
 
     def answer(self, message: Message, payload: int, stream: MessageStream) -> tuple[Outbound, memoryview | None]:
         try:
-            request: PeerControl | PeerBulk = read_request(PeerControl | PeerBulk, message)
+            request: PeerBulk = read_request(PeerBulk, message)
             if payload and not isinstance(request, Accumulate):
                 raise ProtocolError(f"raw bytes with the operation {message.get('op')!r}")
         except ProtocolError:
@@ -70,17 +103,18 @@ class PeerConversation:
             return self._accumulate(request, payload, stream), None
         self._check_job(request)
         match request:
+            case AskShard():
+                return self._shard(request.coord), None
             case AskShardUnit():
                 return self._unit(ShardKey(request.snapshot, request.coord), request.unit)
             case AskParityUnit():
                 return self._unit(ParityKey(request.snapshot, request.tag, request.position), request.unit)
             case AskPartialSum():
                 return self._partial(request)
-        return self._control(request), None
 
     def _pass_over(self, message: Message, payload: int, stream: MessageStream) -> None:
         """The unit of a message that is refused; the connection goes on if it might have been one of this job's."""
-        if message.get("op") != "fold" or payload > self._store.longest_unit():
+        if message.get("op") != "accumulate" or payload > self._store.longest_unit():
             stream.close()
             return
         stream.set_deadline(CALL_DEADLINE_S)
@@ -89,32 +123,9 @@ class PeerConversation:
         finally:
             stream.set_deadline(None)
 
-    def _control(self, request: PeerControl) -> Message:
-        monitor = self._smp.monitor
-        match request:
-            case PeerInventory():
-                return self._smp.inventory().to_plain(request.known)
-            case PeerStatus():
-                return take_status(self._smp).to_plain(request.known)
-            case Regroup():
-                monitor.request()
-            case Move():
-                monitor.regroup_for(request.spares)
-            case Enlist():
-                monitor.enlist(request.epoch)
-            case Adopt() | Encode() | Release():
-                monitor.take_part(request)
-            case Drain():
-                self._drained = self._smp.drain(request.deadline_s, request.spares, request.wait)
-                return dict(to_plain(self._drained))
-        return {}
-
     def ended(self) -> None:
-        """What was accumulated stays, and a unit that came in part was not accumulated. Who has left has no more to
-        do."""
+        """What was accumulated stays, and a unit that came in part was not accumulated."""
         self._links.close()
-        if self._drained is not None:
-            self._smp.stop()
 
     def _check_job(self, request: PeerRequest) -> None:
         if request.job != self._store.job:
@@ -142,6 +153,15 @@ class PeerConversation:
         finally:
             stream.set_deadline(None)
         return {}
+
+    def _shard(self, coord: str) -> HeldShard:
+        holdings = self._store.holdings
+        held = [key for key in holdings.held() if isinstance(key, ShardKey) and key.coord == coord]
+        if not held:
+            raise ProtocolError(f"node {self._store.node!r} holds no shard of {coord}")
+        key = max(held)
+        _, record = holdings.open(key)
+        return HeldShard(snapshot=key.snapshot, bytes=record.bytes, unit_bytes=record.unit_bytes)
 
     def _unit(self, key: Key, index: int) -> tuple[UnitReply, memoryview]:
         """A unit that was just checked."""

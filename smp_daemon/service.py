@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,7 @@ from holdfast.smp_daemon.net.authenticator import Authenticator
 from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix
 from holdfast.smp_daemon.net.peers import PeerServer
 from holdfast.smp_daemon.node.core import Core, Settings
-from holdfast.smp_daemon.remote import PeerConversation
+from holdfast.smp_daemon.remote import PeerConversation, answer_control
 from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -58,7 +59,7 @@ class Smp(Core):
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
         bulk = bind_tcp(host, bulk_port)
-        self._control = PeerServer(self.store, host, port, self.credentials, system)
+        self._control = PeerServer(job, partial(answer_control, self), host, port, self.credentials, system)
         reach("start.bound")
         self.owner = Owner(
             os.getpid(),
@@ -73,7 +74,7 @@ class Smp(Core):
         authenticator = Authenticator(self.credentials, job, system)
         # Not before the owner is known: others may ask for it at once.
         self._bulk = SocketListener(bulk, lambda sock: PeerConversation(self), authenticator, system)
-        self.peers.ping(f"{host}:{self._control.port}", job, START_DEADLINE_S, starting=True)
+        self.peers.ping((host, self._control.port), START_DEADLINE_S, starting=True)
         self.write_owner()
         self._local = SocketListener(
             bind_unix(socket_path(arena)), lambda sock: TrainerConversation(self, checked_peer(sock)), system=system

@@ -41,7 +41,7 @@ LONGEST_HOLD = 8
 OWN_THREADS = "holdfast-"
 """How the names of a hook's threads begin."""
 
-SMP_THREADS = ("accept", "connection", "protect", "reform")
+SMP_THREADS = ("accept", "connection", "protect", "regroup")
 
 SMP = "smp"
 """The role that all threads of the SMPs share."""

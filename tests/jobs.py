@@ -167,7 +167,7 @@ def shown() -> list[str]:
     """What the SMP of this node shows to operators of what trainers have said, on all nodes."""
     owner = read_owner(arena_path(os.environ["HOLDFAST_JOB"]))
     assert owner is not None
-    return [status.said for status in look(owner.job, (owner.host, owner.bulk_port)).statuses if status.said]
+    return [status.said for status in look(owner.job, owner.control).statuses if status.said]
 
 
 def replicated() -> None:

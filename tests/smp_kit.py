@@ -215,8 +215,8 @@ class SmpProcess:
         return self.owner.host, self.owner.bulk_port
 
     @property
-    def control(self) -> str:
-        return f"{self.owner.host}:{self.owner.control_port}"
+    def control(self) -> tuple[str, int]:
+        return self.owner.control
 
     def client(self) -> SmpClient:
         """A connection that is closed with the ground."""

@@ -10,13 +10,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from holdfast.smp_daemon.net import peer_pb2, peer_pb2_grpc
 from holdfast.smp_daemon.net.authenticator import COMPLAIN_EVERY_S, MAX_SOURCES, Complaints
-from holdfast.smp_daemon.net.control import CALL_KEY, MAX_CALLERS, SIGN_BYTES, WINDOW, Once, Signer, Verifier
-from holdfast.smp_daemon.net.peers import PeerClient
+from holdfast.smp_daemon.net.control import CALL_KEY, MAX_CALLERS, WINDOW, Once, Signer, Verifier
+from holdfast.smp_daemon.net.peers import METHOD, PeerClient
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.recovery.census import take_census
-from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.credentials import (
     MIN_TOKEN_BYTES,
     TLS_ENVS,
@@ -28,13 +26,17 @@ from holdfast.smp_daemon.shared.credentials import (
 )
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable
 from holdfast.smp_daemon.shared.handshake import check_client, prove_to_server
+from holdfast.smp_daemon.shared.messages import PeerInventory, Ping
+from holdfast.smp_daemon.shared.plain import encode_json
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import Authority, credentials, needs_openssl, token_file
+from tests.attacks.victim import HELD, say_control
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, Run, SmpProcess, refusal, run_on
 
 TOKEN = b"a token of enough bytes"
+SIGN_BYTES = len(Signer(TOKEN, JOB).sign("anywhere", "Ping", b""))
 
 
 def environment_of(kind: str, path: Path) -> dict[str, str]:
@@ -179,50 +181,52 @@ class TestSignedCalls:
 
     def test_are_good_once(self) -> None:
         sign = self.signer.sign("here", "Ping", b"request")
-        self.verifier.verify("Ping", b"request", sign)
+        self.verifier.verify("Ping", sign)
         with pytest.raises(ProtocolError, match="said before"):
-            self.verifier.verify("Ping", b"request", sign)
+            self.verifier.verify("Ping", sign)
 
     def test_may_overtake_each_other(self) -> None:
         signs = [self.signer.sign("here", "Ping", b"") for _ in range(WINDOW)]
         for sign in reversed(signs):
-            self.verifier.verify("Ping", b"", sign)
+            self.verifier.verify("Ping", sign)
         for sign in signs:
             with pytest.raises(ProtocolError, match="said before"):
-                self.verifier.verify("Ping", b"", sign)
+                self.verifier.verify("Ping", sign)
 
-    @pytest.mark.parametrize(("method", "request_"), [("ParityDone", b"request"), ("Ping", b"Request")])
-    def test_are_for_one_method_and_one_request(self, method: str, request_: bytes) -> None:
+    def test_are_for_one_method_and_one_request(self) -> None:
         sign = self.signer.sign("here", "Ping", b"request")
         with pytest.raises(ProtocolError, match="not signed"):
-            self.verifier.verify(method, request_, sign)
+            self.verifier.verify("ParityDone", sign)
+        self.verifier.verify_request(b"request", sign)
+        with pytest.raises(ProtocolError, match="not the one that was signed"):
+            self.verifier.verify_request(b"Request", sign)
 
     def test_are_for_one_server_as_it_is_now(self) -> None:
         sign = self.signer.sign("here", "Ping", b"")
         with pytest.raises(ProtocolError, match="not for this server"):
-            Verifier(TOKEN, JOB).verify("Ping", b"", sign)
+            Verifier(TOKEN, JOB).verify("Ping", sign)
 
     @pytest.mark.parametrize("bit", range(0, SIGN_BYTES * 8, 7))
     def test_break_with_any_bit(self, bit: int) -> None:
         sign = bytearray(self.signer.sign("here", "Ping", b""))
         sign[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ProtocolError):
-            self.verifier.verify("Ping", b"", bytes(sign))
+            self.verifier.verify("Ping", bytes(sign))
 
     def test_of_too_many_callers_change_the_name_and_repeat_nothing(self) -> None:
         sign = self.signer.sign("here", "Ping", b"")
-        self.verifier.verify("Ping", b"", sign)
+        self.verifier.verify("Ping", sign)
         name = self.verifier.name
         for _ in range(MAX_CALLERS):
             other = Signer(TOKEN, JOB)
             other._servers["here"] = name
             try:
-                self.verifier.verify("Ping", b"", other.sign("here", "Ping", b""))
+                self.verifier.verify("Ping", other.sign("here", "Ping", b""))
             except ProtocolError:
                 break
         assert self.verifier.name != name
         with pytest.raises(ProtocolError):
-            self.verifier.verify("Ping", b"", sign)
+            self.verifier.verify("Ping", sign)
 
     def test_numbers_below_the_window_count_as_used(self) -> None:
         once = Once()
@@ -255,9 +259,9 @@ class Guarded:
 
     def ping(self, smp: SmpProcess) -> str:
         """Who answers, over gRPC, to who has this process's credentials."""
-        client = PeerClient(current(), JOB)
+        client = PeerClient(JOB)
         try:
-            return str(client.ping(smp.control, JOB, 5.0).node)
+            return str(client.ping(smp.control, 5.0).node)
         finally:
             client.close()
 
@@ -272,8 +276,8 @@ def test_smps_that_know_each_other_protect_and_recover(ground: Ground, tmp_path:
         for smp in smps:
             assert [guarded.ping(smp) for _ in range(3)] == [smp.name] * 3
             assert "not let in" not in (smp.arena / "smp.log").read_text(), "nobody complains of friends"
-        assert {i.node for i in take_census(JOB, [smp.bulk for smp in smps], Counters())} == {"node0", "node1"}
-        overview = look(JOB, smps[0].bulk)
+        assert {i.node for i in take_census(JOB, [smp.control for smp in smps])} == {"node0", "node1"}
+        overview = look(JOB, smps[0].control)
         assert [status.access for status in overview.statuses] == [kind, kind]
         lost = smps[1]
         lost.lose()
@@ -305,7 +309,7 @@ def test_whoever_does_not_know_them_gets_nothing(ground: Ground, tmp_path: Path,
                 call(connect(smp.bulk, DEADLINE_S, JOB), question)
             with pytest.raises(HoldfastError):
                 guarded.ping(smp)
-            assert take_census(JOB, [smp.bulk], Counters()) == []
+            assert take_census(JOB, [smp.control]) == []
     log = (smp.arena / "smp.log").read_text()
     assert log.count("was not let in") <= 2, "once for each way in, however often they try"
     with credentials(guarded.environment):
@@ -321,7 +325,7 @@ def test_a_certificate_for_another_name_is_not_enough(ground: Ground, tmp_path: 
         smp = ground.smp()
     with credentials(authority.environment("web.example.org")):
         with pytest.raises(HoldfastError):
-            call(connect(smp.bulk, DEADLINE_S, JOB), {"op": "inventory", "job": JOB})
+            call(connect(smp.bulk, DEADLINE_S, JOB), HELD)
         with pytest.raises(HoldfastError):
             ping(smp)
     with credentials(authority.environment() | {"HOLDFAST_TLS_NAME": "web.example.org"}):
@@ -330,9 +334,9 @@ def test_a_certificate_for_another_name_is_not_enough(ground: Ground, tmp_path: 
 
 
 def ping(smp: SmpProcess) -> object:
-    client = PeerClient(current(), JOB)
+    client = PeerClient(JOB)
     try:
-        return client.ping(smp.control, JOB, 5.0)
+        return client.ping(smp.control, 5.0)
     finally:
         client.close()
 
@@ -349,14 +353,14 @@ def test_with_a_token_there_is(ground: Ground, tmp_path: Path) -> None:
         smp.host = "0.0.0.0"
         smp.launch().wait_ready()
         assert ping(smp)
-        assert look(JOB, smp.bulk).statuses[0].access == "token"
+        assert look(JOB, smp.control).statuses[0].access == "token"
 
 
 def test_an_insecure_smp_says_so(ground: Ground) -> None:
     smp = ground.prepare()
     smp.host = "0.0.0.0"
     smp.launch("--insecure").wait_ready().wait_settled()
-    assert look(JOB, smp.bulk).statuses[0].access == "insecure"
+    assert look(JOB, smp.control).statuses[0].access == "insecure"
     assert "INSECURE: whoever reaches 0.0.0.0" in (smp.arena / "smp.log").read_text()
 
 
@@ -372,17 +376,27 @@ def test_a_call_that_was_overheard_cannot_be_repeated(ground: Ground, tmp_path: 
     with credentials(token_file(tmp_path / "token")):
         smps = ground.smps(2)
         signer = Signer(current().token, JOB)
-        request = peer_pb2.PingRequest(job=JOB)
-        with grpc.insecure_channel(smps[0].control) as channel:
-            stub = peer_pb2_grpc.PeerStub(channel)
-            with pytest.raises(grpc.RpcError) as refused:
-                stub.Ping(request, timeout=DEADLINE_S)
-            assert signer.learn("it", refused.value)
-            sign = signer.sign("it", "/holdfast.v1.Peer/Ping", request.SerializeToString())
-            overheard = ((CALL_KEY, sign),)
-            assert stub.Ping(request, timeout=DEADLINE_S, metadata=overheard).node == "node0"
+        body = encode_json(Ping(job=JOB))
+        with pytest.raises(grpc.RpcError) as refused:
+            say_control(smps[0].control, body)
+        assert signer.learn("it", refused.value)
+        overheard = ((CALL_KEY, signer.sign("it", METHOD, body)),)
+        assert b"node0" in say_control(smps[0].control, body, overheard)
+        with pytest.raises(grpc.RpcError, match="said before"):
+            say_control(smps[0].control, body, overheard)
         smps[0].restart()
         for smp in smps:
-            with grpc.insecure_channel(smp.control) as channel:
-                with pytest.raises(grpc.RpcError, match="not let in"):
-                    peer_pb2_grpc.PeerStub(channel).Ping(request, timeout=DEADLINE_S, metadata=overheard)
+            with pytest.raises(grpc.RpcError, match="not let in"):
+                say_control(smp.control, body, overheard)
+
+
+def test_a_call_whose_request_was_exchanged_is_refused(ground: Ground, tmp_path: Path) -> None:
+    with credentials(token_file(tmp_path / "token")):
+        smp = ground.smp()
+        signer = Signer(current().token, JOB)
+        with pytest.raises(grpc.RpcError) as refused:
+            say_control(smp.control, b"")
+        assert signer.learn("it", refused.value)
+        sign = signer.sign("it", METHOD, encode_json(Ping(job=JOB)))
+        with pytest.raises(grpc.RpcError, match="not the one that was signed"):
+            say_control(smp.control, encode_json(PeerInventory(job=JOB)), ((CALL_KEY, sign),))

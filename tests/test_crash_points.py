@@ -214,7 +214,7 @@ def recovered(ground: Ground, chain: Sequence[str]) -> None:
             continue
         spare.wait_ready()
         trainer = run.trainers["dp2"] = Trainer(spare, "dp2", 80_000)
-        if point.startswith("heal") and point != "heal.taken":
+        if point.startswith("repair_parity") and point != "heal.taken":
             ground.points.wait_any("spare", point)  # it goes on by itself
             spare.kill()
         else:

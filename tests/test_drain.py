@@ -151,7 +151,7 @@ class TestANodeThatIsDrained:
     def test_leaves_its_bytes_to_a_spare(self, ground: Ground) -> None:
         smps, run = started(ground, 4, "3+1")
         spare = ground.smp("spare")
-        assert drain(ground, "node2", "--to", "{}:{}".format(*spare.bulk)) == 0
+        assert drain(ground, "node2", "--to", "{}:{}".format(*spare.control)) == 0
         held = {coord for snapshot, coord in spare.client().inventory().shards if snapshot == run.protected}
         assert held == {"dp2"}
         smps[2].lose()

@@ -166,7 +166,7 @@ def test_a_flip_on_the_way_into_parity_is_refused(ground: Ground) -> None:
     offset = stripes.unit_of(0, stripe) * run.layout.unit_bytes
     unit = memoryview(bytearray(image[offset : offset + run.layout.unit_bytes]))
     message = {
-        "op": "fold",
+        "op": "accumulate",
         "job": smps[0].job,
         "epoch": 1,
         "snapshot": snapshot,

@@ -269,5 +269,5 @@ def test_a_higher_epoch_is_newer_than_a_higher_step() -> None:
 
 
 def test_a_node_tells_its_two_addresses_apart() -> None:
-    assert GOOD.nodes[0].control == "10.0.0.1:7000"
+    assert GOOD.nodes[0].control == ("10.0.0.1", 7000)
     assert GOOD.nodes[0].bulk == ("10.0.0.1", 7001)

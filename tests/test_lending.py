@@ -87,7 +87,7 @@ def test_an_smp_asks_others_what_they_hold(job: tuple[Run, list[SmpProcess]]) ->
     run, smps = job
     run.protect(1)
     theirs = run["dp1"].client.inventory()
-    [found] = run["dp0"].client.census([theirs.bulk])
+    [found] = run["dp0"].client.census([theirs.control])
     assert (found.node, found.shards, found.parities, found.layouts) == (
         theirs.node,
         theirs.shards,
@@ -95,6 +95,6 @@ def test_an_smp_asks_others_what_they_hold(job: tuple[Run, list[SmpProcess]]) ->
         {},
     )
     smps[1].kill()
-    assert run["dp0"].client.census([theirs.bulk]) == []
+    assert run["dp0"].client.census([theirs.control]) == []
     with pytest.raises(ProtocolError, match="addresses"):
         run["dp0"].client._call(AskCensus(addresses=None))  # type: ignore[arg-type]

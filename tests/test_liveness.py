@@ -98,7 +98,7 @@ def test_what_is_no_trainer_is_refused() -> None:
     assert from_plain(WatchedTrainer, to_plain(trainer)) == trainer
     assert str(trainer) == "trainer dp0 (pid 1, step after step 2) is hung: quiet for 3.0 s, of 4"
     for bad in ({}, {**to_plain(trainer), "health": "fine"}):
-        with pytest.raises(ProtocolError, match="not a trainer"):
+        with pytest.raises(ProtocolError, match="not WatchedTrainer"):
             from_plain(WatchedTrainer, bad)
 
 
@@ -285,7 +285,7 @@ def beat(process: subprocess.Popen[str]) -> None:
 
 
 def of(smp: SmpProcess) -> list[WatchedTrainer]:
-    (status,) = look(JOB, smp.bulk).statuses
+    (status,) = look(JOB, smp.control).statuses
     return list(status.trainers)
 
 
@@ -368,7 +368,7 @@ def test_a_child_that_keeps_the_socket_open_does_not_keep_its_parent_alive(groun
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     await_health(smp, Health.DEAD)
-    await_that(lambda: look(JOB, smp.bulk).statuses[0].inventory.trainers == 0)
+    await_that(lambda: look(JOB, smp.control).statuses[0].inventory.trainers == 0)
 
 
 def test_a_command_that_takes_too_long_is_killed_and_nothing_waits_for_it(tmp_path: Path) -> None:
@@ -391,9 +391,9 @@ def test_a_peer_that_is_not_heard_of_is_late_and_then_dead(ground: Ground, monke
     run.protect(1)
 
     def troubles() -> str:
-        return " ".join(look(JOB, smps[0].bulk).statuses[0].troubles)
+        return " ".join(look(JOB, smps[0].control).statuses[0].troubles)
 
-    await_that(lambda: len(look(JOB, smps[0].bulk).statuses[0].leases) == 2)
+    await_that(lambda: len(look(JOB, smps[0].control).statuses[0].leases) == 2)
     assert troubles() == ""
     smps[2].lose()
     await_that(lambda: "peer node2 is dead to node0" in troubles())

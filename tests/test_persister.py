@@ -79,7 +79,7 @@ def test_what_is_persisted_is_what_was_sealed_on_every_node(ground: Ground) -> N
         assert bytes(out) == trainer.image(snapshot)
         assert trainer.client.persisted() == Persisted(str(ground.base / "place"), 1, frozenset({snapshot}))
         assert trainer.client.persisted_layout(snapshot) == run.layout
-    tiers = overview_of(JOB, smps[0].bulk).tiers
+    tiers = overview_of(JOB, smps[0].control).tiers
     assert len(tiers) == 1
     assert tiers[0].startswith(f"step 7 is persisted at {ground.base / 'place'}")
 
@@ -239,9 +239,7 @@ def test_storage_that_fails_is_counted_and_shown_and_tried_again(
     assert smp.persister.state is not None
     assert "no space left" in smp.persister.state.problem
     assert len([r for r in caplog.records if r.levelname == "ERROR" and "is not persisted" in r.getMessage()]) == 1
-    assert any(
-        "node0: not persisted: step 2" in line for line in overview_of(JOB, (smp.owner.host, smp.owner.bulk_port)).tiers
-    )
+    assert any("node0: not persisted: step 2" in line for line in overview_of(JOB, smp.owner.control).tiers)
     at.fails = False
     persist(run, run.protect(3))
     await_persisted(client, 1)

@@ -114,10 +114,10 @@ def test_real_smps_tell_of_a_lost_node(ground: Ground) -> None:
     smps = ground.smps(3)
     run = run_on(smps, [[3000], [3001], [3002]], protect="2+1")
     run.protect(1)
-    assert look(JOB, smps[0].bulk).recoveries == []
+    assert look(JOB, smps[0].control).recoveries == []
     smps[1].lose()
     come_back(run, smps, [1])
-    found = look(JOB, smps[1].bulk)  # which no layout names yet
+    found = look(JOB, smps[1].control)  # which no layout names yet
     (recovery,) = found.recoveries
     assert (recovery["epoch"], recovery["step"], recovery["done"]) == (2, 1, False)
     how = {each["node"]: each["how"] for each in recovery["nodes"]}
@@ -138,7 +138,7 @@ def test_the_death_of_a_trainer_begins_it(ground: Ground) -> None:
     again = Trainer(smp, "dp0", 3000)
     again.client.join(2)
     again.recover(run.plan(again.client.inventory()))
-    (recovery,) = look(JOB, smp.bulk).recoveries
+    (recovery,) = look(JOB, smp.control).recoveries
     (node,) = recovery["nodes"]
     assert node["lost"] == ("dp9",)
     assert [name for name, _ in node["spans"]] == ["restart", "restore"]

@@ -9,7 +9,6 @@ import pytest
 
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.recovery.census import take_census
-from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.records import PART
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
@@ -134,7 +133,7 @@ def test_others_that_ask_while_it_starts_are_answered_once_it_knows_who_it_is(gr
     smps[1].rules = [("start.bound", None)]
     smps[1].launch()
     held = ground.points.wait_any("node1", "start.bound")
-    answer = ground.meanwhile(take_census, JOB, [smps[1].bulk], Counters())
+    answer = ground.meanwhile(take_census, JOB, [smps[1].control])
     held.go()
     smps[1].wait_ready()
     [inventory] = answer.result(DEADLINE_S)
@@ -183,11 +182,11 @@ def test_an_smp_that_was_missed_by_itself_before_it_listened_starts(ground: Grou
     smps[1].rules = [("start.adopted", None)]
     smps[1].launch()
     held = ground.points.wait_any("node1", "start.adopted")
-    peers = PeerClient()
+    peers = PeerClient(JOB)
     try:
         with pytest.raises(HoldfastError, match="UNAVAILABLE"):
-            peers.ping(smps[1].control, JOB, SHORT_S)  # from now on a channel knows that nobody is there
-        answer = ground.meanwhile(lambda: peers.ping(smps[1].control, JOB, DEADLINE_S, starting=True))
+            peers.ping(smps[1].control, SHORT_S)  # from now on a channel knows that nobody is there
+        answer = ground.meanwhile(lambda: peers.ping(smps[1].control, DEADLINE_S, starting=True))
         held.go()
         smps[1].wait_ready()
         assert answer.result(DEADLINE_S).node == "node1"

@@ -47,6 +47,7 @@ from holdfast.smp_daemon.shared.transport import Message, MessageStream, call, c
 from holdfast.smp_daemon.storage.holdings import Holdings, Key
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
+    JOB,
     PROTECTED,
     RECORD_BYTES,
     Ground,
@@ -427,15 +428,15 @@ class TestFencing:
 class TestPeersOfAnotherJob:
     @pytest.fixture
     def peers(self) -> Iterator[PeerClient]:
-        peers = PeerClient()
+        peers = PeerClient(JOB)
         yield peers
         peers.close()
 
     def test_a_ping_is_answered_to_our_own_only(self, lone: SmpProcess, peers: PeerClient) -> None:
-        reply = peers.ping(lone.control, lone.job, DEADLINE_S)
+        reply = peers.ping(lone.control, DEADLINE_S)
         assert (reply.job, reply.node) == (lone.job, lone.name)
-        with pytest.raises(HoldfastError, match=r"PERMISSION_DENIED.*serves job 'testrun', not 'otherun'"):
-            peers.ping(lone.control, "otherun", DEADLINE_S)
+        with PeerClient("otherun") as others, pytest.raises(ProtocolError, match="serves job 'testrun', not 'otherun'"):
+            others.ping(lone.control, DEADLINE_S)
 
     def test_news_of_parity_is_taken_from_our_own_only(self, ground: Ground, peers: PeerClient) -> None:
         run = run_on(ground.smps(2), [[100], [100]])
@@ -467,7 +468,7 @@ class TestPeersOfAnotherJob:
         assert run["dp0"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
         assert reasons.empty()
 
-    @pytest.mark.parametrize("op", ["fold", "shard_unit", "parity_unit"])
+    @pytest.mark.parametrize("op", ["accumulate", "shard_unit", "parity_unit"])
     def test_raw_bytes_are_exchanged_with_our_own_only(self, lone: SmpProcess, op: str) -> None:
         run = next_run_on(lone)
         snapshot = run.protect(1)
@@ -476,7 +477,7 @@ class TestPeersOfAnotherJob:
         stream = connect(lone.bulk)
         try:
             with pytest.raises(ProtocolError, match="serves job 'testrun', not 'otherun'"):
-                call(stream, {**message, "job": "otherun"}, memoryview(b"unit") if op == "fold" else None)
+                call(stream, {**message, "job": "otherun"}, memoryview(b"unit") if op == "accumulate" else None)
             _, length = call(stream, {**message, "op": "shard_unit", "job": "testrun"})
             assert length == min(run.layout.unit_bytes, run["dp0"].form.total_bytes)
         finally:
@@ -540,7 +541,7 @@ class TestPeersOfAnotherJob:
 def fold_message(run: Run, snapshot: SnapshotId, **more: int) -> Message:
     """What position 1 says with its unit of stripe 0, which is for the parity of position 0."""
     return {
-        "op": "fold",
+        "op": "accumulate",
         "job": run.job,
         "epoch": run.epoch,
         "snapshot": snapshot,

@@ -132,7 +132,7 @@ def fetch(smp: SmpProcess, path: str, **headers: str) -> tuple[int, dict[str, st
 
 def test_losses_are_told_as_they_come(ground: Ground, smps: list[SmpProcess], job: Run) -> None:
     def seen() -> Overview:
-        return look(JOB, smps[3].bulk)
+        return look(JOB, smps[3].control)
 
     assert seen().sentence().startswith("step 12,340 is safe against the loss of any 2 nodes; sealed ")
     for losses, said in enumerate(
@@ -150,7 +150,7 @@ def test_what_a_trainer_says_is_shown(ground: Ground, smps: list[SmpProcess], jo
     client = job["dp1"].client
     client.say("a snapshot every 51 steps: cost and loss balance")
     client.say("a snapshot every 18 steps: " + "because " * 1000)
-    said = look(JOB, smps[0].bulk).to_json()["nodes"][1]["said"]
+    said = look(JOB, smps[0].control).to_json()["nodes"][1]["said"]
     assert said.startswith("a snapshot every 18 steps: because ")
     assert len(said) == MAX_SAYING
 

@@ -81,7 +81,7 @@ def frame(text: bytes, raw: int) -> bytes:
 
 @pytest.mark.parametrize("first", [0, (1 << 32) - 30], ids=["from 0", "around the end"])
 def test_raw_bytes_are_found_and_nothing_else_is(first: int) -> None:
-    head, raw = frame(b'{"op":"fold"}', 1000), bytes(1000)
+    head, raw = frame(b'{"op":"accumulate"}', 1000), bytes(1000)
     stream = head + raw + frame(b"{}", 0) + head + raw
     kinds = "f" * len(head) + "r" * 1000 + "f" * 18 + "f" * len(head) + "r" * 1000
     units = UnitTracker()
@@ -242,7 +242,7 @@ def test_tcp_makes_up_for_all_that_a_network_does(wire: Wire) -> None:
 def test_bits_flip_in_raw_bytes_and_arrive(wire: Wire) -> None:
     one, other = connected(wire.open("10.77.0.1"), wire.open("10.77.0.2"))
     wire.impair("flip-in-flight", ["10.77.0.1"], amount=5, seed=SEED, for_s=0)
-    head = frame(b'{"op":"fold"}', 1 << 20)
+    head = frame(b'{"op":"accumulate"}', 1 << 20)
     sound = (head + bytes(1 << 20)) * 2
     with one, other:
         spoilt = carry(one, other, sound)

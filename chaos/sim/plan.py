@@ -100,7 +100,7 @@ class SeedPlan:
     generations: int
 
 
-FINALS = ("stop", "stop", "stop", "finish", "lose", "lose", "lose twice", "lose too many", "reform")
+FINALS = ("stop", "stop", "stop", "finish", "lose", "lose", "lose twice", "lose too many", "regroup")
 
 
 @dataclass(frozen=True, slots=True)

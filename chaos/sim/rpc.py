@@ -35,19 +35,20 @@ class SimRpcError(grpc.RpcError):
         return self._details
 
 
-class _Aborted(Exception):
-    """The servicer refuses the call."""
-
-
 class _Context:
     """`grpc.ServicerContext`, as far as it is used."""
 
     def __init__(self) -> None:
-        self.error: SimRpcError | None = None
+        self._callbacks: list[Callable[[], None]] = []
 
-    def abort(self, code: grpc.StatusCode, details: str) -> None:
-        self.error = SimRpcError(code, details)
-        raise _Aborted
+    def add_callback(self, done: Callable[[], None]) -> bool:
+        self._callbacks.append(done)
+        return True
+
+    def end(self) -> None:
+        """The reply is on its way."""
+        for done in self._callbacks:
+            done()
 
 
 class SimServer:
@@ -56,17 +57,13 @@ class SimServer:
     def __init__(self, pool: ThreadPoolExecutor, options: object = None, **more: object) -> None:
         """Who calls is not asked, and as many may as like: `more` says otherwise."""
         self._pool = pool
-        self._handlers: dict[str, Any] = {}
+        self._handlers: list[Any] = []
         self._address = ""
         self.process: Process = active().current.process
         self.calls: dict[int, _Call] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Only the registered ones are used."""
-
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        for method, handler in handlers.items():
-            self._handlers[f"/{service}/{method}"] = handler
+        self._handlers += handlers
 
     def add_insecure_port(self, address: str) -> int:
         host, _, port = address.rpartition(":")
@@ -94,15 +91,13 @@ class SimServer:
 
     def _answer(self, call: _Call) -> None:
         active().point()
-        handler = self._handlers[call.method]
+        handler = next(filter(None, (each.service(call) for each in self._handlers)))
         context = _Context()
         try:
-            reply = handler.unary_unary(handler.request_deserializer(call.request), context)
-            call.replied(handler.response_serializer(reply), None)
-        except _Aborted:
-            call.replied(b"", context.error)
+            call.replied(handler.unary_unary(call.request, context), None)
         finally:
             self.calls.pop(id(call), None)
+            context.end()
 
     def _die(self) -> None:
         if network().servers.get(self._address) is self:
@@ -114,11 +109,10 @@ class SimServer:
 class _Call:
     """One call under way: `grpc.Future` and `grpc.Call` in one."""
 
-    def __init__(self, channel: SimChannel, method: str, request: bytes, decode: Callable[[bytes], Any]) -> None:
+    def __init__(self, channel: SimChannel, method: str, request: bytes) -> None:
         self.method = method
         self.request = request
         self._channel = channel
-        self._decode = decode
         self._scheduler = active()
         self._process = self._scheduler.current.process
         self._ended = Event()
@@ -154,7 +148,7 @@ class _Call:
         if self._error is not None:
             raise self._error
         assert self._reply is not None
-        return self._decode(self._reply)
+        return self._reply
 
     def cancel(self) -> None:
         """The channel is closed."""
@@ -226,10 +220,8 @@ class SimChannel:
         self.host = address.rpartition(":")[0]
         self.calls: dict[int, _Call] = {}
 
-    def unary_unary(
-        self, method: str, request_serializer: Any, response_deserializer: Any, _registered_method: bool = False
-    ) -> _Method:
-        return _Method(self, method, request_serializer, response_deserializer)
+    def unary_unary(self, method: str, request_serializer: None, response_deserializer: None) -> _Method:
+        return _Method(self, method)
 
     def close(self) -> None:
         for call in list(self.calls.values()):
@@ -239,18 +231,16 @@ class SimChannel:
 class _Method:
     """`grpc.UnaryUnaryMultiCallable`."""
 
-    def __init__(self, channel: SimChannel, method: str, encode: Any, decode: Any) -> None:
+    def __init__(self, channel: SimChannel, method: str) -> None:
         self._channel = channel
         self._method = method
-        self._encode = encode
-        self._decode = decode
 
-    def __call__(self, request: Any, timeout: float, wait_for_ready: bool = False) -> Any:
+    def __call__(self, request: bytes, timeout: float, wait_for_ready: bool = False) -> Any:
         active().point()
         return self.future(request, timeout, wait_for_ready).result()
 
-    def future(self, request: Any, timeout: float, wait_for_ready: bool = False) -> _Call:
-        call = _Call(self._channel, self._method, self._encode(request), self._decode)
+    def future(self, request: bytes, timeout: float, wait_for_ready: bool = False) -> _Call:
+        call = _Call(self._channel, self._method, request)
         self._channel.calls[id(call)] = call
         call.begin(timeout, wait_for_ready)
         return call
@@ -264,3 +254,5 @@ class SimGrpc:
     Call = SimRpcError
     server = SimServer
     insecure_channel = SimChannel
+    unary_unary_rpc_method_handler = staticmethod(grpc.unary_unary_rpc_method_handler)
+    method_handlers_generic_handler = staticmethod(grpc.method_handlers_generic_handler)

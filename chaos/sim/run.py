@@ -189,7 +189,7 @@ class _Driver:
             self._replace(True)
             if not self._recover(1, "after too many losses"):
                 return
-        if final == "reform" and self._plan.regroup_after_s and len(world.up()) > 2:
+        if final == "regroup" and self._plan.regroup_after_s and len(world.up()) > 2:
             self._lose(min(1, world.oracle.survivable()))
             self._pass(self._plan.regroup_after_s * 8)
             if not self._recover(1, "after a reform"):

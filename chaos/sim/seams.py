@@ -234,6 +234,7 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.shared.transport.Path": MemoryPath,
         "holdfast.smp_daemon.shared.transport.current": Credentials,
         "holdfast.smp_daemon.node.core.current": Credentials,
+        "holdfast.smp_daemon.net.peers.current": Credentials,
         "holdfast.smp_daemon.net.authenticator.is_of_this_user": lambda sock: True,
         "holdfast.smp_daemon.shared.client.await_end": _await_end,
         "holdfast.smp_daemon.shared.slotfile.PAGE_BYTES": PAGE_BYTES,

@@ -252,7 +252,7 @@ class _Disturbed(Runner):
         owner = read_owner(node.arena)
         limit = time.monotonic() + SAFE_DEADLINE_S
         while owner is not None:
-            overview = look(JOB, (owner.host, owner.bulk_port))
+            overview = look(JOB, owner.control)
             if overview.safest is not None and overview.safest.tolerates > 0 and not overview.silent:
                 break
             if time.monotonic() > limit:

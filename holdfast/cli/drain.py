@@ -10,9 +10,8 @@ from typing import Any
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.status import gather
 from holdfast.smp_daemon.coding.drain import Drained, parse_spares
-from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.ops.overview import Overview, look
-from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
 from holdfast.smp_daemon.shared.messages import Drain
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
@@ -53,8 +52,8 @@ def run(parsed: argparse.Namespace) -> int:
     address = _address_of(overview, parsed.node)
     spares = parse_spares(parsed.to)
     message = Drain(job=overview.job, deadline_s=parsed.deadline, spares=tuple(spares), wait=parsed.wait)
-    with Links(Counters(), parsed.deadline + MARGIN_S) as links:
-        drained = from_plain(Drained, links.call(address, message), "what became of a drain")
+    with PeerClient(overview.job) as peers:
+        drained = from_plain(Drained, peers.ask(address, message, parsed.deadline + MARGIN_S), "what became of a drain")
     print(sentence(drained), file=sys.stderr if parsed.json == "-" else sys.stdout)
     write_json(parsed.json, {"job": overview.job, **to_plain(drained)})
     return 0
@@ -97,7 +96,7 @@ def _names(overview: Overview) -> set[str]:
 def _address_of(overview: Overview, node: str) -> Address:
     for status in overview.statuses:
         if status.inventory.node == node:
-            return status.inventory.bulk
+            return status.inventory.control
     raise SmpUnavailable(
         f"the SMP of {node} does not answer, so nothing can be moved from it. {overview.sentence()}: "
         "if that is enough, the survivors re-form their groups by themselves"

@@ -109,7 +109,7 @@ def _start(parsed: argparse.Namespace) -> int:
             raise
         owner, verb = found, "runs already"
     reserved = parse_size(parsed.memory) if verb == "started" else 0
-    where = f"{owner.host}:{owner.bulk_port}" + (f", {reserved:,} bytes reserved" if reserved else "")
+    where = f"{owner.host}:{owner.control_port}" + (f", {reserved:,} bytes reserved" if reserved else "")
     print(f"SMP {owner.pid} of job {owner.job} on {owner.node}: {verb}, {where}", file=sys.stderr)
     write_json(parsed.json, {"started": verb == "started", **asdict(owner)})
     return 0
@@ -141,7 +141,6 @@ def _stop(parsed: argparse.Namespace) -> int:
 
 def _status(parsed: argparse.Namespace) -> int:
     from holdfast.smp_daemon.ops.status import take_statuses
-    from holdfast.smp_daemon.shared.counters import Counters
 
     job = parsed.job or job_from_environment()
     arena = arena_path(job, parsed.arena).absolute()
@@ -151,7 +150,7 @@ def _status(parsed: argparse.Namespace) -> int:
     if owner is not None:
         report |= asdict(owner)
         lines, code = [f"SMP {owner.pid} of job {job} on {owner.node} does not answer"], NO_ANSWER
-        for status in take_statuses(job, [(owner.host, owner.bulk_port)], Counters()):
+        for status in take_statuses(job, [owner.control]):
             held = status.inventory
             newest = max((snapshot for snapshot, _ in held.shards), default=None)
             lines, code = (

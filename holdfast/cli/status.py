@@ -69,7 +69,7 @@ def gather(base: Path | None = None, job: str | None = None) -> list[tuple[Owner
     found: dict[str, tuple[Owner, Overview]] = {}
     for owner in find_owners(base, job):
         if owner.job not in found or not found[owner.job][1].statuses:
-            found[owner.job] = owner, look(owner.job, (owner.host, owner.bulk_port))
+            found[owner.job] = owner, look(owner.job, owner.control)
     return list(found.values())
 
 
@@ -89,7 +89,7 @@ def render(overviews: Sequence[tuple[Owner, Overview]]) -> RenderableType:
 def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     safe = overview.safest
     if not overview.statuses:
-        gone = f"{overview.job}: the SMP {owner.pid} does not answer at {owner.host}:{owner.bulk_port}"
+        gone = f"{overview.job}: the SMP {owner.pid} does not answer at {owner.host}:{owner.control_port}"
         return [Text(gone, style=COLOURS[-1])]
     style = COLOURS.get(safe.tolerates, "green") if safe else "yellow"
     parts: list[RenderableType] = [Text.assemble((overview.job, "bold"), ": ", (overview.sentence(), style))]
@@ -117,7 +117,7 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
         newest = max((snapshot for snapshot, _ in held.shards), default=None)
         table.add_row(
             held.node,
-            f"{held.host}:{held.bulk_port}",
+            f"{held.host}:{held.control_port}",
             str(held.trainers),
             f"{newest.step:,}" if newest else "",
             f"{status.arena_bytes / 1e6:,.1f} MB",

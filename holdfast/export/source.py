@@ -94,13 +94,12 @@ def list_memory(job: str, arena: Path | None) -> list[Listed]:
 
 def _census(job: str, arena: Path | None) -> list[Inventory]:
     """What the SMPs of a job hold: those of this machine, and all that they know of."""
-    owners = [(owner.host, owner.bulk_port) for owner in find_owners(arena, job)]
+    owners = [owner.control for owner in find_owners(arena, job)]
     if not owners:
         raise ConfigError(f"no SMP of job {job!r} has an arena on this machine: `holdfast status` names those that do")
-    counters = Counters()
-    here = take_census(job, owners, counters)
+    here = take_census(job, owners)
     others = addresses_of([layout for inventory in here for layout in inventory.layouts.values()])
-    known = {inventory.node: inventory for inventory in take_census(job, sorted({*others} - {*owners}), counters)}
+    known = {inventory.node: inventory for inventory in take_census(job, sorted({*others} - {*owners}))}
     return list((known | {inventory.node: inventory for inventory in here}).values())
 
 

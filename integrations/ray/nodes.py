@@ -210,7 +210,7 @@ class NodeAgent:
     def overview(self) -> str:
         """Which step is safe against what; blocks for some seconds."""
         owner = running_owner(self._arena)
-        return look(self._job, (owner.host, owner.bulk_port)).sentence() if owner else ""
+        return look(self._job, owner.control).sentence() if owner else ""
 
     def suspect(self, node: str) -> None:
         """Tell the SMP here that Ray takes a node for dead. Raises `HoldfastError`."""

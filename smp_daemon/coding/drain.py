@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from holdfast.smp_daemon.coding.regroup import moved
 from holdfast.smp_daemon.recovery.census import addresses_of, take_census
-from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -50,7 +49,7 @@ def parse_spares(text: str) -> list[Address]:
     for part in filter(None, text.split(",")):
         host, _, port = part.strip().rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-            raise ConfigError(f"{part!r} is no address of an SMP: say HOST:PORT, its port for raw bytes")
+            raise ConfigError(f"{part!r} is no address of an SMP: say HOST:PORT, as `holdfast status` shows it")
         found.append((host, int(port)))
     return found
 
@@ -89,7 +88,6 @@ class Drain:
     def __init__(
         self,
         job: str,
-        counters: Counters,
         inventory: Callable[[], Inventory],
         move: Callable[[Collection[Address], float], None],
     ) -> None:
@@ -99,7 +97,6 @@ class Drain:
             move: has the job's nodes regroup without this one, spares first; blocks for so many seconds at most.
         """
         self._job = job
-        self._counters = counters
         self._inventory = inventory
         self._move = move
         self._ended = threading.Event()
@@ -159,8 +156,8 @@ class Drain:
         """One attempt; None if it is not done yet. Raises `HoldfastError`: what stands in the way."""
         mine = self._inventory()
         name = mine.node
-        addresses = {*addresses_of(list(mine.layouts.values())), *spares} - {mine.bulk}
-        inventories = [mine, *take_census(self._job, sorted(addresses), self._counters)]
+        addresses = {*addresses_of(list(mine.layouts.values())), *spares} - {mine.control}
+        inventories = [mine, *take_census(self._job, sorted(addresses))]
         result = moved(inventories)
         if result is not None and not mine.trainers:
             return Drained(name, result.snapshot, result.holders, result.tolerates)

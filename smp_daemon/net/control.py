@@ -1,13 +1,14 @@
-"""Who may make gRPC calls. Every method is guarded, before its request is even parsed, so that none can be forgotten.
+"""Who may make gRPC calls. Every method is guarded before its request is even read, so that none can be forgotten.
 
-With a token each call carries, as metadata, HMAC-SHA256 over the job, the method, the request, which server it is for
-and a number that this caller uses once; the reply is signed too. A server's name is drawn when it starts, and a caller
-that does not know it learns it from the refusal of its first call. So nothing that was overheard can be said again, to
-any server, and clocks play no part. Certificates are checked by gRPC, and the name in them here.
+With a token each call carries, as metadata, HMAC-SHA256 over the job, the method, the digest of the request, which
+server it is for and a number that this caller uses once; the reply is signed too. A server's name is drawn when it
+starts, and a caller that does not know it learns it from the refusal of its first call. So nothing that was overheard
+can be said again, to any server, and clocks play no part. Certificates are checked by gRPC, and the name in them here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import itertools
@@ -15,8 +16,8 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import grpc
@@ -29,12 +30,13 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.uids import may_come
 
 CALL_KEY, SERVER_KEY, REPLY_KEY = "holdfast-call-bin", "holdfast-server-bin", "holdfast-reply-bin"
-NAME_BYTES, COUNT_BYTES, MAC_BYTES = 16, 8, 32
-SIGN_BYTES = 2 * NAME_BYTES + COUNT_BYTES + MAC_BYTES
+NAME_BYTES, COUNT_BYTES, DIGEST_BYTES, MAC_BYTES = 16, 8, 32, 32
 WINDOW = 1024
 """How far calls of one caller may overtake each other."""
 
 MAX_CALLERS = 4096
+LONGEST_CALL_S = 24 * 3600
+"""A call whose deadline is later has none, as far as anybody cares."""
 
 log = get_log(__name__)
 
@@ -63,6 +65,29 @@ class Once:
         return True
 
 
+class Signed(NamedTuple):
+    """What is said of a call, and signed: of which caller, its how manyth, for which server, with what request."""
+
+    caller: bytes
+    number: int
+    server: bytes
+    digest: bytes
+
+    @classmethod
+    def read(cls, sign: bytes) -> Signed:
+        """What is said there; nothing is verified. Raises `ProtocolError` if it is too short or too long."""
+        numbered, named = NAME_BYTES + COUNT_BYTES, 2 * NAME_BYTES + COUNT_BYTES
+        if len(sign) != named + DIGEST_BYTES + MAC_BYTES:
+            raise ProtocolError("it is not signed")
+        number = int.from_bytes(sign[NAME_BYTES:numbered], "big")
+        return cls(sign[:NAME_BYTES], number, sign[numbered:named], sign[named:-MAC_BYTES])
+
+    def by(self, key: bytes, method: str) -> bytes:
+        """With the signature of who has the key."""
+        said = self.caller + self.number.to_bytes(COUNT_BYTES, "big") + self.server + self.digest
+        return said + mac(key, b"call", method.encode(), said)
+
+
 class Verifier:
     """A server's side of the token. Thread-safe."""
 
@@ -72,20 +97,25 @@ class Verifier:
         self._callers: OrderedDict[bytes, Once] = OrderedDict()
         self.name = secrets.token_bytes(NAME_BYTES)
 
-    def verify(self, method: str, request: bytes, sign: bytes) -> None:
+    def verify(self, method: str, sign: bytes) -> None:
         """Raises `ProtocolError` unless a call is signed by who has the token, for this server, and is new."""
-        caller, number, server, proof = _parts(sign)
+        signed = Signed.read(sign)
         with self._lock:
-            if not hmac.compare_digest(proof, _signature(self._key, method, request, server, caller, number)):
+            if not hmac.compare_digest(sign, signed.by(self._key, method)):
                 raise ProtocolError("it is not signed with this job's token")
-            if server != self.name:
+            if signed.server != self.name:
                 raise WrongServer("it is not for this server as it is now")
-            if caller not in self._callers and len(self._callers) >= MAX_CALLERS:
+            if signed.caller not in self._callers and len(self._callers) >= MAX_CALLERS:
                 self._callers.clear()
                 self.name = secrets.token_bytes(NAME_BYTES)  # or those forgotten could be repeated
                 raise WrongServer("callers are forgotten: say it again")
-            if not self._callers.setdefault(caller, Once()).use(int.from_bytes(number, "big")):
+            if not self._callers.setdefault(signed.caller, Once()).use(signed.number):
                 raise ProtocolError("it was said before")
+
+    def verify_request(self, request: bytes, sign: bytes) -> None:
+        """Raises `ProtocolError` unless this is the request of the call that was signed so, and verified."""
+        if Signed.read(sign).digest != _digest(request):
+            raise ProtocolError("the request is not the one that was signed")
 
     def sign_reply(self, sign: bytes, reply: bytes) -> bytes:
         """What shows the caller that the reply is from who has the token, and to its call."""
@@ -103,9 +133,8 @@ class Signer:
 
     def sign(self, address: str, method: str, request: bytes) -> bytes:
         """For one call, once."""
-        number = next(self._numbers).to_bytes(COUNT_BYTES, "big")
         server = self._servers.get(address, bytes(NAME_BYTES))
-        return self._name + number + server + _signature(self._key, method, request, server, self._name, number)
+        return Signed(self._name, next(self._numbers), server, _digest(request)).by(self._key, method)
 
     def learn(self, address: str, call: Any) -> bool:
         """Whether a server refused a call because its name was not known: now it is, and the call can be made again."""
@@ -138,28 +167,29 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
         if handler is None or handler.unary_unary is None:
             return None
 
-        def guarded(request: bytes, context: grpc.ServicerContext) -> bytes:
+        def guarded(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
             sign = _value(context.invocation_metadata(), CALL_KEY)
             try:
-                self._check(details.method, request, sign, context)
+                self._check(details.method, sign, context)
+                request = next(requests, b"")  # it is read from here on
+                if self._verifier is not None:
+                    self._verifier.verify_request(request, sign)
             except ProtocolError as error:
                 if not isinstance(error, WrongServer):
                     self._complaints.note(_host(context.peer()), error, time.monotonic())
                 if self._verifier is not None:
                     context.set_trailing_metadata(((SERVER_KEY, self._verifier.name),))
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, f"not let in: {error}")
-            try:
-                asked = handler.request_deserializer(request)
-            except Exception as error:  # whatever protobuf raises for what is no message
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a request: {error}")
-            reply: bytes = handler.response_serializer(handler.unary_unary(asked, context))
+            reply: bytes = handler.unary_unary(request, context)
             if self._verifier is not None:
                 context.set_trailing_metadata(((REPLY_KEY, self._verifier.sign_reply(sign, reply)),))
             return reply
 
-        return grpc.unary_unary_rpc_method_handler(guarded)
+        return grpc.stream_unary_rpc_method_handler(guarded)
 
-    def _check(self, method: str, request: bytes, sign: bytes, context: grpc.ServicerContext) -> None:
+    def _check(self, method: str, sign: bytes, context: grpc.ServicerContext) -> None:
+        if context.time_remaining() > LONGEST_CALL_S:
+            raise ProtocolError("it has no deadline")
         if not self._credentials:
             peer = _address(context.peer())
             try:
@@ -173,18 +203,11 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
             if self._credentials.tls.name.encode() not in names:
                 raise ProtocolError(f"its certificate is not for {self._credentials.tls.name!r}")
         if self._verifier is not None:
-            self._verifier.verify(method, request, sign)
+            self._verifier.verify(method, sign)
 
 
-def _signature(key: bytes, method: str, request: bytes, server: bytes, caller: bytes, number: bytes) -> bytes:
-    return mac(key, b"call", method.encode(), request, server, caller, number)
-
-
-def _parts(sign: bytes) -> tuple[bytes, bytes, bytes, bytes]:
-    if len(sign) != SIGN_BYTES:
-        raise ProtocolError("it is not signed")
-    server = NAME_BYTES + COUNT_BYTES
-    return sign[:NAME_BYTES], sign[NAME_BYTES:server], sign[server:-MAC_BYTES], sign[-MAC_BYTES:]
+def _digest(request: bytes) -> bytes:
+    return hashlib.sha256(request).digest()
 
 
 def _value(metadata: Sequence[tuple[str, Any]] | None, key: str) -> bytes:

@@ -1,48 +1,83 @@
-"""Control between the SMPs of a group: gRPC, small messages, a deadline on each. Who may call: `net.control`."""
+"""Control between SMPs, and from commands to them: gRPC, small messages, a deadline on each. Who may: `net.control`.
+
+There is one method. Its request is one of `messages.PeerControl` as JSON, and so is its reply, or the error that the
+request was refused with. Calls may come twice; every one of these messages may be said twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
 
 import grpc
 
-from holdfast.smp_daemon.net import peer_pb2, peer_pb2_grpc
 from holdfast.smp_daemon.net.control import CALL_KEY, Guard, Signer
-from holdfast.smp_daemon.shared.credentials import Credentials
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
-from holdfast.smp_daemon.shared.layout import Layout, Node, SnapshotId
-from holdfast.smp_daemon.shared.limits import is_identifier
-from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.credentials import Credentials, current
+from holdfast.smp_daemon.shared.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HoldfastError,
+    ProtocolError,
+    SmpUnavailable,
+)
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES
+from holdfast.smp_daemon.shared.messages import ParityDone, PeerControl, PeerRequest, Ping, Pong, read_request
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json, from_plain
+from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.smp_daemon.storage.codings import Coding
-from holdfast.smp_daemon.storage.store import Store
+from holdfast.smp_daemon.shared.transport import Message, Outbound, checked_reply
 
+SERVICE, NAME = "holdfast.Smp", "Ask"
+METHOD = f"/{SERVICE}/{NAME}"
 NOTIFY_DEADLINE_S = 20.0
 MAX_CALLS = 64
 """Under way at a time; more are refused."""
 
+THREADS = 16
+"""That answer. What takes long is asked for by the one SMP that leads a regrouping, or by a command: there are few."""
+
 _OPTIONS = [
-    ("grpc.max_receive_message_length", 1 << 20),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.server_handshake_timeout_ms", 5000),
 ]
 
-log = get_log(__name__)
+AtEnd = Callable[[Callable[[], None]], None]
+"""Has something done once the asker has its reply, or is gone."""
 
 
-class PeerServer(peer_pb2_grpc.PeerServicer):  # type: ignore[misc]  # generated, untyped
-    """Answers the other SMPs of the job."""
+class PeerServer:
+    """Answers the other SMPs of the job, and commands, in threads of its own."""
 
-    def __init__(self, store: Store, host: str, port: int, credentials: Credentials, system: System = MACHINE) -> None:
-        """Starts to serve. Raises `ConfigError` if the port is taken."""
-        self._store = store
-        guard = Guard(credentials, store.job)
+    def __init__(
+        self,
+        job: str,
+        answer: Callable[[PeerControl, AtEnd], Outbound],
+        host: str,
+        port: int,
+        credentials: Credentials,
+        system: System = MACHINE,
+    ) -> None:
+        """Starts to serve.
+
+        Args:
+            answer: the reply to a message for this job. A `HoldfastError` becomes an error reply.
+
+        Raises:
+            ConfigError: the port is taken.
+        """
+        self._job = job
+        self._answer = answer
+        guard = Guard(credentials, job)
         self._server = grpc.server(
-            system.Pool(2, "peer"), options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
+            system.Pool(THREADS, "peer"), options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
         )
-        peer_pb2_grpc.add_PeerServicer_to_server(self, self._server)
+        handler = grpc.unary_unary_rpc_method_handler(self._handle)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {NAME: handler}),))
         try:
             self.port = self._listen(f"{host}:{port}", credentials)
             guard.listens_at = host, self.port
@@ -52,6 +87,10 @@ class PeerServer(peer_pb2_grpc.PeerServicer):  # type: ignore[misc]  # generated
             ) from error
         self._server.start()
 
+    def close(self) -> None:
+        """Stop serving; waits at most a second for calls in progress."""
+        self._server.stop(1.0).wait()
+
     def _listen(self, address: str, credentials: Credentials) -> int:
         tls = credentials.tls
         if tls is None:
@@ -59,131 +98,83 @@ class PeerServer(peer_pb2_grpc.PeerServicer):  # type: ignore[misc]  # generated
         shown = grpc.ssl_server_credentials([(tls.key, tls.cert)], root_certificates=tls.ca, require_client_auth=True)
         return int(self._server.add_secure_port(address, shown))
 
-    def close(self) -> None:
-        """Stop serving; waits at most a second for calls in progress."""
-        self._server.stop(1.0).wait()
+    def _handle(self, body: bytes, context: Any) -> bytes:
+        def at_end(done: Callable[[], None]) -> None:
+            if not context.add_callback(done):  # it is over already
+                done()
 
-    def ParityDone(self, request: peer_pb2.ParityDoneRequest, context: grpc.ServicerContext) -> peer_pb2.Ack:
-        self._check_job(request.job, context)
-        coding = Coding(SnapshotId(request.snapshot_epoch, request.snapshot_step), request.tag)
-        if not is_identifier(request.tag) or request.position > 255:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "that names no parity of a group")
         try:
-            self._store.codings.parity_done(request.epoch, coding, request.position)
+            request: PeerControl = read_request(PeerControl, decode_json(dict[str, Any], body, "a message"))
+            if request.job != self._job:
+                raise ProtocolError(f"this SMP serves job {self._job!r}, not {request.job!r}")
+            return encode_json(self._answer(request, at_end))
         except HoldfastError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return peer_pb2.Ack()
-
-    def Ping(self, request: peer_pb2.PingRequest, context: grpc.ServicerContext) -> peer_pb2.PingReply:
-        self._check_job(request.job, context)
-        layout = self._store.newest_layout()
-        revision = layout.revision if layout is not None and layout.epoch == self._store.epoch else 0
-        return peer_pb2.PingReply(
-            job=self._store.job, node=self._store.node, epoch=self._store.epoch, revision=revision
-        )
-
-    def _check_job(self, job: str, context: grpc.ServicerContext) -> None:
-        if job != self._store.job:
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, f"this SMP serves job {self._store.job!r}, not {job!r}")
+            return encode_json({"error": type(error).__name__, "message": str(error)})
 
 
 class PeerClient:
-    """Tells the group's other SMPs. Thread-safe; one channel per peer, kept open."""
+    """Asks SMPs. Thread-safe; one channel to each, kept open until `close`. Not for trainers, which may fork."""
 
-    def __init__(
-        self,
-        credentials: Credentials = Credentials(),  # noqa: B008  # frozen
-        job: str = "",
-        system: System = MACHINE,
-    ) -> None:
-        """`job` is needed with a token only."""
-        self._credentials = credentials
-        self._signer = Signer(credentials.token, job) if credentials.token else None
-        self._channels: dict[str, grpc.Channel] = {}
+    def __init__(self, job: str, credentials: Credentials | None = None, system: System = MACHINE) -> None:
+        """`credentials`: default this process's."""
+        self._job = job
+        self._credentials = current() if credentials is None else credentials
+        token = self._credentials.token
+        self._signer = Signer(token, job) if token else None
+        self._channels: dict[Address, grpc.Channel] = {}
         # Guards the channels. Any thread takes it, some with the store's lock held; a channel connects by itself, so
         # making one under the lock does not block.
         self._lock = system.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def ask(
+        self, address: Address, request: PeerRequest, deadline_s: float = CALL_DEADLINE_S, *, starting: bool = False
+    ) -> Message:
+        """Say `request` and wait for its reply.
+
+        Args:
+            starting: nobody may listen there yet; that is waited for until the deadline.
+
+        Raises:
+            SmpUnavailable: nobody answers there, or who does not know this job's token.
+            DeadlineExceeded: no answer in time.
+            HoldfastError: the error that it replies with.
+        """
+        body = encode_json(request)
+        try:
+            return self._asked(address, body, deadline_s, starting, again=True)
+        except grpc.RpcError as error:
+            text = f"{_text(address)} does not answer: {error.code().name}: {error.details()}"
+            late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            raise DeadlineExceeded(text) if late else SmpUnavailable(text) from error
+
+    def ping(self, address: Address, deadline_s: float, *, starting: bool = False) -> Pong:
+        """Ask who is there. Raises as `ask`."""
+        return from_plain(Pong, self.ask(address, Ping(job=self._job), deadline_s, starting=starting), "who is there")
 
     def tell_parity_done(
         self, layout: Layout, node: str, epoch: int, snapshot: SnapshotId, failed: Callable[[str], None]
     ) -> None:
         """Tell every other member of the group of `node`; returns at once. `failed` is called with a reason."""
         group, position = layout.place(node)
-        request = peer_pb2.ParityDoneRequest(
-            job=layout.job,
-            epoch=epoch,
-            snapshot_epoch=snapshot.epoch,
-            snapshot_step=snapshot.step,
-            tag=layout.tag(group),
-            position=position,
-        )
+        tag = layout.tag(group)
+        request = ParityDone(job=layout.job, epoch=epoch, snapshot=snapshot, tag=tag, position=position)
         for member in layout.members(group):
             if member.name != node:
-                self._tell(member, request, failed, again=True)
-
-    def ping(self, address: str, job: str, deadline_s: float, *, starting: bool = False) -> peer_pb2.PingReply:
-        """Ask who is there. Raises `HoldfastError` if nobody answers in time, or answers for another job.
-
-        Args:
-            starting: it may not listen yet; it is waited for until the deadline.
-        """
-        stub = peer_pb2_grpc.PeerStub(self._channel(address))
-        request = peer_pb2.PingRequest(job=job)
-        try:
-            if self._signer is not None:
-                return self._signed_ping(self._signer, stub, address, request, deadline_s, starting)
-            reply: peer_pb2.PingReply = stub.Ping(request, timeout=deadline_s, wait_for_ready=starting)
-            return reply
-        except grpc.RpcError as error:
-            raise HoldfastError(f"{address} does not answer: {error.code().name}: {error.details()}") from error
-
-    def _signed_ping(
-        self,
-        signer: Signer,
-        stub: peer_pb2_grpc.PeerStub,
-        address: str,
-        request: peer_pb2.PingRequest,
-        deadline_s: float,
-        starting: bool,
-    ) -> peer_pb2.PingReply:
-        def ask() -> tuple[peer_pb2.PingReply, grpc.Call, bytes]:
-            sign = signer.sign(address, "/holdfast.v1.Peer/Ping", request.SerializeToString())
-            signed = {"metadata": ((CALL_KEY, sign),), "wait_for_ready": starting}
-            return *stub.Ping.with_call(request, timeout=deadline_s, **signed), sign
-
-        try:
-            reply, call, sign = ask()
-        except grpc.RpcError as error:
-            if not signer.learn(address, error):
-                raise
-            reply, call, sign = ask()
-        if not signer.is_genuine(sign, call, reply.SerializeToString()):
-            raise HoldfastError(f"what answers at {address} does not know this job's token")
-        return reply
-
-    def _tell(
-        self, member: Node, request: peer_pb2.ParityDoneRequest, failed: Callable[[str], None], *, again: bool
-    ) -> None:
-        stub = peer_pb2_grpc.PeerStub(self._channel(member.control))
-        signer, signed = self._signer, {}
-        if signer is not None:
-            sign = signer.sign(member.control, "/holdfast.v1.Peer/ParityDone", request.SerializeToString())
-            signed = {"metadata": ((CALL_KEY, sign),)}
-
-        def done(call: grpc.Future[peer_pb2.Ack]) -> None:
-            if call.cancelled():
-                return
-            error = call.exception()
-            if error is None:
-                return
-            if again and signer is not None and signer.learn(member.control, error):
-                self._tell(member, request, failed, again=False)
-                return
-            detail = error.details() if isinstance(error, grpc.Call) else error
-            failed(f"node {member.name!r} could not be told: {detail}")
-
-        call = stub.ParityDone.future(request, timeout=NOTIFY_DEADLINE_S, wait_for_ready=True, **signed)
-        call.add_done_callback(done)
+                name = member.name
+                self._tell(
+                    member.control,
+                    encode_json(request),
+                    lambda why, name=name: failed(f"node {name!r} could not be told: {why}"),  # type: ignore[misc]
+                    again=True,
+                )
 
     def close(self) -> None:
         """Close every channel."""
@@ -192,15 +183,61 @@ class PeerClient:
                 channel.close()
             self._channels.clear()
 
-    def _channel(self, address: str) -> grpc.Channel:
+    def _asked(self, address: Address, body: bytes, deadline_s: float, starting: bool, *, again: bool) -> Message:
+        method, signer = self._method(address), self._signer
+        if signer is None:
+            return checked_reply(_read(method(body, timeout=deadline_s, wait_for_ready=starting)))
+        sign = signer.sign(_text(address), METHOD, body)
+        metadata = ((CALL_KEY, sign),)
+        try:
+            reply, call = method.with_call(body, timeout=deadline_s, wait_for_ready=starting, metadata=metadata)
+        except grpc.RpcError as error:
+            if not again or not signer.learn(_text(address), error):
+                raise
+            return self._asked(address, body, deadline_s, starting, again=False)
+        if not signer.is_genuine(sign, call, reply):
+            raise SmpUnavailable(f"what answers at {_text(address)} does not know this job's token")
+        return checked_reply(_read(reply))
+
+    def _tell(self, address: Address, body: bytes, failed: Callable[[str], None], *, again: bool) -> None:
+        signer, signed = self._signer, {}
+        if signer is not None:
+            signed = {"metadata": ((CALL_KEY, signer.sign(_text(address), METHOD, body)),)}
+
+        def done(call: Any) -> None:
+            if call.cancelled():
+                return
+            error = call.exception()
+            if error is None:
+                try:
+                    checked_reply(_read(call.result()))
+                except HoldfastError as refusal:
+                    failed(str(refusal))
+            elif again and signer is not None and signer.learn(_text(address), error):
+                self._tell(address, body, failed, again=False)
+            else:
+                failed(str(error.details() if isinstance(error, grpc.Call) else error))
+
+        call = self._method(address).future(body, timeout=NOTIFY_DEADLINE_S, wait_for_ready=True, **signed)
+        call.add_done_callback(done)
+
+    def _method(self, address: Address) -> Any:
         with self._lock:
             if address not in self._channels:
-                self._channels[address] = self._connected(address)
-            return self._channels[address]
+                self._channels[address] = self._connected(_text(address))
+            return self._channels[address].unary_unary(METHOD, None, None)
 
-    def _connected(self, address: str) -> grpc.Channel:
+    def _connected(self, target: str) -> grpc.Channel:
         tls = self._credentials.tls
         if tls is None:
-            return grpc.insecure_channel(address, options=_OPTIONS)
+            return grpc.insecure_channel(target, options=_OPTIONS)
         shown = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
-        return grpc.secure_channel(address, shown, options=[*_OPTIONS, ("grpc.ssl_target_name_override", tls.name)])
+        return grpc.secure_channel(target, shown, options=[*_OPTIONS, ("grpc.ssl_target_name_override", tls.name)])
+
+
+def _text(address: Address) -> str:
+    return f"{address[0]}:{address[1]}"
+
+
+def _read(reply: bytes) -> Message:
+    return decode_json(dict[str, Any], reply, "an answer")

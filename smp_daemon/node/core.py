@@ -104,7 +104,7 @@ class Core:
         self.finished = False
         self.arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero)
         self.credentials = current()
-        self.peers = PeerClient(self.credentials, job, system)
+        self.peers = PeerClient(job, self.credentials, system)
         self._protector = Protector(
             self.peers, Pacer(self.settings.bandwidth), self.settings.turns, self.settings.priority, system
         )
@@ -136,7 +136,7 @@ class Core:
             self.recoveries.lost,
         )
         self.buffers = BufferPool(system)
-        self.drainer = Drain(job, self.store.counters, self.inventory, self.monitor.move)
+        self.drainer = Drain(job, self.inventory, self.monitor.move)
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)
 

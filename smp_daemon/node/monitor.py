@@ -80,7 +80,7 @@ class Monitor:
         self._store = store
         if self._after_s:
             self._system.Thread(target=self._watch, name="monitor", daemon=True).start()
-        self._system.Thread(target=self._lead, name="reform", daemon=True).start()
+        self._system.Thread(target=self._lead, name="regroup", daemon=True).start()
 
     def close(self) -> None:
         """Stop watching."""
@@ -127,7 +127,7 @@ class Monitor:
         behind = False
         for member in members:
             try:
-                reply = self._peers.ping(member.control, layout.job, PING_DEADLINE_S)
+                reply = self._peers.ping(member.control, PING_DEADLINE_S)
                 self._seen[member.name] = self._system.monotonic()
                 self._suspects.discard(member.name)
                 behind |= reply.epoch == layout.epoch and reply.revision > layout.revision
@@ -146,18 +146,17 @@ class Monitor:
         return newest is not None and newest.epoch == layout.epoch and is_cluttered(parities, newest, layout)
 
     def _request_regroup(self, layout: Layout) -> None:
-        with Links(self._store.counters, PING_DEADLINE_S) as links:
-            for node in layout.nodes:
-                if node.name == self._store.node:
-                    self.request()
-                    return
-                try:
-                    links.call(node.bulk, Regroup(job=layout.job))
-                    self._episodes.end(node.name, "%s can be in charge again", node.name, extra=about(peer=node.name))
-                    return
-                except HoldfastError as error:
-                    text, extra = "%s is not in charge: %s", about(peer=node.name)
-                    self._episodes.begin(node.name, text, node.name, error, level=logging.INFO, extra=extra)
+        for node in layout.nodes:
+            if node.name == self._store.node:
+                self.request()
+                return
+            try:
+                self._peers.ask(node.control, Regroup(job=layout.job), PING_DEADLINE_S)
+                self._episodes.end(node.name, "%s can be in charge again", node.name, extra=about(peer=node.name))
+                return
+            except HoldfastError as error:
+                text, extra = "%s is not in charge: %s", about(peer=node.name)
+                self._episodes.begin(node.name, text, node.name, error, level=logging.INFO, extra=extra)
 
     def leases(self) -> dict[str, float]:
         """How long ago each other member of the group was last heard of, in seconds."""
@@ -187,12 +186,11 @@ class Monitor:
             if node.name == self._store.node:
                 self.regroup_for(spares)
                 return
-            with Links(self._store.counters, deadline_s) as links:
-                try:
-                    links.call(node.bulk, message)
-                    return
-                except SmpUnavailable as error:
-                    log.info("%s is not in charge: %s", node.name, error)
+            try:
+                self._peers.ask(node.control, message, deadline_s)
+                return
+            except SmpUnavailable as error:
+                log.info("%s is not in charge: %s", node.name, error)
 
     def regroup_for(self, spares: Collection[Address]) -> None:
         """Somebody leaves, and this one is in charge: as `regroup`, with more SMPs that may take part."""
@@ -217,10 +215,10 @@ class Monitor:
             self._wanted.clear()
             try:
                 self.regroup()
-                self._episodes.end("reform", "groups are complete again")
+                self._episodes.end("regroup", "groups are complete again")
             except HoldfastError as error:
                 text = "groups could not be regrouped; this is retried while it is needed: %s"
-                self._episodes.begin("reform", text, error)
+                self._episodes.begin("regroup", text, error)
 
     def regroup(self) -> Regrouping | None:
         """Regroup if nodes are missing or leaving; returns what was done. Blocks until that is complete; one at a time.
@@ -239,7 +237,7 @@ class Monitor:
             return None
         self._enlist_spares()
         addresses = {*addresses_of(layouts), *self._spares}
-        inventories = take_census(store.job, sorted(addresses), store.counters, layouts)
+        inventories = take_census(store.job, sorted(addresses), layouts)
         if any(inventory.trainers for inventory in inventories):
             text = "nodes are missing, and trainers are connected: nothing is done"
             self._episodes.begin("declined", text, level=logging.INFO)
@@ -260,23 +258,21 @@ class Monitor:
         return regrouping
 
     def _enlist_spares(self) -> None:
-        with Links(self._store.counters, PING_DEADLINE_S) as links:
-            for address in sorted(self._spares):
-                try:
-                    links.call(address, Enlist(job=self._store.job, epoch=self._store.epoch))
-                except HoldfastError as error:
-                    log.warning("%s:%d is no spare: %s", *address, error)
-                    self._spares.discard(address)
+        for address in sorted(self._spares):
+            try:
+                self._peers.ask(address, Enlist(job=self._store.job, epoch=self._store.epoch), PING_DEADLINE_S)
+            except HoldfastError as error:
+                log.warning("%s:%d is no spare: %s", *address, error)
+                self._spares.discard(address)
 
     def _everywhere(self, regrouping: Regrouping, message: Phase) -> None:
         """Have every node whose group changes do something at the same time; raises the first error of any."""
         deadline_s = _phase_deadline(regrouping.layout)
 
         def ask(name: str) -> None:
-            with Links(self._store.counters, deadline_s) as links:
-                links.call(regrouping.layout.node(name).bulk, message)
+            self._peers.ask(regrouping.layout.node(name).control, message, deadline_s)
 
-        with self._system.Pool(max(AT_ONCE, len(regrouping.nodes)), "reform") as pool:
+        with self._system.Pool(max(AT_ONCE, len(regrouping.nodes)), "regroup") as pool:
             for done in [pool.submit(ask, name) for name in regrouping.nodes]:
                 done.result()
 

@@ -10,7 +10,6 @@ from holdfast.smp_daemon.ops.status import Status, take_statuses
 from holdfast.smp_daemon.recovery.census import addresses_of
 from holdfast.smp_daemon.recovery.recoveries import summarise
 from holdfast.smp_daemon.recovery.redundancy import Redundancy, redundancies, safest
-from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.crash_loop import current_crash_loop
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import LogEvent
@@ -128,12 +127,11 @@ class Overview:
 
 def look(job: str, first: Address) -> Overview:
     """Ask the SMP at `first` about the job, and then all that it knows of. Blocks for some seconds at most."""
-    counters = Counters()
-    statuses = take_statuses(job, [first], counters)
+    statuses = take_statuses(job, [first])
     known = [layout for status in statuses for layout in status.inventory.layouts.values()]
     newest = max(known, key=lambda layout: (layout.epoch, layout.revision), default=None)
     others = [address for address in addresses_of([newest] if newest else []) if address != first]
-    statuses = sorted([*statuses, *take_statuses(job, others, counters, known)], key=lambda each: each.inventory.node)
+    statuses = sorted([*statuses, *take_statuses(job, others, known)], key=lambda each: each.inventory.node)
     answering = {status.inventory.node for status in statuses}
     silent = [node.name for node in newest.nodes if node.name not in answering] if newest else []
     return Overview(job, tuple(statuses), tuple(silent), tuple(redundancies([status.inventory for status in statuses])))

@@ -107,7 +107,7 @@ class Web:
             try:  # the others are shown what there was: they would all wait for an SMP that does not answer
                 if not self._is_fresh():
                     owner, began = self._smp.owner, time.monotonic()
-                    self._overview = look(owner.job, (owner.host, owner.bulk_port))
+                    self._overview = look(owner.job, owner.control)
                     now = time.monotonic()
                     self._fresh_until = now + max(FRESH_S, SHARE * (now - began))
             finally:

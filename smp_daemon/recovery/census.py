@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.shared.counters import Counters
+from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout
@@ -27,14 +26,12 @@ _silent = Episodes(log)
 
 
 def addresses_of(layouts: Collection[Layout]) -> list[Address]:
-    """Where the SMPs of these layouts listen for raw bytes; the later of several addresses of a node counts."""
+    """Where the SMPs of these layouts answer; the later of several addresses of a node counts."""
     newest = sorted(layouts, key=lambda layout: (layout.epoch, layout.revision))
-    return sorted({node.name: node.bulk for layout in newest for node in layout.nodes}.values())
+    return sorted({node.name: node.control for layout in newest for node in layout.nodes}.values())
 
 
-def take_census(
-    job: str, addresses: Collection[Address], counters: Counters, known: Collection[Layout] = ()
-) -> list[Inventory]:
+def take_census(job: str, addresses: Collection[Address], known: Collection[Layout] = ()) -> list[Inventory]:
     """The inventories of those who answer. Blocks for at most a few times `DEADLINE_S`.
 
     Args:
@@ -42,24 +39,21 @@ def take_census(
     """
     by_digest = {layout.digest: layout for layout in known}
     message = PeerInventory(job=job, known=frozenset(by_digest))
-    return ask_all(message, addresses, counters, lambda reply: Inventory.read(reply, by_digest))
+    return ask_all(message, addresses, lambda reply: Inventory.read(reply, by_digest))
 
 
-def ask_all(
-    message: PeerRequest, addresses: Collection[Address], counters: Counters, read: Callable[[Message], T]
-) -> list[T]:
+def ask_all(message: PeerRequest, addresses: Collection[Address], read: Callable[[Message], T]) -> list[T]:
     """What those who answer to `message` say, read by `read`. Blocks as `take_census`."""
 
     def ask(address: Address) -> T | None:
-        with Links(counters, DEADLINE_S) as links:
-            try:
-                answer = read(links.call(address, message))
-                _silent.end(address, "%s answers again", address, extra=about(peer=address))
-                return answer
-            except HoldfastError as error:
-                text, extra = "%s does not answer: %s", about(peer=address)
-                _silent.begin(address, text, address, error, level=logging.INFO, extra=extra)
-                return None
+        try:
+            answer = read(peers.ask(address, message, DEADLINE_S))
+            _silent.end(address, "%s answers again", address, extra=about(peer=address))
+            return answer
+        except HoldfastError as error:
+            text, extra = "%s does not answer: %s", about(peer=address)
+            _silent.begin(address, text, address, error, level=logging.INFO, extra=extra)
+            return None
 
-    with ThreadPoolExecutor(AT_ONCE, "census") as pool:
+    with PeerClient(message.job) as peers, ThreadPoolExecutor(AT_ONCE, "census") as pool:
         return [answer for answer in pool.map(ask, addresses) if answer is not None]

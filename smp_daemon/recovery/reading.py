@@ -5,14 +5,14 @@ from __future__ import annotations
 import psutil
 
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.recovery.units import UnitReader
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import ProtocolError, SmpUnavailable
-from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_HEADER_BYTES
-from holdfast.smp_daemon.shared.messages import PeerInventory, ShardUnit
+from holdfast.smp_daemon.shared.messages import AskShard, AskShardUnit, HeldShard, UnitReply
+from holdfast.smp_daemon.shared.plain import from_plain
+from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_format
-from holdfast.smp_daemon.shared.sources import Address, Sources
+from holdfast.smp_daemon.shared.sources import Address
 
 AHEAD = 4
 """Units asked for before they are received, so that the link is busy."""
@@ -30,31 +30,22 @@ class RemoteShard:
     """
 
     def __init__(self, address: Address, job: str, coord: str, deadline_s: float = CALL_DEADLINE_S) -> None:
-        """Find the shard. `deadline_s`: how long each answer may take. Raises `SmpUnavailable` if there is none."""
+        """Find the shard. `deadline_s`: how long each answer may take. Raises `ProtocolError` if there is none."""
         self._address = address
-        counters = Counters()
-        self._links = Links(counters, deadline_s)
+        self._job, self._coord = job, coord
+        self._links = Links(Counters(), deadline_s)
         try:
-            inventory = Inventory.read(self._links.call(address, PeerInventory(job=job)))
-            held = max((snapshot for snapshot, name in inventory.shards if name == coord), default=None)
-            layouts = [known for known in inventory.layouts.values() if held is not None and known.epoch == held.epoch]
-            if held is None or not layouts:
-                raise SmpUnavailable(f"the SMP at {address[0]}:{address[1]} holds no shard of {coord}")
+            held = from_plain(HeldShard, self._links.call(address, AskShard(job=job, coord=coord)), "what is held")
+            room = psutil.virtual_memory().available
+            if held.bytes > room:
+                raise ProtocolError(f"the shard of {coord} has {held.bytes:,} bytes there, and {room:,} are free here")
         except BaseException:
             self._links.close()
             raise
-        self.snapshot = held
-        layout = layouts[0]
-        self._coord = coord
-        self._reader = UnitReader(Sources(held, layout, {coord: address}, {}), counters)
-        length = next(shard.bytes for node in layout.nodes for shard in node.shards if shard.coord == coord)
-        room = psutil.virtual_memory().available
-        if length > room:
-            self._links.close()
-            raise ProtocolError(f"the shard of {coord} has {length:,} bytes there, and {room:,} are free here")
-        self.view = memoryview(bytearray(length))
-        self._unit_bytes = layout.unit_bytes
-        self._missing = set(range(-(-length // layout.unit_bytes)))
+        self.snapshot = held.snapshot
+        self.view = memoryview(bytearray(held.bytes))
+        self._unit_bytes = held.unit_bytes
+        self._missing = set(range(-(-held.bytes // held.unit_bytes)))
 
     def __enter__(self) -> RemoteShard:
         return self
@@ -68,8 +59,8 @@ class RemoteShard:
         units = sorted(self._missing.intersection(wanted))
         for index in range(len(units) + AHEAD):
             if index < len(units):
-                what = ShardUnit(self._coord, units[index])
-                self._reader.send(self._links, self._address, what)
+                unit = AskShardUnit(job=self._job, snapshot=self.snapshot, coord=self._coord, unit=units[index])
+                self._links.send(self._address, unit)
             if index >= AHEAD:
                 self._receive(units[index - AHEAD])
 
@@ -88,5 +79,7 @@ class RemoteShard:
 
     def _receive(self, index: int) -> None:
         unit = self.view[index * self._unit_bytes : (index + 1) * self._unit_bytes]
-        self._reader.receive(self._links, self._address, unit)
+        reply = from_plain(UnitReply, self._links.receive(self._address, unit), "an answer with a unit")
+        if digest(unit) != reply.digest:
+            raise DamagedSnapshot(f"unit {index} of {self._coord} was damaged on its way from {self._address}")
         self._missing.remove(index)

@@ -112,7 +112,7 @@ def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
     """
     with store.changed:
         layouts = list(store.arena.layouts.values())
-    inventories = take_census(store.job, addresses_of(layouts), store.counters, layouts)
+    inventories = take_census(store.job, addresses_of(layouts), layouts)
     sources = choose_sources(inventories, key.snapshot)
     if sources is None:
         return 0

@@ -45,6 +45,11 @@ class Inventory:
     record: Record = field(default_factory=Record)
 
     @property
+    def control(self) -> tuple[str, int]:
+        """Where it answers what is small, and what names it."""
+        return (self.host, self.control_port)
+
+    @property
     def bulk(self) -> tuple[str, int]:
         """Where it serves raw bytes."""
         return (self.host, self.bulk_port)

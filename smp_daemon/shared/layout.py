@@ -69,9 +69,9 @@ class Node:
         return (self.host, self.bulk_port)
 
     @property
-    def control(self) -> str:
-        """Where the SMP answers gRPC."""
-        return f"{self.host}:{self.control_port}"
+    def control(self) -> tuple[str, int]:
+        """Where the SMP answers what is small, and what names it."""
+        return (self.host, self.control_port)
 
 
 @dataclass(frozen=True)

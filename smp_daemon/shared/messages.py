@@ -173,7 +173,7 @@ class LentUnit(Reply, kw_only=True):
     bytes_fetched: Count
 
 
-class RepairParity(InEpoch, tag="heal", kw_only=True):
+class RepairParity(InEpoch, tag="repair_parity", kw_only=True):
     """Compute the parity of a position again, in the background."""
 
     sources: Sources
@@ -318,7 +318,7 @@ class PeerStatus(PeerRequest, tag="status", kw_only=True):
     known: Digests = frozenset()
 
 
-class Regroup(PeerRequest, tag="reform", kw_only=True):
+class Regroup(PeerRequest, tag="regroup", kw_only=True):
     """See whether the groups are complete."""
 
 
@@ -362,7 +362,7 @@ class Release(Phase, tag="release", kw_only=True):
     """Drop the parity of the old groups."""
 
 
-class Accumulate(PeerRequest, tag="fold", kw_only=True):
+class Accumulate(PeerRequest, tag="accumulate", kw_only=True):
     """Add the unit that follows to the parity of a stripe."""
 
     epoch: Count
@@ -407,6 +407,20 @@ class PartialSum(msgspec.Struct, frozen=True, tag_field="op", tag="partial"):
     terms: Annotated[tuple[Term, ...], msgspec.Meta(min_length=1, max_length=MAX_TERMS)]
     length: Count
     position: Count
+
+
+class AskShard(PeerRequest, tag="shard", kw_only=True):
+    """What is the newest of a shard that is held there?"""
+
+    coord: Identifier
+
+
+class HeldShard(Reply, kw_only=True):
+    """A sealed shard: of which snapshot, how long, and in units of how many bytes."""
+
+    snapshot: SnapshotId
+    bytes: Count
+    unit_bytes: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class AskShardUnit(PeerRequest, tag="shard_unit", kw_only=True):
@@ -466,7 +480,7 @@ PeerControl = (
 )
 """Small messages, over gRPC."""
 
-PeerBulk = Accumulate | AskShardUnit | AskParityUnit | AskPartialSum
+PeerBulk = Accumulate | AskShard | AskShardUnit | AskParityUnit | AskPartialSum
 """What carries raw bytes, or is answered with some, over connections of its own."""
 
 

@@ -54,6 +54,11 @@ class Owner:
     bulk_port: int
     http_port: int = 0
 
+    @property
+    def control(self) -> tuple[str, int]:
+        """Where it answers what is small, and what names it."""
+        return (self.host, self.control_port)
+
 
 def read_owner(arena: Path) -> Owner | None:
     """Who owns `arena`, or None if nobody ever did. Raises `ProtocolError` if ``smp.json`` is not readable."""

@@ -33,7 +33,7 @@ def from_plain(kind: type[T], data: object, name: str = "") -> T:
     """A value of that type. Raises `ProtocolError` if `data` is none: it says that this is not ``name``, and why."""
     try:
         return msgspec.convert(data, kind, str_keys=True)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.ValidationError, RecursionError, UnicodeError) as error:
         raise ProtocolError(f"not {name or kind.__name__}: {error}") from error
 
 
@@ -42,9 +42,9 @@ def encode_json(value: object) -> bytes:
     return msgspec.json.encode(value)
 
 
-def decode_json(kind: type[T], text: bytes | str, name: str) -> T:
+def decode_json(kind: type[T], text: bytes | bytearray | str, name: str) -> T:
     """What `encode_json` was given; else as `from_plain`."""
     try:
         return msgspec.json.decode(text, type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise ProtocolError(f"not {name}: {error}") from error

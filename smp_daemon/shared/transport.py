@@ -33,7 +33,7 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_MESSAGE_BYTES,
     MAX_UNIT_BYTES,
 )
-from holdfast.smp_daemon.shared.plain import encode_json
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.uids import peer_of
 
 Message = dict[str, Any]
@@ -42,7 +42,6 @@ Message = dict[str, Any]
 Outbound = msgspec.Struct | Message
 _FRAME = struct.Struct("<4sIQ")
 _MAGIC = b"HFST"
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
 FIRST_PIECE_BYTES = 1 << 16
 
 
@@ -110,10 +109,7 @@ class SocketStream:
                 self._fill(memoryview(body)[start:])
             if self._deadline_s is None:
                 self._sock.settimeout(None)
-        try:
-            return _decode(body), payload
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise ProtocolError(f"a message is not a JSON object: {error}") from error
+        return decode_json(dict[str, Any], body, "a JSON object, as messages are"), payload
 
     def receive_into(self, payload: memoryview) -> None:
         with self._use:
@@ -287,7 +283,8 @@ def call(stream: MessageStream, message: Outbound, payload: memoryview | None = 
     finally:
         if outstanding:
             stream.close()
-    return _checked(reply)
+    checked_reply(reply[0])
+    return reply
 
 
 def receive_reply(stream: MessageStream) -> tuple[Message, int]:
@@ -298,7 +295,9 @@ def receive_reply(stream: MessageStream) -> tuple[Message, int]:
     Raises:
         HoldfastError: the error that the other side replied with, or what `MessageStream.receive` raises.
     """
-    return _checked(_next_reply(stream))
+    reply = _next_reply(stream)
+    checked_reply(reply[0])
+    return reply
 
 
 def _next_reply(stream: MessageStream) -> tuple[Message, int]:
@@ -312,7 +311,8 @@ def _next_reply(stream: MessageStream) -> tuple[Message, int]:
         raise
 
 
-def _checked(reply: tuple[Message, int]) -> tuple[Message, int]:
-    if "error" in reply[0]:
-        raise BY_NAME.get(str(reply[0]["error"]), HoldfastError)(str(reply[0].get("message")))
+def checked_reply(reply: Message) -> Message:
+    """The same. Raises the error that it carries, if it does."""
+    if "error" in reply:
+        raise BY_NAME.get(str(reply["error"]), HoldfastError)(str(reply.get("message")))
     return reply

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -98,7 +98,13 @@ class Holdings:
         with self._lock:
             return key in self._records
 
-    def open(self, key: Key) -> tuple[memoryview, Record]:
+    @overload
+    def open(self, key: ShardKey) -> tuple[memoryview, ShardRecord]: ...
+
+    @overload
+    def open(self, key: Key) -> tuple[memoryview, Record]: ...
+
+    def open(self, key: Key) -> tuple[memoryview, Any]:
         """The bytes, mapped, and the commit record. Raises `ProtocolError` if it is not here."""
         with self._lock:
             record = self._records.get(key)

@@ -144,7 +144,7 @@ class WatchedTrainer:
     coord: str
     pid: int
     step: int
-    health: str
+    health: Health
     phase: str
     quiet_s: float
     deadline_s: float

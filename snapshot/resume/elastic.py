@@ -87,8 +87,8 @@ def ask_idle(client: SmpClient, agreement: Agreement, inventories: Sequence[Inve
     """What the SMPs of nodes hold that have no rank any more, but are still there. A collective call: the first rank
     asks for all."""
     known = {key: layout for inventory in inventories for key, layout in inventory.layouts.items()}
-    bulk = {node.name: node.bulk for _, layout in sorted(known.items()) for node in layout.nodes}
-    missing = sorted(bulk[name] for name in bulk.keys() - {inventory.node for inventory in inventories})
+    at = {node.name: node.control for _, layout in sorted(known.items()) for node in layout.nodes}
+    missing = sorted(at[name] for name in at.keys() - {inventory.node for inventory in inventories})
     told = client.census(missing) if missing and agreement.rank == 0 else []
     texts = agreement.gather(encode_json([inventory.to_plain() for inventory in told]))
     return [Inventory.read(each) for text in texts for each in decode_json(list[Any], text, "inventories")]

@@ -11,15 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-import grpc
 import pytest
 import xxhash
 
-from holdfast.smp_daemon.net import peer_pb2, peer_pb2_grpc
 from holdfast.smp_daemon.shared import client as client_module
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
@@ -27,7 +25,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import PROTOCOL_VERSION
 from holdfast.smp_daemon.shared.messages import Hello, PeerBulk, PeerControl, TrainerRequest
 from holdfast.smp_daemon.shared.plain import to_plain
-from tests.attacks.victim import Victim, ask
+from tests.attacks.victim import Victim, ask, ask_control
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, SmpProcess, playground, read_line
 
@@ -73,7 +71,7 @@ class Zombie:
             "recover": ({"sources": sources, "coord": "dp1", "epoch": 1}, STALE),
             "lend": ({"sources": sources, "epoch": 1}, STALE),
             "unit": ({"coord": "dp1", "unit": 0, "epoch": 1}, STALE),
-            "heal": ({"sources": sources, "group": 0, "position": 0, "epoch": 1}, STALE),
+            "repair_parity": ({"sources": sources, "group": 0, "position": 0, "epoch": 1}, STALE),
             "counters": ({}, None),
             "scrub": ({}, None),
             "verify": ({}, None),
@@ -97,10 +95,13 @@ class Zombie:
         tag = self.victim.run.layout.tag(0)
         folded = {"epoch": 1, "snapshot": self.old, "tag": tag, "stripe": 0, "position": 1, "digest": 0}
         return {
-            "fold": (folded, STALE),
+            "accumulate": (folded, STALE),
+            "shard": ({"coord": "dp0"}, None),
+            "ping": ({}, None),
+            "parity_done": ({"epoch": 1, "snapshot": [2, 3], "tag": tag, "position": 1}, STALE),
             "inventory": ({}, None),
             "status": ({}, None),
-            "reform": ({}, None),
+            "regroup": ({}, None),
             "move": ({"spares": []}, None),
             "enlist": ({"epoch": 1}, "ConfigError"),
             "drain": ({"deadline_s": 0, "spares": []}, "ConfigError"),
@@ -110,16 +111,6 @@ class Zombie:
             "shard_unit": ({**of, "coord": "dp0", "unit": 0}, None),
             "parity_unit": ({**of, "tag": tag, "position": 0, "unit": 0}, None),
             "partial": ({**of, "terms": [term], "length": 10, "position": 1}, None),
-        }
-
-    def grpc_says(self, stub: peer_pb2_grpc.PeerStub) -> dict[str, Callable[[], object]]:
-        """The gRPC calls of an SMP of epoch 1, which it may make or not."""
-        done = peer_pb2.ParityDoneRequest(
-            job=JOB, epoch=1, snapshot_epoch=2, snapshot_step=3, tag=self.victim.run.layout.tag(0), position=1
-        )
-        return {
-            "Ping": lambda: stub.Ping(peer_pb2.PingRequest(job=JOB), timeout=10.0),
-            "ParityDone": lambda: stub.ParityDone(done, timeout=10.0),
         }
 
 
@@ -160,15 +151,10 @@ def test_every_operation_of_trainers_is_in_the_table(zombie: Zombie) -> None:
 
 def test_every_operation_of_smps_is_in_the_table(zombie: Zombie) -> None:
     """And what is not is refused before anything else."""
-    assert set(zombie.smp_says) == operations(PeerBulk) | operations(PeerControl) - {"ping", "parity_done"}
-    reply = ask(zombie.victim.smp.bulk, {"op": "another", "job": JOB})
-    assert "not a message that is answered here" in reply["message"]
-
-
-def test_every_grpc_method_is_in_the_table(zombie: Zombie) -> None:
-    methods = {method.name for method in peer_pb2.DESCRIPTOR.services_by_name["Peer"].methods}
-    with grpc.insecure_channel(zombie.victim.smp.control) as channel:
-        assert set(zombie.grpc_says(peer_pb2_grpc.PeerStub(channel))) == methods
+    assert set(zombie.smp_says) == operations(PeerBulk) | operations(PeerControl)
+    other = {"op": "another", "job": JOB}
+    for reply in (ask(zombie.victim.smp.bulk, other), ask_control(zombie.victim.control, other)):
+        assert "not a message that is answered here" in reply["message"]
 
 
 def test_trainers_map_nothing_but_slots_and_the_board() -> None:
@@ -185,7 +171,7 @@ TRAINER_OPERATIONS = (
     *("hello", "inventory", "census", "join", "configure", "begin", "seal", "abandon", "await", "recover", "lend"),
     *(
         "unit",
-        "heal",
+        "repair_parity",
         "counters",
         "scrub",
         "verify",
@@ -207,21 +193,17 @@ def test_a_trainer_of_an_older_epoch_writes_nothing(untouched: Zombie, op: str) 
     assert ask(untouched.victim.local, {"op": op, **message}).get("error") == error
 
 
-@pytest.mark.parametrize("op", sorted(operations(PeerBulk) | operations(PeerControl) - {"ping", "parity_done"}))
+@pytest.mark.parametrize("op", sorted(operations(PeerBulk)))
 def test_an_smp_of_an_older_epoch_writes_nothing(untouched: Zombie, op: str) -> None:
     message, error = untouched.smp_says[op]
-    payload = bytes(100) if op == "fold" else b""
+    payload = bytes(100) if op == "accumulate" else b""
     assert ask(untouched.victim.smp.bulk, {"op": op, "job": JOB, **message}, payload).get("error") == error
 
 
-def test_what_an_older_smp_tells_by_grpc_is_refused(untouched: Zombie) -> None:
-    with grpc.insecure_channel(untouched.victim.smp.control) as channel:
-        calls = untouched.grpc_says(peer_pb2_grpc.PeerStub(channel))
-        calls.pop("Ping")()
-        for name, call in calls.items():
-            with pytest.raises(grpc.RpcError) as refused:
-                call()
-            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION, name
+@pytest.mark.parametrize("op", sorted(operations(PeerControl)))
+def test_what_an_smp_of_an_older_epoch_tells_is_refused(untouched: Zombie, op: str) -> None:
+    message, error = untouched.smp_says[op]
+    assert ask_control(untouched.victim.control, {"op": op, "job": JOB, **message}).get("error") == error
 
 
 def test_what_is_written_into_a_slot_of_an_older_epoch_goes_nowhere(untouched: Zombie) -> None:

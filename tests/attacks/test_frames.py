@@ -11,7 +11,18 @@ import grpc
 import pytest
 
 from holdfast.smp_daemon.shared.limits import MAX_MESSAGE_BYTES, MAX_UNIT_BYTES
-from tests.attacks.victim import Address, Victim, anonymous_bytes, ask, dial, frame, tell
+from tests.attacks.victim import (
+    HELD,
+    Address,
+    Victim,
+    anonymous_bytes,
+    ask,
+    ask_control,
+    dial,
+    frame,
+    say_control,
+    tell,
+)
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB
 
@@ -38,20 +49,20 @@ def test_a_length_that_is_only_claimed_takes_no_memory(victim: Victim, where: st
     connections = [dial(sockets(victim)[where]) for _ in range(100)]
     for connection in connections:
         connection.sendall(frame(b'{"op": "in', length=MAX_MESSAGE_BYTES))
-    assert ask(victim.smp.bulk, {"op": "inventory", "job": JOB})["node"] == "node0"
+    assert "bytes" in ask(victim.smp.bulk, HELD)
     assert anonymous_bytes(victim.smp) - before < 32 << 20
     for connection in connections:
         connection.close()
 
 
 def test_raw_bytes_that_are_only_claimed_take_no_buffer(victim: Victim) -> None:
-    unit = {"op": "fold", "job": JOB, "epoch": 1, "snapshot": [1, 1], "tag": victim.run.layout.tag(0)}
+    unit = {"op": "accumulate", "job": JOB, "epoch": 1, "snapshot": [1, 1], "tag": victim.run.layout.tag(0)}
     body = json.dumps({**unit, "stripe": 0, "position": 1, "digest": 0}).encode()
     connections = [dial(victim.smp.bulk) for _ in range(20)]
     for connection in connections:
         connection.sendall(frame(body, payload=victim.run.layout.unit_bytes) + b"a few")
         connection.close()
-    assert ask(victim.smp.bulk, {"op": "inventory", "job": JOB})
+    assert "bytes" in ask(victim.smp.bulk, HELD)
 
 
 def test_sums_of_any_length_and_chains_of_any_length_are_refused(victim: Victim) -> None:
@@ -71,47 +82,37 @@ def test_random_bytes(victim: Victim, where: str) -> None:
         tell(sockets(victim)[where], (b"HFST" if number % 2 else b"") + data)
 
 
-@pytest.mark.parametrize("method", ["Ping", "ParityDone", "Nothing"])
-def test_random_protobufs(victim: Victim, method: str) -> None:
-    source = random.Random(f"{SEED} {method}")
-    with grpc.insecure_channel(victim.smp.control) as channel:
-        call = channel.unary_unary(f"/holdfast.v1.Peer/{method}", bytes, bytes)
-        for _ in range(60):
-            with pytest.raises(grpc.RpcError) as refused:
-                call(source.randbytes(source.randrange(1, 200)), timeout=DEADLINE_S)
-            assert refused.value.code() in (
-                grpc.StatusCode.INVALID_ARGUMENT,
-                grpc.StatusCode.PERMISSION_DENIED,
-                grpc.StatusCode.UNIMPLEMENTED,
-            )
-        with pytest.raises(grpc.RpcError) as too_long:
-            call(bytes(2 << 20), timeout=DEADLINE_S)
-        assert too_long.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED or method == "Nothing"
+def test_random_bodies_of_calls_are_answered_with_an_error(victim: Victim) -> None:
+    source = random.Random(f"{SEED} calls")
+    whole = json.dumps({"op": "parity_done", "job": JOB, "epoch": 1, "snapshot": [1, 1], "tag": "ab"}).encode()
+    for number in range(60):
+        cut = source.randrange(len(whole))
+        body = whole[:cut] + source.randbytes(source.randrange(1, 200)) if number % 2 else source.randbytes(100)
+        assert json.loads(say_control(victim.control, body))["error"] == "ProtocolError"
+
+
+def test_other_methods_and_bodies_that_are_too_long_are_refused(victim: Victim) -> None:
+    with grpc.insecure_channel("{}:{}".format(*victim.control)) as channel:
+        for method in ("/holdfast.Smp/Nothing", "/holdfast.v1.Peer/Ping", "/"):
+            with pytest.raises(grpc.RpcError) as unknown:
+                channel.unary_unary(method, None, None)(b"{}", timeout=DEADLINE_S)
+            assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    with pytest.raises(grpc.RpcError) as too_long:
+        say_control(victim.control, bytes(MAX_MESSAGE_BYTES + 1))
+    assert too_long.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_names_of_groups_are_not_remembered_without_end(victim: Victim) -> None:
     """Whoever has told of hundreds of parities that there are not has been refused for most of them."""
-    from holdfast.smp_daemon.net import peer_pb2, peer_pb2_grpc
+    done = {"op": "parity_done", "job": JOB, "epoch": 1, "snapshot": [1, 1 << 40], "position": 0}
 
-    with grpc.insecure_channel(victim.smp.control) as channel:
-        stub = peer_pb2_grpc.PeerStub(channel)
+    def say(number: int) -> bool:
+        return "error" not in ask_control(victim.control, {**done, "tag": f"{number:016x}"})
 
-        def say(number: int) -> bool:
-            request = peer_pb2.ParityDoneRequest(
-                job=JOB, epoch=1, snapshot_epoch=1, snapshot_step=1 << 40, tag=f"{number:016x}", position=0
-            )
-            try:
-                stub.ParityDone(request, timeout=DEADLINE_S)
-            except grpc.RpcError:
-                return False
-            return True
-
-        with ThreadPoolExecutor(8) as threads:
-            taken = sum(threads.map(say, range(400)))
-        assert taken <= 256
-        long = peer_pb2.ParityDoneRequest(job=JOB, epoch=1, tag="x" * 100_000)
-        with pytest.raises(grpc.RpcError):
-            stub.ParityDone(long, timeout=DEADLINE_S)
+    with ThreadPoolExecutor(8) as threads:
+        taken = sum(threads.map(say, range(400)))
+    assert taken <= 256
+    assert ask_control(victim.control, {**done, "tag": "x" * 100_000})["error"] == "ProtocolError"
     victim.run["dp0"].client.inventory()
 
 

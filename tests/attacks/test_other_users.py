@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.smp_daemon.net.peers import METHOD
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import smp_command
@@ -95,7 +96,7 @@ def test_nor_talk_over_it_if_its_modes_are_opened(victim: Victim) -> None:
 
 
 @as_root
-@pytest.mark.parametrize("what", ["inventory", "fold", "adopt"])
+@pytest.mark.parametrize("what", ["shard", "accumulate", "adopt"])
 def test_nor_use_the_port_for_bulk_on_loopback(victim: Victim, what: str) -> None:
     host, port = victim.smp.bulk
     data = frame(json.dumps({"op": what, "job": JOB}).encode())
@@ -105,16 +106,15 @@ def test_nor_use_the_port_for_bulk_on_loopback(victim: Victim, what: str) -> Non
 @as_root
 def test_nor_make_grpc_calls_on_loopback(victim: Victim) -> None:
     code = (
-        "import sys, grpc\n"
-        "from holdfast.smp_daemon.net import peer_pb2, peer_pb2_grpc\n"
+        "import copy, sys, grpc, grpc._channel\n"
         "import os; os.setgid(65534); os.setuid(65534)\n"
-        "stub = peer_pb2_grpc.PeerStub(grpc.insecure_channel(sys.argv[1]))\n"
-        "try: print(stub.Ping(peer_pb2.PingRequest(job=sys.argv[2]), timeout=20))\n"
+        "ask = grpc.insecure_channel(sys.argv[1]).unary_unary(sys.argv[2])\n"
+        "try: print(ask(sys.argv[3].encode(), timeout=20))\n"
         "except grpc.RpcError as error: print(error.code().name)\n"
     )
     root = str(Path(__file__).parent.parent.parent)
     done = subprocess.run(
-        [sys.executable, "-c", code, victim.smp.control, JOB],
+        [sys.executable, "-c", code, "{}:{}".format(*victim.control), METHOD, json.dumps({"op": "ping", "job": JOB})],
         env={**os.environ, "PYTHONPATH": root},
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ from holdfast.smp_daemon.shared.messages import SlotFile
 from holdfast.smp_daemon.shared.paths import arena_path
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.spawn import smp_command
-from tests.attacks.victim import Victim, ask
+from tests.attacks.victim import Victim, ask, ask_control
 from tests.smp_kit import JOB, refusal
 
 TRICKS = (
@@ -75,7 +75,7 @@ def test_as_names_in_messages(victim: Victim, name: str) -> None:
         ask(victim.local, {"op": op, "snapshot": [1, 8], "coord": name, "keep": [[1, 1]], "protected": [1, 1]})
         for op in ("begin", "seal")
     ]
-    told += [ask(victim.smp.bulk, {"op": "inventory", "job": name})]
+    told += [ask_control(victim.control, {"op": "inventory", "job": name})]
     told += [ask(victim.smp.bulk, {"op": "shard_unit", "job": JOB, "snapshot": [1, 1], "coord": name, "unit": 0})]
     parity = {"op": "parity_unit", "job": JOB, "snapshot": [1, 1], "tag": name, "position": 0, "unit": 0}
     told += [ask(victim.smp.bulk, parity)]

@@ -10,16 +10,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
+
+from holdfast.smp_daemon.net.peers import METHOD
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import socket_path
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, SmpProcess, run_on
+from tests.smp_kit import JOB, Ground, SmpProcess, run_on
 
 BUDGET_BYTES = 64 << 20
 """How much an attack may make an SMP grow."""
 
 SPARE_FILES = 4
 """Descriptors that gRPC and others open and close as they like."""
+
+HELD = {"op": "shard", "job": JOB, "coord": "dp0"}
+"""What any SMP of its kind may ask for raw bytes' sake."""
 
 Address = Path | tuple[str, int]
 
@@ -47,7 +53,7 @@ class Victim:
 
     @property
     def control(self) -> tuple[str, int]:
-        return self.smp.owner.host, self.smp.owner.control_port
+        return self.smp.control
 
     def check(self) -> None:
         """Nothing has come of it."""
@@ -107,6 +113,18 @@ def tell(address: Address, data: bytes, *, end: bool = True) -> bytes:
 def frame(body: bytes, *, magic: bytes = b"HFST", length: int | None = None, payload: int = 0) -> bytes:
     """A message as it stands on the wire, or nearly."""
     return magic + struct.pack("<IQ", len(body) if length is None else length, payload) + body
+
+
+def ask_control(address: tuple[str, int], message: dict[str, Any]) -> dict[str, Any]:
+    """The reply to one message by gRPC, from whoever has no token."""
+    return json.loads(say_control(address, json.dumps(message).encode()))  # type: ignore[no-any-return]
+
+
+def say_control(address: tuple[str, int], body: bytes, metadata: tuple[tuple[str, bytes], ...] = ()) -> bytes:
+    """The same with any bytes. Raises `grpc.RpcError` for a call that is not answered."""
+    with grpc.insecure_channel("{}:{}".format(*address)) as channel:
+        reply: bytes = channel.unary_unary(METHOD, None, None)(body, timeout=DEADLINE_S, metadata=metadata)
+    return reply
 
 
 def ask(address: Address, message: dict[str, Any], payload: bytes = b"") -> dict[str, Any]:

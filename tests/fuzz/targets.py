@@ -10,10 +10,9 @@ from functools import cache, partial
 from typing import Any, cast
 
 import torch
-from google.protobuf.message import DecodeError
 
-from holdfast.smp_daemon.net import peer_pb2
-from holdfast.smp_daemon.net.control import SIGN_BYTES, Verifier
+from holdfast.smp_daemon.net.control import Signer, Verifier
+from holdfast.smp_daemon.net.peers import METHOD
 from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.handshake import check_client
@@ -24,6 +23,7 @@ from holdfast.smp_daemon.shared.messages import (
     Adopt,
     AskCensus,
     AskPartialSum,
+    AskShard,
     Begin,
     Configure,
     Drain,
@@ -164,13 +164,9 @@ def read_leaf_of_records(value: Any) -> None:
 
 
 def read_call(data: bytes) -> None:
-    Verifier(b"0123456789abcdef", JOB).verify("/holdfast.v1.Peer/Ping", data[SIGN_BYTES:], data[:SIGN_BYTES])
-
-
-def read_protobuf(data: bytes) -> None:
-    kinds = (peer_pb2.ParityDoneRequest, peer_pb2.PingRequest, peer_pb2.PingReply, peer_pb2.Ack)
-    kind = kinds[data[0] % 4 if data else 0]
-    kind.FromString(data[1:]).SerializeToString()
+    verifier = Verifier(b"0123456789abcdef", JOB)
+    verifier.verify(METHOD, data)
+    verifier.verify_request(b"", data)
 
 
 def _layout() -> Layout:
@@ -235,6 +231,7 @@ def _trainer_requests(layout: Layout, sources: Sources) -> Iterator[Request]:
 
 def _peer_requests(layout: Layout, sources: Sources) -> Iterator[Request]:
     yield ParityDone(job=JOB, epoch=3, snapshot=SNAPSHOT, tag="ab", position=1)
+    yield AskShard(job=JOB, coord="pp0-dp0")
     yield PeerInventory(job=JOB, known=frozenset({layout.digest}))
     yield Drain(job=JOB, deadline_s=3.5, spares=(("127.0.0.1", 5000),))
     yield Adopt(job=JOB, epoch=3, sources=sources, layout=layout)
@@ -253,8 +250,7 @@ def targets() -> dict[str, Target]:
     )
     shard = ShardRecord(SNAPSHOT, "pp0-dp0", 3000, 1024, (1, 2, (1 << 64) - 1))
     parity = ParityRecord(SNAPSHOT, layout.tag(0), 2, 1024, (1024, 5), (7, 8), ({0: 1, 1: 2}, {0: 3}))
-    done = peer_pb2.ParityDoneRequest(job=JOB, epoch=3, snapshot_epoch=3, snapshot_step=41, tag="ab", position=1)
-    message = {"op": "fold", "job": JOB, "epoch": 3, "snapshot": SNAPSHOT, "coord": "pp0-dp0", "digest": 1 << 63}
+    message = {"op": "accumulate", "job": JOB, "epoch": 3, "snapshot": SNAPSHOT, "coord": "pp0-dp0", "digest": 1 << 63}
     rank = RankInfo("pp0-dp0", inventory.node, "127.0.0.1", 4001, 5001, 3000, ("rack=r1",))
     return {
         "slot": Target(read_slot, (_slot(),)),
@@ -285,12 +281,7 @@ def targets() -> dict[str, Target]:
             _json(partial(from_plain, SumReply)), (_text({"digest": 7, "expected": 7, "waits": [120, 7]}),), text=True
         ),
         "part": Target(lambda data: parse_part(data.decode("utf-8", "replace")), (b"weight[3:17]", b"a.b[0:1]")),
-        "protobuf": Target(
-            read_protobuf,
-            (b"\0" + done.SerializeToString(), b"\1" + peer_pb2.PingRequest(job=JOB).SerializeToString()),
-            may_raise=(DecodeError,),
-        ),
-        "call": Target(read_call, (bytes(120), bytes(SIGN_BYTES))),
+        "call": Target(read_call, (Signer(b"0123456789abcdef", JOB).sign("here", METHOD, b""), bytes(120))),
         "handshake": Target(
             lambda data: check_client(cast("socket.socket", Heard(data)), b"0123456789abcdef", JOB),
             (b"HFA1" + bytes(64), b"HFST" + bytes(64)),
