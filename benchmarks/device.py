@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from holdfast.snapshot.copy.cuda import CudaMover
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
-from holdfast.snapshot.copy.movers import Piece
+from holdfast.snapshot.copy.movers import SlotTensor
 
 DEADLINE_S = 60.0
 
@@ -37,12 +37,12 @@ class Refusing(TorchRuntime):
         return 2
 
 
-def place(tensors: Sequence[torch.Tensor]) -> tuple[list[Piece], memoryview]:
+def place(tensors: Sequence[torch.Tensor]) -> tuple[list[SlotTensor], memoryview]:
     """Pieces one after another, each on 64 bytes, and a slot of shared memory that holds them."""
     pieces = []
     at = 0
     for tensor in tensors:
-        pieces.append(Piece(tensor, at, tensor.nbytes))
+        pieces.append(SlotTensor(tensor, at, tensor.nbytes))
         at += -(-tensor.nbytes // 64) * 64
     mapping = mmap.mmap(-1, at, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
     return pieces, memoryview(mapping)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
 from holdfast.snapshot.copy.witness import Subjects, Witness
 
 ROUNDS = 31
@@ -34,7 +34,7 @@ def measure(count: int, size: int) -> dict[str, float]:
     """Medians over `ROUNDS` of each part, in milliseconds, and their sum over a memcpy."""
     tensors = [torch.nn.Parameter(torch.zeros(size // 4)) for _ in range(count)]
     slot = memoryview(bytearray(count * size))
-    pieces = tuple(Piece(tensor.detach(), i * size, size, str(i)) for i, tensor in enumerate(tensors))
+    pieces = tuple(SlotTensor(tensor.detach(), i * size, size, str(i)) for i, tensor in enumerate(tensors))
     subjects, mover = Subjects(pieces, tensors), CpuMover()
     source, target = np.ones(count * size, np.uint8), np.ones(count * size, np.uint8)  # zeros are no memory yet
     held: dict[str, list[float]] = {"begin_ms": [], "end_ms": [], "memcpy_ms": []}

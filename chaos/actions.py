@@ -1,7 +1,7 @@
 """How virtual clusters inject each fault of the catalogue: to real processes, files, limits, clocks and links.
 
 A fault is due when a process reaches a named point of a step; it may be put off by some time after that, and those
-that pass by themselves last for a while. `inject` does one; the `Context` knows the processes.
+that pass by themselves last for a while. `inject` does one; the `FaultContext` knows the processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.smp_daemon.persist.manifest import SNAPSHOT, shard_name
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 
-class Context(Protocol):
+class FaultContext(Protocol):
     """What faults need of the cluster that they are injected into. Called in its thread."""
 
     def pid_of_rank(self, rank: int) -> int | None:
@@ -90,7 +90,7 @@ class Context(Protocol):
         ...
 
 
-Action = Callable[[Context, Fault], None]
+Action = Callable[[FaultContext, Fault], None]
 
 
 def obstacle(kinds: Iterable[str]) -> str:
@@ -103,7 +103,7 @@ def obstacle(kinds: Iterable[str]) -> str:
     return clocks.unavailable() if any(kind.clocked for kind in wanted) else ""
 
 
-def inject(context: Context, fault: Fault) -> None:
+def inject(context: FaultContext, fault: Fault) -> None:
     """Do it. Raises `ConfigError` if this machine does not let us."""
     if reason := obstacle([fault.kind]):
         raise ConfigError(f"{fault.kind} cannot be done here: {reason}")
@@ -114,20 +114,20 @@ def inject(context: Context, fault: Fault) -> None:
 
 
 def to_ranks(*signals: signal.Signals) -> Action:
-    def do(context: Context, fault: Fault) -> None:
+    def do(context: FaultContext, fault: Fault) -> None:
         for rank in fault.targets:
             send_signals(context.pid_of_rank(rank), *signals)
 
     return do
 
 
-def hang(context: Context, fault: Fault) -> None:
+def hang(context: FaultContext, fault: Fault) -> None:
     """They stop, and some time later the launcher ends the job."""
     to_ranks(signal.SIGSTOP)(context, fault)
     context.later(fault.for_s, context.end_job)
 
 
-def zombie(context: Context, fault: Fault) -> None:
+def zombie(context: FaultContext, fault: Fault) -> None:
     """They stop, the job is started again without them, and they wake up in the middle of it."""
     pids = [context.pid_of_rank(rank) for rank in fault.targets]
     to_ranks(signal.SIGSTOP)(context, fault)
@@ -135,11 +135,11 @@ def zombie(context: Context, fault: Fault) -> None:
     context.later(fault.for_s, partial(_signal_all, pids, signal.SIGCONT))
 
 
-def pause_ranks(context: Context, fault: Fault) -> None:
+def pause_ranks(context: FaultContext, fault: Fault) -> None:
     _stop_for_a_while(context, fault, [context.pid_of_rank(rank) for rank in fault.targets])
 
 
-def oom(context: Context, fault: Fault) -> None:
+def oom(context: FaultContext, fault: Fault) -> None:
     """The kernel's own out-of-memory killer, by a memory cgroup with no room for what they allocate next."""
     for rank in fault.targets:
         pid = context.pid_of_rank(rank)
@@ -163,7 +163,7 @@ def _starve(pid: int, name: str) -> Path:
     raise ConfigError("there is no memory cgroup that can be written to here")
 
 
-def end_launcher(context: Context, fault: Fault) -> None:
+def end_launcher(context: FaultContext, fault: Fault) -> None:
     context.kill_launcher()
 
 
@@ -171,14 +171,14 @@ def end_launcher(context: Context, fault: Fault) -> None:
 
 
 def end_smps(by: signal.Signals) -> Action:
-    def do(context: Context, fault: Fault) -> None:
+    def do(context: FaultContext, fault: Fault) -> None:
         for index in fault.targets:
             context.replace_smp(index, by)
 
     return do
 
 
-def pause_smps(context: Context, fault: Fault) -> None:
+def pause_smps(context: FaultContext, fault: Fault) -> None:
     """Half-open: the kernel still takes what is sent to them, and nobody answers."""
     _stop_for_a_while(context, fault, [context.pid_of_smp(index) for index in fault.targets])
 
@@ -186,7 +186,7 @@ def pause_smps(context: Context, fault: Fault) -> None:
 SLICE_S = 0.02
 
 
-def slow_smps(context: Context, fault: Fault) -> None:
+def slow_smps(context: FaultContext, fault: Fault) -> None:
     """They run for one slice of time in five."""
     pids = [context.pid_of_smp(index) for index in fault.targets]
     slices = max(1, round(fault.for_s / (5 * SLICE_S)))
@@ -203,7 +203,7 @@ def slow_smps(context: Context, fault: Fault) -> None:
     stop(slices)
 
 
-def lose_nodes(context: Context, fault: Fault) -> None:
+def lose_nodes(context: FaultContext, fault: Fault) -> None:
     for index in fault.targets:
         context.unplug(index)
         for rank in context.ranks_on(index):
@@ -211,14 +211,14 @@ def lose_nodes(context: Context, fault: Fault) -> None:
         context.power_cut(index)
 
 
-def freeze(context: Context, fault: Fault) -> None:
+def freeze(context: FaultContext, fault: Fault) -> None:
     """Nothing to do: who reached the point is not told to go on."""
 
 
 # ---------------------------------------------------------------------- network
 
 
-def cut(context: Context, fault: Fault) -> None:
+def cut(context: FaultContext, fault: Fault) -> None:
     """Every TCP connection to a node breaks at both ends, as after a switch's restart; new ones may be made."""
     for index in fault.targets:
         host = context.host_of(index)
@@ -228,7 +228,7 @@ def cut(context: Context, fault: Fault) -> None:
                     _command("ss", "-K", "-tnH", side, host)
 
 
-def impair(context: Context, fault: Fault) -> None:
+def impair(context: FaultContext, fault: Fault) -> None:
     """What the kind says is done to packets, from now on, by the wire: `chaos.network.impairments`."""
     context.impair(fault)
 
@@ -236,7 +236,7 @@ def impair(context: Context, fault: Fault) -> None:
 # ---------------------------------------------------------------------- clocks
 
 
-def jump(context: Context, fault: Fault) -> None:
+def jump(context: FaultContext, fault: Fault) -> None:
     """The wall clock of every process of a node jumps; back again when it is over."""
     for index in fault.targets:
         context.set_clock(index, fault.amount)
@@ -248,7 +248,7 @@ def jump(context: Context, fault: Fault) -> None:
 
 
 def flip(pattern: str) -> Action:
-    def do(context: Context, fault: Fault) -> None:
+    def do(context: FaultContext, fault: Fault) -> None:
         source = random.Random(fault.seed)
         for index in fault.targets:
             files = sorted(path for path in context.arena_of(index).glob(pattern) if path.stat().st_size)
@@ -260,7 +260,7 @@ def flip(pattern: str) -> Action:
     return do
 
 
-def cut_short(context: Context, fault: Fault) -> None:
+def cut_short(context: FaultContext, fault: Fault) -> None:
     for index in fault.targets:
         for path in sorted(context.arena_of(index).glob("*.safetensors")):
             os.truncate(path, path.stat().st_size // 2)
@@ -280,7 +280,7 @@ def _flip_bits(path: Path, count: int, source: random.Random) -> None:
 # ---------------------------------------------------------------------- storage
 
 
-def _persisted_shards(context: Context, fault: Fault) -> Iterator[Path]:
+def _persisted_shards(context: FaultContext, fault: Fault) -> Iterator[Path]:
     """What the nodes have written of the newest whole snapshot."""
     whole = sorted(path.parent for path in context.place().glob(f"*/{SNAPSHOT}"))
     if not whole:
@@ -289,18 +289,18 @@ def _persisted_shards(context: Context, fault: Fault) -> Iterator[Path]:
         yield from (whole[-1] / shard_name(f"dp{rank}") for rank in context.ranks_on(index))
 
 
-def flip_persisted(context: Context, fault: Fault) -> None:
+def flip_persisted(context: FaultContext, fault: Fault) -> None:
     source = random.Random(fault.seed)
     for path in _persisted_shards(context, fault):
         _flip_bits(path, max(1, fault.amount), source)
 
 
-def cut_persisted(context: Context, fault: Fault) -> None:
+def cut_persisted(context: FaultContext, fault: Fault) -> None:
     for path in _persisted_shards(context, fault):
         os.truncate(path, path.stat().st_size // 2)
 
 
-def break_place(context: Context, fault: Fault) -> None:
+def break_place(context: FaultContext, fault: Fault) -> None:
     """Nothing can be read or written there for a while."""
     place = context.place()
     aside = place.with_name(f"{place.name}.aside")
@@ -319,7 +319,7 @@ def break_place(context: Context, fault: Fault) -> None:
 def _limit(resource: int, beyond: Callable[[psutil.Process], int]) -> Action:
     """A limit of the kernel's on the SMPs for a while."""
 
-    def do(context: Context, fault: Fault) -> None:
+    def do(context: FaultContext, fault: Fault) -> None:
         for index in fault.targets:
             process = psutil.Process(context.pid_of_smp(index))
             before = process.rlimit(resource)
@@ -346,7 +346,7 @@ def _signal_all(pids: Sequence[int | None], each: signal.Signals) -> None:
         send_signals(pid, each)
 
 
-def _stop_for_a_while(context: Context, fault: Fault, pids: Sequence[int | None]) -> None:
+def _stop_for_a_while(context: FaultContext, fault: Fault, pids: Sequence[int | None]) -> None:
     _signal_all(pids, signal.SIGSTOP)
     context.later(fault.for_s, partial(_signal_all, pids, signal.SIGCONT))
 

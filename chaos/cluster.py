@@ -37,8 +37,8 @@ from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Event, Runner, Wiring, release
 from holdfast.chaos.trainer import ENV as TRAINER_ENV
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.failpoints import SMP_FAILPOINTS
 from holdfast.smp_daemon.shared.paths import arena_base
-from holdfast.smp_daemon.shared.points import SMP_POINTS
 
 
 class JobFailed(HoldfastError):
@@ -169,7 +169,7 @@ class VirtualCluster(Runner):
 
     def witness(self, index: int, at: str) -> str:
         """Who of a node comes to a point: its SMP, or its first trainer."""
-        return f"smp{index}" if at in SMP_POINTS else f"rank{self._ranks_on(index)[0]}"
+        return f"smp{index}" if at in SMP_FAILPOINTS else f"rank{self._ranks_on(index)[0]}"
 
     # ------------------------------------------------------------------ running
 
@@ -313,7 +313,7 @@ class VirtualCluster(Runner):
         )
         inject(self, fault)
 
-    # ------------------------------------------------------------------ what faults need: `chaos.actions.Context`
+    # ------------------------------------------------------------------ what faults need: `chaos.actions.FaultContext`
 
     def pid_of_rank(self, rank: int) -> int | None:
         # A child that the zygote has not reported, so the pid is still its.

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from holdfast.chaos.cluster import History
 from holdfast.chaos.runner import Event
 from holdfast.chaos.trainer import Trainer
-from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.snapshot.hook import SnapshotHook
 
 TARGET = "holdfast.chaos.drill:train"
@@ -91,7 +91,7 @@ def go_through(args: Mapping[str, Any], report: Callable[..., None]) -> None:
                 if snap is not None and drains(args.get("drain", False), number):
                     snap.drain(DRAIN_DEADLINE_S)
                     dist.barrier()  # now the last step is protected everywhere, and whoever is killed goes back to it
-                reach("train.step", number)
+                failpoint("train.step", number)
 
             loss = job.step(step, middle)
             report(

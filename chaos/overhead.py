@@ -25,9 +25,9 @@ from holdfast.chaos.runner import Event
 from holdfast.chaos.trainer import Trainer
 from holdfast.integrations.adapters import adapter_for
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.snapshot.hook import SnapshotHook
-from holdfast.snapshot.interval.profile import Orders
+from holdfast.snapshot.interval.profile import RecordingOrders
 from holdfast.snapshot.options import Options
 
 TARGET = "holdfast.chaos.overhead:train"
@@ -105,13 +105,13 @@ def train() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
     if args["profile"]:
-        os.environ |= Orders(args["profile"], 40).to_environment()
+        os.environ |= RecordingOrders(args["profile"], 40).to_environment()
 
     def step(number: int) -> None:
         model(torch.ones(1, args["width"]))
         time.sleep(args["compute_s"])
         dist.barrier()
-        reach("train.step", number)
+        failpoint("train.step", number)
         optim.step()
         trainer.report("step", step=number)
 

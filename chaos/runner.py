@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from holdfast.smp_daemon.shared import points
+from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, read_owner
 
@@ -41,10 +41,10 @@ class Wiring:
     rules: Sequence[tuple[str, int | None]]
 
     def environment(self, who: str) -> dict[str, str]:
-        """The environment variable that arms `smp_daemon.shared.points`; empty if there is nothing to stop at."""
+        """The environment variable that arms `smp_daemon.shared.failpoints`; empty if there is nothing to stop at."""
         if not self.rules:
             return {}
-        return {points.ENV: json.dumps({"socket": self.events, "who": who, "rules": self.rules})}
+        return {failpoints.ENV: json.dumps({"socket": self.events, "who": who, "rules": self.rules})}
 
 
 class Runner:

@@ -136,9 +136,9 @@ def _become(order: dict[str, Any], out: int) -> None:
         os.environ.update(order["environment"])
         sys.argv = ["smp_daemon", *order["arguments"]]
         from holdfast.smp_daemon import __main__
-        from holdfast.smp_daemon.shared import points
+        from holdfast.smp_daemon.shared import failpoints
 
-        points.arm()
+        failpoints.arm()
         __main__.main()
     except SystemExit as end:
         status = int(end.code or 0)

@@ -91,7 +91,7 @@ def judge(
     if max(again, default=0) > scenario.again and not scenario.from_storage:
         problems.append(f"{max(again)} finished steps had to be done again; {scenario.again} at most may")
     flipped = any(fault.kind.startswith("flip-") for fault in scenario.faults)
-    if not flipped and any(event["how"] == "mended" for event in disturbed.of("started")):
+    if not flipped and any(event["how"] == "repaired" for event in disturbed.of("started")):
         problems.append("a shard was damaged although nothing had flipped a bit")
     if lost and not scenario.from_storage:
         problems.append(f"{lost} protected steps were lost")

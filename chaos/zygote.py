@@ -114,9 +114,9 @@ class TrainerZygote:
             os.dup2(log, 2)
             trainer = json.loads(rank["env"]["HOLDFAST_TRAINER"]) | {"store": store}
             os.environ.update(rank["env"] | {"HOLDFAST_TRAINER": json.dumps(trainer)})
-            from holdfast.smp_daemon.shared import points
+            from holdfast.smp_daemon.shared import failpoints
 
-            points.arm()
+            failpoints.arm()
             module, function = target.split(":")
             getattr(importlib.import_module(module), function)()
             status = 0

@@ -26,7 +26,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from holdfast.snapshot.resume.comparison import ENV as DRIFT_ENV
-from holdfast.snapshot.state.audit import Orders
+from holdfast.snapshot.state.audit import AuditOrders
 
 RUNS = ("undisturbed", "undisturbed again", "killed", "resumed, and killed", "resumed")
 KILLED = RUNS[2:4]
@@ -44,7 +44,7 @@ VARIABLE = re.compile(r"[^.\[{]+\.[^.\[{]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AuditPlan:
     """What to audit.
 
     Attributes:
@@ -106,7 +106,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AuditReport:
     """What an audit found. `resumed` are the steps that resumed runs began with, `compared` how many values were."""
 
     resumed: tuple[int, ...]
@@ -118,7 +118,7 @@ class Report:
         return not self.differences
 
 
-def run(plan: Plan, progress: Callable[[str], None]) -> Report:
+def run(plan: AuditPlan, progress: Callable[[str], None]) -> AuditReport:
     """Run the command five times, and compare. Blocks; leaves nothing behind.
 
     Raises:
@@ -137,12 +137,12 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Report:
     once, twice = (compare(notes[RUNS[0]], notes[RUNS[1]], notes[name], plan.ignore) for name in RUNS[3:])
     if not once.exact:
         return once  # what comes after it differs for that reason alone
-    return Report(once.resumed + twice.resumed, once.compared + twice.compared, twice.differences)
+    return AuditReport(once.resumed + twice.resumed, once.compared + twice.compared, twice.differences)
 
 
 def compare(
     first: Sequence[Notes], second: Sequence[Notes], resumed: Sequence[Notes], ignore: Iterable[str] = ()
-) -> Report:
+) -> AuditReport:
     """What differs, rank by rank. Pure.
 
     Raises:
@@ -159,16 +159,16 @@ def compare(
     return together(reports)
 
 
-def together(reports: Sequence[Report]) -> Report:
+def together(reports: Sequence[AuditReport]) -> AuditReport:
     """Several reports as one."""
-    return Report(
+    return AuditReport(
         tuple(sorted({step for report in reports for step in report.resumed})),
         sum(report.compared for report in reports),
         tuple(difference for report in reports for difference in report.differences),
     )
 
 
-def compare_rank(rank: int, one: Notes, two: Notes, later: Notes, ignore: Iterable[str] = ()) -> Report:
+def compare_rank(rank: int, one: Notes, two: Notes, later: Notes, ignore: Iterable[str] = ()) -> AuditReport:
     """What a process of a rank has found and computed otherwise than two undisturbed ones, which tell what is not
     deterministic: what it could reach when its first step began, and outputs and gradients of every step. Pure."""
     ignored = [re.compile(pattern) for pattern in ignore]
@@ -194,10 +194,10 @@ def compare_rank(rank: int, one: Notes, two: Notes, later: Notes, ignore: Iterab
                 found.append(Difference(kind, rank, at, name, value, "nothing"))
             elif _variable(name) != name and _variable(name) in roots:  # not just a variable that is not set yet
                 found.append(Difference("absent", rank, at, name, value, "nothing"))
-    return Report((step,), compared, tuple(found))
+    return AuditReport((step,), compared, tuple(found))
 
 
-def show(console: Console, report: Report, most: int = 12) -> None:
+def show(console: Console, report: AuditReport, most: int = 12) -> None:
     """Print the verdict: what is not exact, and what was probably forgotten."""
     if report.exact:
         steps = " and ".join(map(str, report.resumed))
@@ -265,13 +265,13 @@ def _variable(name: str) -> str:
     return match[0] if match else name
 
 
-def _run(plan: Plan, folder: Path, name: str) -> list[Notes]:
+def _run(plan: AuditPlan, folder: Path, name: str) -> list[Notes]:
     """One run, and what its ranks noted. Raises `HoldfastError` if it did not end as it should."""
     number = RUNS.index(name)
     notes = folder / f"notes{number}"
     notes.mkdir()
     arena = folder / f"arena{min(number, 2)}"  # the last three are one job
-    orders = Orders(str(notes), plan.steps, plan.kill + KILLED.index(name) if name in KILLED else 0)
+    orders = AuditOrders(str(notes), plan.steps, plan.kill + KILLED.index(name) if name in KILLED else 0)
     environment = os.environ | orders.to_environment()
     environment |= {ARENA_ENV: str(arena), "HOLDFAST_JOB": "audit", "HOLDFAST_OVERHEAD_BUDGET": "0"}
     environment |= {DRIFT_ENV: "accept"}  # what drifted is to be seen, not refused

@@ -40,7 +40,7 @@ class Finding:
     Attributes:
         check: its name.
         found, needed: in words.
-        fix: the command that mends it, or what to do; empty if there is nothing to mend.
+        fix: the command that repairs it, or what to do; empty if there is nothing to repair.
     """
 
     check: str

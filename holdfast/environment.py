@@ -22,7 +22,7 @@ class Variable(NamedTuple):
     meaning: str
 
 
-class Group(NamedTuple):
+class VariableGroup(NamedTuple):
     """Variables for the same reader."""
 
     title: str
@@ -31,7 +31,7 @@ class Group(NamedTuple):
 
 
 GROUPS = (
-    Group(
+    VariableGroup(
         "The job",
         "Read by trainers and SMPs. Set them alike on every rank and on every restart, except for the name, the "
         "address and the failure domains of a node.",
@@ -57,7 +57,7 @@ GROUPS = (
             ),
         ),
     ),
-    Group(
+    VariableGroup(
         "Taking and restoring snapshots",
         "Read by trainers. An argument of `InMemorySnapshot` of the same meaning takes precedence.",
         (
@@ -104,7 +104,7 @@ GROUPS = (
             ),
         ),
     ),
-    Group(
+    VariableGroup(
         "The SMP",
         "Read by whatever starts an SMP: the first trainer of a node, or `holdfast smp start`, whose options of the "
         "same names take precedence.",
@@ -189,7 +189,7 @@ GROUPS = (
             ),
         ),
     ),
-    Group(
+    VariableGroup(
         "Storage",
         "Read by whatever starts an SMP. The tier is off unless a place is given. [Snapshots on storage](persist.md).",
         (
@@ -208,7 +208,7 @@ GROUPS = (
             ),
         ),
     ),
-    Group(
+    VariableGroup(
         "Security",
         "Read by trainers and SMPs. [SECURITY.md](../SECURITY.md) has the threat model.",
         (
@@ -226,7 +226,7 @@ GROUPS = (
             ),
         ),
     ),
-    Group(
+    VariableGroup(
         "Set for you",
         "`--on-hang` commands see `HOLDFAST_JOB`, `HOLDFAST_NODE`, and these.",
         (
@@ -236,7 +236,7 @@ GROUPS = (
             Variable("HOLDFAST_STEP", "", "The step it hangs in."),
         ),
     ),
-    Group(
+    VariableGroup(
         "Deployment files and examples",
         "Read by files in `deploy/` and `examples/`, not by holdfast.",
         (
@@ -248,7 +248,7 @@ GROUPS = (
             Variable("HOLDFAST_FOLDER", "", "The DeepSpeed example: the folder for its placeholders."),
         ),
     ),
-    Group(
+    VariableGroup(
         "Internal",
         "Set by holdfast's own commands and tests. Do not set them in a job.",
         (

@@ -116,7 +116,7 @@ class MemoryWriter(StorageWriter):
             HoldfastError: a rank could not; then the checkpoint before this one is still there.
         """
         tensors = {f"{i}:{item.index.fqn}": _resolve(item, planner) for i, item in enumerate(plan.items)}
-        record = _Record.of(self._name, self._memory.coord, plan, list(tensors)).to_json()
+        record = _SlotRecord.of(self._name, self._memory.coord, plan, list(tensors)).to_json()
         self._writer.write(tensors, record)
         done: Future[list[WriteResult]] = Future()
         done.set_result(
@@ -199,7 +199,7 @@ class MemoryReader(StorageReader):
             if first_on.get(node_of.get(plan.sources.shards.get(coord, ("", 0)), ""), "rank0") == self._memory.coord
         ]
         texts = json.dumps([self._record(coord).decode() for coord in mine]).encode()
-        records = [_Record.from_json(t) for part in self._memory.agreement.gather(texts) for t in json.loads(part)]
+        records = [_SlotRecord.from_json(t) for part in self._memory.agreement.gather(texts) for t in json.loads(part)]
         if self._name and (others := {record.name for record in records} - {self._name}):
             raise ConfigError(f"the checkpoint in memory is {others.pop()!r}, not {self._name!r}")
         planner: dict[str, Any] = {}
@@ -335,7 +335,7 @@ class _Item:
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _SlotRecord:
     """What one slot says of itself: the checkpoint's id, whose part of it this is, what is in it, and how DCP's planner
     has flattened it."""
 
@@ -345,7 +345,7 @@ class _Record:
     planner: dict[str, Any]
 
     @classmethod
-    def of(cls, name: str, coord: str, plan: SavePlan, leaves: list[str]) -> _Record:
+    def of(cls, name: str, coord: str, plan: SavePlan, leaves: list[str]) -> _SlotRecord:
         items = tuple(_Item.of(leaf, item) for leaf, item in zip(leaves, plan.items, strict=True))
         return cls(name, coord, items, plan.planner_data or {})
 
@@ -360,7 +360,7 @@ class _Record:
         return json.dumps(data, separators=(",", ":")).encode()
 
     @classmethod
-    def from_json(cls, text: str) -> _Record:
+    def from_json(cls, text: str) -> _SlotRecord:
         """Raises `ProtocolError` if it is not what `to_json` makes."""
         try:
             data = json.loads(text)

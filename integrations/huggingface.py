@@ -99,7 +99,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._options = options
         self._snap: SettledSnapshot | None = None
         self._overlooked: Overlooked | None = None
-        self._history = _History()
+        self._history = _LogHistory()
         self._held: dict[str, Any] | None = None
         self._begin_epoch(0, 0, 1)
 
@@ -232,7 +232,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._begin_epoch(0, 0, 1)
 
 
-class _History:
+class _LogHistory:
     """``log_history`` as lines of JSON. Only what is new is written: the list grows for as long as a run lasts."""
 
     def __init__(self) -> None:

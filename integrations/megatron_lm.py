@@ -67,7 +67,7 @@ class _ScriptSnapshot(InMemorySnapshot):
 
     def follow(self, args: Any, training: ModuleType | None) -> None:
         """Before entering."""
-        self._counters = _Counters(args, lambda: self.step)
+        self._counters = _LoopCounters(args, lambda: self.step)
         self._args = args
         self._training = training
         self._undo: list[Callable[[], None]] = []
@@ -129,7 +129,7 @@ class _StandIn:
         return self._call(*args, **kwargs)
 
 
-class _Counters:
+class _LoopCounters:
     """What of the arguments and of the loop goes with a snapshot."""
 
     def __init__(self, args: Any, step: Callable[[], int]) -> None:

@@ -61,7 +61,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             bandwidth=parse_rate(arguments.bandwidth),
             turns=parse_turns(arguments.turns),
             scrub=parse_rate(arguments.scrub),
-            regroup_after_s=arguments.reform_after,
+            regroup_after_s=arguments.regroup_after,
             rebuild=arguments.rebuild,
             memory=parse_size(arguments.memory),
             zero=arguments.zero,
@@ -160,7 +160,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(default HOLDFAST_SCRUB or 64MB/s)",
     )
     parser.add_argument(
-        "--reform-after",
+        "--regroup-after",
         default=os.environ.get("HOLDFAST_REFORM_AFTER", "30"),
         type=float,
         metavar="SECONDS",

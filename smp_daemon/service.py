@@ -20,8 +20,8 @@ from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix
 from holdfast.smp_daemon.net.peers import PeerServer
 from holdfast.smp_daemon.node.core import Core, Settings
 from holdfast.smp_daemon.remote import PeerConversation, answer_control
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
 START_DEADLINE_S = 10.0
@@ -60,7 +60,7 @@ class Smp(Core):
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
         bulk = bind_tcp(host, bulk_port)
         self._control = PeerServer(job, partial(answer_control, self), host, port, self.credentials, system)
-        reach("start.bound")
+        failpoint("start.bound")
         self.owner = Owner(
             os.getpid(),
             psutil.Process().create_time(),
@@ -79,7 +79,7 @@ class Smp(Core):
         self._local = SocketListener(
             bind_unix(socket_path(arena)), lambda sock: TrainerConversation(self, checked_peer(sock)), system=system
         )
-        reach("start.serving")
+        failpoint("start.serving")
         self.rejoiner.start(self.store)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Smp(Core):
         for part in (self._bulk, self._control, self.peers):
             part.close()
         if self.finished:
-            reach("finish.closing")
+            failpoint("finish.closing")
             self.store.retire()
         self._local.close()
 

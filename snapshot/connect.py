@@ -48,7 +48,7 @@ def start_here(arena: Path, job: str) -> None:
 def prefetch(*, job: str | None = None, arena: Path | None = None) -> threading.Thread:
     """Get this node's SMP ready while the job still imports and builds its model. Optional; returns at once.
 
-    An SMP is started if none serves; one that does checks, and mends, what it holds. What goes wrong is logged here,
+    An SMP is started if none serves; one that does checks, and repairs, what it holds. What goes wrong is logged here,
     and raised when `InMemorySnapshot` is entered.
 
     Args:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos.trainer import Trainer
-from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.failpoints import failpoint
 
 DRAIN_DEADLINE_S = 0.2
 STEP_S = 0.002
@@ -69,7 +69,7 @@ def endure() -> None:
             step += 1
             snap.begin()
             training.backward(step)
-            reach("train.step", step)
+            failpoint("train.step", step)
             snap.drain(DRAIN_DEADLINE_S)
             dist.barrier()
             training.optim.step()

@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.trainer import ENV as TRAINER_ENV
-from holdfast.smp_daemon.shared import points
+from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
@@ -69,7 +69,7 @@ class Job:
                 "HOLDFAST_JOB": JOB,
                 "HOLDFAST_NODE": smp.name,
                 "HOLDFAST_HOST": smp.host,
-                points.ENV: "",
+                failpoints.ENV: "",
                 **(self.ground.points.environment(f"rank{rank}", rules) if rank == 0 else {}),
             }
             log = str(self.ground.base / f"rank{rank}.log")

@@ -17,7 +17,7 @@ from examples.elastic import Elastic
 from examples.zero import Zero
 from holdfast.chaos import drill
 from holdfast.chaos.trainer import Trainer
-from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.failpoints import failpoint
 
 DRAIN_DEADLINE_S = 10.0
 
@@ -74,7 +74,7 @@ def train() -> None:
             def middle(number: int = step + 1) -> None:
                 snap.drain(DRAIN_DEADLINE_S)
                 dist.barrier()
-                reach("train.step", number)
+                failpoint("train.step", number)
 
             loss = job.step(step, middle)
             ema["ema"] += step

@@ -30,7 +30,7 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.records import digest_units, write_json
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 from holdfast.snapshot.collective.agreement import Alone, Result, T
-from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
 from holdfast.snapshot.step.copier import CopyJob
 from tests.deadlines import DEADLINE_S
 
@@ -223,12 +223,12 @@ class MortalMover(CpuMover):
 
     def __init__(self) -> None:
         super().__init__()
-        self._halves: dict[int, tuple[Sequence[Piece], list[tuple[Piece]]]] = {}
+        self._halves: dict[int, tuple[Sequence[SlotTensor], list[tuple[SlotTensor]]]] = {}
 
     def mark(self) -> None:
         current_life().gate()
 
-    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         life = current_life()
         for half in self._halves_of(pieces):
             life.gate()
@@ -241,12 +241,12 @@ class MortalMover(CpuMover):
     def finish(self) -> None:
         current_life().gate()
 
-    def load(self, pieces: Sequence[Piece], slot: memoryview) -> None:
+    def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
         current_life().gate()
         super().load(pieces, slot)
         current_life().gate()
 
-    def _halves_of(self, pieces: Sequence[Piece]) -> list[tuple[Piece]]:
+    def _halves_of(self, pieces: Sequence[SlotTensor]) -> list[tuple[SlotTensor]]:
         known = self._halves.get(id(pieces))
         if known is None:
             if len(self._halves) > 8:
@@ -255,15 +255,15 @@ class MortalMover(CpuMover):
         return known[1]
 
 
-def _halves(piece: Piece) -> Iterator[Piece]:
+def _halves(piece: SlotTensor) -> Iterator[SlotTensor]:
     count = piece.tensor.numel()
     if count < 2 or not piece.is_plain:
         yield piece
         return
     flat = piece.tensor.detach().view(-1)
     first = count // 2 * flat.element_size()
-    yield Piece(flat[: count // 2], piece.offset, first)
-    yield Piece(flat[count // 2 :], piece.offset + first, piece.bytes - first)
+    yield SlotTensor(flat[: count // 2], piece.offset, first)
+    yield SlotTensor(flat[count // 2 :], piece.offset + first, piece.bytes - first)
 
 
 class Circle:
@@ -375,8 +375,8 @@ def gates() -> Iterator[list[BaseException]]:
 
     with ExitStack() as stack:
         for target, new in {
-            "holdfast.snapshot.step.copier.reach": reached,
-            "holdfast.snapshot.resume.restore.reach": reached,
+            "holdfast.snapshot.step.copier.failpoint": reached,
+            "holdfast.snapshot.resume.restore.failpoint": reached,
             "holdfast.snapshot.step.copier.queue": SimpleNamespace(SimpleQueue=lambda: MortalQueue(current_life())),
             "holdfast.snapshot.copy.movers.CpuMover": MortalMover,
             "holdfast.snapshot.rank.default_agreement": lambda: (
@@ -388,9 +388,9 @@ def gates() -> Iterator[list[BaseException]]:
             "holdfast.snapshot.state.steppers.register_optimizer_step_post_hook": _hook_nobody,
             "holdfast.smp_daemon.shared.client.call": _call,
             "holdfast.smp_daemon.shared.client.connect": _connect,
-            "holdfast.smp_daemon.storage.store.reach": smp_reached,
-            "holdfast.smp_daemon.coding.protect.reach": smp_reached,
-            "holdfast.smp_daemon.recovery.rebuild.reach": smp_reached,
+            "holdfast.smp_daemon.storage.store.failpoint": smp_reached,
+            "holdfast.smp_daemon.coding.protect.failpoint": smp_reached,
+            "holdfast.smp_daemon.recovery.rebuild.failpoint": smp_reached,
             "holdfast.smp_daemon.storage.store.digest_units": _digest_units,
             "holdfast.smp_daemon.storage.store.write_json": _write_json,
             "holdfast.smp_daemon.storage.arena.write_json": _write_json,

@@ -34,8 +34,8 @@ from holdfast.cli.export import export
 from holdfast.integrations.dcp import MemoryReader, MemoryWriter
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.paths import arena_path, read_owner
-from holdfast.smp_daemon.shared.points import reach
 
 DRAIN_DEADLINE_S = 1.0
 PERSIST_DEADLINE_S = 30.0
@@ -98,7 +98,7 @@ def stamped() -> None:
         )
         for step in range(snap.step, trainer.args["steps"]):
             model(step + 1)
-            reach("train.step", step + 1)
+            failpoint("train.step", step + 1)
             snap.drain(DRAIN_DEADLINE_S)  # these steps take no time; without this most of them would be skipped
             dist.barrier()
             optim.step()
@@ -141,7 +141,7 @@ def paced() -> None:
         taken, before = [], 0
         for step in range(snap.step, args["steps"]):
             model(step + 1)
-            reach("train.step", step + 1)
+            failpoint("train.step", step + 1)
             time.sleep(args["slow_s"] if step >= args["slower_at"] else args["quick_s"])
             dist.barrier()
             count = statistics.taken
@@ -188,7 +188,7 @@ def replicated() -> None:
             loss = model(torch.randn(4, 32)).square().mean()
             optim.zero_grad()
             loss.backward()
-            reach("train.step", step + 1)
+            failpoint("train.step", step + 1)
             if snap is not None:
                 snap.drain(DRAIN_DEADLINE_S)
             optim.step()
@@ -217,7 +217,7 @@ def spread_over_nodes() -> None:
         )
         for step in range(snap.step, trainer.args["steps"]):
             model(torch.randn(4, 64)).square().mean().backward()
-            reach("train.step", step + 1)
+            failpoint("train.step", step + 1)
             snap.drain(DRAIN_DEADLINE_S)
             optim.step()
         trainer.report("end", digest=_digest(model, optim))

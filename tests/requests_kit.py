@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from holdfast.smp_daemon.recovery.requests import MAX_IN_FLIGHT, AnswerUse, How, Request, RequestScheduler, Ways
+from holdfast.smp_daemon.recovery.requests import MAX_IN_FLIGHT, AnswerUse, How, RequestScheduler, UnitRequest, Ways
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.sources import Address
 
@@ -78,7 +78,7 @@ def play(
     """
     now, done, numbers = 0.0, Played(), itertools.count()
     events: list[tuple[float, int, _Hop]] = []
-    live: dict[int, Request] = {}
+    live: dict[int, UnitRequest] = {}
     spoilt = set(spoil)
     while not scheduler.over:
         while (request := scheduler.next(now)) is not None:
@@ -122,7 +122,7 @@ class _Hop:
         ends: when each served, the last of the chain first.
     """
 
-    request: Request
+    request: UnitRequest
     began: float
     left: int
     result: str = ""

@@ -28,7 +28,7 @@ from typing import IO, Any
 import psutil
 
 from holdfast.chaos.smp_zygote import Forked, Zygote
-from holdfast.smp_daemon.shared import points
+from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
@@ -98,7 +98,7 @@ class Points:
     def environment(self, who: str, rules: Rules) -> dict[str, str]:
         """What makes `who` stop where `rules` say."""
         text = json.dumps({"socket": str(self.path), "who": who, "rules": list(rules)})
-        return {points.ENV: text} if rules else {}
+        return {failpoints.ENV: text} if rules else {}
 
     def wait(self, who: str, point: str, step: int) -> Held:
         """Block until `who` has reached `point` of `step`."""

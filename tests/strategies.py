@@ -65,8 +65,8 @@ shard_records = st.builds(
 @st.composite
 def drawn_parity_records(draw: st.DrawFn) -> ParityRecord:
     unit_bytes = draw(unit_lengths)
-    folded = st.dictionaries(st.integers(0, 9), digests, max_size=3)
-    units = draw(st.lists(st.tuples(st.integers(0, unit_bytes), digests, folded), max_size=5))
+    accumulated = st.dictionaries(st.integers(0, 9), digests, max_size=3)
+    units = draw(st.lists(st.tuples(st.integers(0, unit_bytes), digests, accumulated), max_size=5))
     lengths, parities, sources = zip(*units, strict=True) if units else ((), (), ())
     return ParityRecord(draw(snapshots), draw(tags), draw(st.integers(0, 9)), unit_bytes, lengths, parities, sources)
 

@@ -49,6 +49,16 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def test_no_class_is_called_as_another_is() -> None:
+    """With and without a leading underscore, so that a name can be searched for."""
+    found: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(name)
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
 def imports(path: Path) -> Iterator[str]:
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):

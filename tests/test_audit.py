@@ -14,16 +14,16 @@ import torch
 from rich.console import Console
 
 from holdfast import ConfigError, HoldfastError
-from holdfast.audit import Difference, Notes, Plan, Report, compare, distinct, drift, run, show
+from holdfast.audit import AuditPlan, AuditReport, Difference, Notes, compare, distinct, drift, run, show
 from holdfast.snapshot.state.reach import reachable
 
 ROOT = Path(__file__).parent.parent
 
 
-def audit(job: str, *options: str, ranks: int = 1, **more: Any) -> Report:
+def audit(job: str, *options: str, ranks: int = 1, **more: Any) -> AuditReport:
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
     command = (sys.executable, *launcher, "-m", f"examples.{job}", *(f"--option={option}" for option in options))
-    return run(Plan(command, deadline_s=60, **more), lambda name: None)
+    return run(AuditPlan(command, deadline_s=60, **more), lambda name: None)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ main()
 def test_generators_that_drifted_are_named_with_the_reason(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(DRAWING_LOOP)
-    report = run(Plan((sys.executable, str(script)), deadline_s=60), lambda name: None)
+    report = run(AuditPlan((sys.executable, str(script)), deadline_s=60), lambda name: None)
     found = {each.name: drift(each) for each in distinct(report.differences) if each.kind == "not restored"}
     assert found.keys() == {"main.own", "main.x", "random.torch"}
     console = Console(record=True, width=1000, file=io.StringIO())
@@ -126,11 +126,11 @@ def test_a_loop_over_a_data_loader_with_workers_is_exact() -> None:
 @pytest.mark.cluster
 def test_a_command_that_does_not_train_is_reported_with_what_it_said() -> None:
     with pytest.raises(HoldfastError, match=r"(?s)undisturbed run ended with status 3.*no such corpus"):
-        run(Plan((sys.executable, "-c", "import sys; print('no such corpus'); sys.exit(3)")), lambda name: None)
+        run(AuditPlan((sys.executable, "-c", "import sys; print('no such corpus'); sys.exit(3)")), lambda name: None)
     with pytest.raises(HoldfastError, match="never entered InMemorySnapshot"):
-        run(Plan((sys.executable, "-c", "pass")), lambda name: None)
+        run(AuditPlan((sys.executable, "-c", "pass")), lambda name: None)
     with pytest.raises(ConfigError, match="/no/such/python cannot be started"):
-        run(Plan(("/no/such/python",)), lambda name: None)
+        run(AuditPlan(("/no/such/python",)), lambda name: None)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_command_that_does_not_train_is_reported_with_what_it_said() -> None:
 )
 def test_an_impossible_audit_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Plan(**({"command": ("true",)} | arguments))
+        AuditPlan(**({"command": ("true",)} | arguments))
 
 
 # ---------------------------------------------------------------------- the comparison
@@ -156,7 +156,7 @@ def notes(value: str = "1", computed: str = "a", first: int = 0, more: dict[str,
     )
 
 
-def kinds(report: Report) -> set[tuple[str, str]]:
+def kinds(report: AuditReport) -> set[tuple[str, str]]:
     return {(each.kind, each.name) for each in report.differences}
 
 

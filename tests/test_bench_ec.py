@@ -19,10 +19,10 @@ from holdfast.bench.ec import (
     KIB,
     MIB,
     OPS,
-    Cell,
-    Plan,
-    Report,
+    EcBenchmark,
+    EcReport,
     Row,
+    Setting,
     _Stripe,
     cells,
     cpu_model,
@@ -52,9 +52,9 @@ def row(**changes: Any) -> Row:
     return replace(fine, **changes)
 
 
-def report(*rows: Row) -> Report:
+def report(*rows: Row) -> EcReport:
     machine = {"cpu_model": "Some CPU", "cores": 2, "memory_bytes": 1 << 34, "kernel": "6.1"}
-    return Report(
+    return EcReport(
         "2026-11-21T12:00:00+00:00", machine, 7, "isal", list(rows), ["something is left out"], [PROTECTED], [REBUILT]
     )
 
@@ -120,7 +120,7 @@ def test_what_is_timed_computes_what_it_should(backend: str, k: int, m: int) -> 
         pytest.skip(why_unusable(backend))
     stripe = _Stripe(k, m, 4096, np.random.default_rng(1))
     codec = choose_codec(k, m, backend)
-    cell = Cell("encode", k, m, 4096, backend, threads=1)
+    cell = Setting("encode", k, m, 4096, backend, threads=1)
     data = [bytes(unit) for unit in stripe.data]
     expected = [memoryview(bytearray(4096)) for _ in range(m)]
     choose_codec(k, m, "numpy").encode(stripe.data, expected)
@@ -143,20 +143,20 @@ def test_what_is_timed_computes_what_it_should(backend: str, k: int, m: int) -> 
 
 def test_every_thread_has_room_to_copy_all_data() -> None:
     stripe = _Stripe(4, 2, 4096, np.random.default_rng(1))
-    stripe.memcpy(Cell("encode", 4, 2, 4096, "numpy", threads=1))()
+    stripe.memcpy(Setting("encode", 4, 2, 4096, "numpy", threads=1))()
     assert stripe.copy.nbytes == 4 * 4096
     assert bytes(stripe.copy) == b"".join(bytes(unit) for unit in stripe.data)
 
 
 def test_a_row_is_the_ratio_of_medians() -> None:
-    cell = Cell("encode", 4, 2, 10**6, "isal", threads=2)
+    cell = Setting("encode", 4, 2, 10**6, "isal", threads=2)
     found = Row.of(cell, op_s=[0.001, 0.002, 9.0], memcpy_s=[0.001, 0.0001, 7.0])
     assert (found.gb_s, found.memcpy_gb_s, found.ratio) == (4.0, 8.0, 0.5)
 
 
 @pytest.mark.parametrize(("op", "units"), [("encode", 4), ("accumulate", 1), ("reconstruct", 4)])
 def test_the_bytes_of_a_cell_are_the_data_read(op: str, units: int) -> None:
-    assert Cell(op, 4, 2, 1000, "isal", threads=2).bytes == units * 1000
+    assert Setting(op, 4, 2, 1000, "isal", threads=2).bytes == units * 1000
 
 
 def test_short_calls_are_repeated_and_long_ones_are_not() -> None:
@@ -165,7 +165,7 @@ def test_short_calls_are_repeated_and_long_ones_are_not() -> None:
 
 
 def test_what_is_left_out_is_said() -> None:
-    plan = Plan()
+    plan = EcBenchmark()
     todo = cells(plan, unusable=())
     assert len({*todo}) == len(todo)
     assert [cell.unit_bytes for cell in todo] == sorted(cell.unit_bytes for cell in todo)
@@ -174,19 +174,19 @@ def test_what_is_left_out_is_said() -> None:
     largest = [cell for cell in todo if cell.unit_bytes == 64 * MIB]
     assert {(cell.backend, cell.m == 1) for cell in largest} == {("isal", True), ("isal", False), ("numpy", True)}
     text = "\n".join(notes(plan, {}))
-    assert "fold in single units" in text
+    assert "accumulate single units" in text
     assert "beyond 16 MiB" in text
 
 
 def test_an_unusable_backend_is_left_out_and_named() -> None:
-    assert {cell.backend for cell in cells(Plan(), {"isal"})} == {"numpy", "pyeclib"}
-    assert "isal is left out: no such library" in notes(Plan(), {"isal": "no such library"})
+    assert {cell.backend for cell in cells(EcBenchmark(), {"isal"})} == {"numpy", "pyeclib"}
+    assert "isal is left out: no such library" in notes(EcBenchmark(), {"isal": "no such library"})
 
 
 def test_too_little_memory_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 30))
     with pytest.raises(ConfigError, match="use --quick"):
-        measure(Plan(), [], lambda n, cell: None)
+        measure(EcBenchmark(), [], lambda n, cell: None)
 
 
 def test_the_table_has_a_line_per_code_backend_and_threads_and_a_column_per_size() -> None:

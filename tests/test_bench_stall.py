@@ -12,7 +12,7 @@ import pytest
 
 from holdfast import ConfigError
 from holdfast.bench.copy import measure_copies
-from holdfast.bench.stall import SYSTEMS, Plan, Report, choose, grid, markdown
+from holdfast.bench.stall import SYSTEMS, StallBenchmark, StallReport, choose, grid, markdown
 from holdfast.cli.main import main
 
 ROW: dict[str, Any] = {
@@ -37,9 +37,9 @@ ROW: dict[str, Any] = {
 OTHER = ROW | {"system": "other <async>", "lost_s": 0.7, "lost_ratio": 7.0}
 
 
-def report(*rows: dict[str, Any]) -> Report:
+def report(*rows: dict[str, Any]) -> StallReport:
     machine = {"cpu_model": "a processor", "cores": 2, "memory_bytes": 1, "kernel": "6.1"}
-    return Report("2026-01-01", machine, list(rows), failed={"x, 2 ranks": "why"})
+    return StallReport("2026-01-01", machine, list(rows), failed={"x, 2 ranks": "why"})
 
 
 def test_a_small_run_measures_this_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +90,7 @@ def test_every_peer_has_its_requirements() -> None:
     for system in SYSTEMS:
         assert (folder / f"{system.spec.split('.')[1].split(':')[0]}.py").exists()
         assert system.peer is None or (folder / "requirements" / f"{system.peer}.txt").exists()
-    assert Plan().rounds > 0
+    assert StallBenchmark().rounds > 0
 
 
 def test_copies_are_compared_with_memcpy() -> None:

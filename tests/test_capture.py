@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_stamp
 from holdfast.snapshot.collective.agreement import Alone
 from holdfast.snapshot.copy.errors import LayoutChanged
-from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.copy.witness import StateChanged
@@ -77,7 +77,7 @@ class Noting(CpuMover):
     def mark(self) -> None:
         self.on_mark()
 
-    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         self.before_copy()
         super().copy(pieces, slot, pause)
         self.after_copy()
@@ -368,7 +368,7 @@ def test_the_state_is_marked_when_all_copies_of_the_boundary_are_made(
     order: list[str] = []
     take = Staging.take
 
-    def taken(staging: Staging, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    def taken(staging: Staging, pieces: Sequence[SlotTensor]) -> tuple[SlotTensor, ...]:
         order.append("copies")
         return take(staging, pieces)
 
@@ -761,7 +761,7 @@ def test_nothing_to_copy_takes_no_memory() -> None:
     staging = Staging()
     assert staging.take(()) == ()
     staging.give_back(())
-    assert len(staging.take((Piece(torch.ones(1), 0, 4),))) == 1
+    assert len(staging.take((SlotTensor(torch.ones(1), 0, 4),))) == 1
 
 
 def test_copies_of_an_older_layout_are_not_used_for_a_newer_one(rig: Rig) -> None:

@@ -321,7 +321,7 @@ def test_a_run_that_went_as_it_must_has_no_problems() -> None:
         (run_of(digest="b"), None, ONE, "the final state of rank 0 differs: x"),
         (run_of(restored=0), None, ONE, "1 protected steps were lost"),
         (run_of(restored=0, protected=0), None, replace(ONE, again=0), "1 finished steps had to be done again"),
-        (run_of(how="mended"), None, ONE, "a shard was damaged although nothing had flipped a bit"),
+        (run_of(how="repaired"), None, ONE, "a shard was damaged although nothing had flipped a bit"),
         (run_of(), None, replace(ONE, faults=(KILL, KILL)), "2 faults were asked for, 1 were done"),
         (run_of(), DeadlineExceeded("60 s"), ONE, "it did not end"),
         (run_of(), HoldfastError("StateMismatchError: x"), ONE, "it failed: StateMismatchError: x"),

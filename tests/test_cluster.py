@@ -166,10 +166,10 @@ def test_ranks_renumbered_and_a_node_lost_at_once(launcher: Launcher) -> None:
     assert sorted(e["how"] for e in history.of("started", generation=1)) == ["fetched", "fetched", "fetched", "rebuilt"]
 
 
-def test_a_second_node_may_be_lost_once_the_first_is_healed(launcher: Launcher) -> None:
+def test_a_second_node_may_be_lost_once_the_first_is_repaired(launcher: Launcher) -> None:
     cluster = make(launcher, nodes=4)
     cluster.kill_node(0, at="train.step", step=5)
-    cluster.kill_node(2, at="heal.done", by="smp0")
+    cluster.kill_node(2, at="repair_parity.done", by="smp0")
     history = cluster.run()
     assert len(history.restarts) == 2
     assert_whole(history, 4, least=3)
@@ -237,7 +237,7 @@ def test_a_damaged_slot_is_decoded_from_parity_instead(launcher: Launcher) -> No
     cluster.kill_trainer(0, at="copy.before", step=5)  # by then step 4 is protected
     history = cluster.run()
     assert_whole(history, 3, least=3)
-    assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "mended"]
+    assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "repaired"]
 
 
 def test_every_third_step(launcher: Launcher) -> None:

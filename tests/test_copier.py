@@ -17,7 +17,7 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, N
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
 from holdfast.snapshot.copy.errors import LayoutChanged
-from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
 from holdfast.snapshot.state.record import place_tensors
@@ -235,7 +235,7 @@ class Gated(CpuMover):
         self.go.set()
         self.read: list[int] = []
 
-    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         if pieces:
             self.copying.set()
             assert self.go.wait(DEADLINE_S)

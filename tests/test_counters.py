@@ -32,19 +32,23 @@ def test_everything_begins_at_zero() -> None:
 
 def test_what_is_added_is_counted_and_nothing_else() -> None:
     counters = Counters()
-    counters.add(bytes_sent=5, reforms=1)
+    counters.add(bytes_sent=5, regroups=1)
     counters.add(bytes_sent=7)
     counters.add()
-    assert {name: count for name, count in counters.read().items() if count} == {"bytes_sent": 12, "reforms": 1}
+    assert {name: count for name, count in counters.read().items() if count} == {"bytes_sent": 12, "regroups": 1}
 
 
 def test_what_was_read_does_not_change_any_more() -> None:
     counters = Counters()
-    counters.add(units_folded=1)
+    counters.add(units_accumulated=1)
     before = counters.read()
-    counters.add(units_folded=1)
-    before["units_mended"] = 100
-    assert (before["units_folded"], counters.read()["units_folded"], counters.read()["units_mended"]) == (1, 2, 0)
+    counters.add(units_accumulated=1)
+    before["units_repaired"] = 100
+    assert (before["units_accumulated"], counters.read()["units_accumulated"], counters.read()["units_repaired"]) == (
+        1,
+        2,
+        0,
+    )
 
 
 def test_a_count_that_does_not_exist_is_not_made_up() -> None:
@@ -77,7 +81,7 @@ def test_what_was_added_at_once_is_read_at_once(restless: None) -> None:
 
     def work() -> None:
         while not over.is_set():
-            counters.add(bytes_sent=1, reforms=1)  # the first and the last
+            counters.add(bytes_sent=1, regroups=1)  # the first and the last
             begun.set()
 
     with ThreadPoolExecutor(1) as threads:
@@ -88,6 +92,6 @@ def test_what_was_added_at_once_is_read_at_once(restless: None) -> None:
         finally:
             over.set()
         working.result(DEADLINE_S)
-    assert all(counts["bytes_sent"] == counts["reforms"] for counts in seen)
-    assert [counts["reforms"] for counts in seen] == sorted(counts["reforms"] for counts in seen)
-    assert seen[-1]["reforms"] > 0
+    assert all(counts["bytes_sent"] == counts["regroups"] for counts in seen)
+    assert [counts["regroups"] for counts in seen] == sorted(counts["regroups"] for counts in seen)
+    assert seen[-1]["regroups"] > 0

@@ -16,8 +16,8 @@ from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.scenario import built_in
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
+from holdfast.smp_daemon.shared.failpoints import FAILPOINTS, PERSIST_FAILPOINTS, SMP_FAILPOINTS, TRAINER_FAILPOINTS
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.points import PERSIST_POINTS, POINTS, SMP_POINTS, TRAINER_POINTS
 from tests.crash_kit import Job, held_whole, job, next_life
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
@@ -46,7 +46,7 @@ TRAINING = (
     *("record.shard.before", "record.shard.part", "record.shard.done"),
     *("record.parity.before", "record.parity.part", "record.parity.done"),
     *("record.node.before", "record.node.part", "record.node.done"),
-    *("encode.before", "encode.middle", "encode.done", "parity.taken", "parity.folded", "parity.complete"),
+    *("encode.before", "encode.middle", "encode.done", "parity.taken", "parity.accumulated", "parity.complete"),
     *("parity.committed", "parity.announced", "parity.told", "outcome.protected", "slot.freed"),
 )
 """Reached with every snapshot."""
@@ -61,14 +61,22 @@ LEAVING = ("abandon.done", "outcome.failed")
 """Reached when a trainer dies."""
 
 RECOVERING = (
-    *("receive.taken", "rebuild.middle", "receive.checked", "receive.done", "heal.taken", "heal.folded", "heal.done"),
-    *("mend.before", "mend.done"),
+    *(
+        "receive.taken",
+        "rebuild.middle",
+        "receive.checked",
+        "receive.done",
+        "repair_parity.taken",
+        "repair_parity.accumulated",
+        "repair_parity.done",
+    ),
+    *("repair.before", "repair.done"),
 )
 """Reached by the SMP of a node that takes a lost one's place."""
 
-REFORMING = (
-    *("reform.declined", "reform.planned", "reform.adopt", "reform.encode", "reform.release", "drop.done"),
-    "reform.done",
+REGROUPING = (
+    *("regroup.declined", "regroup.planned", "regroup.adopt", "regroup.encode", "regroup.release", "drop.done"),
+    "regroup.done",
 )
 """Reached by survivors of a loss that nobody replaces."""
 
@@ -86,11 +94,11 @@ def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def test_every_point_has_its_test() -> None:
-    here = [*STARTING, *TRAINING, *GROWING, *LEAVING, *RECOVERING, *REFORMING, *FINISHING]
-    assert sorted([*here, *PERSIST_POINTS]) == sorted(SMP_POINTS)  # for these there are scenarios
-    assert set(POINTS) == {*here, *TRAINER_POINTS, *PERSIST_POINTS}
+    here = [*STARTING, *TRAINING, *GROWING, *LEAVING, *RECOVERING, *REGROUPING, *FINISHING]
+    assert sorted([*here, *PERSIST_FAILPOINTS]) == sorted(SMP_FAILPOINTS)  # for these there are scenarios
+    assert set(FAILPOINTS) == {*here, *TRAINER_FAILPOINTS, *PERSIST_FAILPOINTS}
     written = {fault.point for scenario in built_in() for fault in scenario.faults}
-    assert written >= set(PERSIST_POINTS)
+    assert written >= set(PERSIST_FAILPOINTS)
 
 
 # ---------------------------------------------------------------------- while trainers train
@@ -208,24 +216,24 @@ def recovered(ground: Ground, chain: Sequence[str]) -> None:
     spare = ground.prepare("spare")
     for point in chain:
         next_life(spare, [(point, None)])
-        if point.startswith("mend"):  # units of the shard have gone bad meanwhile, which is found out at the start
+        if point.startswith("repair."):  # units of the shard have gone bad meanwhile, which is found out at the start
             ground.points.wait_any("spare", point)
             spare.kill()
             continue
         spare.wait_ready()
         trainer = run.trainers["dp2"] = Trainer(spare, "dp2", 80_000)
-        if point.startswith("repair_parity") and point != "heal.taken":
+        if point.startswith("repair_parity") and point != "repair_parity.taken":
             ground.points.wait_any("spare", point)  # it goes on by itself
             spare.kill()
         else:
             plan = run.plan(*(each.client.inventory() for each in run))
             trainer.client.join(2)
-            if point == "heal.taken":
+            if point == "repair_parity.taken":
                 assert trainer.recover(plan).how == "held"
                 call_and_kill(ground, spare, trainer.client.repair_parity, plan.sources, 0, 2)
             else:
                 call_and_kill(ground, spare, trainer.recover, plan)
-        if point == "heal.done":
+        if point == "repair_parity.done":
             flip_a_byte(shard_file(spare, snapshot, "dp2"))
     next_life(spare, [("rejoin.done", None)])
     spare.wait_ready()
@@ -242,7 +250,7 @@ def test_a_replacement_dies_again_and_again(ground: Ground) -> None:
     recovered(ground, RECOVERING)
 
 
-def reformed(ground: Ground, chain: Sequence[str]) -> None:
+def regrouped(ground: Ground, chain: Sequence[str]) -> None:
     """Survivors of which one dies at each of these points; in the end they protect what there was."""
     smps = ground.smps(4)
     run = run_on(smps, [[3000 + i] for i in range(4)], protect="3+1")
@@ -252,7 +260,7 @@ def reformed(ground: Ground, chain: Sequence[str]) -> None:
     victim = smps[0]
     for point in chain:
         next_life(victim, [(point, None)])
-        if point != "reform.declined":
+        if point != "regroup.declined":
             leave(run)
         ground.points.wait_any(victim.name, point)
         victim.kill()
@@ -262,10 +270,10 @@ def reformed(ground: Ground, chain: Sequence[str]) -> None:
     come_back(run, smps, [1])
 
 
-@pytest.mark.parametrize("chain", [REFORMING[:-1], REFORMING[-1:]], ids=["before-the-end", "at-the-end"])
+@pytest.mark.parametrize("chain", [REGROUPING[:-1], REGROUPING[-1:]], ids=["before-the-end", "at-the-end"])
 def test_a_survivor_dies_again_and_again(ground: Ground, monkeypatch: pytest.MonkeyPatch, chain: Sequence[str]) -> None:
     monkeypatch.setenv("HOLDFAST_REFORM_AFTER", "0.2")
-    reformed(ground, chain)
+    regrouped(ground, chain)
 
 
 def test_a_client_is_told_when_an_smp_left_something(ground: Ground) -> None:

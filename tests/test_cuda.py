@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.snapshot.copy import cuda, cuda_runtime
 from holdfast.snapshot.copy.cuda import CudaMover, chunks
-from holdfast.snapshot.copy.cuda_runtime import Event, Stream, TorchRuntime
-from holdfast.snapshot.copy.movers import CpuMover, Mover, Piece
+from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, DeviceStream, TorchRuntime
+from holdfast.snapshot.copy.movers import CpuMover, Mover, SlotTensor
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
 from tests.deadlines import DEADLINE_S
@@ -62,7 +62,7 @@ class FakeStream:
         self.work.append((None, lambda: setattr(event, "passed", True)))
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         self.cuda.raise_fault()
         assert isinstance(event, FakeEvent)
         self.work.append((event, lambda: None))
@@ -121,16 +121,16 @@ class FakeCuda:
 
     # ------------------------------------------------------------------ `Runtime`
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> DeviceStream:
         assert self._here() is self.compute, "asked for while the side stream was current"
         return self.compute
 
-    def lowest_stream(self) -> Stream:
+    def lowest_stream(self) -> DeviceStream:
         self.streams.append(FakeStream(self))
         return self.streams[-1]
 
     @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: DeviceStream) -> Iterator[None]:
         before, self.local.stream = self._here(), stream
         try:
             yield
@@ -162,7 +162,7 @@ class FakeCuda:
         self.ranges[made.data_ptr()] = count
         return made
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         self._on_device()
         assert isinstance(event, FakeEvent)
         self.run(event)
@@ -243,10 +243,10 @@ def no_pause(count: int) -> None:
     pass
 
 
-def place(*tensors: torch.Tensor, at: int = 64) -> list[Piece]:
+def place(*tensors: torch.Tensor, at: int = 64) -> list[SlotTensor]:
     pieces = []
     for tensor in tensors:
-        pieces.append(Piece(tensor, at, tensor.nbytes))
+        pieces.append(SlotTensor(tensor, at, tensor.nbytes))
         at += tensor.nbytes
     return pieces
 
@@ -256,7 +256,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return bytes(values.view(torch.uint8).tolist()) if values.numel() else b""
 
 
-def content(slot: memoryview, pieces: list[Piece]) -> list[bytes]:
+def content(slot: memoryview, pieces: list[SlotTensor]) -> list[bytes]:
     return [bytes(slot[piece.offset : piece.offset + piece.bytes]) for piece in pieces]
 
 
@@ -486,9 +486,9 @@ def test_tensors_elsewhere_are_refused_before_anything_is_queued() -> None:
 # ---------------------------------------------------------------------- looks at the state
 
 
-def named(*tensors: torch.Tensor) -> tuple[Piece, ...]:
+def named(*tensors: torch.Tensor) -> tuple[SlotTensor, ...]:
     pieces = place(*tensors)
-    return tuple(Piece(each.tensor, each.offset, each.bytes, f"w{i}") for i, each in enumerate(pieces))
+    return tuple(SlotTensor(each.tensor, each.offset, each.bytes, f"w{i}") for i, each in enumerate(pieces))
 
 
 def test_bytes_may_be_under_way_when_a_copy_returns() -> None:
@@ -791,7 +791,7 @@ def test_chunks_are_the_piece_in_order(shape: list[int], swap: bool, dtype: torc
     tensor = torch.arange(count).to(dtype).reshape(shape)
     if swap and len(shape) > 1:
         tensor = tensor.transpose(0, -1)
-    parts = list(chunks(Piece(tensor, 40, tensor.nbytes), limit))
+    parts = list(chunks(SlotTensor(tensor, 40, tensor.nbytes), limit))
     assert b"".join(bits(part.tensor) for part in parts) == bits(tensor)
     assert all(0 < part.bytes == part.tensor.nbytes <= limit for part in parts)
     starts = [40 + sum(part.bytes for part in parts[:n]) for n in range(len(parts))]

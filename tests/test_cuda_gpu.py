@@ -10,7 +10,7 @@ import torch
 
 from holdfast.snapshot.copy.cuda import CudaMover
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
-from holdfast.snapshot.copy.movers import Piece
+from holdfast.snapshot.copy.movers import SlotTensor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,16 +51,16 @@ def state() -> list[torch.Tensor]:
     ]
 
 
-def placed(tensors: list[torch.Tensor]) -> list[Piece]:
+def placed(tensors: list[torch.Tensor]) -> list[SlotTensor]:
     pieces = []
     at = 4096
     for tensor in tensors:
-        pieces.append(Piece(tensor, at, tensor.nbytes))
+        pieces.append(SlotTensor(tensor, at, tensor.nbytes))
         at += -(-tensor.nbytes // 64) * 64
     return pieces
 
 
-def new_slot(pieces: list[Piece]) -> memoryview:
+def new_slot(pieces: list[SlotTensor]) -> memoryview:
     return memoryview(mmap.mmap(-1, pieces[-1].offset + pieces[-1].bytes))
 
 
@@ -68,7 +68,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8).cpu()
 
 
-def in_slot(slot: memoryview, piece: Piece) -> torch.Tensor:
+def in_slot(slot: memoryview, piece: SlotTensor) -> torch.Tensor:
     return torch.frombuffer(slot, dtype=torch.uint8)[piece.offset : piece.offset + piece.bytes]
 
 

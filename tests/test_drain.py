@@ -56,10 +56,10 @@ class TestThePlan:
                     continue
                 held = with_leaving(everything(layout), gone)
                 assert moved(held) is None
-                reform = planned(held)
-                assert not {node.name for node in reform.layout.nodes} & set(gone)
-                assert sorted(reform.layout.coords) == sorted(layout.coords)
-                after = with_leaving(carried_out(held, reform), gone)
+                regrouping = planned(held)
+                assert not {node.name for node in regrouping.layout.nodes} & set(gone)
+                assert sorted(regrouping.layout.coords) == sorted(layout.coords)
+                after = with_leaving(carried_out(held, regrouping), gone)
                 done = moved(after)
                 assert done is not None
                 assert done.snapshot == SNAPSHOT
@@ -72,15 +72,15 @@ class TestThePlan:
 
     def test_groups_without_the_one_that_leaves_are_left_alone(self) -> None:
         layout = layout_of(12, 2, 1)
-        reform = planned(with_leaving(everything(layout), {"node4"}))
-        assert len(reform.nodes) == 5
+        regrouping = planned(with_leaving(everything(layout), {"node4"}))
+        assert len(regrouping.nodes) == 5
 
     def test_a_spare_takes_over_all_that_the_one_that_leaves_held(self) -> None:
         layout = layout_of(4, 3, 1, per_node=2)
         spare = Inventory("spare", "10.0.0.9", 1, 2, epoch=SNAPSHOT.epoch)
         held = with_leaving([*everything(layout), spare], {"node2"})
-        reform = planned(held)
-        assert [shard.coord for shard in reform.layout.node("spare").shards] == ["dp4", "dp5"]
+        regrouping = planned(held)
+        assert [shard.coord for shard in regrouping.layout.node("spare").shards] == ["dp4", "dp5"]
 
     def test_a_spare_changes_nothing_where_nobody_leaves(self) -> None:
         layout = layout_of(4, 3, 1)
@@ -89,9 +89,9 @@ class TestThePlan:
     def test_the_loss_of_another_is_planned_around(self) -> None:
         layout = layout_of(5, 3, 1)
         held = with_leaving(everything(layout, but={"node0"}), {"node3"})
-        reform = planned(held)
-        assert {node.name for node in reform.layout.nodes} == {"node1", "node2", "node4"}
-        assert moved(with_leaving(carried_out(held, reform), {"node3"})) is not None
+        regrouping = planned(held)
+        assert {node.name for node in regrouping.layout.nodes} == {"node1", "node2", "node4"}
+        assert moved(with_leaving(carried_out(held, regrouping), {"node3"})) is not None
 
     def test_a_node_that_is_needed_for_what_is_lost_may_not_go(self) -> None:
         held = with_leaving(everything(layout_of(4, 3, 1), but={"node0", "node1"}), {"node3"})
@@ -209,7 +209,7 @@ def await_leaving(trainer: Trainer) -> None:
 
 
 class TestInTheMiddleOfADrain:
-    @pytest.mark.parametrize("point", ["reform.adopt", pytest.param("reform.encode", marks=SLOW)])
+    @pytest.mark.parametrize("point", ["regroup.adopt", pytest.param("regroup.encode", marks=SLOW)])
     def test_another_may_be_lost(self, ground: Ground, point: str) -> None:
         smps, run = _armed(ground, 5, "3+2", {3: point})
         draining = ground.meanwhile(drain, ground, "node1")
@@ -221,7 +221,7 @@ class TestInTheMiddleOfADrain:
         come_back(run, smps, [1, 3, 4])
 
     @pytest.mark.parametrize("leaver", [pytest.param(0, marks=SLOW), 2])
-    @pytest.mark.parametrize("point", [pytest.param("reform.adopt", marks=SLOW), "reform.encode"])
+    @pytest.mark.parametrize("point", [pytest.param("regroup.adopt", marks=SLOW), "regroup.encode"])
     def test_the_leaving_one_may_be_lost(self, ground: Ground, leaver: int, point: str) -> None:
         smps, run = _armed(ground, 4, "3+1", {1: point})
         draining = ground.meanwhile(drain, ground, f"node{leaver}")
@@ -233,9 +233,9 @@ class TestInTheMiddleOfADrain:
 
     @SLOW
     def test_the_one_in_charge_may_be_lost(self, ground: Ground) -> None:
-        smps, run = _armed(ground, 5, "3+1", {0: "reform.encode"})
+        smps, run = _armed(ground, 5, "3+1", {0: "regroup.encode"})
         draining = ground.meanwhile(drain, ground, "node2")
-        ground.points.wait("node0", "reform.encode", 2)
+        ground.points.wait("node0", "regroup.encode", 2)
         smps[0].lose()
         assert draining.result(DEADLINE_S) == 0
         smps[2].lose()

@@ -120,7 +120,7 @@ def test_one_node_of_each_group_may_go_at_once() -> None:
     assert go(memory(2_130.0, 0, 4)).restores == {"protected": 1}
 
 
-def test_a_second_loss_counts_until_the_group_is_healed() -> None:
+def test_a_second_loss_counts_until_the_group_is_repaired() -> None:
     """Lost at 2,130 s; replaced at 2,235, trains again at 2,270, whole at 2,310."""
     assert go(memory(2_130.0, 0), memory(2_305.0, 1)).restores == {"protected": 1, "persisted": 1}
     assert go(memory(2_130.0, 0), memory(2_311.0, 1)).restores == {"protected": 2}
@@ -129,19 +129,19 @@ def test_a_second_loss_counts_until_the_group_is_healed() -> None:
 
 def test_survivors_that_reform_may_lose_another_while_a_machine_is_awaited() -> None:
     slow = replace(SITE, spares=0)
-    reforming = replace(DESIGN, regroup_after_s=30.0, regroup_s=20.0)  # from 2,165 to 2,185 s
-    assert go(memory(2_130.0, 0), memory(2_184.0, 1), design=reforming, site=slow).restores == {"persisted": 1}
-    assert go(memory(2_130.0, 0), memory(2_186.0, 1), design=reforming, site=slow).restores == {"protected": 1}
+    regrouping = replace(DESIGN, regroup_after_s=30.0, regroup_s=20.0)  # from 2,165 to 2,185 s
+    assert go(memory(2_130.0, 0), memory(2_184.0, 1), design=regrouping, site=slow).restores == {"persisted": 1}
+    assert go(memory(2_130.0, 0), memory(2_186.0, 1), design=regrouping, site=slow).restores == {"protected": 1}
     assert go(memory(2_130.0, 0), memory(2_186.0, 1), site=slow).restores == {"persisted": 1}, "they do not re-form"
 
 
 def test_survivors_reform_though_another_failure_came_between() -> None:
     """A GPU goes at 2,162 s, while they wait; they wait 30 s again from 2,167 s, and are done at 2,217 s."""
     slow = replace(SITE, spares=0)
-    reforming = replace(DESIGN, regroup_after_s=30.0, regroup_s=20.0)
+    regrouping = replace(DESIGN, regroup_after_s=30.0, regroup_s=20.0)
     first, drain = memory(2_130.0, 0), Failure(2_162.0, "drain", (5,))
-    assert go(first, drain, memory(2_216.0, 1), design=reforming, site=slow).restores == {"persisted": 1}
-    assert go(first, drain, memory(2_218.0, 1), design=reforming, site=slow).restores == {"protected": 1}
+    assert go(first, drain, memory(2_216.0, 1), design=regrouping, site=slow).restores == {"persisted": 1}
+    assert go(first, drain, memory(2_218.0, 1), design=regrouping, site=slow).restores == {"protected": 1}
 
 
 def test_what_was_persisted_survives_until_a_newer_one() -> None:

@@ -1,4 +1,4 @@
-"""Bits flipped anywhere, in data, in parity and on the way: each is noticed, and mended whenever parity allows it."""
+"""Bits flipped anywhere, in data, in parity and on the way: each is noticed, and repaired whenever parity allows it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def images(run: Run, units: Sequence[Unit]) -> list[bytes]:
 
 def scrub_all(run: Run) -> dict[str, int]:
     found = [trainer.client.scrub() for trainer in run]
-    return {name: sum(each[name] for each in found) for name in ("units", "damaged", "mended")}
+    return {name: sum(each[name] for each in found) for name in ("units", "damaged", "repaired")}
 
 
 @sampled("flips", few=1_000, whole=10_000)
@@ -103,11 +103,11 @@ def test_flips_at_rest_are_all_noticed_and_mended(ground: Ground, flips: int) ->
         hit = hit[: flips - done]
         for unit in hit:
             flip(unit, source)
-        assert scrub_all(run) == {"units": len(units), "damaged": len(hit), "mended": len(hit)}, f"seed {SEED}"
+        assert scrub_all(run) == {"units": len(units), "damaged": len(hit), "repaired": len(hit)}, f"seed {SEED}"
         done += len(hit)
     assert images(run, units) == before
     assert sum(trainer.client.counters()["units_damaged"] for trainer in run) == flips
-    assert sum(trainer.client.counters()["units_mended"] for trainer in run) == flips
+    assert sum(trainer.client.counters()["units_repaired"] for trainer in run) == flips
 
 
 def test_more_flips_in_a_stripe_than_parity_are_noticed_and_not_mended_into_something_else(ground: Ground) -> None:
@@ -120,7 +120,7 @@ def test_more_flips_in_a_stripe_than_parity_are_noticed_and_not_mended_into_some
     for unit in hit:
         flip(unit, source)
     spoilt = images(run, units)
-    assert scrub_all(run) == {"units": len(units), "damaged": 2, "mended": 0}
+    assert scrub_all(run) == {"units": len(units), "damaged": 2, "repaired": 0}
     assert images(run, units) == spoilt
     plan = run.plan(*[trainer.client.inventory() for trainer in run])
     damaged = {f"dp{unit.node}" for unit in hit if unit.path.endswith(".safetensors")}
@@ -146,7 +146,7 @@ def test_flips_are_mended_when_a_job_is_restored(ground: Ground) -> None:
     for trainer in run:
         trainer.client.join(2)
     recovered = {trainer.coord: trainer.recover(plan) for trainer in run}
-    assert {shard.how for shard in recovered.values()} <= {"held", "mended"}
+    assert {shard.how for shard in recovered.values()} <= {"held", "repaired"}
     assert all(shard.view == run[coord].image(snapshot) for coord, shard in recovered.items())
     scrub_all(run)
     assert scrub_all(run)["damaged"] == 0

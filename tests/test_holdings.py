@@ -1,4 +1,4 @@
-"""What is sealed in an arena: damage is noted once and mended in place, and what is taken in gets a slot of its own."""
+"""What is sealed in an arena: damage is noted once and repaired in place; what is taken in gets a slot of its own."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_a_damaged_unit_is_mended_in_place(place: Place) -> None:
     place.holdings.repair(SHARD, 2, memoryview(content)[16:])
     assert place.holdings.damaged_units(SHARD) == []
     assert (path.read_bytes(), path.stat().st_ino) == (content, inode)
-    assert (place.count("units_damaged"), place.count("units_mended")) == (2, 2)
+    assert (place.count("units_damaged"), place.count("units_repaired")) == (2, 2)
 
 
 def test_what_is_given_up_while_it_is_read_is_gone_and_not_damaged(
@@ -281,7 +281,7 @@ def test_what_is_given_up_before_it_is_mended_is_not_written_to(place: Place) ->
     with pytest.raises(ProtocolError, match="not held here"):
         place.holdings.repair(SHARD, 0, memoryview(content)[:8])
     assert bytes(view) == spoilt
-    assert place.count("units_mended") == 0
+    assert place.count("units_repaired") == 0
 
 
 def test_a_parity_unit_is_mended_and_the_rest_of_its_place_is_left(place: Place) -> None:
@@ -311,7 +311,7 @@ def test_what_does_not_match_the_digest_is_not_written(place: Place, wrong: str)
         place.holdings.repair(SHARD, 1, memoryview(offered))
     assert bytes(place.view(SHARD)) == damaged
     assert place.holdings.damaged_units(SHARD) == [1]
-    assert (place.count("units_damaged"), place.count("units_mended")) == (1, 0)
+    assert (place.count("units_damaged"), place.count("units_repaired")) == (1, 0)
 
 
 def test_what_is_damaged_again_is_counted_again(place: Place) -> None:
@@ -320,7 +320,7 @@ def test_what_is_damaged_again_is_counted_again(place: Place) -> None:
         place.flip(SHARD, 0)
         assert place.holdings.damaged_units(SHARD) == [0]
         place.holdings.repair(SHARD, 0, memoryview(content)[:8])
-        assert (place.count("units_damaged"), place.count("units_mended")) == (times, times)
+        assert (place.count("units_damaged"), place.count("units_repaired")) == (times, times)
 
 
 # ---------------------------------------------------------------------- letting go

@@ -28,7 +28,7 @@ SCRIPT = """
 import hashlib, os, random, signal, sys
 import numpy, torch
 from holdfast import InMemorySnapshot
-from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.failpoints import failpoint
 
 torch.set_num_threads(1)
 stop, steps = int(sys.argv[1]), int(sys.argv[2])

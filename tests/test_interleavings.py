@@ -699,7 +699,7 @@ def test_a_restored_snapshot_takes_the_place_of_the_protected_one_only_when_it_i
             patch("holdfast.smp_daemon.local.repair_parity"),
         ):
             made.live(Plan("step 2 is sealed, and not encoded", steps=1, waits_for="sealed"))
-            made.live(Plan("step 2 comes back, and is not healed yet when step 3 begins", steps=1, waits_for="sealed"))
+            made.live(Plan("step 2 is back, and not repaired yet when step 3 begins", steps=1, waits_for="sealed"))
         made.least = 1
         made.lose(1)
         made.live(Plan("step 1, or a younger one, comes back"))

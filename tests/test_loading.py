@@ -24,7 +24,7 @@ from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.movers import LOAD_THREADS, CpuMover, Mover, Piece
+from holdfast.snapshot.copy.movers import LOAD_THREADS, CpuMover, Mover, SlotTensor
 from holdfast.snapshot.resume import loading, restore
 from holdfast.snapshot.resume.loading import check_ranges, cut, load_checked
 from tests.deadlines import DEADLINE_S
@@ -53,27 +53,27 @@ class Slot:
         self.memory = bytearray(self.image)
         digests = digest_units(memoryview(self.image), unit_bytes)
         self.shard = RecoveredShard(memoryview(self.memory), "held", 0, unit_bytes, digests)
-        self.pieces: list[Piece] = []
+        self.pieces: list[SlotTensor] = []
         offset = UNIT + 5
         for length in sizes:
             tensor = torch.frombuffer(bytearray(HOLDER * length), dtype=torch.uint8)
-            self.pieces.append(Piece(tensor, offset, length))
+            self.pieces.append(SlotTensor(tensor, offset, length))
             offset += length
-        self.mended: list[list[int]] = []
+        self.repaired: list[list[int]] = []
 
     def damage(self, *units: int) -> None:
         for unit in units:
             self.memory[unit * self.shard.unit_bytes] ^= 0x10
 
-    def mend(self, units: list[int]) -> None:
+    def repair(self, units: list[int]) -> None:
         """As an SMP would, in place; and look at what the tensors hold before it."""
-        self.mended.append(units)
+        self.repaired.append(units)
         for unit in units:
             assert self.untouched(unit), f"unit {unit} was copied"
         self.memory[:] = self.image
 
     def do_not_mend(self, units: list[int]) -> None:
-        self.mended.append(units)
+        self.repaired.append(units)
 
     def untouched(self, unit: int) -> bool:
         """Whether nothing of a unit was copied."""
@@ -99,7 +99,7 @@ class RemoteMover:
     def __init__(self) -> None:
         self.loads: list[tuple[int, bytes]] = []
 
-    def load(self, pieces: Sequence[Piece], slot: memoryview) -> None:
+    def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
         self.loads.append((len(pieces), bytes(slot)))
         CpuMover().load(pieces, slot)
 
@@ -150,7 +150,7 @@ def test_every_tensor_arrives_bit_for_bit_however_it_lies_across_units(
         content = bits(random_bits(dtype, shape, seed))
         slot += source.randbytes(gap)
         slot += bytes(-len(slot) % dtype.itemsize)
-        pieces.append(Piece(view(torch.zeros(shape, dtype=dtype)), len(slot), len(content)))
+        pieces.append(SlotTensor(view(torch.zeros(shape, dtype=dtype)), len(slot), len(content)))
         wanted.append(content)
         slot += content
     slot += source.randbytes(after)
@@ -177,10 +177,10 @@ def test_runs_are_cut_at_the_borders_of_units(drawn: list[tuple[int, int]], unit
 def test_a_piece_beyond_the_slot_is_refused_before_anything_is_written() -> None:
     for offset, length in ((BYTES - 3, 4), (BYTES + UNIT, 1), (-1, 4)):
         slot = Slot()
-        beyond = Piece(torch.zeros(length, dtype=torch.uint8), offset, length)
+        beyond = SlotTensor(torch.zeros(length, dtype=torch.uint8), offset, length)
         with pytest.raises(ProtocolError, match=f"at {offset} is not within the {BYTES} of its slot"):
-            load_checked(CpuMover(), [*slot.pieces, beyond], slot.shard, slot.mend)
-        assert all(slot.untouched(unit) for unit in range(UNITS)) and not slot.mended
+            load_checked(CpuMover(), [*slot.pieces, beyond], slot.shard, slot.repair)
+        assert all(slot.untouched(unit) for unit in range(UNITS)) and not slot.repaired
 
 
 def test_half_of_it_is_done_midway() -> None:
@@ -209,8 +209,8 @@ def test_damaged_units_are_mended_all_at_once_before_they_are_copied(
     monkeypatch.setattr(loading, "GROUP_BYTES", 4 * UNIT)
     slot = Slot()
     slot.damage(*damaged)
-    load_checked(CpuMover(), slot.pieces, slot.shard, slot.mend)
-    assert slot.mended == [damaged]
+    load_checked(CpuMover(), slot.pieces, slot.shard, slot.repair)
+    assert slot.repaired == [damaged]
     assert slot.loaded()
 
 
@@ -219,8 +219,8 @@ def test_every_bit_of_every_unit_counts() -> None:
     for _ in range(300):
         slot, at = Slot(), source.randrange(BYTES)
         slot.memory[at] ^= 1 << source.randrange(8)
-        load_checked(CpuMover(), slot.pieces, slot.shard, slot.mend)
-        assert slot.mended == [[at // UNIT]] and slot.loaded()
+        load_checked(CpuMover(), slot.pieces, slot.shard, slot.repair)
+        assert slot.repaired == [[at // UNIT]] and slot.loaded()
 
 
 @pytest.mark.parametrize("damaged", [[0], [3, 7], [UNITS - 1]], ids=str)
@@ -229,7 +229,7 @@ def test_what_cannot_be_mended_is_not_copied_and_named(damaged: list[int]) -> No
     slot.damage(*damaged)
     with pytest.raises(DamagedSnapshot, match=rf"^{len(damaged)} units? of the slot, .* unit {damaged[0]}, cannot"):
         load_checked(CpuMover(), slot.pieces, slot.shard, slot.do_not_mend)
-    assert slot.mended == [damaged], "it is asked for once"
+    assert slot.repaired == [damaged], "it is asked for once"
     assert all(slot.untouched(unit) for unit in damaged)
     assert not all(slot.untouched(unit) for unit in range(UNITS)), "the rest was done"
 
@@ -238,11 +238,11 @@ def test_what_mending_raises_comes_through() -> None:
     slot = Slot()
     slot.damage(3)
 
-    def mend(units: list[int]) -> None:
+    def repair(units: list[int]) -> None:
         raise SmpUnavailable("gone")
 
     with pytest.raises(SmpUnavailable, match="gone"):
-        load_checked(CpuMover(), slot.pieces, slot.shard, mend)
+        load_checked(CpuMover(), slot.pieces, slot.shard, repair)
     assert slot.untouched(3)
 
 
@@ -252,12 +252,12 @@ def test_a_tensor_that_is_no_plain_bytes_waits_until_all_is_whole(lies_in: int) 
     odd = strided(torch.zeros(UNIT, dtype=torch.uint8))
     slot.damage(3)
 
-    def mend(units: list[int]) -> None:
+    def repair(units: list[int]) -> None:
         assert not odd.any()
-        slot.mend(units)
+        slot.repair(units)
 
-    load_checked(CpuMover(), [Piece(odd, lies_in * UNIT, UNIT)], slot.shard, mend)
-    assert slot.mended == [[3]]
+    load_checked(CpuMover(), [SlotTensor(odd, lies_in * UNIT, UNIT)], slot.shard, repair)
+    assert slot.repaired == [[3]]
     assert bits(odd) == slot.image[lies_in * UNIT : (lies_in + 1) * UNIT]
 
 
@@ -267,8 +267,8 @@ def test_a_tensor_that_is_no_plain_bytes_waits_until_all_is_whole(lies_in: int) 
 def test_another_mover_loads_once_all_units_are_whole() -> None:
     slot, mover = Slot(), RemoteMover()
     slot.damage(0, 8)
-    load_checked(mover.as_mover(), slot.pieces, slot.shard, slot.mend)
-    assert slot.mended == [[0, 8]]
+    load_checked(mover.as_mover(), slot.pieces, slot.shard, slot.repair)
+    assert slot.repaired == [[0, 8]]
     assert mover.loads == [(len(slot.pieces), slot.image)]
     assert slot.loaded()
 
@@ -276,7 +276,7 @@ def test_another_mover_loads_once_all_units_are_whole() -> None:
 def test_another_mover_loads_nothing_of_what_cannot_be_mended() -> None:
     slot, mover = Slot(), RemoteMover()
     slot.damage(UNITS - 1)
-    with pytest.raises(DamagedSnapshot, match=f"unit {UNITS - 1}, cannot be mended"):
+    with pytest.raises(DamagedSnapshot, match=f"unit {UNITS - 1}, cannot be repaired"):
         load_checked(mover.as_mover(), slot.pieces, slot.shard, slot.do_not_mend)
     assert mover.loads == []
 
@@ -288,15 +288,15 @@ def test_only_the_units_of_a_range_are_checked() -> None:
     slot = Slot()
     slot.damage(0, 5, 7, 9)
     check_ranges(slot.shard, [(UNIT, UNIT), (6 * UNIT, UNIT), (8 * UNIT + 3, UNIT - 3), (10 * UNIT, 0)], never)
-    check_ranges(slot.shard, [(10 * UNIT - 1, 2), (0, 1), (9 * UNIT, 8)], slot.mend)
-    assert slot.mended == [[0, 9]]
+    check_ranges(slot.shard, [(10 * UNIT - 1, 2), (0, 1), (9 * UNIT, 8)], slot.repair)
+    assert slot.repaired == [[0, 9]]
     check_ranges(slot.shard, [(0, BYTES)], never)
 
 
 def test_a_range_that_cannot_be_mended_or_is_not_there_is_refused() -> None:
     slot = Slot()
     slot.damage(UNITS - 1)
-    with pytest.raises(DamagedSnapshot, match=f"unit {UNITS - 1}, cannot be mended"):
+    with pytest.raises(DamagedSnapshot, match=f"unit {UNITS - 1}, cannot be repaired"):
         check_ranges(slot.shard, [(BYTES - 1, 1)], slot.do_not_mend)
     for offset, length in ((BYTES - 1, 2), (-1, 1), (3, -1), (BYTES + 1, 0)):
         with pytest.raises(ProtocolError, match="not within"):
@@ -364,7 +364,7 @@ import torch
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.snapshot.resume.loading import load_checked
-from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
 
 def memory(line):
     return int(next(row for row in open("/proc/self/status") if row.startswith(line)).split()[1]) << 10
@@ -376,7 +376,7 @@ def load(length, unit_bytes=2 << 20):
     torch.frombuffer(view, dtype=torch.uint8).random_(generator=torch.Generator().manual_seed(1))
     shard = RecoveredShard(view, "held", 0, unit_bytes, digest_units(view, unit_bytes))
     step = length // 8
-    pieces = [Piece(torch.ones(step, dtype=torch.uint8), at, step) for at in range(0, length, step)]
+    pieces = [SlotTensor(torch.ones(step, dtype=torch.uint8), at, step) for at in range(0, length, step)]
     before = memory("VmRSS")
     with open("/proc/self/clear_refs", "w") as refs:
         refs.write("5")  # the peak counts from now on
@@ -397,7 +397,7 @@ def test_memory_does_not_grow_while_256_mb_are_loaded() -> None:
 
 
 class Peers:
-    """A client whose SMP holds one shard, and can have any unit of it mended."""
+    """A client whose SMP holds one shard, and can have any unit of it repaired."""
 
     node = "node0"
     unit_bytes = 8
@@ -437,7 +437,7 @@ def test_values_that_were_read_before_their_unit_changed_are_not_believed(where:
     attempt.read()
     peers.slot[20 if where == "header" else peers.record + 1] ^= 1
     with pytest.raises(DamagedSnapshot, match="changed after it was read"):
-        load_checked(CpuMover(), [], attempt.shard, attempt.mend)
+        load_checked(CpuMover(), [], attempt.shard, attempt.repair)
 
 
 def test_a_tensor_whose_unit_changes_after_the_header_was_read_is_mended() -> None:
@@ -448,5 +448,5 @@ def test_a_tensor_whose_unit_changes_after_the_header_was_read_is_mended() -> No
     offset, leaf = form.offsets["model.weight"]
     slot[offset + leaf.bytes // 2] ^= 1
     tensor = torch.zeros(leaf.bytes, dtype=torch.uint8)
-    load_checked(CpuMover(), [Piece(tensor, offset, leaf.bytes)], attempt.shard, attempt.mend)
+    load_checked(CpuMover(), [SlotTensor(tensor, offset, leaf.bytes)], attempt.shard, attempt.repair)
     assert tensor.numpy().tobytes() == peers.whole[offset : offset + leaf.bytes]

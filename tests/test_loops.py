@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.chaos.loops.draw import draw
-from holdfast.chaos.loops.judge import Outcome, judge, names
+from holdfast.chaos.loops.judge import TrialOutcome, judge, names
 from holdfast.chaos.loops.script import Loop
 from tests.loops_mutants import MUTANTS
 from tests.sampling import sampled
@@ -87,25 +87,25 @@ def raised(text: str, *, own: bool = True) -> list[Any]:
 @pytest.mark.parametrize(
     ("last", "outcome"),
     [
-        (resumed(), Outcome.IDENTICAL),
-        (resumed(loss="0x1.0000000000001p1"), Outcome.SILENT),
-        (resumed(weight="b"), Outcome.SILENT),
-        (resumed(weight="b", text="something is wrong"), Outcome.SILENT),
-        (resumed(weight="b", text="no snapshot: model0.weight changed"), Outcome.REFUSED),
-        (resumed(restored=None), Outcome.UNPROTECTED),
-        ([*resumed()[:-1]], Outcome.ERROR),
-        (raised("model0.weight is another"), Outcome.REFUSED),
-        (raised("no"), Outcome.ERROR),
-        (raised("model0.weight", own=False), Outcome.ERROR),
+        (resumed(), TrialOutcome.IDENTICAL),
+        (resumed(loss="0x1.0000000000001p1"), TrialOutcome.SILENT),
+        (resumed(weight="b"), TrialOutcome.SILENT),
+        (resumed(weight="b", text="something is wrong"), TrialOutcome.SILENT),
+        (resumed(weight="b", text="no snapshot: model0.weight changed"), TrialOutcome.REFUSED),
+        (resumed(restored=None), TrialOutcome.UNPROTECTED),
+        ([*resumed()[:-1]], TrialOutcome.ERROR),
+        (raised("model0.weight is another"), TrialOutcome.REFUSED),
+        (raised("no"), TrialOutcome.ERROR),
+        (raised("model0.weight", own=False), TrialOutcome.ERROR),
     ],
 )
-def test_a_verdict_follows_from_what_lives_said(last: list[Any], outcome: Outcome) -> None:
+def test_a_verdict_follows_from_what_lives_said(last: list[Any], outcome: TrialOutcome) -> None:
     assert judge(PLAIN, [ENDED, last], r"model\d+\.\w").outcome is outcome
 
 
 def test_a_loop_that_was_never_killed_is_unprotected() -> None:
     alone: list[Any] = [{"kind": "entered", "step": None}, *PLAIN]
-    assert judge(PLAIN, [alone], r"(?!)").outcome is Outcome.UNPROTECTED
+    assert judge(PLAIN, [alone], r"(?!)").outcome is TrialOutcome.UNPROTECTED
 
 
 def test_advice_names_nobody() -> None:
@@ -132,7 +132,7 @@ def test_seeds_are_identical_or_refused_by_name(tmp_path: Path, seeds: int) -> N
     status, text = run("holdfast.chaos.loops", *arguments, "--json", str(file), "--markdown", str(report))
     assert file.exists(), text
     data = json.loads(file.read_text())
-    counts = {outcome.value: data[outcome.value] for outcome in Outcome}
+    counts = {outcome.value: data[outcome.value] for outcome in TrialOutcome}
     assert sum(counts.values()) == seeds == len(data["seeds"])
     assert {seed["seed"] for seed in data["seeds"]} == set(range(FIRST, FIRST + seeds))
     assert all(seed["history"].startswith(f"# seed {seed['seed']}:") for seed in data["seeds"])

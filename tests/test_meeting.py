@@ -22,7 +22,7 @@ thorough = settings(deadline=None, derandomize=True, max_examples=200)
 
 
 class Board:
-    """`snapshot.collective.meeting.Store` in one process."""
+    """`snapshot.collective.meeting.RendezvousStore` in one process."""
 
     def __init__(self) -> None:
         self.said: dict[str, bytes] = {}

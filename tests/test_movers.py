@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.devices import DeviceMovers, _Divided, choose_mover
-from holdfast.snapshot.copy.movers import SAMPLE_BYTES, TABLES, CpuMover, Piece
+from holdfast.snapshot.copy.movers import SAMPLE_BYTES, TABLES, CpuMover, SlotTensor
 from holdfast.snapshot.copy.tensors import DTYPES, leaf_of, read_leaf
 from tests.test_tensors import bits, random_bits
 
@@ -58,11 +58,11 @@ def unpaced(count: int) -> None:
     """Goes on at once."""
 
 
-def piece(tensor: torch.Tensor, offset: int = 0) -> Piece:
-    return Piece(tensor, offset, tensor.nbytes)
+def piece(tensor: torch.Tensor, offset: int = 0) -> SlotTensor:
+    return SlotTensor(tensor, offset, tensor.nbytes)
 
 
-def row(tensors: list[torch.Tensor]) -> tuple[Piece, ...]:
+def row(tensors: list[torch.Tensor]) -> tuple[SlotTensor, ...]:
     """Pieces for `tensors`, one after another, with a gap before and after each."""
     pieces, at = [], BEFORE
     for tensor in tensors:
@@ -71,17 +71,17 @@ def row(tensors: list[torch.Tensor]) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def slot_for(pieces: tuple[Piece, ...]) -> bytearray:
+def slot_for(pieces: tuple[SlotTensor, ...]) -> bytearray:
     return bytearray(FILL * (max(p.offset + p.bytes for p in pieces) + AFTER))
 
 
-def copied(pieces: tuple[Piece, ...]) -> bytearray:
+def copied(pieces: tuple[SlotTensor, ...]) -> bytearray:
     slot = slot_for(pieces)
     CpuMover().copy(pieces, memoryview(slot), unpaced)
     return slot
 
 
-def expected(pieces: tuple[Piece, ...]) -> bytes:
+def expected(pieces: tuple[SlotTensor, ...]) -> bytes:
     """A slot with each piece's elements in order at its place, and nothing else."""
     slot = slot_for(pieces)
     for p in pieces:
@@ -95,7 +95,7 @@ def alike(tensor: torch.Tensor, view: View) -> torch.Tensor:
     return view(zeros) if view(zeros).shape == tensor.shape else zeros
 
 
-def load(slot: bytearray | bytes, *pieces: Piece) -> None:
+def load(slot: bytearray | bytes, *pieces: SlotTensor) -> None:
     CpuMover().load(pieces, memoryview(bytearray(slot)))
 
 
@@ -181,7 +181,7 @@ def test_long_pieces_come_back_whatever_the_limit(monkeypatch: pytest.MonkeyPatc
     assert list(map(bits, targets)) == list(map(bits, tensors))
 
 
-def mixed(second: View) -> tuple[Piece, ...]:
+def mixed(second: View) -> tuple[SlotTensor, ...]:
     return row([random_bits(torch.float32, (40, 25)), second(random_bits(torch.float64, (30, 20)))])
 
 
@@ -360,12 +360,12 @@ class Named(CpuMover):
         super().__init__()
         self._name = name
         self._notes = notes
-        self.parts: list[Sequence[Piece]] = []
+        self.parts: list[Sequence[SlotTensor]] = []
 
     def mark(self) -> None:
         self._notes.append((self._name, "mark"))
 
-    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         self.parts.append(pieces)
         self._notes.append((self._name, "copy", *(p.offset for p in pieces)))
 
@@ -375,7 +375,7 @@ class Named(CpuMover):
     def finish(self) -> None:
         self._notes.append((self._name, "finish"))
 
-    def load(self, pieces: Sequence[Piece], slot: memoryview) -> None:
+    def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
         self._notes.append((self._name, "load", *(p.offset for p in pieces)))
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class Gathered:
         """With one parity a stripe it moves on by a position each time."""
         return [r for r in range(self.stripes.count) if r % self.stripes.positions == self.position]
 
-    def fold(self, unit: Unit) -> None:
+    def accumulate(self, unit: Unit) -> None:
         self.gathering.accumulate(unit.stripe, unit.position, memoryview(unit.content), unit.digest)
 
     def expected(self) -> bytes:
@@ -108,7 +108,7 @@ def small() -> Gathered:
 @given(gatherings(), st.data())
 def test_units_in_any_order_and_repeated_give_the_xor_of_padded_units(gathered: Gathered, data: st.DataObject) -> None:
     for unit in data.draw(st.permutations(gathered.units + gathered.units[:3])):
-        gathered.fold(unit)
+        gathered.accumulate(unit)
     assert gathered.gathering.complete
     assert bytes(gathered.slot) == gathered.expected()
 
@@ -118,7 +118,7 @@ def test_units_in_any_order_and_repeated_give_the_xor_of_padded_units(gathered: 
 def test_a_gathering_is_complete_with_its_last_unit_and_no_earlier(gathered: Gathered) -> None:
     for unit in gathered.units:
         assert not gathered.gathering.complete
-        gathered.fold(unit)
+        gathered.accumulate(unit)
     assert gathered.gathering.complete
 
 
@@ -126,7 +126,7 @@ def test_a_gathering_is_complete_with_its_last_unit_and_no_earlier(gathered: Gat
 @given(gatherings())
 def test_the_record_holds_digests_of_the_slot_and_of_every_unit(gathered: Gathered) -> None:
     for unit in gathered.units:
-        gathered.fold(unit)
+        gathered.accumulate(unit)
     expected = gathered.expected_units()
     assert gathered.gathering.record() == ParityRecord(
         SNAPSHOT,
@@ -145,7 +145,7 @@ def test_the_record_holds_digests_of_the_slot_and_of_every_unit(gathered: Gather
 @given(gatherings())
 def test_every_unit_of_the_record_has_its_place_in_the_slot(gathered: Gathered) -> None:
     for unit in gathered.units:
-        gathered.fold(unit)
+        gathered.accumulate(unit)
     record = gathered.gathering.record()
     for rank, parity in enumerate(gathered.expected_units()):
         offset, length = record.unit(rank)
@@ -157,7 +157,7 @@ def test_a_parity_unit_is_as_long_as_the_longest_data_unit_of_its_stripe() -> No
     gathered = start(Stripes(((3,), (5,), (2,), (8,)), 2, 1, 8), 0)
     assert [len(unit.content) for unit in gathered.units] == [5, 2]
     for unit in gathered.units:
-        gathered.fold(unit)
+        gathered.accumulate(unit)
     assert gathered.gathering.record().lengths == (5,)
     assert gathered.slot[5:] == gathered.before[5:8]
     assert bytes(gathered.slot) == gathered.expected()
@@ -173,16 +173,16 @@ def test_a_unit_of_a_stripe_that_nobody_fills_is_empty() -> None:
 
 def test_an_incomplete_gathering_has_no_record() -> None:
     gathered = small()
-    gathered.fold(gathered.units[0])
+    gathered.accumulate(gathered.units[0])
     with pytest.raises(ValueError, match="lacks 1 units"):
         gathered.gathering.record()
 
 
 def test_a_duplicate_changes_nothing() -> None:
     gathered = small()
-    gathered.fold(gathered.units[0])
+    gathered.accumulate(gathered.units[0])
     before = bytes(gathered.slot)
-    gathered.fold(gathered.units[0])
+    gathered.accumulate(gathered.units[0])
     assert bytes(gathered.slot) == before
     assert not gathered.gathering.complete
 
@@ -192,7 +192,7 @@ def test_a_unit_of_another_length_is_refused(length: int) -> None:
     gathered = small()
     before = bytes(gathered.slot)
     with pytest.raises(ProtocolError, match=f"has {length} bytes, not 5"):
-        gathered.fold(Unit(0, 2, bytes(length)))
+        gathered.accumulate(Unit(0, 2, bytes(length)))
     assert bytes(gathered.slot) == before
 
 
@@ -200,14 +200,14 @@ def test_a_unit_of_another_length_is_refused(length: int) -> None:
 def test_a_stripe_whose_parity_is_elsewhere_is_refused(stripe: int) -> None:
     gathered = small()
     with pytest.raises(ProtocolError, match=f"position 0 holds no parity of stripe {stripe}"):
-        gathered.fold(Unit(stripe, 1, bytes(8)))
+        gathered.accumulate(Unit(stripe, 1, bytes(8)))
 
 
 @pytest.mark.parametrize("position", [-1, 0, 3])
 def test_a_position_that_contributes_nothing_is_refused(position: int) -> None:
     gathered = small()
     with pytest.raises(ProtocolError, match=f"position {position} contributes nothing to stripe 0"):
-        gathered.fold(Unit(0, position, bytes(8)))
+        gathered.accumulate(Unit(0, position, bytes(8)))
 
 
 def test_a_unit_that_was_damaged_on_its_way_is_refused() -> None:
@@ -217,8 +217,8 @@ def test_a_unit_that_was_damaged_on_its_way_is_refused() -> None:
     with pytest.raises(DamagedSnapshot, match=r"step 40 .* from position 1"):
         gathered.gathering.accumulate(0, 1, memoryview(bytes(8)), unit.digest)
     assert bytes(gathered.slot) == before
-    gathered.fold(unit)
-    gathered.fold(gathered.units[1])
+    gathered.accumulate(unit)
+    gathered.accumulate(gathered.units[1])
     assert bytes(gathered.slot) == gathered.expected()
 
 
@@ -226,23 +226,23 @@ def test_a_unit_that_was_damaged_on_its_way_is_refused() -> None:
 def test_after_cancel_nothing_is_written(done: int) -> None:
     gathered = small()
     for unit in gathered.units[:done]:
-        gathered.fold(unit)
+        gathered.accumulate(unit)
     gathered.gathering.cancel()
     before = bytes(gathered.slot)
     for unit in gathered.units:
         with pytest.raises(StaleEpoch, match="step 40"):
-            gathered.fold(unit)
+            gathered.accumulate(unit)
     assert bytes(gathered.slot) == before
 
 
 @pytest.mark.parametrize(("k", "m"), [(2, 2), (1, 2), (1, 3), (2, 3)])
-def test_with_several_parities_each_position_folds_its_own_row(k: int, m: int) -> None:
+def test_with_several_parities_each_position_accumulates_its_own_row(k: int, m: int) -> None:
     stripes = Stripes(((20,), (13,), (9,), (20,), (6, 1)), k, m, 8)
     codec = choose_codec(k, m)
     gathered = [start(stripes, position, seed=9) for position in range(5)]
     for position, each in enumerate(gathered):
         for unit in [u for u in all_units(stripes) if stripes.is_parity(position, u.stripe)]:
-            each.fold(unit)
+            each.accumulate(unit)
     for stripe in range(stripes.count):
         units = [unit for unit in all_units(stripes) if unit.stripe == stripe]
         length = max((len(unit.content) for unit in units), default=0)

@@ -236,7 +236,7 @@ class World:
         return "nothing" if protected is None else "unrecoverable"
 
     def check_sources(self, plan: RestorePlan, left: Collection[str]) -> None:
-        """Every byte that is left is named with the machine that has it; the rest is decoded or healed."""
+        """Every byte that is left is named with the machine that has it; the rest is decoded or repaired."""
         held = next(held for held in self.holdings if held.snapshot == plan.snapshot)
         parts = self.parts_on(held, left)
         epoch = plan.snapshot.epoch
@@ -249,8 +249,8 @@ class World:
         assert {**plan.sources.shards, **named} == address
         assert plan.sources.layout == self.layouts[epoch, 0]
         assert plan.decoded == tuple(coord for coord in self.job.shards if coord not in parts)
-        healed = [f"p{self.job.groups[g][p]}" for g, p in plan.repair]
-        assert sorted(healed) == [part for part in self.job.parities if part not in parts]
+        repaired = [f"p{self.job.groups[g][p]}" for g, p in plan.repair]
+        assert sorted(repaired) == [part for part in self.job.parities if part not in parts]
 
     def check_message(self, message: str, left: Collection[str]) -> None:
         """It names the protected snapshot, and for it every group that is lost and its nodes."""
@@ -449,7 +449,7 @@ def test_without_loss_there_is_nothing_to_heal() -> None:
     assert plan.repair == ()
 
 
-def test_parity_that_nobody_holds_is_to_be_healed_though_no_shard_is_lost() -> None:
+def test_parity_that_nobody_holds_is_to_be_repaired_though_no_shard_is_lost() -> None:
     job = JOBS["four nodes"]
     inventories = World(job, [whole(job, NEW)], NEW).inventories
     inventories["m0"] = replace(inventories["m0"], parities=frozenset())
@@ -467,7 +467,7 @@ def test_a_group_without_parity_says_that_it_has_none() -> None:
         plan_restore(left, job.shards)
 
 
-def test_lost_parity_is_healed_by_whoever_has_the_first_shard_of_the_lost_node() -> None:
+def test_lost_parity_is_repaired_by_whoever_has_the_first_shard_of_the_lost_node() -> None:
     job = JOBS["four nodes of one or two"]
     layout = LAYOUTS[job, 1]
     healers = {layout.groups[0][p]: parity_repairer(layout, 0, p) for p in range(4)}
@@ -475,13 +475,13 @@ def test_lost_parity_is_healed_by_whoever_has_the_first_shard_of_the_lost_node()
     assert parity_repairer(layout, 0, 3) == "n2s0" != job.shards[0]
 
 
-def test_the_parity_of_a_node_without_shards_is_healed_by_one_rank_that_all_agree_on() -> None:
+def test_the_parity_of_a_node_without_shards_is_repaired_by_one_rank_that_all_agree_on() -> None:
     first, second = SECOND.nodes
     bare = replace(SECOND, nodes=(replace(first, shards=first.shards + second.shards), replace(second, shards=())))
     assert parity_repairer(bare, 0, 1) == bare.coords[0] == first.shards[0].coord
 
 
-# ---------------------------------------------------------------------- groups that were re-formed
+# ---------------------------------------------------------------------- groups that were regrouped
 
 
 FIRST = LAYOUTS[JOBS["three nodes"], 2]
@@ -509,7 +509,7 @@ def inventory(node: str, shards: str, *parities: tuple[Layout, int], knows: Sequ
 
 
 def plan_of(*inventories: Inventory) -> tuple[int, tuple[str, ...], tuple[tuple[int, int], ...]]:
-    """(revision, decoded, heal) of the plan."""
+    """(revision, decoded, repair) of the plan."""
     plan = plan_restore(inventories, COORDS)
     assert plan is not None
     return plan.sources.layout.revision, plan.decoded, plan.repair

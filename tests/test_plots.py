@@ -11,7 +11,7 @@ import pytest
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
-from holdfast.bench.stall import Report
+from holdfast.bench.stall import StallReport
 from holdfast.cli.main import main
 from holdfast.cli.plots import SHARES, draw_simulation, draw_stall, draw_tune, write
 from holdfast.planner.recommend import Targets, recommend
@@ -44,8 +44,8 @@ def stall_row(system: str, ratio: float) -> dict[str, Any]:
     return {"system": system, "ranks": 1, "every": 10, "lost_ratio": ratio}
 
 
-def stall_report(*rows: dict[str, Any]) -> Report:
-    return Report("2026-01-01", {}, list(rows), failed={})
+def stall_report(*rows: dict[str, Any]) -> StallReport:
+    return StallReport("2026-01-01", {}, list(rows), failed={})
 
 
 def test_a_system_that_loses_more_has_a_longer_bar(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_damaged_bytes_are_mended_from_parity(launcher: Launcher, undisturbed: H
     history = cluster.run()
     assert damage.flipped >= 2
     assert compare(undisturbed, history) == ""
-    assert restored(history) == {rank: "mended" if rank == node else "held" for rank in range(NODES)}
+    assert restored(history) == {rank: "repaired" if rank == node else "held" for rank in range(NODES)}
 
 
 @pytest.mark.cluster

@@ -13,10 +13,10 @@ import pytest
 
 from holdfast import ConfigError, HoldfastError
 from holdfast.cli.main import main
-from holdfast.cli.profile import Plan, run
+from holdfast.cli.profile import ProfilePlan, run
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.interval.measured import Measured
-from holdfast.snapshot.interval.recorder import LEAST, Alternation, Part, Place, merge
+from holdfast.snapshot.interval.recorder import LEAST, Alternation, Location, RankRecording, merge
 from holdfast.snapshot.interval.samples import Timing
 
 SCRIPT = """
@@ -77,7 +77,7 @@ def test_a_job_of_two_nodes_is_profiled_ended_and_tuned(
 @pytest.mark.cluster
 def test_a_job_that_is_too_short_is_told(command: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(HoldfastError, match=r"(?s)ended before 40 steps were recorded.*trained to the end"):
-        run(Plan((*command, "10"), tmp_path / "profile.json", deadline_s=120))
+        run(ProfilePlan((*command, "10"), tmp_path / "profile.json", deadline_s=120))
     assert not (tmp_path / "profile.json").exists()
     assert not list(Path("/dev/shm").glob(f"holdfast-profile-{os.getpid()}-*"))
 
@@ -85,7 +85,7 @@ def test_a_job_that_is_too_short_is_told(command: tuple[str, ...], tmp_path: Pat
 def test_a_job_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
     failing = (sys.executable, "-c", "import sys; print('no such corpus'); sys.exit(3)")
     with pytest.raises(HoldfastError, match=r"(?s)ended with status 3.*no such corpus"):
-        run(Plan(failing, tmp_path / "profile.json"))
+        run(ProfilePlan(failing, tmp_path / "profile.json"))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_job_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
 def test_an_impossible_profile_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         options: dict[str, Any] = {"command": ("true",), "output": Path("profile.json")}
-        Plan(**(options | arguments))
+        ProfilePlan(**(options | arguments))
 
 
 # ---------------------------------------------------------------------- what is recorded
@@ -142,9 +142,9 @@ def test_where_snapshots_keep_many_steps_busy_enough_of_them_are_waited_for() ->
     assert first == LEAST * 10
 
 
-def part(node: str, shard: int, copy_s: float, more: tuple[int, ...] = ()) -> Part:
+def part(node: str, shard: int, copy_s: float, more: tuple[int, ...] = ()) -> RankRecording:
     timings = [Timing(step, copy_s, 0.1, 0.4) for step in (4, 6, *more)]
-    return Part(Place(node, shard, 3, 1, 1), [1.0, 1.2], [1.5, 1.7, 1.6], {4: 0.1, 6: 0.3, 8: 0.2}, timings)
+    return RankRecording(Location(node, shard, 3, 1, 1), [1.0, 1.2], [1.5, 1.7, 1.6], {4: 0.1, 6: 0.3, 8: 0.2}, timings)
 
 
 def test_parts_are_merged_by_the_slowest_rank_and_the_largest_node() -> None:
@@ -157,11 +157,11 @@ def test_parts_are_merged_by_the_slowest_rank_and_the_largest_node() -> None:
 
 
 def test_too_little_is_no_profile() -> None:
-    nothing = Part(Place("a", 1, 3, 0, 0))
+    nothing = RankRecording(Location("a", 1, 3, 0, 0))
     with pytest.raises(ConfigError, match="0 quiet steps, 0 busy ones and 0 protected snapshots"):
         merge([nothing])
 
 
 def test_a_part_survives_json() -> None:
     one = part("a", 100, 0.2)
-    assert decode_json(Part, encode_json(one), "") == one
+    assert decode_json(RankRecording, encode_json(one), "") == one

@@ -93,8 +93,8 @@ def test_every_connection_cut_again_and_again_only_delays(ground: Ground) -> Non
         snapshot = run.protect(1)
         assert sum(relay.cuts for relay in relays.values()) >= 9
     assert sum(counted(run, coord, "reconnects") for coord in run.trainers) >= 9
-    folded = sum(counted(run, coord, "units_folded") for coord in run.trainers)
-    assert folded >= 2 * sum(-(-run.layout.shard_bytes(coord) // UNIT_BYTES) for coord in run.trainers)
+    accumulated = sum(counted(run, coord, "units_accumulated") for coord in run.trainers)
+    assert accumulated >= 2 * sum(-(-run.layout.shard_bytes(coord) // UNIT_BYTES) for coord in run.trainers)
     for trainer in run:
         assert trainer.client.scrub()["damaged"] == 0
     smps[0].lose()
@@ -145,19 +145,19 @@ def test_a_snapshot_that_is_given_up_is_encoded_no_further(ground: Ground) -> No
     assert counted(run, "dp0", "bytes_sent") <= run.layout.shard_bytes("dp0") + WINDOW * UNIT_BYTES
 
 
-@pytest.mark.parametrize("point", ["parity.folded", "parity.complete"])
+@pytest.mark.parametrize("point", ["parity.accumulated", "parity.complete"])
 def test_parity_that_is_computed_again_while_it_is_gathered_is_committed_once(ground: Ground, point: str) -> None:
     """As when a restarted SMP finds it missing just when the others send their units anew."""
-    smps = ground.smps(3, rules={1: [(point, 1), ("heal.taken", 1)]})
+    smps = ground.smps(3, rules={1: [(point, 1), ("repair_parity.taken", 1)]})
     run = run_on(smps, [[90_000], [70_000], [80_000]], protect="2+1")
     snapshot = run.take(1)
     gathered = ground.points.wait("node1", point, 1)
     sources = choose_sources([trainer.client.inventory() for trainer in run], snapshot)
     assert sources is not None
     healing = ground.meanwhile(run["dp1"].client.repair_parity, sources, 0, 1)
-    taken = ground.points.wait("node1", "heal.taken", 1)
+    taken = ground.points.wait("node1", "repair_parity.taken", 1)
     gathered.go()
-    if point == "parity.folded":
+    if point == "parity.accumulated":
         ground.points.wait("node1", point, 1).go()  # the rest goes into nothing
     taken.go()
     healing.result(DEADLINE_S)
@@ -169,14 +169,14 @@ def test_parity_that_is_computed_again_while_it_is_gathered_is_committed_once(gr
 
 def test_units_that_come_while_parity_is_computed_again_take_its_place(ground: Ground) -> None:
     """Were both to grow in one slot, what is in it would be neither."""
-    smps = ground.smps(3, rules={i: [("encode.before", 1), ("heal.taken", 1)] for i in range(3)})
+    smps = ground.smps(3, rules={i: [("encode.before", 1), ("repair_parity.taken", 1)] for i in range(3)})
     run = run_on(smps, [[90_000], [70_000], [80_000]], protect="2+1")
     snapshot = run.take(1)
     senders = [ground.points.wait(name, "encode.before", 1) for name in ("node0", "node1", "node2")]
     sources = choose_sources([trainer.client.inventory() for trainer in run], snapshot)
     assert sources is not None
     run["dp1"].client.repair_parity(sources, 0, 1)
-    taken = ground.points.wait("node1", "heal.taken", 1)
+    taken = ground.points.wait("node1", "repair_parity.taken", 1)
     for sender in senders:
         sender.go()
     assert run.outcomes(snapshot) == {PROTECTED}

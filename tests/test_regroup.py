@@ -53,19 +53,19 @@ def everything(layout: Layout, *, but: Collection[str] = (), trainers: int = 0) 
     return [inventory for inventory in found if inventory.node not in but]
 
 
-def carried_out(inventories: Sequence[Inventory], reform: Regrouping) -> list[Inventory]:
-    """What they hold once the reform is done."""
-    after = {inventory.node: inventory for inventory in everything(reform.layout)}
+def carried_out(inventories: Sequence[Inventory], regrouping: Regrouping) -> list[Inventory]:
+    """What they hold once the regrouping is done."""
+    after = {inventory.node: inventory for inventory in everything(regrouping.layout)}
     assert after.keys() <= {inventory.node for inventory in inventories}
     both = {key: layout for inventory in inventories for key, layout in inventory.layouts.items()}
-    both[reform.layout.epoch, reform.layout.revision] = reform.layout
+    both[regrouping.layout.epoch, regrouping.layout.revision] = regrouping.layout
     return [replace(after.get(inv.node, inv), layouts=both) for inv in inventories]
 
 
 def planned(inventories: Sequence[Inventory]) -> Regrouping:
-    reform = plan_regroup(inventories)
-    assert reform is not None
-    return reform
+    regrouping = plan_regroup(inventories)
+    assert regrouping is not None
+    return regrouping
 
 
 class TestThePlan:
@@ -90,11 +90,11 @@ class TestThePlan:
             for lost in combinations([node.name for node in layout.nodes], count):
                 if nodes - count < 2:
                     continue
-                reform = planned(everything(layout, but=lost))
-                assert {node.name for node in reform.layout.nodes} == {n.name for n in layout.nodes} - set(lost)
-                assert sorted(reform.layout.coords) == sorted(layout.coords)
-                assert reform.layout.revision == 1
-                assert all(reform.layout.protects(g) for g in range(len(reform.layout.groups)))
+                regrouping = planned(everything(layout, but=lost))
+                assert {node.name for node in regrouping.layout.nodes} == {n.name for n in layout.nodes} - set(lost)
+                assert sorted(regrouping.layout.coords) == sorted(layout.coords)
+                assert regrouping.layout.revision == 1
+                assert all(regrouping.layout.protects(g) for g in range(len(regrouping.layout.groups)))
 
     def test_once_carried_out_nothing_is_left_to_do_and_another_may_be_lost(self) -> None:
         layout = layout_of(5, 4, 1)
@@ -113,10 +113,10 @@ class TestThePlan:
         survivors = everything(layout, but={"node2"})
         after = carried_out(survivors, planned(survivors))
         before = {inventory.node: inventory.parities for inventory in survivors}
-        reform = planned([replace(i, parities=i.parities | before[i.node]) for i in after])
-        assert reform.phases == ("release",)
-        assert set(reform.nodes) == {name for name, parities in before.items() if parities} != set()
-        assert reform.layout.revision == 1
+        regrouping = planned([replace(i, parities=i.parities | before[i.node]) for i in after])
+        assert regrouping.phases == ("release",)
+        assert set(regrouping.nodes) == {name for name, parities in before.items() if parities} != set()
+        assert regrouping.layout.revision == 1
         assert plan_regroup(after) is None
 
     def test_old_parity_is_kept_while_new_parity_is_missing(self) -> None:
@@ -132,34 +132,34 @@ class TestThePlan:
 
     def test_lost_shards_go_to_the_emptiest_survivors_and_the_others_stay_where_they_are(self) -> None:
         layout = layout_of(4, 3, 1, per_node=3)
-        reform = planned(everything(layout, but={"node1"}))
-        homes = {shard.coord: node.name for node in reform.layout.nodes for shard in node.shards}
+        regrouping = planned(everything(layout, but={"node1"}))
+        homes = {shard.coord: node.name for node in regrouping.layout.nodes for shard in node.shards}
         stayed = {shard.coord: node.name for node in layout.nodes if node.name != "node1" for shard in node.shards}
         assert {coord: homes[coord] for coord in stayed} == stayed
         assert sorted(homes[coord] for coord in ("dp3", "dp4", "dp5")) == ["node0", "node2", "node3"]
 
     def test_groups_that_are_whole_are_left_alone(self) -> None:
         layout = layout_of(12, 2, 1)
-        reform = planned(everything(layout, but={"node4"}))
+        regrouping = planned(everything(layout, but={"node4"}))
         untouched = {layout.tag(g) for g in range(4) if "node4" not in {n.name for n in layout.members(g)}}
-        kept = untouched & {reform.layout.tag(g) for g in range(len(reform.layout.groups))}
+        kept = untouched & {regrouping.layout.tag(g) for g in range(len(regrouping.layout.groups))}
         assert len(kept) == 2
-        assert len(reform.nodes) == 5
+        assert len(regrouping.nodes) == 5
 
     def test_survivors_too_few_for_their_code_join_another_group(self) -> None:
         layout = layout_of(4, 1, 1)
-        reform = planned(everything(layout, but={"node0"}))
-        assert reform.nodes == ("node1", "node2", "node3")
-        assert [len(group) for group in reform.layout.groups] == [3]
+        regrouping = planned(everything(layout, but={"node0"}))
+        assert regrouping.nodes == ("node1", "node2", "node3")
+        assert [len(group) for group in regrouping.layout.groups] == [3]
 
     def test_a_node_that_came_back_gets_its_shards_back(self) -> None:
         layout = layout_of(4, 3, 1)
         survivors = everything(layout, but={"node3"})
         after = carried_out(survivors, planned(survivors))
         back = [inventory for inventory in everything(layout) if inventory.node == "node3"]
-        reform = planned([*after, *back])
-        assert reform.layout.node("node3").shards == layout.node("node3").shards
-        assert len(reform.layout.nodes) == 4
+        regrouping = planned([*after, *back])
+        assert regrouping.layout.node("node3").shards == layout.node("node3").shards
+        assert len(regrouping.layout.nodes) == 4
 
     def test_a_node_that_came_back_empty_is_a_member_without_shards(self) -> None:
         layout = layout_of(4, 3, 1)
@@ -170,33 +170,34 @@ class TestThePlan:
             for inventory in everything(layout)
             if inventory.node == "node3"
         ]
-        reform = planned([*after, *empty])
-        assert reform.layout.node("node3").shards == ()
-        assert plan_regroup(carried_out([*after, *empty], reform)) is None
-        assert parity_repairer(reform.layout, 0, 3) == "dp0"
+        regrouping = planned([*after, *empty])
+        assert regrouping.layout.node("node3").shards == ()
+        assert plan_regroup(carried_out([*after, *empty], regrouping)) is None
+        assert parity_repairer(regrouping.layout, 0, 3) == "dp0"
 
     def test_new_groups_respect_failure_domains(self) -> None:
         layout = layout_of(9, 2, 1)
         racked = replace(
             layout, nodes=tuple(replace(n, domains=(f"rack={i % 3}",)) for i, n in enumerate(layout.nodes))
         )
-        reform = planned(everything(racked, but={"node0", "node3", "node6"}))
-        for members in (reform.layout.members(g) for g in range(len(reform.layout.groups))):
+        regrouping = planned(everything(racked, but={"node0", "node3", "node6"}))
+        for members in (regrouping.layout.members(g) for g in range(len(regrouping.layout.groups))):
             racks = [label for node in members for label in node.domains]
             assert len(set(racks)) == min(len(racks), 2)
 
     def test_a_snapshot_that_was_only_sealed_is_protected_if_all_of_it_is_there(self) -> None:
         layout = layout_of(3, 2, 1)
         sealed = [replace(inv, parities=frozenset(), protected=None) for inv in everything(layout)]
-        reform = planned(sealed)
-        assert reform.layout.groups == layout.groups
-        assert plan_regroup(carried_out(sealed, reform)) is None
+        regrouping = planned(sealed)
+        assert regrouping.layout.groups == layout.groups
+        assert plan_regroup(carried_out(sealed, regrouping)) is None
 
     def test_shards_and_nodes_of_a_plan_make_a_layout_that_survives_json(self) -> None:
-        reform = planned(everything(layout_of(6, 4, 2), but={"node1"}))
-        assert Layout.read(to_plain(reform.layout)) == reform.layout
+        regrouping = planned(everything(layout_of(6, 4, 2), but={"node1"}))
+        assert Layout.read(to_plain(regrouping.layout)) == regrouping.layout
         assert all(
-            isinstance(node, Node) and all(isinstance(s, Shard) for s in node.shards) for node in reform.layout.nodes
+            isinstance(node, Node) and all(isinstance(s, Shard) for s in node.shards)
+            for node in regrouping.layout.nodes
         )
 
 
@@ -255,11 +256,11 @@ class TestSurvivors:
     def test_protect_themselves_anew_so_that_another_node_may_be_lost(
         self, ground: Ground, nodes: int, protect: str
     ) -> None:
-        smps, run = started(ground, nodes, protect, "reform.done")
+        smps, run = started(ground, nodes, protect, "regroup.done")
         smps[1].lose()
         for i in range(nodes):
             if i != 1:
-                ground.points.wait(f"node{i}", "reform.done", 2).go()
+                ground.points.wait(f"node{i}", "regroup.done", 2).go()
         smps[2].lose()
         come_back(run, smps, [1, 2])
 
@@ -267,7 +268,7 @@ class TestSurvivors:
         self, ground: Ground, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("HOLDFAST_REFORM_AFTER", "600")
-        smps = ground.smps(4, rules=stops(4, "reform.done"))
+        smps = ground.smps(4, rules=stops(4, "regroup.done"))
         run = run_on(smps, [[3000 + i] for i in range(4)], protect="3+1")
         run.protect(1)
         smps[1].lose()
@@ -276,10 +277,10 @@ class TestSurvivors:
                 run[coord].client.suspect(name)
         leave(run)
         for name in ("node0", "node2", "node3"):
-            ground.points.wait(name, "reform.done", 1).go()
+            ground.points.wait(name, "regroup.done", 1).go()
         come_back(run, smps, [1])
 
-    @pytest.mark.parametrize("point", ["reform.adopt", "reform.encode"])
+    @pytest.mark.parametrize("point", ["regroup.adopt", "regroup.encode"])
     def test_lose_another_within_parity_while_they_do(self, ground: Ground, point: str) -> None:
         smps, run = started(ground, 5, "3+2", point)
         smps[1].lose()
@@ -288,14 +289,14 @@ class TestSurvivors:
         come_back(run, smps, [1, 3])
 
     def test_go_on_when_the_one_in_charge_is_lost_too(self, ground: Ground) -> None:
-        rules = stops(6, "reform.done") | {0: [("reform.encode", None)]}
+        rules = stops(6, "regroup.done") | {0: [("regroup.encode", None)]}
         smps = ground.smps(6, rules=rules)
         run = run_on(smps, [[3000 + i] for i in range(6)], protect="4+2")
         run.protect(1)
         run.protect(2)
         leave(run)
         smps[5].lose()
-        ground.points.wait("node0", "reform.encode", 2)
+        ground.points.wait("node0", "regroup.encode", 2)
         smps[0].lose()
         finish(ground, smps, [1, 2, 3, 4])
         smps[1].lose()
@@ -303,19 +304,19 @@ class TestSurvivors:
         come_back(run, smps, [0, 1, 2, 5])
 
     def test_do_nothing_while_a_trainer_is_connected(self, ground: Ground) -> None:
-        smps = ground.smps(3, rules=stops(3, "reform.adopt") | {0: [("reform.declined", 1), ("reform.adopt", None)]})
+        smps = ground.smps(3, rules=stops(3, "regroup.adopt") | {0: [("regroup.declined", 1), ("regroup.adopt", None)]})
         run = run_on(smps, [[3000]] * 3, protect="2+1")
         run.protect(1)
         run.protect(2)
         run["dp0"].client.close()
         run["dp1"].client.close()
         smps[1].lose()
-        ground.points.wait("node0", "reform.declined", 1).go()
+        ground.points.wait("node0", "regroup.declined", 1).go()
         run["dp2"].client.close()
-        ground.points.wait("node0", "reform.adopt", 2).go()
-        ground.points.wait("node2", "reform.adopt", 2).go()
+        ground.points.wait("node0", "regroup.adopt", 2).go()
+        ground.points.wait("node2", "regroup.adopt", 2).go()
 
-    @pytest.mark.parametrize("point", ["reform.adopt", "reform.encode"])
+    @pytest.mark.parametrize("point", ["regroup.adopt", "regroup.encode"])
     def test_give_way_to_trainers_that_start_again(self, ground: Ground, point: str) -> None:
         smps, run = started(ground, 4, "3+1", point)
         smps[1].lose()
@@ -326,10 +327,10 @@ class TestSurvivors:
         trainers = [Trainer(smp, f"dp{i}", 3000 + i) for i, smp in enumerate(smps)]
         again = Run(trainers, protect="3+1").start(run.epoch + 2)
         again.protect(3)
-        assert {trainer.client.counters()["reforms"] for trainer in again} == {0}
+        assert {trainer.client.counters()["regroups"] for trainer in again} == {0}
 
     def test_take_a_returned_node_in(self, ground: Ground) -> None:
-        smps, run = started(ground, 4, "3+1", "reform.done")
+        smps, run = started(ground, 4, "3+1", "regroup.done")
         smps[3].kill()
         finish(ground, smps, [0, 1, 2])
         smps[3].launch().wait_ready()
@@ -340,7 +341,7 @@ class TestSurvivors:
         come_back(run, smps, [0])
 
     def test_use_the_memory_of_free_slots_before_any_more(self, ground: Ground) -> None:
-        smps, run = started(ground, 4, "3+1", "reform.done", elements=200_000)
+        smps, run = started(ground, 4, "3+1", "regroup.done", elements=200_000)
         before = [reserved(smp) for smp in smps]
         smps[1].lose()
         finish(ground, smps, [0, 2, 3])
@@ -350,8 +351,8 @@ class TestSurvivors:
 
 
 def finish(ground: Ground, smps: Sequence[SmpProcess], nodes: Sequence[int]) -> None:
-    """See every one of `nodes` to the end of a reform."""
-    for held in [ground.points.wait(f"node{i}", "reform.done", 2) for i in nodes]:
+    """See every one of `nodes` to the end of a regrouping."""
+    for held in [ground.points.wait(f"node{i}", "regroup.done", 2) for i in nodes]:
         held.go()
 
 

@@ -18,7 +18,7 @@ from holdfast.chaos.sim.plan import POINTS_HERE, draw
 from holdfast.chaos.sim.run import simulate
 from holdfast.chaos.sim.scheduler import Scheduler
 from holdfast.chaos.sim.seams import installed
-from holdfast.chaos.sim.tasks import Process
+from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Condition, Event, Lock, SimpleQueue, ThreadPoolExecutor
 
 SEEDS = range(40)
@@ -145,7 +145,7 @@ def test_an_hour_of_waiting_takes_a_moment(scheduler: Scheduler) -> None:
 
 
 def test_a_process_that_is_killed_stops_without_unwinding(scheduler: Scheduler) -> None:
-    victim, lines = Process("victim", "host"), []
+    victim, lines = SimProcess("victim", "host"), []
     lock = Lock()
 
     def work() -> None:
@@ -165,7 +165,7 @@ def test_a_process_that_is_killed_stops_without_unwinding(scheduler: Scheduler) 
 
 
 def test_a_task_that_fails_is_a_violation(scheduler: Scheduler) -> None:
-    scheduler.spawn(Process("any", "host"), "work", lambda: [][0])
+    scheduler.spawn(SimProcess("any", "host"), "work", lambda: [][0])
     with pytest.raises(Exception, match="IndexError"):
         scheduler.sleep(1.0)
 

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.step.copier import CopyJob
 from holdfast.snapshot.step.ledger import Ledger
 
-_fold = ParityGathering.accumulate
+_accumulate = ParityGathering.accumulate
 _restored = Ledger.restored
 
 
@@ -46,8 +46,8 @@ def _oldest_first(inventories: Any, protected: Any) -> list[Any]:
     return sorted(candidates(inventories, None))
 
 
-def _fold_badly(self: ParityGathering, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
-    _fold(self, stripe, position, unit, unit_digest)
+def _accumulate_badly(self: ParityGathering, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
+    _accumulate(self, stripe, position, unit, unit_digest)
     if self.complete and unit.nbytes:
         self._unit(stripe)[:1] = bytes([self._unit(stripe)[0] ^ 1])
 
@@ -64,10 +64,10 @@ MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
             (Store, "join", lambda self, epoch, start=None: None),
         ],
     ),
-    "a bit of parity is wrong": (0, [(ParityGathering, "accumulate", _fold_badly)]),
+    "a bit of parity is wrong": (0, [(ParityGathering, "accumulate", _accumulate_badly)]),
     "parity is never committed": (0, [(Codings, "_commit_parity", lambda self, coding, gathering: None)]),
     "the next step does not wait for the copy": (100, [(CopyJob, "fence", lambda job, patience_s, deadline_s: True)]),
-    "lost parity is not healed": (76, [("holdfast.smp_daemon.local", "repair_parity", lambda *arguments: 0)]),
+    "lost parity is not repaired": (76, [("holdfast.smp_daemon.local", "repair_parity", lambda *arguments: 0)]),
     "digests are not compared": (
         2336,
         [

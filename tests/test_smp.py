@@ -492,9 +492,9 @@ class TestPeersOfAnotherJob:
         stream = connect(smp.bulk)
         try:
             with pytest.raises(DamagedSnapshot, match="from position 1 was damaged on its way"):
-                call(stream, fold_message(run, snapshot, digest=12345), image)
+                call(stream, accumulate_message(run, snapshot, digest=12345), image)
             with pytest.raises(ProtocolError, match="there is no unit 1000"):
-                call(stream, {**fold_message(run, snapshot), "op": "shard_unit", "coord": "dp0", "unit": 1000})
+                call(stream, {**accumulate_message(run, snapshot), "op": "shard_unit", "coord": "dp0", "unit": 1000})
         finally:
             stream.close()
         run["dp1"].seal(snapshot)
@@ -512,17 +512,17 @@ class TestPeersOfAnotherJob:
         try:
             for sent in (snapshot, run.snapshot(2)):
                 with pytest.raises(StaleEpoch, match="epoch 1 is over"):
-                    call(stream, fold_message(run, sent, digest=digest(unit)), unit)
+                    call(stream, accumulate_message(run, sent, digest=digest(unit)), unit)
         finally:
             stream.close()
-        assert run["dp0"].client.counters()["units_folded"] == 1
+        assert run["dp0"].client.counters()["units_accumulated"] == 1
 
     def test_a_unit_that_was_refused_leaves_nothing_behind_for_the_next(self, ground: Ground) -> None:
         smp, _ = ground.smps(2)
         run = run_on([smp, _], [[100], [100]])
         snapshot = run.write(1)
         unit = memoryview(bytes_of(run, "dp1", snapshot))[: run.layout.unit_bytes]
-        good = fold_message(run, snapshot, digest=digest(unit))
+        good = accumulate_message(run, snapshot, digest=digest(unit))
         stream = connect(smp.bulk)
         try:
             for change in ({"job": "otherun"}, {"epoch": 0}, {"stripe": -1}, {"tag": 7}, {"digest": None}):
@@ -538,7 +538,7 @@ class TestPeersOfAnotherJob:
         assert parity_units(smp, snapshot, run.layout.tag(0), 0) == parities_by_xor(run, 0, snapshot)[0]
 
 
-def fold_message(run: Run, snapshot: SnapshotId, **more: int) -> Message:
+def accumulate_message(run: Run, snapshot: SnapshotId, **more: int) -> Message:
     """What position 1 says with its unit of stripe 0, which is for the parity of position 0."""
     return {
         "op": "accumulate",
@@ -625,7 +625,7 @@ class TestAnSmpKilledAndStartedAgain:
         smp.launch().wait_ready()
         run["dp0"].client.reconnect()
         inventory = run["dp0"].client.inventory()
-        assert inventory.shards == {(good, "dp0"), (bad, "dp0")}, "others might help to mend it"
+        assert inventory.shards == {(good, "dp0"), (bad, "dp0")}, "others might help to repair it"
         assert run["dp0"].client.counters()["units_damaged"] == 1
         with pytest.raises(DamagedSnapshot, match=r"dp0 of step 2 .* is damaged and cannot be repaired: .*no parity"):
             run["dp0"].recover(run.plan(inventory))
@@ -648,7 +648,7 @@ class TestAnSmpKilledAndStartedAgain:
         plan = run.plan(*(trainer.client.inventory() for trainer in run))
         assert (plan.decoded, plan.repair) == ((), ())
         recovered = run["dp1"].recover(plan)
-        assert (recovered.how, bytes(recovered.view)) == ("mended", bytes_of(run, "dp1", snapshot))
+        assert (recovered.how, bytes(recovered.view)) == ("repaired", bytes_of(run, "dp1", snapshot))
         assert path.read_bytes() == bytes_of(run, "dp1", snapshot)
         assert run["dp1"].recover(plan).how == "held"
         assert damage_of(run["dp1"]) == (1, 1)
@@ -667,9 +667,9 @@ class TestAnSmpKilledAndStartedAgain:
         assert inventories[0].parities == {(snapshot, tag, 0)}
         assert run.plan(*inventories).repair == ()
         assert damage_of(run["dp0"]) == (1, 0)
-        assert run["dp0"].client.scrub() == {"units": units_on(smps[0]), "damaged": 1, "mended": 1}
+        assert run["dp0"].client.scrub() == {"units": units_on(smps[0]), "damaged": 1, "repaired": 1}
         assert parity_units(smps[0], snapshot, tag, 0) == parities_by_xor(run, 0, snapshot)[0]
-        assert run["dp0"].client.scrub() == {"units": units_on(smps[0]), "damaged": 0, "mended": 0}
+        assert run["dp0"].client.scrub() == {"units": units_on(smps[0]), "damaged": 0, "repaired": 0}
         assert damage_of(run["dp0"]) == (1, 1)
 
     def test_does_not_take_a_broken_record_for_one(self, ground: Ground) -> None:
@@ -684,9 +684,9 @@ class TestAnSmpKilledAndStartedAgain:
 
 
 def damage_of(trainer: Trainer) -> tuple[int, int]:
-    """Units that the SMP of a trainer has found damaged since it started, and that it has mended."""
+    """Units that the SMP of a trainer has found damaged since it started, and that it has repaired."""
     counts = trainer.client.counters()
-    return counts["units_damaged"], counts["units_mended"]
+    return counts["units_damaged"], counts["units_repaired"]
 
 
 def units_on(smp: SmpProcess) -> int:
@@ -804,7 +804,7 @@ class TestALostNode:
         snapshot = run.protect(1)
         for lost, name in ((1, "spare1"), (3, "spare3")):
             smps[lost].lose()
-            smps[lost] = ground.smp(name, rules=[("heal.done", None)])
+            smps[lost] = ground.smp(name, rules=[("repair_parity.done", None)])
             here = [f"dp{2 * lost}", f"dp{2 * lost + 1}"]
             for coord in here:
                 elements = run[coord].form.offsets["weight"][1].shape[0]
@@ -816,13 +816,13 @@ class TestALostNode:
                 assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, coord, snapshot))
                 assert recovered.bytes_fetched >= len(recovered.view)
             run[here[0]].client.repair_parity(plan.sources, 0, lost)
-            ground.points.wait(name, "heal.done", 1).go()
-            healed = parity_units(smps[lost], snapshot, run.layout.tag(0), lost)
-            assert healed == parities_by_xor(run, 0, snapshot)[lost]
+            ground.points.wait(name, "repair_parity.done", 1).go()
+            repaired = parity_units(smps[lost], snapshot, run.layout.tag(0), lost)
+            assert repaired == parities_by_xor(run, 0, snapshot)[lost]
         plan = run.plan(*(run[f"dp{2 * i}"].client.inventory() for i in range(4)))
         assert (plan.decoded, plan.repair) == ((), ())
 
-    def test_can_be_lost_again_before_its_parity_is_healed(self, ground: Ground) -> None:
+    def test_can_be_lost_again_before_its_parity_is_repaired(self, ground: Ground) -> None:
         smps = ground.smps(3)
         run = run_on(smps, [[3000], [3000], [3000]])
         snapshot = run.protect(1)
@@ -949,7 +949,7 @@ class TestADamagedCopy:
         plan = run.plan(*(trainer.client.inventory() for trainer in run))
         assert plan.decoded == ()
         recovered = run["dp1"].recover(plan)
-        assert (recovered.how, bytes(recovered.view)) == ("mended", bytes_of(run, "dp1", snapshot))
+        assert (recovered.how, bytes(recovered.view)) == ("repaired", bytes_of(run, "dp1", snapshot))
         assert recovered.bytes_fetched > 0
         assert (path.read_bytes(), path.stat().st_ino) == (bytes_of(run, "dp1", snapshot), inode)
         assert damage_of(run["dp1"]) == (1, 1)
@@ -966,7 +966,7 @@ class TestADamagedCopy:
         assert (recovered.how, bytes(recovered.view)) == ("fetched", bytes_of(run, "dp1", snapshot))
         assert damage_of(run["dp1"]) == (1, 0)
         assert (snapshot, "dp1") in run["dp1"].client.inventory().shards, "the rest of it is good"
-        assert run["dp1"].recover(plan).how == "mended"
+        assert run["dp1"].recover(plan).how == "repaired"
         assert shard_file(smps[1], snapshot, "dp1").read_bytes() == bytes_of(run, "dp1", snapshot)
 
     def test_of_its_own_with_too_little_left_to_mend_it_is_dropped_and_the_next_plan_says_so(
@@ -996,10 +996,10 @@ class TestADamagedCopy:
         snapshot, tag = run.protect(1), run.layout.tag(0)
         flip_a_byte(parity_file(smps[0], snapshot, tag, 0), 0)
         found = run["dp0"].client.scrub()
-        assert found == {"units": units_on(smps[0]), "damaged": 1, "mended": 1}
+        assert found == {"units": units_on(smps[0]), "damaged": 1, "repaired": 1}
         assert parity_units(smps[0], snapshot, tag, 0) == parities_by_xor(run, 0, snapshot)[0]
         counts = run["dp0"].client.counters()
-        assert (counts["units_damaged"], counts["units_mended"]) == (1, 1)
+        assert (counts["units_damaged"], counts["units_repaired"]) == (1, 1)
         parity = parities_by_xor(run, 0, snapshot)[0]
         assert counts["bytes_scrubbed"] == len(bytes_of(run, "dp0", snapshot)) + sum(map(len, parity))
 
@@ -1054,8 +1054,8 @@ class TestAShardThatIsNotCheckedBeforeItIsGiven:
         assert (given.how, given.bytes_fetched, damage_of(run["dp1"])) == ("held", 0, (0, 0))
         units = range(len(given.digests))
         assert [unit for unit in units if not given.matches(unit)] == [units[-1]]
-        mended = client.recover(plan.sources, "dp1")
-        assert (mended.how, mended.digests) == ("mended", given.digests)
+        repaired = client.recover(plan.sources, "dp1")
+        assert (repaired.how, repaired.digests) == ("repaired", given.digests)
         assert all(given.matches(unit) for unit in units), "it is the same memory"
         assert given.view == bytes_of(run, "dp1", snapshot)
 
@@ -1097,7 +1097,7 @@ class TestTheNewestShards:
         for path in (*paths, shard_file(smps[0], older, "dp0")):
             flip_a_byte(path)
         assert client.verify()
-        assert wait_until(lambda: client.counters()["units_mended"] == 2)
+        assert wait_until(lambda: client.counters()["units_repaired"] == 2)
         assert [path.read_bytes() for path in paths] == [bytes_of(run, coord, newest) for coord in ("dp0", "dp1")]
         assert wait_until(client.verify), "the first check is over"
         assert damage_of(run["dp0"]) == (2, 2)

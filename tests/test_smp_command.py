@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.paths import read_owner
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on, suspend
 
-QUICK = ("--scrub", "0", "--reform-after", "0")
+QUICK = ("--scrub", "0", "--regroup-after", "0")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat
-from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Tree, Updated
 from holdfast.snapshot.state.manifest import Manifest
@@ -163,7 +163,7 @@ def placed_toy(adapter: Toy, restless: Collection[str] = ()) -> Placed:
     return place(manifest, plan_format("run", "dp0", manifest.leaves, 10), restless)
 
 
-def named(pieces: Sequence[Piece]) -> list[str]:
+def named(pieces: Sequence[SlotTensor]) -> list[str]:
     return [piece.name for piece in pieces]
 
 

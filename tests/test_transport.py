@@ -717,15 +717,15 @@ class Protected:
             {"at": self.smps[1].bulk, "factor": 7, "what": {**unit, "coord": "dp1"}},
         ]
         self.lengths = [plan_unit(trainer, self.run) for trainer in self.run]
-        reform = {"job": self.run.job, "epoch": 1, "sources": to_plain(plan.sources), "layout": layout}
+        regrouping = {"job": self.run.job, "epoch": 1, "sources": to_plain(plan.sources), "layout": layout}
         to_trainer = {"sources": to_plain(plan.sources)}
         self.messages: dict[str, Message] = {
             "accumulate": {**both, "epoch": 1, "stripe": 0, "position": 1, "digest": 0},
             "shard_unit": {**both, **unit},
             "parity_unit": {**both, "position": 0, "unit": 0},
             "partial": {**both, "terms": terms, "length": max(self.lengths), "position": 1},
-            "adopt": reform,
-            "release": reform,
+            "adopt": regrouping,
+            "release": regrouping,
             "recover": {**to_trainer, "coord": "dp0"},
             "repair_parity": {**to_trainer, "group": 0, "position": 0},
         }
@@ -787,7 +787,7 @@ class TestAnSmpIsToldWhatIsAlmostRight:
     def test_what_is_almost_right_is_answered_and_spoils_nothing(
         self, protected: Protected, op: str, keys: list[str]
     ) -> None:
-        """Of what is folded in, what would be waited for is left as it is."""
+        """Of what is accumulated in, what would be waited for is left as it is."""
 
         @quick
         @given(st.data())
@@ -801,7 +801,7 @@ class TestAnSmpIsToldWhatIsAlmostRight:
         assert (protected.snapshot, "dp0") in held.shards
         assert (protected.snapshot, protected.run.layout.tag(0), 0) in held.parities or op == "repair_parity"
         found = protected.client.scrub()
-        assert (found["damaged"], found["mended"]) == (0, 0)
+        assert (found["damaged"], found["repaired"]) == (0, 0)
 
     def test_a_layout_that_is_not_for_this_snapshot_is_not_kept(self, protected: Protected) -> None:
         """One of a later epoch would displace the one that the job works with."""
@@ -834,7 +834,7 @@ class TestAnSmpIsToldWhatIsAlmostRight:
                 assert reply["error"] == "StaleEpoch"
 
     @pytest.mark.parametrize(("group", "position"), [(0, 2), (1, 0), (1 << 53, 0), (0, 1 << 53)])
-    def test_parity_that_there_is_not_is_not_healed(self, protected: Protected, group: int, position: int) -> None:
+    def test_parity_that_there_is_not_is_not_repaired(self, protected: Protected, group: int, position: int) -> None:
         assert "has no parity in the layout of step 1" in protected.refused(
             "repair_parity", group=group, position=position
         )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import HoldfastError
-from holdfast.snapshot.copy.movers import SAMPLE_BYTES, CpuMover, Piece, Sample
+from holdfast.snapshot.copy.movers import SAMPLE_BYTES, CpuMover, Sample, SlotTensor
 from holdfast.snapshot.copy.tensors import DTYPES
 from holdfast.snapshot.copy.witness import SHOWN, StateChanged, Subjects, Witness
 from tests.deadlines import DEADLINE_S
@@ -31,7 +31,7 @@ class Copying:
     def __init__(self, *tensors: torch.Tensor, turn: int = 1, mover: CpuMover | None = None) -> None:
         pieces, at = [], BEFORE
         for i, tensor in enumerate(tensors):
-            pieces.append(Piece(tensor.detach(), at, tensor.nbytes, f"w{i}"))
+            pieces.append(SlotTensor(tensor.detach(), at, tensor.nbytes, f"w{i}"))
             at += tensor.nbytes + BEFORE
         self.pieces = tuple(pieces)
         self.slot = memoryview(slot_for(self.pieces))
@@ -57,7 +57,7 @@ def flip(tensor: torch.Tensor, index: int) -> None:
 
 def looks(count: int, turns: Sequence[int]) -> list[int]:
     """At which of `count` parts of a piece each turn looks."""
-    pieces = (Piece(torch.zeros(count * SAMPLE_BYTES, dtype=torch.uint8), 0, count * SAMPLE_BYTES, "w"),)
+    pieces = (SlotTensor(torch.zeros(count * SAMPLE_BYTES, dtype=torch.uint8), 0, count * SAMPLE_BYTES, "w"),)
     mover = CpuMover()
     return [int(mover.sample(pieces, turn).start[0]) // SAMPLE_BYTES for turn in turns]
 
@@ -332,7 +332,7 @@ def test_successive_turns_look_at_every_part_soon(count: int, first: int) -> Non
 @given(st.integers(1, 5 * SAMPLE_BYTES), st.integers(0, 2**20), st.integers(0, 7))
 def test_a_byte_that_changes_unseen_is_found_within_a_few_turns(count: int, place: int, first: int) -> None:
     tensor = random_bits(torch.uint8, (count,))
-    pieces = (Piece(tensor, 0, count, "w"),)
+    pieces = (SlotTensor(tensor, 0, count, "w"),)
     turns = range(first, first + PERIODS * -(-count // SAMPLE_BYTES))
     witnesses = [Witness(CpuMover(), Subjects(pieces), turn) for turn in turns]
     assert not any(witness.changed() for witness in witnesses)
@@ -343,7 +343,7 @@ def test_a_byte_that_changes_unseen_is_found_within_a_few_turns(count: int, plac
 def test_the_last_bytes_of_a_tensor_are_looked_at_and_none_behind_them() -> None:
     memory = torch.zeros(SAMPLE_BYTES * 3, dtype=torch.uint8)
     tensor = memory[: SAMPLE_BYTES + 5]
-    pieces = (Piece(tensor, 0, tensor.nbytes, "w"),)
+    pieces = (SlotTensor(tensor, 0, tensor.nbytes, "w"),)
     samples = [CpuMover().sample(pieces, turn) for turn in range(6)]
     assert {(int(each.start[0]), int(each.length[0])) for each in samples} == {(0, SAMPLE_BYTES), (SAMPLE_BYTES, 5)}
     memory[SAMPLE_BYTES + 5 :] = 1
@@ -352,7 +352,7 @@ def test_the_last_bytes_of_a_tensor_are_looked_at_and_none_behind_them() -> None
 
 def test_a_sample_is_of_the_time_when_it_was_taken() -> None:
     tensor = torch.zeros(4)
-    pieces = (Piece(tensor, 0, 16, "w"),)
+    pieces = (SlotTensor(tensor, 0, 16, "w"),)
     sample = CpuMover().sample(pieces, 1)
     tensor.fill_(1)
     assert not sample.read().any()
@@ -379,7 +379,7 @@ class Held(CpuMover):
         self.entered = threading.Event()
         self.free = threading.Event()
 
-    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+    def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
         self.count += 1
         if self.count > 1:
             self.entered.set()
@@ -444,7 +444,7 @@ class Failing(CpuMover):
 
     failing = False
 
-    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+    def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
         if self.failing:
             raise HoldfastError("an illegal memory access")
         return super().sample(pieces, turn)

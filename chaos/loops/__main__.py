@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from holdfast.chaos.loops.campaign import Total, run
-from holdfast.chaos.loops.judge import Outcome, Result
+from holdfast.chaos.loops.judge import Result, TrialOutcome
 
 SAY_EVERY_S = 10.0
 
@@ -63,7 +63,7 @@ def summarised(total: Total, first: int, wall_s: float) -> dict[str, Any]:
     """All of it, for machines."""
     return {
         "first": first,
-        **{outcome.value: total.count(outcome) for outcome in Outcome},
+        **{outcome.value: total.count(outcome) for outcome in TrialOutcome},
         "wall_s": round(wall_s, 1),
         "machine": machine(),
         "seeds": [result.to_json() for result in total.results],
@@ -81,7 +81,7 @@ def machine() -> str:
 
 def line(summary: dict[str, Any]) -> str:
     """The counts, for readers."""
-    counts = ", ".join(f"{summary[outcome.value]} {outcome.value}" for outcome in Outcome)
+    counts = ", ".join(f"{summary[outcome.value]} {outcome.value}" for outcome in TrialOutcome)
     return f"{len(summary['seeds'])} seeds from {summary['first']}: {counts}; {summary['wall_s']} s"
 
 
@@ -105,10 +105,10 @@ def markdown(total: Total, summary: dict[str, Any]) -> Iterable[str]:
         "and at most three things besides; a loop is counted with each of its features."
     )
     yield ""
-    yield f"| feature | {' | '.join(outcome.value for outcome in Outcome)} |"
-    yield f"|---|{'---:|' * len(Outcome)}"
+    yield f"| feature | {' | '.join(outcome.value for outcome in TrialOutcome)} |"
+    yield f"|---|{'---:|' * len(TrialOutcome)}"
     for feature, counts in total.by_feature().items():
-        yield f"| {feature} | {' | '.join(str(counts[outcome] or '') for outcome in Outcome)} |"
+        yield f"| {feature} | {' | '.join(str(counts[outcome] or '') for outcome in TrialOutcome)} |"
     if total.failed:
         yield ""
         yield "## Failures"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from holdfast.chaos.loops.judge import Outcome, Result
+from holdfast.chaos.loops.judge import Result, TrialOutcome
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 
 SEED_DEADLINE_S = 600.0
@@ -24,7 +24,7 @@ class Total:
 
     results: list[Result] = field(default_factory=list)
 
-    def count(self, outcome: Outcome) -> int:
+    def count(self, outcome: TrialOutcome) -> int:
         """How many ended so."""
         return sum(result.outcome is outcome for result in self.results)
 
@@ -33,9 +33,9 @@ class Total:
         """Those that are neither identical nor refused."""
         return [result for result in self.results if result.failed]
 
-    def by_feature(self) -> dict[str, Counter[Outcome]]:
+    def by_feature(self) -> dict[str, Counter[TrialOutcome]]:
         """How loops with each feature ended."""
-        found: dict[str, Counter[Outcome]] = {}
+        found: dict[str, Counter[TrialOutcome]] = {}
         for result in self.results:
             for feature in result.features:
                 found.setdefault(feature, Counter())[result.outcome] += 1

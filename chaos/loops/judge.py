@@ -14,7 +14,7 @@ Event = Mapping[str, Any]
 NAMED_AT_MOST = 4
 
 
-class Outcome(Enum):
+class TrialOutcome(Enum):
     """In the order in which they are reported."""
 
     IDENTICAL = "identical"
@@ -29,7 +29,7 @@ class Result:
     """One seed. `features`: what its loop is made of. `log`: what its lives printed, unless all was well."""
 
     seed: int
-    outcome: Outcome
+    outcome: TrialOutcome
     why: str
     history: str
     features: tuple[str, ...]
@@ -43,7 +43,7 @@ class Result:
         """What `write` gave."""
         data = json.loads(text)
         lists = {name: tuple(data[name]) for name in ("features", "said", "restored")}
-        return cls(**{**data, **lists, "outcome": Outcome(data["outcome"])})
+        return cls(**{**data, **lists, "outcome": TrialOutcome(data["outcome"])})
 
     def write(self) -> str:
         """A line that `parse` reads."""
@@ -52,7 +52,7 @@ class Result:
     @property
     def failed(self) -> bool:
         """Whether it is neither identical nor refused."""
-        return self.outcome not in (Outcome.IDENTICAL, Outcome.REFUSED)
+        return self.outcome not in (TrialOutcome.IDENTICAL, TrialOutcome.REFUSED)
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
@@ -78,7 +78,7 @@ class Verdict:
         restored: the step that each life began with; None: a cold start.
     """
 
-    outcome: Outcome
+    outcome: TrialOutcome
     why: str
     said: tuple[str, ...] = ()
     named: bool = False
@@ -98,31 +98,33 @@ def judge(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]], words:
     named = any(names(text, words) for text in said)
     restored = tuple(e["step"] for life in lives for e in life if e["kind"] == "entered")
 
-    def verdict(outcome: Outcome, why: str) -> Verdict:
+    def verdict(outcome: TrialOutcome, why: str) -> Verdict:
         return Verdict(outcome, why, said, named, restored)
 
     for life in (undisturbed, *lives):
         for event in life:
             if event["kind"] == "error" and not event["own"]:
-                return verdict(Outcome.ERROR, f"{event['type']}: {event['text']}")
+                return verdict(TrialOutcome.ERROR, f"{event['type']}: {event['text']}")
     if not _finished(undisturbed):
-        return verdict(Outcome.ERROR, "the undisturbed loop did not end well")
+        return verdict(TrialOutcome.ERROR, "the undisturbed loop did not end well")
     raised = [e for life in lives for e in life if e["kind"] == "error"]
     if raised:
         text = f"{raised[0]['type']}: {raised[0]['text']}"
-        return verdict(Outcome.REFUSED if named else Outcome.ERROR, text if named else f"names nothing: {text}")
+        return verdict(
+            TrialOutcome.REFUSED if named else TrialOutcome.ERROR, text if named else f"names nothing: {text}"
+        )
     if not _finished(lives[-1]):
-        return verdict(Outcome.ERROR, f"the last life ended without a word: {lives[-1][-1:]}")
+        return verdict(TrialOutcome.ERROR, f"the last life ended without a word: {lives[-1][-1:]}")
     differences = compare(undisturbed, lives)
     if differences and named:
-        return verdict(Outcome.REFUSED, next(t for t in said if names(t, words)))
+        return verdict(TrialOutcome.REFUSED, next(t for t in said if names(t, words)))
     if len(lives) == 1 or any(step is None for step in restored[1:]):
         why = "nothing was ever protected, so it was not killed" if len(lives) == 1 else "it began anew"
-        return verdict(Outcome.REFUSED if named else Outcome.UNPROTECTED, why)
+        return verdict(TrialOutcome.REFUSED if named else TrialOutcome.UNPROTECTED, why)
     if differences:
         more = f"; and {len(differences) - NAMED_AT_MOST} more" if len(differences) > NAMED_AT_MOST else ""
-        return verdict(Outcome.SILENT, "; ".join(differences[:NAMED_AT_MOST]) + more)
-    return verdict(Outcome.IDENTICAL, f"restored {', '.join(str(step) for step in restored[1:])}")
+        return verdict(TrialOutcome.SILENT, "; ".join(differences[:NAMED_AT_MOST]) + more)
+    return verdict(TrialOutcome.IDENTICAL, f"restored {', '.join(str(step) for step in restored[1:])}")
 
 
 def compare(undisturbed: Sequence[Event], lives: Sequence[Sequence[Event]]) -> list[str]:

@@ -190,7 +190,7 @@ class Rows(Dataset[Tensor]):
         return self.rows[index]
 
 
-class Stream(IterableDataset[Tensor]):
+class RowStream(IterableDataset[Tensor]):
     """Rows of a tensor, of which nobody says how many there are."""
 
     def __init__(self, rows: Tensor) -> None:

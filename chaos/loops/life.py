@@ -34,7 +34,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 from holdfast.chaos.loops import kit
 from holdfast.chaos.loops.script import End, Loop
-from holdfast.smp_daemon.shared import points
+from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.errors import HoldfastError
 
 FRONT_DOOR = "holdfast.hook"
@@ -66,7 +66,7 @@ LIBRARY: dict[str, Any] = {
         )
     },
     **{name: getattr(kit, name) for name in ("Average", "Bank", "Container", "Rows", "SAM", "Scaled", "ScheduleFree")},
-    **{name: getattr(kit, name) for name in ("Stream", "Tied", "noting", "stepping")},
+    **{name: getattr(kit, name) for name in ("RowStream", "Tied", "noting", "stepping")},
     "AveragedModel": swa_utils.AveragedModel,
     "DataLoader": torch.utils.data.DataLoader,
     "copy": copy,
@@ -189,7 +189,7 @@ class Life:
         if self._order.undisturbed:
             return Undisturbed(*args, **options)
         self._snap = importlib.import_module(FRONT_DOOR).InMemorySnapshot(*args, **options)
-        return _Entering(self._snap, self._say, self._leave)
+        return _WatchedSnapshot(self._snap, self._say, self._leave)
 
     def _leave(self) -> None:
         if self._gate is not None:
@@ -224,7 +224,7 @@ class Life:
         self._say(kind="finished", state=dict(digests(kept)))
 
 
-class _Entering:
+class _WatchedSnapshot:
     """An `InMemorySnapshot` of which it is told how it was entered, and that it is left."""
 
     def __init__(self, snap: Any, say: Callable[..., None], leave: Callable[[], None]) -> None:
@@ -259,8 +259,8 @@ class Gate:
         self._listening.bind(str(path))
         self._listening.listen(16)
         rules = {"socket": str(path), "who": "trainer", "rules": [["copy.before", None], ["copy.done", None]]}
-        os.environ[points.ENV] = json.dumps(rules)
-        points.arm()
+        os.environ[failpoints.ENV] = json.dumps(rules)
+        failpoints.arm()
         threading.Thread(target=self._serve, name="loops-gate", daemon=True).start()
 
     def open(self, step: int) -> None:

@@ -273,7 +273,7 @@ class Script:
         if "own generator" in name:
             options += ", generator=torch.Generator().manual_seed(6)"
         length = "[:12]" if "epochs" in name or "snap.data" in name else ""
-        kind = "Stream" if "iterable" in name else "Rows"
+        kind = "RowStream" if "iterable" in name else "Rows"
         loader = f"DataLoader({kind}(rows{length}), batch_size=4{options})"
         self._setup += [rows, f"loader = {f'list(rows{length}.split(4))' if 'list' in name else loader}"]
         self._blame.append(DATA)

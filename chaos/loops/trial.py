@@ -27,11 +27,11 @@ import torch._dynamo  # a compiled step would import it, which takes a second
 
 import holdfast.integrations.adapters.torch_native  # noqa: F401  # so that lives need not, each for itself
 from holdfast.chaos.loops.draw import draw
-from holdfast.chaos.loops.judge import Event, Outcome, Result, Verdict, judge
+from holdfast.chaos.loops.judge import Event, Result, TrialOutcome, Verdict, judge
 from holdfast.chaos.loops.life import FRONT_DOOR, Life, Order
 from holdfast.chaos.loops.script import End, Loop
 from holdfast.chaos.smp_zygote import Forked, Zygote
-from holdfast.smp_daemon.shared import points
+from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
@@ -80,7 +80,7 @@ class Trials:
             try:
                 verdict = self.run(loop, log)
             except HoldfastError as error:
-                verdict = Verdict(Outcome.ERROR, f"{type(error).__name__}: {error}")
+                verdict = Verdict(TrialOutcome.ERROR, f"{type(error).__name__}: {error}")
             text = log.read_text(errors="replace")[-LOG_CHARACTERS:] if log.exists() else ""
         return Result(
             seed,
@@ -179,8 +179,8 @@ def _become(loop: Loop, order: Order, ground: Path) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update(_environment(ground))
-        os.environ.pop(points.ENV, None)
-        points.arm()
+        os.environ.pop(failpoints.ENV, None)
+        failpoints.arm()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         Life(loop, order).run()
         status = 0

@@ -8,7 +8,7 @@ from collections import defaultdict
 from holdfast.chaos.sim.memory import MemoryPath
 from holdfast.chaos.sim.plan import DrawnFault
 from holdfast.chaos.sim.seams import Hooks
-from holdfast.chaos.sim.tasks import Process
+from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.world import SimNode, SimTrainer, World
 
 SILENT_CHANCE = 0.5
@@ -24,7 +24,7 @@ class Faults:
         self._random = world.scheduler.random
         self._at_points: dict[str, list[tuple[int, DrawnFault]]] = defaultdict(list)
         self._life = 0
-        self.zombies: list[Process] = []
+        self.zombies: list[SimProcess] = []
         world.at_point = self._point
         Hooks.is_due = self._at_points.__contains__
 
@@ -50,7 +50,7 @@ class Faults:
 
     # ------------------------------------------------------------------ striking
 
-    def _point(self, point: str, process: Process) -> None:
+    def _point(self, point: str, process: SimProcess) -> None:
         planned = self._at_points.get(point)
         if not planned or process is self._world.scheduler.root:
             return

@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.chaos.sim.memory import Disk
 from holdfast.chaos.sim.scheduler import Scheduler, active
-from holdfast.chaos.sim.tasks import Process, Task
+from holdfast.chaos.sim.tasks import SimProcess, Task
 
 FIRST_PORT = 20_000
 HELD_EVERY_S = 0.2
@@ -102,7 +102,7 @@ class SimSocket:
     def __init__(self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> None:
         self._network = network()
         self._scheduler = active()
-        self.process: Process = self._scheduler.current.process
+        self.process: SimProcess = self._scheduler.current.process
         self._local = family == socket.AF_UNIX
         self._timeout: float | None = None
         self._address: Address = ("", 0)
@@ -115,7 +115,7 @@ class SimSocket:
         self._ended = self._reset = self._closed = self._shut = self._listening = False
         self._adopt(self.process)
 
-    def _adopt(self, process: Process) -> None:
+    def _adopt(self, process: SimProcess) -> None:
         self.process = process
         process.on_death[id(self)] = self._owner_died
 

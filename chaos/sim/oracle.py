@@ -174,13 +174,13 @@ class Oracle:
         """Whether what was lost of a snapshot since it began is no more than its parity makes up for."""
         since = self._losses[self._losses_before.get(snapshot, 0) :]
         layouts = self._layouts.get(snapshot[0], [])
-        reformed = any(layout["revision"] for layout in layouts)
+        regrouped = any(layout["revision"] for layout in layouts)
         flips = self._flips[snapshot]
         for layout in layouts:
             names = [node["name"] for node in layout["nodes"]]
             for group in layout["groups"]:
                 members = {names[index] for index in group}
-                lost = sum(1 for name in since if reformed or name in members or name not in names)
+                lost = sum(1 for name in since if regrouped or name in members or name not in names)
                 if lost + flips > min(layout["parity"], len(group) - 1):
                     return False
         return True

@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from holdfast.smp_daemon.shared.points import PERSIST_POINTS, POINTS
+from holdfast.smp_daemon.shared.failpoints import FAILPOINTS, PERSIST_FAILPOINTS
 
 POINTS_HERE = (
-    *(point for point in POINTS if point not in PERSIST_POINTS),
+    *(point for point in FAILPOINTS if point not in PERSIST_FAILPOINTS),
     "seal.digest",
 )
 """Every named place at which a process may be killed. Nothing is persisted."""
 
-RECOVERY = ("restore.before", "restore.middle", "rebuild.middle", "heal.done")
+RECOVERY = ("restore.before", "restore.middle", "rebuild.middle", "repair_parity.done")
 """Points that only a job which comes back reaches: struck more often in lives that are not the first."""
 
-REFORM = ("reform.adopt", "reform.encode", "reform.done", "reform.declined")
+REGROUP = ("regroup.adopt", "regroup.encode", "regroup.done", "regroup.declined")
 """Points that only survivors without trainers reach."""
 
 PROTECTIONS = ("auto", "1+1", "2+1", "2+2", "3+1", "copies:2")
@@ -109,7 +109,7 @@ class Size:
 
     Attributes:
         nodes, lives, faults, steps, units: how many nodes, lives, faults a life, steps a life, bytes a unit.
-        every, reform_after_s, finals, chances, capacities: of the plan.
+        every, regroup_after_s, finals, chances, capacities: of the plan.
         mates: how many ranks a node has, if there are fewer than four.
         quiet: how many snapshots are taken in the quiet after the faults.
         opening: faults that the first life has besides.
@@ -203,7 +203,7 @@ REFORMING = replace(
     nodes=(3, 3, 4),
     regroup_after_s=(30.0,),
     opening=(DrawnFault("lose-node", awaits=1500), DrawnFault("kill-trainers", awaits=1520)),
-    later=(*REFORM, *RECOVERY),
+    later=(*REGROUP, *RECOVERY),
     gaps=(90.0, 90.0, 5.0),
     replaced=0.2,
 )

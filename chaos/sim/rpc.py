@@ -13,7 +13,7 @@ import grpc
 
 from holdfast.chaos.sim.network import network
 from holdfast.chaos.sim.scheduler import active
-from holdfast.chaos.sim.tasks import Process
+from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Event, ThreadPoolExecutor
 
 RETRY_S = 0.25
@@ -35,7 +35,7 @@ class SimRpcError(grpc.RpcError):
         return self._details
 
 
-class _Context:
+class _CallContext:
     """`grpc.ServicerContext`, as far as it is used."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class SimServer:
         self._pool = pool
         self._handlers: list[Any] = []
         self._address = ""
-        self.process: Process = active().current.process
+        self.process: SimProcess = active().current.process
         self.calls: dict[int, _Call] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
@@ -92,7 +92,7 @@ class SimServer:
     def _answer(self, call: _Call) -> None:
         active().point()
         handler = next(filter(None, (each.service(call) for each in self._handlers)))
-        context = _Context()
+        context = _CallContext()
         try:
             call.replied(handler.unary_unary(call.request, context), None)
         finally:

@@ -192,7 +192,7 @@ class _Driver:
         if final == "regroup" and self._plan.regroup_after_s and len(world.up()) > 2:
             self._lose(min(1, world.oracle.survivable()))
             self._pass(self._plan.regroup_after_s * 8)
-            if not self._recover(1, "after a reform"):
+            if not self._recover(1, "after a regrouping"):
                 return
         self._end(final == "finish")
 

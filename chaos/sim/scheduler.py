@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from greenlet import getcurrent, greenlet
 
-from holdfast.chaos.sim.tasks import Killed, Process, Task, Violation
+from holdfast.chaos.sim.tasks import Killed, SimProcess, Task, Violation
 
 DEFAULT_TURNS = 400_000
 """A run that takes more turns than this does not come to rest."""
@@ -64,7 +64,7 @@ class Scheduler:
         self._numbers = itertools.count()
         self._tasks: list[Task] = []
         self._planned: list[tuple[int, Callable[[], None]]] = []
-        self.root = Process("driver", "driver")
+        self.root = SimProcess("driver", "driver")
         self._main = Task(self.root, "main", 0, lambda: None)
         self._main.stack = getcurrent()
         self.current = self._main
@@ -112,7 +112,7 @@ class Scheduler:
         """Call `action`, which must not block, when the clock shows `time_s`."""
         heapq.heappush(self._timers, (time_s, next(self._numbers), None, 0, action))
 
-    def spawn(self, process: Process, name: str, work: Callable[[], None]) -> Task:
+    def spawn(self, process: SimProcess, name: str, work: Callable[[], None]) -> Task:
         """Start a task."""
         if self.unwinding:
             raise Killed
@@ -130,7 +130,7 @@ class Scheduler:
         self._planned.sort(key=lambda item: -item[0])
         self.next_stop = min(self.next_stop, awaits)
 
-    def kill(self, process: Process) -> None:
+    def kill(self, process: SimProcess) -> None:
         """SIGKILL."""
         if not process.alive:
             return
@@ -141,12 +141,12 @@ class Scheduler:
             action()
         process.on_death.clear()
 
-    def freeze(self, process: Process) -> None:
+    def freeze(self, process: SimProcess) -> None:
         """SIGSTOP."""
         self.note(f"{process} stands still")
         process.frozen = True
 
-    def thaw(self, process: Process) -> None:
+    def thaw(self, process: SimProcess) -> None:
         """SIGCONT."""
         self.note(f"{process} goes on")
         process.frozen = False
@@ -169,7 +169,7 @@ class Scheduler:
         if self.trace is not None:
             self.trace(f"{self.now - 1000:10.4f} #{self.awaits:<6} {self.current!r:24} {message}")
 
-    def blocked_tasks(self, process: Process | None = None) -> list[str]:
+    def blocked_tasks(self, process: SimProcess | None = None) -> list[str]:
         """Where tasks that have not ended wait."""
         return [
             f"{task!r} at {task.where or 'its start'}"

@@ -25,8 +25,8 @@ from holdfast.chaos.sim.memory import Disk, MemoryMmap, MemoryOs, MemoryPath, Me
 from holdfast.chaos.sim.network import SimSocket
 from holdfast.chaos.sim.rpc import SimGrpc
 from holdfast.chaos.sim.scheduler import active
-from holdfast.chaos.sim.tasks import Process
-from holdfast.smp_daemon.shared import points
+from holdfast.chaos.sim.tasks import SimProcess
+from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import PART, digest_units, kind_of
@@ -72,7 +72,7 @@ REPLACED = {
 class Hooks:
     """What the run at hand listens to. `chaos.sim.world` fills it in."""
 
-    reach: Callable[[str, int], None]
+    failpoint: Callable[[str, int], None]
     start_smp: Callable[[MemoryPath], None]
     agreement: Callable[[], Any]
     captured: Callable[[Any, str, bytes], None]
@@ -81,10 +81,10 @@ class Hooks:
     promised: Callable[[Any], None]
     unit_bytes: Callable[[int, int], int]
     is_due: Callable[[str], bool]
-    locks: dict[str, Process]
+    locks: dict[str, SimProcess]
 
 
-class _Protecting(Protecting):
+class _ObservedProtecting(Protecting):
     """Says what the job is promised as soon as it knows: what is freed from then on is judged by it."""
 
     def settle(self) -> None:
@@ -92,10 +92,10 @@ class _Protecting(Protecting):
         Hooks.promised(self.ledger.sure)
 
 
-def reach(point: str, step: int = -1) -> None:
-    """`smp_daemon.shared.points.reach`: an await with a name, at which a crash may be planned."""
+def failpoint(point: str, step: int = -1) -> None:
+    """`smp_daemon.shared.failpoints.failpoint`: an await with a name, at which a crash may be planned."""
     active().point()
-    Hooks.reach(point, step)
+    Hooks.failpoint(point, step)
 
 
 class SimFcntl:
@@ -122,7 +122,7 @@ class SimOs(MemoryOs):
     def getpid(self) -> int:
         return id(active().current.process)
 
-    def pidfd_open(self, pid: int) -> Process:
+    def pidfd_open(self, pid: int) -> SimProcess:
         for process in Hooks.locks.values():
             if id(process) == pid and process.alive:
                 return process
@@ -142,7 +142,7 @@ class SimPsutil:
             return 0.0
 
 
-def _await_end(process: Process, deadline_s: float) -> bool:
+def _await_end(process: SimProcess, deadline_s: float) -> bool:
     """`smp_daemon.shared.pidfds.await_end` of a simulated process."""
     ended = threads.Event()
     process.on_death[id(ended)] = ended.set
@@ -152,18 +152,18 @@ def _await_end(process: Process, deadline_s: float) -> bool:
 
 
 def _record_point(path: MemoryPath, data: Any, when: str) -> None:
-    """`records._reach`: the oracle learns of a record once it counts; who dies in the middle leaves half of it."""
+    """`records._failpoint`: the oracle learns of a record once it counts; who dies in the middle leaves half of it."""
     kind = kind_of(path.name)
     point = f"record.{kind}.{when}"
     if when == "done":
         Hooks.committed(path, kind, data)
     if when != "part" or not Hooks.is_due(point):
-        reach(point)
+        failpoint(point)
         return
     part = path.with_name(path.name + PART)
     whole = part.read_text()
     part.write_text('{"cut')
-    reach(point)
+    failpoint(point)
     part.write_text(whole)  # it lives on
 
 
@@ -180,7 +180,7 @@ release = Arena.release
 
 
 def _digest_units(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
-    reach("seal.digest")
+    failpoint("seal.digest")
     return digest_units(data, unit_bytes)
 
 
@@ -239,7 +239,7 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.shared.client.await_end": _await_end,
         "holdfast.smp_daemon.shared.slotfile.PAGE_BYTES": PAGE_BYTES,
         "holdfast.smp_daemon.storage.store.digest_units": _digest_units,
-        "holdfast.smp_daemon.shared.records._reach": _record_point,
+        "holdfast.smp_daemon.shared.records._failpoint": _record_point,
         "holdfast.snapshot.resume.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
         "holdfast.snapshot.connect.start_smp": _start_smp,
         "holdfast.snapshot.step.copier.threading": THREADING,
@@ -251,7 +251,7 @@ def installed() -> Iterator[None]:
         "holdfast.snapshot.session.time": TIME,
         "holdfast.snapshot.protecting.time": TIME,
         "holdfast.snapshot.protecting.Pace": lambda: Pace(threads.monotonic, threads.Event.wait),  # type: ignore[arg-type]
-        "holdfast.snapshot.session.Protecting": _Protecting,
+        "holdfast.snapshot.session.Protecting": _ObservedProtecting,
         "holdfast.snapshot.session.Capture": trainer.SimCapture,
         "holdfast.snapshot.session.Boundary": trainer.SimBoundary,
         "holdfast.snapshot.rank.choose_mover": lambda devices: trainer.SimMover(),
@@ -262,8 +262,8 @@ def installed() -> Iterator[None]:
         stack.enter_context(_without_collector())
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable()
-        stack.callback(points.observe, None)
-        points.observe(reach)
+        stack.callback(failpoints.observe, None)
+        failpoints.observe(failpoint)
         for target, new in targets.items():
             stack.enter_context(patch(target, new))
         yield

@@ -15,7 +15,7 @@ class Violation(Exception):
     """What must never happen has happened; the message says what."""
 
 
-class Process:
+class SimProcess:
     """What dies together: tasks, and whatever registered an `on_death`."""
 
     def __init__(self, name: str, host: str) -> None:
@@ -42,7 +42,7 @@ class Task:
 
     __slots__ = ("blocked", "done", "failure", "name", "number", "process", "stack", "token", "where", "woken", "work")
 
-    def __init__(self, process: Process, name: str, number: int, work: Callable[[], None]) -> None:
+    def __init__(self, process: SimProcess, name: str, number: int, work: Callable[[], None]) -> None:
         self.process = process
         self.name = name
         self.number = number

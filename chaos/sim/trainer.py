@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot
 from holdfast.snapshot.collective.agreement import AgreementLost, Result, T
 from holdfast.snapshot.copy.errors import LayoutChanged
-from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
 from holdfast.snapshot.resume.loading import load_checked
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.step.copier import CopyJob
@@ -213,7 +213,7 @@ class SimCapture:
         if form is None or form.offsets[LEAF][1].bytes != len(live):
             raise LayoutChanged("the state has another length")
         self.on_begin(snapshot, self._coord, bytes(live))
-        piece = Piece(live, form.offsets[LEAF][0], len(live))  # type: ignore[arg-type]  # for `SimMover` alone
+        piece = SlotTensor(live, form.offsets[LEAF][0], len(live))  # type: ignore[arg-type]  # for `SimMover` alone
         return CopyJob(
             snapshot,
             self._coord,
@@ -256,7 +256,7 @@ class SimMover:
     def mark(self) -> None:
         active().point()
 
-    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         for piece in pieces:
             live: Any = piece.tensor
             half = piece.bytes // 2
@@ -290,9 +290,9 @@ def load(attempt: Any, agreement: SimMember, adapter: SimAdapter, mover: SimMove
     if not whole:
         return problem
     live = torch.zeros(leaf.bytes, dtype=torch.uint8)
-    pieces = [Piece(live, offset, leaf.bytes)]
+    pieces = [SlotTensor(live, offset, leaf.bytes)]
     failure = failure_of(
-        lambda: load_checked(CpuMover(), pieces, attempt.shard, attempt.mend, midway=attempt.midway), HoldfastError
+        lambda: load_checked(CpuMover(), pieces, attempt.shard, attempt.repair, midway=attempt.midway), HoldfastError
     )
     if agreement.minimum([int(failure is None)])() == [1]:
         adapter.take_over(attempt.snapshot, live.numpy().tobytes())

@@ -14,7 +14,7 @@ from holdfast.chaos.sim.oracle import Oracle, Snapshot
 from holdfast.chaos.sim.plan import SeedPlan
 from holdfast.chaos.sim.scheduler import Scheduler
 from holdfast.chaos.sim.seams import Hooks
-from holdfast.chaos.sim.tasks import Process
+from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Signal, SimSystem
 from holdfast.chaos.sim.trainer import Circle, SimAdapter, SimMember, TrainingLost
 from holdfast.smp_daemon.node.core import Settings
@@ -39,9 +39,9 @@ class SimNode:
         self.base = base
         self.arena = base / JOB
         self.up = True
-        self.smp_process: Process | None = None
+        self.smp_process: SimProcess | None = None
         self.smp: Smp | None = None
-        self.trainers: list[Process] = []
+        self.trainers: list[SimProcess] = []
         self.starting = False
         self.error = ""
 
@@ -54,7 +54,7 @@ class SimNode:
 class SimTrainer:
     """One rank of one life."""
 
-    def __init__(self, rank: int, node: SimNode, process: Process) -> None:
+    def __init__(self, rank: int, node: SimNode, process: SimProcess) -> None:
         self.rank = rank
         self.node = node
         self.process = process
@@ -94,15 +94,15 @@ class World:
         self.hits: Counter[str] = Counter()
         self.crashes: Counter[str] = Counter()
         self.faults: Counter[str] = self.network.counts
-        self.at_point: Callable[[str, Process], None] = lambda point, process: None
+        self.at_point: Callable[[str, SimProcess], None] = lambda point, process: None
         self._named = 0
-        self._members: dict[Process, SimMember] = {}
+        self._members: dict[SimProcess, SimMember] = {}
         self._hook_up()
         for _ in range(plan.nodes):
             self.add_node()
 
     def _hook_up(self) -> None:
-        Hooks.reach = self._reach
+        Hooks.failpoint = self._failpoint
         Hooks.start_smp = self._start_by_trainer
         Hooks.agreement = self._agreement
         Hooks.captured = self.oracle.captured
@@ -139,13 +139,13 @@ class World:
             self.changed.wait_for(lambda: node.serves or not node.starting, 1.0)
 
     def _start(self, node: SimNode) -> None:
-        process = Process(f"{node.name}.smp", node.host)
+        process = SimProcess(f"{node.name}.smp", node.host)
         node.smp_process, node.smp, node.starting = process, None, True
         process.on_death[0] = lambda: self._smp_gone(node, process)
         self.scheduler.note(f"an SMP is started on {node.name}")
         self.scheduler.spawn(process, "main", lambda: self._run_smp(node, process))
 
-    def _run_smp(self, node: SimNode, process: Process) -> None:
+    def _run_smp(self, node: SimNode, process: SimProcess) -> None:
         settings = Settings(
             backend="numpy" if self.plan.seed % 2 else "auto",
             regroup_after_s=self.plan.regroup_after_s,
@@ -165,7 +165,7 @@ class World:
         smp.close()
         self.scheduler.kill(process)
 
-    def _smp_gone(self, node: SimNode, process: Process) -> None:
+    def _smp_gone(self, node: SimNode, process: SimProcess) -> None:
         if node.smp_process is process:
             node.smp, node.starting = None, False
         self.changed.notify()
@@ -220,7 +220,7 @@ class World:
                 self.seats[number] = spare.pop(0) if spare else up[number % len(up)]
         for rank, number in enumerate(self.plan.ranks):
             node = self.seats[number]
-            trainer = SimTrainer(rank, node, Process(f"{node.name}.t{rank}", node.host))
+            trainer = SimTrainer(rank, node, SimProcess(f"{node.name}.t{rank}", node.host))
             self.trainers.append(trainer)
             node.trainers.append(trainer.process)
             trainer.process.on_death[0] = self._trainer_over(trainer, "killed")
@@ -313,7 +313,7 @@ class World:
     def _committed(self, path: MemoryPath, kind: str, data: Any) -> None:
         self.oracle.committed(path, kind, data)
 
-    def _reach(self, point: str, step: int) -> None:
+    def _failpoint(self, point: str, step: int) -> None:
         self.hits[point] += 1
         if Hooks.is_due(point):
             self.at_point(point, self.scheduler.current.process)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from holdfast.audit import Notes, Report, compare_rank, together
+from holdfast.audit import AuditReport, Notes, compare_rank, together
 from holdfast.chaos.faults import CATALOGUE
 from holdfast.smp_daemon.shared.errors import ConfigError
 
@@ -113,7 +113,7 @@ class CommandVerdict:
     hang: bool
     leaks: tuple[str, ...]
     seconds: float
-    report: Report
+    report: AuditReport
     problems: tuple[str, ...]
 
     def to_json(self, replay: str) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def judge(
     disturbed: Sequence[Sequence[Notes]],
     ignore: Sequence[str],
     last: int,
-) -> tuple[Report, tuple[int, ...], int, list[str]]:
+) -> tuple[AuditReport, tuple[int, ...], int, list[str]]:
     """Compare all processes of all ranks: differences, steps done again, protected steps lost, problems. Pure.
 
     Args:
@@ -175,7 +175,12 @@ def judge(
     """
     problems = []
     if len(first) != len(disturbed):
-        return Report((), 0, ()), (), 0, [f"{len(first)} ranks trained undisturbed, and {len(disturbed)} with faults"]
+        return (
+            AuditReport((), 0, ()),
+            (),
+            0,
+            [f"{len(first)} ranks trained undisturbed, and {len(disturbed)} with faults"],
+        )
     reports = [
         compare_rank(rank, first[rank], second[rank], process, ignore)
         for rank, processes in enumerate(disturbed)

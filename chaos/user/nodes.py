@@ -12,7 +12,7 @@ from holdfast import sessions
 from holdfast.chaos.runner import LocalNode
 from holdfast.chaos.user.command import CommandPlan
 from holdfast.smp_daemon.shared.errors import HoldfastError
-from holdfast.snapshot.state.audit import Orders
+from holdfast.snapshot.state.audit import AuditOrders
 
 JOB = "chaos"
 END_DEADLINE_S = 10.0
@@ -32,7 +32,7 @@ class CommandNode(LocalNode):
         ours = self.environment() | {"HOLDFAST_OVERHEAD_BUDGET": "0"}
         if plan.nodes == 1:
             ours.pop("HOLDFAST_NODE")
-        orders = Orders(str(self._folder / "notes"), plan.steps)
+        orders = AuditOrders(str(self._folder / "notes"), plan.steps)
         environment = os.environ | orders.to_environment() | ours | extra
         self._process = sessions.start(plan.command, environment, self._folder / "log")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdfast.snapshot.copy.movers import CpuMover, Piece
+from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
 
 REPEATS = 7
 
@@ -53,7 +53,7 @@ def _row(count: int, length: int, *, flat: bool) -> CopyRow:
     total = 4 * count * length
     slot = memoryview(mmap.mmap(-1, total))
     np.frombuffer(slot, np.uint8)[:] = 1
-    pieces = tuple(Piece(tensor, 4 * length * i, 4 * length) for i, tensor in enumerate(tensors))
+    pieces = tuple(SlotTensor(tensor, 4 * length * i, 4 * length) for i, tensor in enumerate(tensors))
     mover = CpuMover()
     target = np.ones(total, np.uint8)
     sources = [np.full(total, 1, np.uint8)] if flat else [tensor.numpy().view(np.uint8) for tensor in tensors]

@@ -53,12 +53,12 @@ BARRIER_DEADLINE_S = 60.0
 LEGEND = (
     "A cell is the throughput as a part of memcpy's, and in brackets its GB/s: 10^9 bytes of data units read in a "
     "second, by all threads together. Medians; operation and memcpy took turns in one run, each thread on buffers of "
-    "its own. Accumulate folds one data unit into all parities; reconstruct computes m lost data units from k others."
+    "its own. Accumulate adds one data unit to all parities; reconstruct computes m lost data units from k others."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EcBenchmark:
     """What is measured: every combination, and then four SMPs.
 
     Attributes:
@@ -77,9 +77,9 @@ class Plan:
     repeats: int = 5
 
 
-def quick(seed: int) -> Plan:
+def quick(seed: int) -> EcBenchmark:
     """A few seconds' worth."""
-    return Plan(
+    return EcBenchmark(
         codes=((4, 1), (4, 2)),
         unit_bytes=(64 * KIB, MIB),
         seed=seed,
@@ -91,7 +91,7 @@ def quick(seed: int) -> Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Setting:
     """One thing to measure."""
 
     op: str
@@ -108,7 +108,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row(Cell):
+class Row(Setting):
     """What was measured. GB are 10^9 bytes; `ratio` is gb_s / memcpy_gb_s."""
 
     gb_s: float
@@ -116,7 +116,7 @@ class Row(Cell):
     ratio: float
 
     @classmethod
-    def of(cls, cell: Cell, op_s: Sequence[float], memcpy_s: Sequence[float]) -> Self:
+    def of(cls, cell: Setting, op_s: Sequence[float], memcpy_s: Sequence[float]) -> Self:
         """From the seconds that calls and copies took."""
         total = cell.bytes * cell.threads / 1e9
         gb_s, memcpy_gb_s = (bench_smp.rounded(total / statistics.median(seconds)) for seconds in (op_s, memcpy_s))
@@ -124,7 +124,7 @@ class Row(Cell):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class EcReport:
     """A run of the benchmark. `notes` say what was left out."""
 
     date: str
@@ -149,7 +149,7 @@ class Report:
         }
 
 
-def run(plan: Plan, console: Console) -> Report:
+def run(plan: EcBenchmark, console: Console) -> EcReport:
     """Measure everything, with a progress bar on a terminal.
 
     Raises:
@@ -171,7 +171,7 @@ def run(plan: Plan, console: Console) -> Report:
         bar.update(task, completed=len(todo))
         bar.update(task, description="four SMPs protect and rebuild")
         ends = [bench_smp.measure(protect, plan.shard_bytes, plan.seed, plan.repeats) for protect in plan.protects]
-    return Report(
+    return EcReport(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine(),
         seed=plan.seed,
@@ -183,10 +183,10 @@ def run(plan: Plan, console: Console) -> Report:
     )
 
 
-def cells(plan: Plan, unusable: Iterable[str]) -> list[Cell]:
+def cells(plan: EcBenchmark, unusable: Iterable[str]) -> list[Setting]:
     """What to measure, sorted by size."""
     return [
-        Cell(op, k, m, unit_bytes, backend, threads)
+        Setting(op, k, m, unit_bytes, backend, threads)
         for unit_bytes in plan.unit_bytes
         for op in OPS
         for k, m in plan.codes
@@ -202,17 +202,17 @@ def _slow(backend: str, m: int) -> bool:
     return backend == "pyeclib" or (backend == "numpy" and m > 1)
 
 
-def notes(plan: Plan, unusable: dict[str, str]) -> list[str]:
+def notes(plan: EcBenchmark, unusable: dict[str, str]) -> list[str]:
     """What `cells` leaves out, and why."""
     found = [f"{backend} is left out: {reason}" for backend, reason in unusable.items()]
     if "pyeclib" in plan.backends and "pyeclib" not in unusable:
-        found.append("pyeclib cannot fold in single units; its backend does that by NumPy, so see there")
+        found.append("pyeclib cannot accumulate single units; its backend does that by NumPy, so see there")
     if max(plan.unit_bytes) > SLOW_BYTES:
         found.append(f"to save time nothing slow is measured beyond {size(SLOW_BYTES)}: pyeclib, and numpy with m > 1")
     return found
 
 
-def measure(plan: Plan, todo: Sequence[Cell], begin: Callable[[int, Cell], object]) -> list[Row]:
+def measure(plan: EcBenchmark, todo: Sequence[Setting], begin: Callable[[int, Setting], object]) -> list[Row]:
     """Measure the cells, size by size, and tell `begin` how many are done before each. Blocks for minutes.
 
     Raises:
@@ -247,7 +247,7 @@ class _Stripe:
         self.parity: list[Buffer] = units[k : k + m]
         self.copy: Buffer = view[(k + m) * unit_bytes :]
 
-    def call(self, cell: Cell, codec: Codec) -> Callable[[], object]:
+    def call(self, cell: Setting, codec: Codec) -> Callable[[], object]:
         """The operation of a cell, ready to be called."""
         data, parity = self.data[: cell.k], self.parity[: cell.m]
         if cell.op == "encode":
@@ -259,13 +259,13 @@ class _Stripe:
         survivors = {index: unit for index, unit in units.items() if index not in lost}
         return partial(codec.reconstruct, survivors, {index: units[index] for index in lost})
 
-    def memcpy(self, cell: Cell) -> Callable[[], object]:
+    def memcpy(self, cell: Setting) -> Callable[[], object]:
         """A copy of as many bytes, ready to be called."""
         target, source = as_array(self.copy).ctypes.data, as_array(self.data[0]).ctypes.data
         return partial(ctypes.memmove, target, source, cell.bytes)
 
 
-def _measure(cell: Cell, stripes: Sequence[_Stripe], pool: ThreadPoolExecutor, budget_s: float) -> Row:
+def _measure(cell: Setting, stripes: Sequence[_Stripe], pool: ThreadPoolExecutor, budget_s: float) -> Row:
     codec = choose_codec(cell.k, cell.m, cell.backend)
     calls = [stripe.call(cell, codec) for stripe in stripes]
     copies = [stripe.memcpy(cell) for stripe in stripes]
@@ -369,7 +369,7 @@ def size(count: int) -> str:
     return f"{count // MIB} MiB" if count >= MIB else f"{count // KIB} KiB"
 
 
-def tables(report: Report) -> list[tuple[str, list[list[str]]]]:
+def tables(report: EcReport) -> list[tuple[str, list[list[str]]]]:
     """Every table with its title."""
     ends = [
         ("four SMPs protect a snapshot", bench_smp.grid(report.protect)),
@@ -378,7 +378,7 @@ def tables(report: Report) -> list[tuple[str, list[list[str]]]]:
     return [*((op, grid(report.rows, op)) for op in OPS), *ends]
 
 
-def show(console: Console, report: Report) -> None:
+def show(console: Console, report: EcReport) -> None:
     """Print the tables and the goals."""
     console.print(_head(report))
     for title, (header, *lines) in tables(report):
@@ -399,7 +399,7 @@ def show(console: Console, report: Report) -> None:
         console.print(Text("  ✓ " if met else "  ✗ ", "green" if met else "bold red").append(text, "default"))
 
 
-def verdicts(report: Report) -> list[tuple[bool, str]]:
+def verdicts(report: EcReport) -> list[tuple[bool, str]]:
     """`goals` of the codes, and of the SMPs' memory."""
     found = goals(report.rows)
     for row in report.protect:
@@ -409,7 +409,7 @@ def verdicts(report: Report) -> list[tuple[bool, str]]:
     return found
 
 
-def markdown(report: Report) -> str:
+def markdown(report: EcReport) -> str:
     """The same as a file to keep."""
     parts = ["# Erasure codes, compared with memcpy", _head(report), LEGEND]
     for title, (header, *lines) in tables(report):
@@ -420,11 +420,11 @@ def markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _head(report: Report) -> str:
+def _head(report: EcReport) -> str:
     return f'{report.date}: {describe(report.machine)}; seed {report.seed}; "auto" is {report.backend_auto}.'
 
 
-def _title(cell: Cell) -> str:
+def _title(cell: Setting) -> str:
     return f"{size(cell.unit_bytes)} {cell.op} {cell.k}+{cell.m} {cell.backend}, {_threads(cell.threads)}"
 
 

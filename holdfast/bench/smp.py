@@ -1,9 +1,9 @@
 """The second half of ``holdfast bench ec``: real SMPs on this machine protect and rebuild, compared with memcpy.
 
 Four SMPs hold one shard each. *Protect* is the time from the first seal until all four say that the snapshot is
-protected: reading every byte for its digest, sending it, checking it, folding it in. *Rebuild* is the time in which an
-empty replacement gets a lost node's shard back. memcpy moves the bytes of all four shards, or of the one, in one
-thread.
+protected: reading every byte for its digest, sending it, checking it, adding it to the parity. *Rebuild* is the time
+in which an empty replacement gets a lost node's shard back. memcpy moves the bytes of all four shards, or of the one,
+in one thread.
 """
 
 from __future__ import annotations

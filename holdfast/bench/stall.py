@@ -36,7 +36,7 @@ INSTALL_DEADLINE_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class SavingMethod:
     """One way to save the training state.
 
     Attributes:
@@ -53,20 +53,20 @@ class System:
 
 
 SYSTEMS = (
-    System("none", "systems.none:Nothing"),
-    System("holdfast", "systems.memory:Alone"),
-    System("protected", "systems.memory:Protected", least_ranks=2),
-    System("dcp-thread", "systems.dcp:AsyncThread", "dcp"),
-    System("dcp-process", "systems.dcp:AsyncProcess", "dcp"),
-    System("torch_checkpointing", "systems.tc:Manager", "tc"),
-    System("torchsnapshot", "systems.ts:AsyncTake", "ts"),
-    System("dlrover", "systems.flash:Flash", "flash"),
-    System("nvrx", "systems.nv:Local", "nv"),
+    SavingMethod("none", "systems.none:Nothing"),
+    SavingMethod("holdfast", "systems.memory:Alone"),
+    SavingMethod("protected", "systems.memory:Protected", least_ranks=2),
+    SavingMethod("dcp-thread", "systems.dcp:AsyncThread", "dcp"),
+    SavingMethod("dcp-process", "systems.dcp:AsyncProcess", "dcp"),
+    SavingMethod("torch_checkpointing", "systems.tc:Manager", "tc"),
+    SavingMethod("torchsnapshot", "systems.ts:AsyncTake", "ts"),
+    SavingMethod("dlrover", "systems.flash:Flash", "flash"),
+    SavingMethod("nvrx", "systems.nv:Local", "nv"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StallBenchmark:
     """What is measured.
 
     Attributes:
@@ -76,7 +76,7 @@ class Plan:
         copies: one in so many tensors of the plain copies; see `measure_copies`.
     """
 
-    systems: tuple[System, ...] = SYSTEMS
+    systems: tuple[SavingMethod, ...] = SYSTEMS
     ranks: tuple[int, ...] = (1, 2, 4)
     every: tuple[int, ...] = (1, 10)
     layers: int = 16
@@ -87,7 +87,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Report:
+class StallReport:
     """What was measured, when and where. `rows` are those of ``benchmarks/stall_loop.py``."""
 
     date: str
@@ -101,12 +101,12 @@ class Report:
         return asdict(self)
 
 
-def quick() -> Plan:
+def quick() -> StallBenchmark:
     """Only this project, only once and small: a trial of the measurement in half a minute."""
-    return Plan(choose("none,holdfast"), (1,), (2,), layers=2, rounds=1, block=4, copies=16)
+    return StallBenchmark(choose("none,holdfast"), (1,), (2,), layers=2, rounds=1, block=4, copies=16)
 
 
-def choose(keys: str) -> tuple[System, ...]:
+def choose(keys: str) -> tuple[SavingMethod, ...]:
     """Systems from ``"holdfast,dcp-thread"`` or ``"all"``. Raises `ConfigError` for one that is not there."""
     known = {system.key: system for system in SYSTEMS}
     names = list(known) if keys == "all" else keys.split(",")
@@ -115,7 +115,7 @@ def choose(keys: str) -> tuple[System, ...]:
     return tuple(known[name] for name in names)
 
 
-def run(plan: Plan, console: Console) -> Report:
+def run(plan: StallBenchmark, console: Console) -> StallReport:
     """Measure all cells, one after another. Takes about a minute and a half a cell; the machine should be idle.
 
     Raises:
@@ -124,7 +124,7 @@ def run(plan: Plan, console: Console) -> Report:
     """
     if not LOOP.exists():
         raise ConfigError(f"{LOOP} is not there: the comparison runs from a checkout of the project")
-    report = Report(datetime.now(UTC).isoformat(timespec="seconds"), machine())
+    report = StallReport(datetime.now(UTC).isoformat(timespec="seconds"), machine())
     pythons = {system.key: _python(system, plan.venvs, console) for system in plan.systems}
     report.copies = measure_copies(plan.copies)
     for ranks in plan.ranks:
@@ -140,7 +140,7 @@ def run(plan: Plan, console: Console) -> Report:
     return report
 
 
-def _cell(system: System, python: str, ranks: int, plan: Plan) -> list[dict[str, Any]]:
+def _cell(system: SavingMethod, python: str, ranks: int, plan: StallBenchmark) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm") as text:
         folder = Path(text)
         command = [python, str(LOOP), "--system", system.spec, "--world", str(ranks), "--port", str(_free_port())]
@@ -185,7 +185,7 @@ def _await(trainers: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
             raise HoldfastError(f"rank {rank} ended with status {status}: {lines[-1] if lines else 'without a word'}")
 
 
-def _python(system: System, venvs: Path, console: Console) -> str:
+def _python(system: SavingMethod, venvs: Path, console: Console) -> str:
     """The interpreter of a system's virtual environment, which is made if it is not there."""
     if system.peer is None:
         return sys.executable
@@ -252,7 +252,7 @@ def _text(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
 
 
-def tables(report: Report) -> list[tuple[str, list[list[str]]]]:
+def tables(report: StallReport) -> list[tuple[str, list[list[str]]]]:
     """Every table of a report, with its title."""
     pairs = sorted({(row["ranks"], row["every"]) for row in report.rows})
     found = [
@@ -267,7 +267,7 @@ def tables(report: Report) -> list[tuple[str, list[list[str]]]]:
     return [*found, ("Copies into a slot, one thread", [head, *copies])]
 
 
-def show(console: Console, report: Report) -> None:
+def show(console: Console, report: StallReport) -> None:
     """Print all tables."""
     for title, (head, *rows) in tables(report):
         table = Table(*head, title=title)
@@ -276,7 +276,7 @@ def show(console: Console, report: Report) -> None:
         console.print(table)
 
 
-def markdown(report: Report) -> str:
+def markdown(report: StallReport) -> str:
     """The report as a page."""
     lines = [
         "# What a snapshot costs the training loop",

@@ -56,10 +56,10 @@ def _counts(text: str) -> tuple[int, ...]:
 def _ec(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from holdfast.bench.ec import Plan, markdown, quick, run, show
+    from holdfast.bench.ec import EcBenchmark, markdown, quick, run, show
 
     console = Console(stderr=parsed.json == "-", highlight=False)
-    report = run(quick(parsed.seed) if parsed.quick else Plan(seed=parsed.seed), console)
+    report = run(quick(parsed.seed) if parsed.quick else EcBenchmark(seed=parsed.seed), console)
     show(console, report)
     if parsed.markdown:
         parsed.markdown.write_text(markdown(report))
@@ -70,12 +70,12 @@ def _ec(parsed: argparse.Namespace) -> int:
 def _stall(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from holdfast.bench.stall import Plan, choose, markdown, quick, run, show
+    from holdfast.bench.stall import StallBenchmark, choose, markdown, quick, run, show
     from holdfast.cli import plots
 
     plots.check_plots(parsed.plot)
     console = Console(stderr=parsed.json == "-", highlight=False)
-    plan = Plan(
+    plan = StallBenchmark(
         choose(parsed.systems),
         parsed.ranks,
         parsed.every,

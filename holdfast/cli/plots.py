@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from holdfast.bench.stall import Report
+    from holdfast.bench.stall import StallReport
 
 Rows = Sequence[dict[str, Any]]
 
@@ -191,7 +191,7 @@ def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     return {name: found[name] for name in names}
 
 
-def draw_stall(report: Report) -> Figure:
+def draw_stall(report: StallReport) -> Figure:
     """For each number of ranks a bar for each system, at the longest interval that was measured: training time lost to
     one snapshot, over one memcpy. The axis is logarithmic; what is less than its left end is drawn there."""
     every = max((row["every"] for row in report.rows), default=1)

@@ -25,11 +25,11 @@ from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from holdfast.snapshot.interval.durations import duration
 from holdfast.snapshot.interval.measured import Measured
-from holdfast.snapshot.interval.profile import Orders
+from holdfast.snapshot.interval.profile import RecordingOrders
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProfilePlan:
     """What to profile.
 
     Attributes:
@@ -71,7 +71,7 @@ def add(commands: Any) -> None:
     profile.set_defaults(run=_command)
 
 
-def run(plan: Plan) -> Measured:
+def run(plan: ProfilePlan) -> Measured:
     """Run the command until it has recorded enough. Blocks; leaves nothing behind but the profile.
 
     Raises:
@@ -82,7 +82,7 @@ def run(plan: Plan) -> Measured:
     with tempfile.TemporaryDirectory(prefix=f"holdfast-profile-{os.getpid()}-", dir="/dev/shm") as text:
         folder = Path(text)
         log = folder / "log"
-        environment = os.environ | Orders(str(written), plan.steps).to_environment()
+        environment = os.environ | RecordingOrders(str(written), plan.steps).to_environment()
         environment |= {ARENA_ENV: str(folder / "arena"), "HOLDFAST_JOB": "profile"}
         try:
             status = sessions.run(plan.command, environment, log, plan.deadline_s, "command")
@@ -126,7 +126,7 @@ def show(console: Console, measured: Measured) -> None:
 
 def _command(parsed: argparse.Namespace) -> int:
     command = tuple(parsed.command)
-    measured = run(Plan(command, parsed.output, parsed.steps, parsed.deadline))
+    measured = run(ProfilePlan(command, parsed.output, parsed.steps, parsed.deadline))
     console = Console(stderr=parsed.json == "-", highlight=False)
     show(console, measured)
     console.print(f"{parsed.output}: give it to holdfast tune --measured", soft_wrap=True)

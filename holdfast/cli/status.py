@@ -110,7 +110,7 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     table = Table(box=None, pad_edge=False)
     for heading in ("node", "address"):
         table.add_column(heading)
-    for heading in ("connections", "newest step", "arena", "process", "damaged", "mended"):
+    for heading in ("connections", "newest step", "arena", "process", "damaged", "repaired"):
         table.add_column(heading, justify="right")
     for status in overview.statuses:
         held = status.inventory
@@ -123,7 +123,7 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
             f"{status.arena_bytes / 1e6:,.1f} MB",
             f"{status.rss_bytes / 1e6:,.1f} MB",
             str(status.counters["units_damaged"]),
-            str(status.counters["units_mended"]),
+            str(status.counters["units_repaired"]),
         )
     for name in overview.silent:
         table.add_row(Text(name, style=COLOURS[-1]), Text("silent", style=COLOURS[-1]))

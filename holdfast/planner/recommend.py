@@ -221,7 +221,7 @@ def from_memory(levels: Sequence[Level], costs: Costs, targets: Targets) -> Inte
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Candidate:
     """Every snapshot is encoded, as SMPs do. `rarer`: see `Recommendation`."""
 
     code: Code
@@ -231,15 +231,15 @@ class _Plan:
     rarer: tuple[int, float]
 
 
-def _plan(costs: Costs, code: Code, model: FailureModel, nodes: int, targets: Targets) -> _Plan:
+def _plan(costs: Costs, code: Code, model: FailureModel, nodes: int, targets: Targets) -> _Candidate:
     levels = levels_of(costs, code, model, nodes)
     limits = costs.limits(code.parity, targets.overhead_budget, targets.longest_steps)
     all_, some = (best_periods(levels, each) for each in (replace(limits, encode_every=(1,)), limits))
     waste, less = (first_order(levels, [p * costs.step_s for p in periods]) for periods in (all_, some))
-    return _Plan(code, levels, all_, waste, (some[1] // some[0] if code.parity else 1, waste - less))
+    return _Candidate(code, levels, all_, waste, (some[1] // some[0] if code.parity else 1, waste - less))
 
 
-def _refine(plan: _Plan, costs: Costs, targets: Targets) -> tuple[tuple[int, ...], Played]:
+def _refine(plan: _Candidate, costs: Costs, targets: Targets) -> tuple[tuple[int, ...], Played]:
     """Play the plan, and where first order is `ROUGH` feasible neighbours of it, with the same failures; one of them
     wins only by two standard errors."""
     limits = costs.limits(plan.code.parity, targets.overhead_budget, targets.longest_steps)

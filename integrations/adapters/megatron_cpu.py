@@ -35,8 +35,8 @@ def install() -> bool:
     cuda.synchronize = lambda device=None: None
     cuda.empty_cache = lambda: None
     cuda.stream = contextlib.nullcontext
-    cuda.Stream = _Stream
-    cuda.current_stream = cuda.default_stream = lambda device=None: _Stream()
+    cuda.Stream = _EagerStream
+    cuda.current_stream = cuda.default_stream = lambda device=None: _EagerStream()
     # Without this torch queues what it is asked to do to the generators for a later that never comes.
     cuda._initialized = True
     cuda.default_generators = _CpuGenerators()
@@ -70,7 +70,7 @@ class _CpuGenerators(tuple[()]):
         return torch.default_generator
 
 
-class _Stream:
+class _EagerStream:
     """A CUDA stream on which all work is done as soon as it is queued."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

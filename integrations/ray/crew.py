@@ -239,7 +239,7 @@ class Member:
         """Take part in an attempt, as a worker that torchrun started in an agent's store."""
         import torch.distributed as dist
 
-        from holdfast.snapshot.state.audit import Ended, raise_at_the_end
+        from holdfast.snapshot.state.audit import StepsDone, raise_at_the_end
 
         raise_at_the_end()
         self._attempts += 1
@@ -256,7 +256,7 @@ class Member:
             if dist.is_initialized():
                 dist.destroy_process_group()
             return done
-        except Ended:
+        except StepsDone:
             hang_up()
             return None
         except BaseException as error:

@@ -82,7 +82,7 @@ def leave_on_sigterm(drain: Callable[[], Drained], stop: Callable[[], None], gra
         signal.signal(signal.SIGTERM, begin)
 
 
-class Drain:
+class Draining:
     """How one SMP leaves. Thread-safe: `run` may be called by several threads, and each waits for the same end."""
 
     def __init__(

@@ -28,11 +28,11 @@ from holdfast.smp_daemon.shared.errors import (
     SmpUnavailable,
     StaleEpoch,
 )
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.messages import Accumulate
 from holdfast.smp_daemon.shared.pacer import Pacer, Patience, turn_delay_s
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -112,7 +112,7 @@ class Protector:
             snapshot,
             lambda reason: self._store.fail(snapshot, reason),
         )
-        reach("parity.announced", snapshot.step)
+        failpoint("parity.announced", snapshot.step)
 
     def hang_up(self) -> None:
         """A newer epoch has begun: wait for no answer of the one before. A node that lost power never gives it."""
@@ -163,11 +163,11 @@ class Protector:
             self._wait(self._pacer.wait_s(count, self._system.monotonic()), over)
             self._make_way(patience, over)
 
-        reach("encode.before", snapshot.step)
+        failpoint("encode.before", snapshot.step)
         group, _ = layout.place(self._store.node)
         self._wait(self._until_turn_s(group, snapshot), lambda: over() or self._is_overtaken(snapshot))
         send_units(self._store, links, snapshot, layout, check, pace)
-        reach("encode.done", snapshot.step)
+        failpoint("encode.done", snapshot.step)
 
     def _wait(self, seconds: float, over: Callable[[], bool]) -> None:
         """Wait so long, but not once it is `over`; that is asked again whenever the store has changed."""
@@ -234,7 +234,7 @@ def _outbound_units(store: Store, snapshot: SnapshotId, layout: Layout) -> Itera
     count = stripes.units(position)
     for unit in range(count):
         if unit == count // 2:
-            reach("encode.middle", snapshot.step)
+            failpoint("encode.middle", snapshot.step)
         stripe = stripes.stripe_of(position, unit)
         piece = stripes.piece(position, unit)
         assert piece is not None

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from holdfast.smp_daemon.recovery.census import addresses_of, take_census
 from holdfast.smp_daemon.recovery.rebuild import recover, repair_parity, repair_units
 from holdfast.smp_daemon.shared.errors import HoldfastError, Unrecoverable
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plan import choose_sources, parity_repairer
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
@@ -63,7 +63,7 @@ class Rejoiner:
         self._closed.set()
 
     def _run(self, store: Store, epoch: int) -> None:
-        reach("rejoin.before")
+        failpoint("rejoin.before")
         episodes = Episodes(log)
         for _ in range(ATTEMPTS):
             try:
@@ -77,7 +77,7 @@ class Rejoiner:
                 episodes.begin("rejoin", "this node does not hold all of its part yet: %s", error)
             if self._closed.wait(AGAIN_S):
                 return
-        reach("rejoin.done")
+        failpoint("rejoin.done")
 
 
 def rejoin(store: Store, epoch: int, method: str) -> bool:
@@ -137,9 +137,9 @@ def _bring_back(store: Store, epoch: int, sources: Sources, method: str) -> None
     """What nobody holds any more; what moved to another node, with its ranks, is not missing."""
     snapshot, missing = sources.snapshot, find_missing(store, sources.layout, sources.snapshot)
     for key, units in missing.damaged:
-        mended = repair_units(store, key, units)
-        text, extra = "%s: %d of %d damaged units are repaired", about(snapshot, mended=mended)
-        log.warning(text, key, mended, len(units), extra=extra)
+        repaired = repair_units(store, key, units)
+        text, extra = "%s: %d of %d damaged units are repaired", about(snapshot, repaired=repaired)
+        log.warning(text, key, repaired, len(units), extra=extra)
     for coord in missing.shards:
         if coord not in sources.shards:
             store.check_epoch(epoch)

@@ -25,7 +25,7 @@ class Pass:
 
     units: int = 0
     damaged: int = 0
-    mended: int = 0
+    repaired: int = 0
 
 
 class Scrubber:
@@ -88,5 +88,5 @@ def scrub(store: Store, pace: Callable[[int], None]) -> Pass:
             continue  # it was released meanwhile
         found.damaged += len(damaged)
         if damaged:
-            found.mended += repair_units(store, key, damaged)
+            found.repaired += repair_units(store, key, damaged)
     return found

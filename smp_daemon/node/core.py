@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.ec import choose_codec
 from holdfast.smp_daemon.coding.buffer_pool import BufferPool
-from holdfast.smp_daemon.coding.drain import Drain, Drained
+from holdfast.smp_daemon.coding.drain import Drained, Draining
 from holdfast.smp_daemon.coding.protect import Protector
 from holdfast.smp_daemon.coding.rejoin import Rejoiner
 from holdfast.smp_daemon.coding.scrub import Scrubber
@@ -20,11 +20,11 @@ from holdfast.smp_daemon.recovery.rebuild import METHODS
 from holdfast.smp_daemon.recovery.recoveries import Recoveries
 from holdfast.smp_daemon.shared.credentials import current
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.pacer import MAX_TURNS, Pacer
 from holdfast.smp_daemon.shared.paths import Owner
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -128,7 +128,7 @@ class Core:
             system=system,
         )
         self.arena.settle()
-        reach("start.adopted")
+        failpoint("start.adopted")
         self.watchdog = Watchdog(
             lambda: self.store.board,
             self.settings.deadlines,
@@ -136,7 +136,7 @@ class Core:
             self.recoveries.lost,
         )
         self.buffers = BufferPool(system)
-        self.drainer = Drain(job, self.inventory, self.monitor.move)
+        self.drainer = Draining(job, self.inventory, self.monitor.move)
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)
 
@@ -168,7 +168,7 @@ class Core:
     def finish(self) -> None:
         """The job has ended well: nothing of it is needed any more."""
         self.finished = True
-        reach("finish.told")
+        failpoint("finish.told")
         self.stopped.set()
 
     def stop(self, *, remove: bool = False) -> None:
@@ -177,7 +177,7 @@ class Core:
         self.stopped.set()
 
     def drain(self, deadline_s: float, spares: Collection[Address], wait: bool) -> Drained:
-        """Move what is held here to other nodes; see `smp_daemon.ops.drain.Drain.run`. `stop` is up to the caller."""
+        """Move what is held here to other nodes; see `coding.drain.Draining.run`. `stop` is up to the caller."""
         return self.drainer.run(deadline_s, spares, wait=wait)
 
     def end(self) -> None:

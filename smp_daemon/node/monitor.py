@@ -17,11 +17,11 @@ from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.recovery.census import AT_ONCE, addresses_of, take_census
 from holdfast.smp_daemon.recovery.rebuild import recover
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable, StaleEpoch
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import move_deadline
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.messages import Adopt, Encode, Enlist, Move, Phase, Regroup, Release
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.codings import Coding
@@ -242,7 +242,7 @@ class Monitor:
             text = "nodes are missing, and trainers are connected: nothing is done"
             self._episodes.begin("declined", text, level=logging.INFO)
             self._declined += 1
-            reach("reform.declined", self._declined)
+            failpoint("regroup.declined", self._declined)
             return None
         self._episodes.end("declined", "no trainer is connected any more")
         regrouping = plan_regroup([inventory for inventory in inventories if inventory.epoch == store.epoch])
@@ -250,7 +250,7 @@ class Monitor:
             return None
         extra = about(regrouping.snapshot, revision=regrouping.layout.revision)
         log.warning("regrouping for %s on %s", regrouping.snapshot, ", ".join(regrouping.nodes), extra=extra)
-        reach("reform.planned", regrouping.snapshot.step)
+        failpoint("regroup.planned", regrouping.snapshot.step)
         for phase in regrouping.phases:
             kind = PHASES[phase]
             sources, layout = regrouping.sources, regrouping.layout
@@ -292,7 +292,7 @@ class Monitor:
             raise ProtocolError(f"a layout of job {layout.job!r} in epoch {layout.epoch} is not for {sources.snapshot}")
         layout.node(store.node)
         if isinstance(phase, Adopt):
-            reach("reform.adopt", sources.snapshot.step)
+            failpoint("regroup.adopt", sources.snapshot.step)
             with store.changed:
                 store.check_epoch(epoch)
                 store.keep_layout(layout)
@@ -300,15 +300,15 @@ class Monitor:
                 store.check_epoch(epoch)
                 recover(store, sources, shard.coord, self._method)
         elif isinstance(phase, Encode):
-            reach("reform.encode", sources.snapshot.step)
+            failpoint("regroup.encode", sources.snapshot.step)
             self._encode(epoch, sources, layout)
         else:
-            reach("reform.release", sources.snapshot.step)
+            failpoint("regroup.release", sources.snapshot.step)
             with store.changed:
                 store.check_epoch(epoch)
                 self._release(sources.snapshot, layout)
-            store.counters.add(reforms=1)
-            reach("reform.done", sources.snapshot.step)
+            store.counters.add(regroups=1)
+            failpoint("regroup.done", sources.snapshot.step)
 
     def _encode(self, epoch: int, sources: Sources, layout: Layout) -> None:
         group, _ = layout.place(self._store.node)

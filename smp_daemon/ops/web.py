@@ -172,7 +172,7 @@ class _Server(ThreadingHTTPServer):
         self.web = web
         self._lock = threading.Lock()  # guards the requests that are open: of the serving thread and of theirs
         self._open: dict[int, Any] = {}
-        super().__init__(address, _Request)
+        super().__init__(address, _HttpRequest)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve at most `MAX_REQUESTS` at a time: the oldest gives way, for it may be one that says nothing."""
@@ -193,7 +193,7 @@ class _Server(ThreadingHTTPServer):
         log.debug("a request from %s failed", client_address, exc_info=True)
 
 
-class _Request(BaseHTTPRequestHandler):
+class _HttpRequest(BaseHTTPRequestHandler):
     server: _Server
     timeout = REQUEST_DEADLINE_S
     protocol_version = "HTTP/1.1"  # who asks again uses the same connection, and the same thread

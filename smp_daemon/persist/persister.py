@@ -22,13 +22,13 @@ from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.place import PersistPlace, open_place
 from holdfast.smp_daemon.persist.reading import find, look, read_shard
 from holdfast.smp_daemon.persist.writing import publish, tidy, write_node
-from holdfast.smp_daemon.recovery.rebuild import Recovered, recovered
+from holdfast.smp_daemon.recovery.rebuild import RecoveredSlot, recovered
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, HoldfastError, PlaceError, ProtocolError
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Persisted
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.storage.holdings import ShardKey
 from holdfast.smp_daemon.storage.store import Store
@@ -140,7 +140,7 @@ class Persister:
         """The layout of a persisted snapshot. Blocks. Raises `PlaceError`; `DamagedSnapshot` if it is not whole."""
         return self._manifest(snapshot).layout
 
-    def recover(self, snapshot: SnapshotId, coord: str, check: bool) -> Recovered:
+    def recover(self, snapshot: SnapshotId, coord: str, check: bool) -> RecoveredSlot:
         """Make sure that this node holds a shard of a persisted snapshot. Blocks.
 
         Args:
@@ -256,10 +256,10 @@ class _Work:
                 )
             finally:
                 store.let_go(self.snapshot)
-            reach("persist.written", self.snapshot.step)
+            failpoint("persist.written", self.snapshot.step)
             self._await_others()
             persister._done(self.snapshot, sum(stored.values()))
-            reach("persist.done", self.snapshot.step)
+            failpoint("persist.done", self.snapshot.step)
             self._tidy()
         except HoldfastError as error:
             if not self.cancelled.is_set():

@@ -12,9 +12,9 @@ from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.persist.reading import find
 from holdfast.smp_daemon.persist.shardfile import Encoder, Header
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, PlaceError
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import ShardRecord, digest
 from holdfast.smp_daemon.shared.slotfile import read_format
 from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
@@ -65,7 +65,7 @@ def _write_shard(place: PersistPlace, holdings: Holdings, job: str, folder: str,
         put(encoder.begin())
         for number, width in enumerate(planes.widths(form, record.unit_bytes)):
             if number == len(record.digests) // 2:
-                reach("persist.middle", key.snapshot.step)
+                failpoint("persist.middle", key.snapshot.step)
             offset, count = record.unit(number)
             pace(count)
             unit = buffer[:count]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.recovery.requests import MAX_IN_FLIGHT, AnswerUse, How, Request, RequestScheduler, Ways
+from holdfast.smp_daemon.recovery.requests import MAX_IN_FLIGHT, AnswerUse, How, RequestScheduler, UnitRequest, Ways
 from holdfast.smp_daemon.recovery.units import Computation, UnitReader, place_of
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import (
@@ -37,10 +37,10 @@ log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Fetch:
     """A request, and what it takes to carry it out: `length` bytes come back, into `buffer`."""
 
-    request: Request
+    request: UnitRequest
     what: ShardUnit | ParityUnit | PartialSum
     links: Links
     buffer: memoryview
@@ -133,7 +133,7 @@ class Load:
                 self._failure = self._failure or error
                 self._changed.notify_all()
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _Fetch | None:
         """Blocks until there is something to request; None: the load is over."""
         with self._changed:
             while not self._is_over():
@@ -154,13 +154,13 @@ class Load:
             self._changed.notify_all()
             return None
 
-    def _job_of(self, request: Request) -> _Job:
+    def _job_of(self, request: UnitRequest) -> _Fetch:
         what, length = self._what(request)
         buffer = self._buffers.pop() if self._buffers else memoryview(bytearray(self._layout.unit_bytes))
         links = self._open[request.number] = self._take_links(request.through[0])
-        return _Job(request, what, links, buffer, length)
+        return _Fetch(request, what, links, buffer, length)
 
-    def _carry_out(self, job: _Job) -> None:
+    def _carry_out(self, job: _Fetch) -> None:
         """Send the request, wait for the answer, and use it. Holds the lock for bookkeeping only."""
         request, links, buffer = job.request, job.links, job.buffer
         unit, out = self._unit(request.unit), buffer[: job.length]
@@ -224,7 +224,7 @@ class Load:
         if self._is_over():
             self._changed.notify_all()
 
-    def _failed(self, request: Request, error: HoldfastError) -> None:
+    def _failed(self, request: UnitRequest, error: HoldfastError) -> None:
         ours = request.number in self._cancelled
         self._open.pop(request.number)
         self._cancelled.discard(request.number)
@@ -253,7 +253,7 @@ class Load:
         found = self._computations[index] = Computation(self._reader, place, self._unit(index).nbytes)
         return Ways(holders, {number: unit.address for number, unit in found.operands.items()}, found.needed)
 
-    def _what(self, request: Request) -> tuple[ShardUnit | ParityUnit | PartialSum, int]:
+    def _what(self, request: UnitRequest) -> tuple[ShardUnit | ParityUnit | PartialSum, int]:
         """What to request, and how many bytes come back."""
         length = self._unit(request.unit).nbytes
         if request.how is How.WHOLE:
@@ -282,7 +282,7 @@ class Load:
                 return links
         return Links(self._counters)
 
-    def _give_back(self, request: Request, links: Links) -> None:
+    def _give_back(self, request: UnitRequest, links: Links) -> None:
         self._open.pop(request.number)
         if request.number in self._cancelled:
             self._cancelled.remove(request.number)

@@ -11,10 +11,10 @@ from holdfast.smp_daemon.recovery.fetch import Fetcher
 from holdfast.smp_daemon.recovery.load import Load
 from holdfast.smp_daemon.recovery.units import StripePlace, place_of
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, ProtocolError, Unrecoverable
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.plan import choose_sources
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.storage.codings import Coding
@@ -27,11 +27,11 @@ log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class RecoveredSlot:
     """A shard that is here again: its slot file, how it came, and the bytes that came over the network for it.
 
     Attributes:
-        how: ``held``, ``mended`` (units of it were damaged), ``fetched`` from another node, ``rebuilt``, or read from
+        how: ``held``, ``repaired`` (units of it were damaged), ``fetched`` from another node, ``rebuilt``, or read from
             where it was ``persisted``.
         unit_bytes, digests: of its commit record.
     """
@@ -43,7 +43,7 @@ class Recovered:
     digests: tuple[int, ...]
 
 
-def recover(store: Store, sources: Sources, coord: str, method: str = "chain", check: bool = True) -> Recovered:
+def recover(store: Store, sources: Sources, coord: str, method: str = "chain", check: bool = True) -> RecoveredSlot:
     """Make sure that `store` holds `coord`. Blocks while bytes travel.
 
     Args:
@@ -71,7 +71,7 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
                 except (Unrecoverable, DamagedSnapshot) as error:
                     store.holdings.drop(key)
                     raise DamagedSnapshot(f"{key} is damaged and cannot be repaired: {error}") from error
-            return recovered(store, key, "mended" if damaged else "held", links.bytes_received)
+            return recovered(store, key, "repaired" if damaged else "held", links.bytes_received)
     store.keep_layout(sources.layout)
     with store.receiving_shard(key, sources.layout) as view:
         how = "fetched" if coord in sources.shards else "rebuilt"
@@ -82,7 +82,7 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
             store.counters,
             store.holdings.backend,
             by_chain=method == "chain",
-            midway=lambda: reach("rebuild.middle", sources.snapshot.step),
+            midway=lambda: failpoint("rebuild.middle", sources.snapshot.step),
             system=store.system,
         ).run()
     return recovered(store, key, how, count)
@@ -99,9 +99,9 @@ def verify(store: Store) -> None:
             extra = about(key.snapshot, coord=key.coord)
             log.info("%s is checked no further: %s", key, error, extra=extra)  # it was released meanwhile
             continue
-        mended = repair_units(store, key, damaged) if damaged else 0
-        extra = about(key.snapshot, coord=key.coord, damaged=len(damaged), mended=mended)
-        log.info("%s was checked: %d units damaged, %d repaired", key, len(damaged), mended, extra=extra)
+        repaired = repair_units(store, key, damaged) if damaged else 0
+        extra = about(key.snapshot, coord=key.coord, damaged=len(damaged), repaired=repaired)
+        log.info("%s was checked: %d units damaged, %d repaired", key, len(damaged), repaired, extra=extra)
 
 
 def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
@@ -116,19 +116,19 @@ def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
     sources = choose_sources(inventories, key.snapshot)
     if sources is None:
         return 0
-    mended, last = 0, None
+    repaired, last = 0, None
     with Links(store.counters) as links:
         fetcher = _fetcher(store, sources, links)
         for index in damaged:
             try:
                 repair_unit(store, fetcher, key, index)
-                mended += 1
+                repaired += 1
             except (Unrecoverable, DamagedSnapshot, ProtocolError) as error:
                 last = error
     if last is not None:
-        left = len(damaged) - mended
+        left = len(damaged) - repaired
         log.warning("%d units of %s are not repaired: %s", left, key, last, extra=about(key.snapshot, units=left))
-    return mended
+    return repaired
 
 
 def repair_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
@@ -159,7 +159,7 @@ def repair_parity(store: Store, sources: Sources, group: int, position: int) -> 
                         coord = members[contributor].shards[piece.segment].coord
                         fetcher.shard_unit(coord, piece.offset // layout.unit_bytes, unit)
                         gathering.accumulate(stripe, contributor, unit, digest(unit))
-            reach("heal.done", sources.snapshot.step)
+            failpoint("repair_parity.done", sources.snapshot.step)
             return links.bytes_received
     finally:
         store.codings.repair_over(Coding(sources.snapshot, key.tag))
@@ -185,9 +185,9 @@ def _place(layout: Layout, key: Key, index: int) -> StripePlace:
     return place_of(layout, key.coord, index)
 
 
-def recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> Recovered:
+def recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> RecoveredSlot:
     """A shard that is held again. Raises `ProtocolError` if it was given up meanwhile."""
     with store.changed:
         _, record = store.holdings.open(key)
         file = store.arena.shard_pool(key.coord).path_of(key.snapshot)
-        return Recovered(file, how, bytes_fetched, record.unit_bytes, record.digests)
+        return RecoveredSlot(file, how, bytes_fetched, record.unit_bytes, record.digests)

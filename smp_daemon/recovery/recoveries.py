@@ -38,7 +38,7 @@ class Recovery:
         joined: when the trainers of the new epoch came.
         restored: when the last of this node's shards was at hand.
         sealed, protected: when the first snapshot of the new epoch was.
-        how: how each coordinate's shard was recovered, see `smp_daemon.recovery.rebuild.Recovered`.
+        how: how each coordinate's shard was recovered, see `smp_daemon.recovery.rebuild.RecoveredSlot`.
         bytes_fetched: from other nodes, for all of them.
     """
 

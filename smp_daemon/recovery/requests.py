@@ -94,7 +94,7 @@ class Ways:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class UnitRequest:
     """What the caller is to request.
 
     Attributes:
@@ -130,7 +130,7 @@ class WantedUnit:
 
     index: int
     ways: Ways
-    open: dict[int, Request] = field(default_factory=dict)
+    open: dict[int, UnitRequest] = field(default_factory=dict)
     failed: set[Address] = field(default_factory=set)
     chain_failed: bool = False
     summed: bool = False
@@ -215,7 +215,7 @@ class StragglerTimeout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _Proposal:
     """A request, but for its number and time."""
 
     unit: WantedUnit
@@ -247,7 +247,7 @@ class RequestScheduler:
         self._left = count
         self._ahead: WantedUnit | None = None
         self._units: dict[int, WantedUnit] = {}
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, UnitRequest] = {}
         self._cancelled: list[int] = []
         self._revoked: set[int] = set()
         self._counted = 0
@@ -263,7 +263,7 @@ class RequestScheduler:
 
     # ------------------------------------------------------------------ what to request
 
-    def next(self, now: float) -> Request | None:
+    def next(self, now: float) -> UnitRequest | None:
         """What to request at `now`; None: nothing, until something is answered or `wait_s` has passed."""
         self._note_stragglers(now)
         found = self._choose()
@@ -279,7 +279,7 @@ class RequestScheduler:
             self._explored_s = found.explored_s
         first.open += 1
         due = now + self._timeouts[found.how].seconds
-        request = Request(self._counted, unit.index, found.how, found.operands, found.through, first.open, now, due)
+        request = UnitRequest(self._counted, unit.index, found.how, found.operands, found.through, first.open, now, due)
         self._counted += 1
         self._requests[request.number] = unit.open[request.number] = request
         return request
@@ -301,7 +301,7 @@ class RequestScheduler:
 
     # ------------------------------------------------------------------ what comes of it
 
-    def answered(self, request: Request, now: float, waits: tuple[float, ...] = ()) -> AnswerUse:
+    def answered(self, request: UnitRequest, now: float, waits: tuple[float, ...] = ()) -> AnswerUse:
         """An answer came, whole, and it matched its digest.
 
         Args:
@@ -334,7 +334,7 @@ class RequestScheduler:
             self.hopeless = index
         return self.hopeless is None
 
-    def failed(self, request: Request, now: float, *, broke: bool, silent: bool = False) -> None:
+    def failed(self, request: UnitRequest, now: float, *, broke: bool, silent: bool = False) -> None:
         """A request has failed.
 
         Args:
@@ -362,7 +362,7 @@ class RequestScheduler:
 
     # ------------------------------------------------------------------ inside: choosing
 
-    def _choose(self) -> _Choice | None:
+    def _choose(self) -> _Proposal | None:
         if self.over:
             return None
         wanting = [unit for unit in self._units.values() if not unit.claimed and self._wants(unit)]
@@ -394,14 +394,14 @@ class RequestScheduler:
             return False
         return unit.spoilt or unit.ways.needed > len(unit.operands) + len(trusted)
 
-    def _is_trusted(self, request: Request, unit: WantedUnit, ending: bool) -> bool:
+    def _is_trusted(self, request: UnitRequest, unit: WantedUnit, ending: bool) -> bool:
         """Whether a request needs no hedge: it does not straggle, nor, towards the end, depend on a slow source that is
         not needed."""
         if request.number in self._stragglers:
             return False
         return not ending or not self.speeds.slow(request.through) or not self._spares_slow(unit)
 
-    def _another(self, unit: WantedUnit) -> _Choice | None:
+    def _another(self, unit: WantedUnit) -> _Proposal | None:
         """Another way to get a unit that has been requested."""
         if unit.summed:
             return self._choose_operand(unit) or (None if unit.open else self._choose_whole(unit, slow_too=True))
@@ -412,7 +412,7 @@ class RequestScheduler:
             or (None if unit.open else self._choose_whole(unit, slow_too=True))
         )
 
-    def _begin(self) -> _Choice | None:
+    def _begin(self) -> _Proposal | None:
         """A way to get a unit that was not requested yet."""
         unit = self._peek()
         if unit is None:
@@ -422,7 +422,7 @@ class RequestScheduler:
         if holders and all(self.speeds.is_slow(a) for a in holders):
             idle = [a for a in holders if not self.speeds[a].open]
             if idle:
-                return _Choice(unit, How.WHOLE, (), (idle[0],))  # it does what it can
+                return _Proposal(unit, How.WHOLE, (), (idle[0],))  # it does what it can
         elif holders:
             explored_s = self._explores(unit, holders)
             if explored_s is None:
@@ -434,7 +434,7 @@ class RequestScheduler:
             return self._choose_whole(unit, slow_too=True)
         return replace(found, explored_s=explored_s)
 
-    def _choose_whole(self, unit: WantedUnit, *, slow_too: bool) -> _Choice | None:
+    def _choose_whole(self, unit: WantedUnit, *, slow_too: bool) -> _Proposal | None:
         requested = {request.through[0] for request in unit.open.values() if request.how is How.WHOLE}
         able = [
             address
@@ -446,9 +446,9 @@ class RequestScheduler:
         ]
         if not able:
             return None
-        return _Choice(unit, How.WHOLE, (), (min(able, key=lambda address: self.speeds[address].open),))
+        return _Proposal(unit, How.WHOLE, (), (min(able, key=lambda address: self.speeds[address].open),))
 
-    def _choose_chain(self, unit: WantedUnit, *, slow_too: bool) -> _Choice | None:
+    def _choose_chain(self, unit: WantedUnit, *, slow_too: bool) -> _Proposal | None:
         """`slow_too`: through slow sources if there are not enough others."""
         if not self._by_chain or unit.chain_failed or self._is_in_doubt() or self._passed_on(unit):
             return None
@@ -463,14 +463,14 @@ class RequestScheduler:
         fast, rest = shuffle.sample(fast, len(fast)), shuffle.sample(rest, len(rest))
         chosen = (sorted(fast, key=lambda number: busy[able[number]]) + rest)[: unit.ways.needed]
         order = tuple(shuffle.sample(chosen, len(chosen)))
-        return _Choice(unit, How.CHAIN, order, tuple(able[number] for number in order))
+        return _Proposal(unit, How.CHAIN, order, tuple(able[number] for number in order))
 
-    def _choose_sum(self, unit: WantedUnit) -> _Choice | None:
+    def _choose_sum(self, unit: WantedUnit) -> _Proposal | None:
         if sum(other.summed and not other.claimed for other in self._units.values()) >= MAX_SUMS:
             return None
         return self._choose_operand(unit)
 
-    def _choose_operand(self, unit: WantedUnit) -> _Choice | None:
+    def _choose_operand(self, unit: WantedUnit) -> _Proposal | None:
         requested = {request.operands[0] for request in unit.open.values() if request.how is How.OPERAND}
         able = [n for n in unit.ways.operands if n not in unit.operands | unit.bad | requested]
         able = [n for n in able if not self.speeds[unit.ways.operands[n]].gone]
@@ -483,7 +483,7 @@ class RequestScheduler:
             return self.speeds.is_slow(address), address in doubted, self.speeds[address].open, number
 
         best = min(able, key=merit, default=None)
-        return None if best is None else _Choice(unit, How.OPERAND, (best,), (unit.ways.operands[best],))
+        return None if best is None else _Proposal(unit, How.OPERAND, (best,), (unit.ways.operands[best],))
 
     def _has_ways(self, unit: WantedUnit) -> bool:
         """Whether a unit can still be got, now or once other requests are done."""
@@ -543,11 +543,11 @@ class RequestScheduler:
                 if len(set(request.through)) == 1:
                     self.speeds[request.through[0]].straggles = True
 
-    def _due(self, request: Request) -> float:
+    def _due(self, request: UnitRequest) -> float:
         """When a request becomes a straggler: sooner than was thought when it began, if others were faster since."""
         return min(request.due, request.began + self._timeouts[request.how].seconds)
 
-    def _note_times(self, request: Request, now: float, waits: tuple[float, ...]) -> None:
+    def _note_times(self, request: UnitRequest, now: float, waits: tuple[float, ...]) -> None:
         seconds = max(0.0, now - request.began)
         self._timeouts[request.how].answered(seconds)
         source = self.speeds[request.through[0]]
@@ -565,7 +565,7 @@ class RequestScheduler:
         self._cancelled += new
         self._revoked.update(new)
 
-    def _close(self, request: Request) -> WantedUnit | None:
+    def _close(self, request: UnitRequest) -> WantedUnit | None:
         """The unit that a request was for; None if it is in its place already."""
         del self._requests[request.number]
         self._stragglers.discard(request.number)

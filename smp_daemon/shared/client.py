@@ -86,7 +86,7 @@ class RecoveredShard:
 
     Attributes:
         view: its slot file, mapped.
-        how: ``held``, ``mended``, ``fetched``, ``rebuilt`` or ``persisted``.
+        how: ``held``, ``repaired``, ``fetched``, ``rebuilt`` or ``persisted``.
         bytes_fetched: what came over the network for it.
         unit_bytes: length of its units; the last may be shorter.
         digests: of each unit, as it was sealed.
@@ -325,7 +325,7 @@ class SmpClient:
 
     def scrub(self) -> dict[str, int]:
         """Have every sealed unit checked now, and repaired where it is bad: how many ``units``, ``damaged``,
-        ``mended``.
+        ``repaired``.
 
         Blocks for about one read of the arena.
         """

@@ -13,14 +13,14 @@ class Counts:
 
     Attributes:
         bytes_sent, bytes_received: raw bytes exchanged with other SMPs.
-        units_folded: data units of others accumulated into parity here.
+        units_accumulated: data units of others accumulated into parity here.
         units_damaged: units that did not match their digest, here or on their way here.
-        units_mended: of those, how many were computed again in place.
+        units_repaired: of those, how many were computed again in place.
         bytes_scrubbed: bytes that the scrub has read.
         reconnects: connections to other SMPs that broke and were made anew.
         units_asked_again: asks for units that somebody else had been asked for, who was late or failed.
         pauses: how often encoding made way for a trainer that communicates.
-        reforms: how often this node took part in regrouping.
+        regroups: how often this node took part in regrouping.
         snapshots_persisted: snapshots that were persisted, whole, with this node's part in them.
         bytes_persisted: what this node wrote for that.
         persist_failures: snapshots that were to be persisted and were not, as far as this node knows.
@@ -28,14 +28,14 @@ class Counts:
 
     bytes_sent: int = 0
     bytes_received: int = 0
-    units_folded: int = 0
+    units_accumulated: int = 0
     units_damaged: int = 0
-    units_mended: int = 0
+    units_repaired: int = 0
     bytes_scrubbed: int = 0
     reconnects: int = 0
     units_asked_again: int = 0
     pauses: int = 0
-    reforms: int = 0
+    regroups: int = 0
     snapshots_persisted: int = 0
     bytes_persisted: int = 0
     persist_failures: int = 0

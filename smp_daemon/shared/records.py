@@ -13,10 +13,10 @@ import msgspec
 import xxhash
 
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ProtocolError
+from holdfast.smp_daemon.shared.failpoints import failpoint, is_armed
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_RECORD_BYTES
 from holdfast.smp_daemon.shared.plain import Count, Unsigned
-from holdfast.smp_daemon.shared.points import is_armed, reach
 
 PART = ".part"
 """At the end of the name of what is being written."""
@@ -92,15 +92,15 @@ def write_json(path: Path, data: Any) -> None:
         ArenaTooSmall: it cannot be written: the file system is full, or a limit of this process is reached.
     """
     part = path.with_name(path.name + PART)
-    _reach(path, data, "before")
+    _failpoint(path, data, "before")
     try:
         part.write_text(_encode(data))
-        _reach(path, data, "part")
+        _failpoint(path, data, "part")
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise ArenaTooSmall(f"{path} cannot be written: {error}") from error
-    _reach(path, data, "done")
+    _failpoint(path, data, "done")
 
 
 def kind_of(name: str) -> str:
@@ -133,6 +133,6 @@ def read_json(path: Path) -> Any | None:
         os.close(fd)
 
 
-def _reach(path: Path, data: Any, when: str) -> None:
+def _failpoint(path: Path, data: Any, when: str) -> None:
     if is_armed():
-        reach(f"record.{kind_of(path.name)}.{when}", data["snapshot"][1] if "snapshot" in data else -1)
+        failpoint(f"record.{kind_of(path.name)}.{when}", data["snapshot"][1] if "snapshot" in data else -1)

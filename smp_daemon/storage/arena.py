@@ -24,11 +24,11 @@ from typing import Any
 
 from holdfast.smp_daemon.shared.budget import Budget, pages
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import is_identifier
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import to_plain
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, room, too_small
 
@@ -70,7 +70,7 @@ class Arena:
                 f"the arena {path} must be a directory of this user with mode 0700, not a link: remove it"
             )
         _check_parent(path.parent)
-        reach("arena.made")
+        failpoint("arena.made")
         self._lock = (path / "lock").open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,7 +161,7 @@ class Arena:
             if epoch < newest and all(epoch != snapshot.epoch for snapshot in (*keep, *held)):
                 del self.layouts[epoch, revision]
                 self._layout_path(epoch, revision).unlink(missing_ok=True)
-                reach("layout.removed")
+                failpoint("layout.removed")
 
     def make_room(self, length: int, wanted: SlotFilePool) -> int:
         """Delete free slots of other pools until `length` bytes are free again; how many are.
@@ -256,10 +256,10 @@ class Arena:
         for path in list(self.path.glob("*")):
             if path.name not in OWNERSHIP:
                 path.unlink(missing_ok=True)
-        reach("arena.emptied")
+        failpoint("arena.emptied")
         (self.path / "lock").unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=False)
-        reach("arena.removed")
+        failpoint("arena.removed")
 
 
 def _is_count(text: str) -> bool:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, DeadlineExceeded, NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Holdings, ParityKey
@@ -91,8 +91,8 @@ class Codings:
         except DamagedSnapshot:
             self._holdings.counters.add(units_damaged=1)
             raise
-        self._holdings.counters.add(units_folded=1)
-        reach("parity.folded", coding.snapshot.step)
+        self._holdings.counters.add(units_accumulated=1)
+        failpoint("parity.accumulated", coding.snapshot.step)
         if gathering.parity.complete:
             self._commit_parity(coding, gathering)
 
@@ -141,7 +141,7 @@ class Codings:
             if coding not in self._done and len(self._done) >= MAX_CODINGS:
                 raise ProtocolError(f"node {self._node!r} has {MAX_CODINGS} parities in mind already")
             self._done.setdefault(coding, set()).add(position)
-            reach("parity.told", coding.snapshot.step)
+            failpoint("parity.told", coding.snapshot.step)
             self.changed.notify_all()
         self._on_done(coding.snapshot)
 
@@ -231,13 +231,13 @@ class Codings:
                 return None
             pool = self._arena.parity_pool(coding.tag, position)
             pool, slot, view = self._holdings.take(pool, coding.snapshot, length, make_room=layout.revision > 0)
-            reach("parity.taken", coding.snapshot.step)
+            failpoint("parity.taken", coding.snapshot.step)
             self._gatherings[coding] = GatheringSlot(pool, slot, view, self._holdings.gathering(key, stripes, view))
             return self._gatherings[coding]
 
     def _commit_parity(self, coding: Coding, gathering: GatheringSlot) -> None:
         record = gathering.parity.record()
-        reach("parity.complete", coding.snapshot.step)
+        failpoint("parity.complete", coding.snapshot.step)
         with self.changed:
             layout = self.find_layout(coding)
             if layout is None or self._gatherings.get(coding) is not gathering:
@@ -245,7 +245,7 @@ class Codings:
             if not gathering.pool.is_at(gathering.slot, gathering.view):
                 return  # somebody is at work to compute it from the shards of others: see `repair_over`
             self._holdings.commit_parity(gathering.pool, gathering.slot, record)
-            reach("parity.committed", coding.snapshot.step)
+            failpoint("parity.committed", coding.snapshot.step)
             del self._gatherings[coding]
             self._own_parity_done(coding, record.position, layout)
         self._on_done(coding.snapshot)

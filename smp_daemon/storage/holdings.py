@@ -18,10 +18,10 @@ import numpy as np
 from holdfast.ec import Stripes, choose_codec
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import (
     ParityRecord,
     ShardRecord,
@@ -164,12 +164,12 @@ class Holdings:
             offset, length = record.unit(index)
             if content.nbytes != length or digest(content) != record.digests[index]:
                 raise DamagedSnapshot(f"what was computed for unit {index} of {key} does not match its digest")
-            reach("mend.before", key.snapshot.step)
+            failpoint("repair.before", key.snapshot.step)
             np.copyto(np.frombuffer(view[offset : offset + length], np.uint8), np.frombuffer(content, np.uint8))
             self._damaged.discard((key, index))
             left = any(of == key for of, _ in self._damaged)
-        reach("mend.done", key.snapshot.step)
-        self.counters.add(units_mended=1)
+        failpoint("repair.done", key.snapshot.step)
+        self.counters.add(units_repaired=1)
         if not left:
             self._episodes.end(key, "all units of %s are whole again", key, extra=about(key.snapshot))
 
@@ -180,7 +180,7 @@ class Holdings:
             slot = pool.find(key.snapshot, SlotState.SEALED)
             if slot is not None:
                 pool.discard(slot)
-                reach("drop.done", key.snapshot.step)
+                failpoint("drop.done", key.snapshot.step)
             self._forget(key)
 
     def keep_only(self, stays: Callable[[Key], bool]) -> None:
@@ -221,15 +221,15 @@ class Holdings:
             self.drop(key)
             pool, slot, view = self.take(self.arena.shard_pool(key.coord), key.snapshot, length)
         try:
-            reach("receive.taken", key.snapshot.step)
+            failpoint("receive.taken", key.snapshot.step)
             yield view
             check(view)
             record = ShardRecord(key.snapshot, key.coord, length, unit_bytes, digest_units(view, unit_bytes))
-            reach("receive.checked", key.snapshot.step)
+            failpoint("receive.checked", key.snapshot.step)
             with self._lock:
                 _check_mine(pool, slot, view, key.snapshot)
                 self.commit_shard(pool, slot, record)
-            reach("receive.done", key.snapshot.step)
+            failpoint("receive.done", key.snapshot.step)
         except BaseException:
             self.give_back(pool, slot, view)
             raise
@@ -247,11 +247,11 @@ class Holdings:
             pool = self.arena.parity_pool(key.tag, key.position)
             pool, slot, view = self.take(pool, key.snapshot, stripes.parity_bytes(key.position))
         try:
-            reach("heal.taken", key.snapshot.step)
+            failpoint("repair_parity.taken", key.snapshot.step)
             gathering = self.gathering(key, stripes, view)
             yield gathering
             record = gathering.record()
-            reach("heal.folded", key.snapshot.step)
+            failpoint("repair_parity.accumulated", key.snapshot.step)
             with self._lock:
                 _check_mine(pool, slot, view, key.snapshot)
                 self.commit_parity(pool, slot, record)
@@ -322,7 +322,7 @@ class Holdings:
         slot.snapshot = record.snapshot
         slot.state = SlotState.SEALED
         self._records[key] = record
-        reach("adopt.slot", key.snapshot.step)
+        failpoint("adopt.slot", key.snapshot.step)
         self.damaged_units(key)  # notes them: others can help to repair them
 
     def _pool(self, key: Key) -> SlotFilePool:

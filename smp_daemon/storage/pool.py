@@ -17,9 +17,9 @@ from typing import Any
 
 from holdfast.smp_daemon.shared.budget import Budget, wipe
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, ProtocolError
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import write_json
 
 MADV_POPULATE_WRITE = 23
@@ -189,7 +189,7 @@ class SlotFilePool(SlotPool):
         self.record_path(slot).unlink(missing_ok=True)
         if slot.state is not SlotState.FREE:
             self._wipe(slot)
-        reach("slot.freed", slot.snapshot.step if slot.snapshot else -1)
+        failpoint("slot.freed", slot.snapshot.step if slot.snapshot else -1)
         slot.free()
 
     def abandon(self, slot: Slot) -> None:
@@ -236,7 +236,7 @@ class SlotFilePool(SlotPool):
         self._maps.pop(slot.index, None)
         self._abandoned.discard(slot.index)
         self.path(slot).unlink(missing_ok=True)
-        reach("slot.removed")
+        failpoint("slot.removed")
 
 
 def room(path: Path) -> int:
@@ -261,7 +261,7 @@ def _reserve(path: Path, length: int) -> None:
         raise too_small(path.parent, length, left)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        reach("slot.opened")
+        failpoint("slot.opened")
         _populate_huge(fd, length)
         os.posix_fallocate(fd, 0, length)
     except OSError as error:
@@ -271,7 +271,7 @@ def _reserve(path: Path, length: int) -> None:
         raise
     finally:
         os.close(fd)
-    reach("slot.made")
+    failpoint("slot.made")
 
 
 def _populate_huge(fd: int, length: int) -> None:

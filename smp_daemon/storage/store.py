@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import Count, from_plain, to_plain
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, write_json
 from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_format, read_stamp
 from holdfast.smp_daemon.shared.starts import WELL, Record, Start, TrainerEnd
@@ -154,14 +154,14 @@ class Store:
             self._never_acknowledged = self.never_acknowledged()
             self._forget(lambda snapshot: True)
             self.arena.fence()
-            reach("join.fenced")
+            failpoint("join.fenced")
             self.epoch = epoch
             if start is not None:
                 self.record = Record(start)
             self._write_node()
-            reach("join.noted")
+            failpoint("join.noted")
             self.board = self.board.succeeded(epoch)
-            reach("join.done")
+            failpoint("join.done")
             self.changed.notify_all()
         self._on_epoch(epoch)
 
@@ -204,9 +204,9 @@ class Store:
                     raise ProtocolError(f"epoch {layout.epoch} has another layout already")
                 return
             self._reserve(layout)
-            reach("configure.reserved")
+            failpoint("configure.reserved")
             self.arena.add_layout(layout)
-            reach("configure.done")
+            failpoint("configure.done")
             self.changed.notify_all()
 
     # ------------------------------------------------------------------ a snapshot's way
@@ -229,7 +229,7 @@ class Store:
             length = layout.shard_bytes(coord)
             self._note_protected(protected)
             self._release(keep, snapshot)
-            reach("begin.released", snapshot.step)
+            failpoint("begin.released", snapshot.step)
             pool = self.arena.shard_pool(coord)
             for slot in [s for s in pool.slots if s.snapshot not in keep]:
                 if slot.state is SlotState.RECEIVING:
@@ -240,7 +240,7 @@ class Store:
             slot = pool.begin(snapshot, length)
             self._progress.setdefault(snapshot, SnapshotProgress())
             self.board.post(snapshot.step, SnapshotOutcome.PENDING)
-            reach("begin.done", snapshot.step)
+            failpoint("begin.done", snapshot.step)
             return pool, slot
 
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
@@ -255,7 +255,7 @@ class Store:
             slot = pool.find(snapshot, SlotState.WRITING)
             if slot is not None:
                 pool.abandon(slot)
-                reach("abandon.done", snapshot.step)
+                failpoint("abandon.done", snapshot.step)
                 if not unused:
                     self.fail(snapshot, f"the writer of {coord} went away")
 
@@ -278,14 +278,14 @@ class Store:
             if slot is None:
                 raise StaleEpoch(f"{coord} has no slot that is being written for {snapshot}")
             view = pool.view(slot)
-        reach("seal.before", snapshot.step)
+        failpoint("seal.before", snapshot.step)
         try:
             self._check_slot(view, snapshot, coord)
         except ProtocolError:
             self.abandon(snapshot, coord)
             raise
         record = ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, digest_units(view, layout.unit_bytes))
-        reach("seal.digested", snapshot.step)
+        failpoint("seal.digested", snapshot.step)
         with self.changed:
             if pool.find(snapshot, SlotState.WRITING) is not slot:
                 raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
@@ -293,9 +293,9 @@ class Store:
             progress = self._progress.setdefault(snapshot, SnapshotProgress())
             progress.sealed.add(coord)
             whole = progress.sealed == {s.coord for s in layout.node(self.node).shards}
-        reach("seal.committed", snapshot.step)
+        failpoint("seal.committed", snapshot.step)
         if whole:
-            reach("seal.done", snapshot.step)
+            failpoint("seal.done", snapshot.step)
             group, _ = layout.place(self.node)
             self._on_sealed(snapshot, layout.protects(group))
             self._settle(snapshot)
@@ -329,7 +329,7 @@ class Store:
                 return
             progress.outcome = SnapshotOutcome.FAILED
             self.board.post(snapshot.step, SnapshotOutcome.FAILED)
-            reach("outcome.failed", snapshot.step)
+            failpoint("outcome.failed", snapshot.step)
             self.changed.notify_all()
         self._failures.begin("snapshots", "%s failed: %s", snapshot, reason, extra=about(snapshot, reason=reason))
 
@@ -424,7 +424,7 @@ class Store:
             if sealed and self.codings.is_done(Coding(snapshot, layout.tag(group)), everyone):
                 progress.outcome = SnapshotOutcome.PROTECTED
                 self.board.post(snapshot.step, SnapshotOutcome.PROTECTED)
-                reach("outcome.protected", snapshot.step)
+                failpoint("outcome.protected", snapshot.step)
                 self._on_protected(snapshot)
                 self.changed.notify_all()
                 self._failures.end("snapshots", "snapshots are protected again: %s", snapshot, extra=about(snapshot))
@@ -464,7 +464,7 @@ class Store:
 
     def _adopt(self) -> None:
         """Take over what a predecessor left in the arena."""
-        reach("adopt.before")
+        failpoint("adopt.before")
         data = read_json(self.arena.path / "node.json")
         if data is None:
             self.arena.clear()
@@ -483,8 +483,8 @@ class Store:
             self.board.fail_pending()
         else:
             self.board.reset(self.epoch)  # the predecessor died after it had noted an epoch and before it said so
-        reach("adopt.board")
+        failpoint("adopt.board")
         self.holdings.adopt()
-        reach("adopt.done")
+        failpoint("adopt.done")
         if self.layout is not None:
             self._reserve(self.layout)

@@ -29,7 +29,7 @@ log = get_log(__name__)
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Watched:
     """One trainer. `pidfd` is -1 where its process cannot be seen, as from another pid namespace."""
 
     pid: int
@@ -70,7 +70,7 @@ class Watchdog:
         # up, and `on_death` and `on_hang` called, without it. `_changed` is notified when somebody may have left.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _Watched] = {}
         self._callers: dict[int, list[Callable[[], None]]] = {}
         self._closed = False
         self._watching = False
@@ -105,7 +105,7 @@ class Watchdog:
             if before is not None:
                 _close(before)
             self._board().beat(row, TrainerPhase.START, 0)
-            seen = self._seen[coord] = _Seen(pid, coord, row, time.monotonic(), hang_up)
+            seen = self._seen[coord] = _Watched(pid, coord, row, time.monotonic(), hang_up)
             if self._watching:
                 seen.pidfd = _open(pid)
             self._changed.notify_all()
@@ -206,7 +206,7 @@ class Watchdog:
                     self._has_ended(watched[fd])
             self._look()
 
-    def _has_ended(self, seen: _Seen) -> None:
+    def _has_ended(self, seen: _Watched) -> None:
         with self._lock:
             if self._seen.get(seen.coord) is not seen:
                 return
@@ -239,7 +239,7 @@ class Watchdog:
             if report.health == Health.HUNG and self._on_hang is not None:
                 self._on_hang.run(report)
 
-    def _read(self, seen: _Seen, now: float) -> None:
+    def _read(self, seen: _Watched, now: float) -> None:
         word, step, copying = self._board().beats(seen.row)
         if word != seen.word:
             seen.word, seen.since_s = word, now
@@ -250,7 +250,7 @@ class Watchdog:
                 seen.steps_s.append((now - seen.stepped_s) / (step - seen.step))
             seen.step, seen.stepped_s = step, now
 
-    def _report(self, seen: _Seen, now: float) -> WatchedTrainer:
+    def _report(self, seen: _Watched, now: float) -> WatchedTrainer:
         self._read(seen, now)
         copying_s = now - seen.copying_since_s if seen.copying else None
         heartbeat = Heartbeat(self._board().phase(seen.row), now - seen.since_s, copying_s, seen.ended)
@@ -272,7 +272,7 @@ def _open(pid: int) -> int:
         return -1
 
 
-def _close(seen: _Seen) -> None:
+def _close(seen: _Watched) -> None:
     if seen.pidfd >= 0:
         os.close(seen.pidfd)
         seen.pidfd = -1

@@ -21,7 +21,7 @@ MEETING_DEADLINE_S = 15.0
 LOOK_EVERY_S = 0.02
 
 
-class Store(Protocol):
+class RendezvousStore(Protocol):
     """What is used of `torch.distributed.Store`."""
 
     def set(self, key: str, value: str, /) -> None:
@@ -42,7 +42,7 @@ class Meeting:
 
     def __init__(
         self,
-        store: Store,
+        store: RendezvousStore,
         rank: int,
         size: int,
         *,

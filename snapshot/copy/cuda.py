@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.snapshot.copy.cuda_runtime import Event, Runtime, Stream
-from holdfast.snapshot.copy.movers import SAMPLE_BYTES, Piece, Places, Sample, golden
+from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, DeviceStream, Runtime
+from holdfast.snapshot.copy.movers import SAMPLE_BYTES, Places, Sample, SlotTensor, golden
 from holdfast.snapshot.copy.tensors import flat
 
 CHUNK_BYTES = 32 << 20
@@ -45,11 +45,11 @@ log = get_log(__name__)
 
 
 @dataclass(slots=True)
-class _Boundary:
+class _PendingMark:
     """One `mark`: `started` is written by the copy thread, the rest by the training thread."""
 
-    ready: Event | None = None
-    started: Event | None = None
+    ready: DeviceEvent | None = None
+    started: DeviceEvent | None = None
     error: str = "mark() was not called"
 
 
@@ -71,19 +71,19 @@ class CudaMover:
         self._side = runtime.lowest_stream()
         self._pages = _Pages(runtime)
         self._ring = _Ring(runtime, self._side)
-        self._boundary = self._copied = _Boundary()
+        self._boundary = self._copied = _PendingMark()
         self._kept: list[torch.Tensor] = []
-        self._last: Event | None = None
+        self._last: DeviceEvent | None = None
 
     def mark(self) -> None:
         """The state to copy is the state behind all that is queued on the current stream."""
-        self._boundary = _Boundary(error="")
+        self._boundary = _PendingMark(error="")
         try:
             self._boundary.ready = self._runtime.current_stream().record_event()
         except RuntimeError as error:
             self._boundary.error = str(error)
 
-    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+    def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
         """As what is queued on the current stream leaves them; of `SAMPLED` pieces at a time, others each turn."""
         count = len(pieces)
         first = int(golden(turn, np.array(count))) if count > SAMPLED else 0
@@ -115,7 +115,7 @@ class CudaMover:
 
         return Sample(index, start, length, place, read)
 
-    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         """Queue the copies of all pieces, in chunks of at most 32 MiB, calling `pause` before each.
 
         Registers the slot's pages unless they are. They stay registered, and mapped, until `close`, or until a later
@@ -149,7 +149,7 @@ class CudaMover:
         if self._copied.error:
             raise HoldfastError(f"the state may have changed while it was copied: {self._copied.error}")
 
-    def load(self, pieces: Sequence[Piece], slot: memoryview) -> None:
+    def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
         """Fill live tensors, in place, after all that is queued on the current stream. Blocks until done."""
         compute = self._runtime.current_stream()
         with self._on_side("the load from the slot"):
@@ -166,7 +166,12 @@ class CudaMover:
             self._pages.release()
 
     def _queue(
-        self, pieces: Sequence[Piece], slot: memoryview, after: Event, inward: bool, pause: Callable[[int], None]
+        self,
+        pieces: Sequence[SlotTensor],
+        slot: memoryview,
+        after: DeviceEvent,
+        inward: bool,
+        pause: Callable[[int], None],
     ) -> None:
         if strangers := {str(piece.tensor.device) for piece in pieces} - {str(self._runtime.device)}:
             raise ConfigError(f"tensors on {strangers} are not moved by the mover of {self._runtime.device}")
@@ -183,7 +188,7 @@ class CudaMover:
             raise
         self._last = self._side.record_event()
 
-    def _move(self, known: _Slot, chunk: Piece, inward: bool) -> None:
+    def _move(self, known: _MappedSlot, chunk: SlotTensor, inward: bool) -> None:
         """Queue one chunk, from the slot if `inward`, else to it. What is not plain is brought in order on the way."""
         tensor = chunk.tensor
         self._kept.append(tensor)
@@ -230,12 +235,12 @@ def _memory(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
     return elements.resolve_conj().resolve_neg().view(torch.uint8)[:count]
 
 
-def chunks(piece: Piece, limit: int) -> Iterator[Piece]:
+def chunks(piece: SlotTensor, limit: int) -> Iterator[SlotTensor]:
     """A piece in parts of at most `limit` bytes, in row-major order. They are views: nothing is copied."""
     tensor = piece.tensor.detach()
     if piece.bytes <= limit or tensor.dim() == 0:
         if piece.bytes:
-            yield Piece(tensor, piece.offset, piece.bytes)
+            yield SlotTensor(tensor, piece.offset, piece.bytes)
         return
     if tensor.is_contiguous():
         tensor = flat(tensor)
@@ -243,10 +248,10 @@ def chunks(piece: Piece, limit: int) -> Iterator[Piece]:
     count = max(1, limit // row)
     for first in range(0, tensor.shape[0], count):
         part = tensor[first : first + count] if row <= limit else tensor[first]
-        yield from chunks(Piece(part, piece.offset + first * row, part.nbytes), limit)
+        yield from chunks(SlotTensor(part, piece.offset + first * row, part.nbytes), limit)
 
 
-def _runs(known: _Slot, chunk: Piece, device: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _runs(known: _MappedSlot, chunk: SlotTensor, device: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The bytes of a chunk, in the slot and on the device, such that none crosses from one registration to the next."""
     octets = flat(device).view(torch.uint8)
     start, stop = chunk.offset, chunk.offset + chunk.bytes
@@ -257,7 +262,7 @@ def _runs(known: _Slot, chunk: Piece, device: torch.Tensor) -> Iterator[tuple[to
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class _MappedSlot:
     """A mapped slot. `view` keeps the mapping; `user` tells whether anybody else does."""
 
     view: memoryview
@@ -271,10 +276,10 @@ class _Pages:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._slots: dict[tuple[int, int], _Slot] = {}
+        self._slots: dict[tuple[int, int], _MappedSlot] = {}
         self._refused = False
 
-    def of(self, slot: memoryview) -> _Slot:
+    def of(self, slot: memoryview) -> _MappedSlot:
         """The slot, registered unless that was refused. Lets go of slots that nobody else holds."""
         view = memoryview(slot)
         host = torch.frombuffer(view, dtype=torch.uint8)
@@ -282,7 +287,7 @@ class _Pages:
         known = self._slots.pop(place, None)
         self.release([other for other, entry in self._slots.items() if entry.user() is None])
         registered = self._register(*place) if known is None else known.registered
-        self._slots[place] = _Slot(view, weakref.ref(slot), host, registered)
+        self._slots[place] = _MappedSlot(view, weakref.ref(slot), host, registered)
         return self._slots[place]
 
     def release(self, places: Iterable[tuple[int, int]] | None = None) -> None:
@@ -314,11 +319,11 @@ class _Pages:
 class _Ring:
     """Pinned buffers between the device and memory that it does not know."""
 
-    def __init__(self, runtime: Runtime, side: Stream) -> None:
+    def __init__(self, runtime: Runtime, side: DeviceStream) -> None:
         self._runtime = runtime
         self._side = side
         self._buffers: deque[torch.Tensor] = deque()
-        self._busy: deque[tuple[Event, torch.Tensor, torch.Tensor | None]] = deque()
+        self._busy: deque[tuple[DeviceEvent, torch.Tensor, torch.Tensor | None]] = deque()
 
     def copy(self, host: torch.Tensor, device: torch.Tensor, inward: bool) -> None:
         """Queue a copy to the device if `inward`, else to the host, where it is once the ring has landed."""

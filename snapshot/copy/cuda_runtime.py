@@ -17,17 +17,17 @@ POLL_S = 1e-4
 log = get_log(__name__)
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a stream. `query`: whether it has been passed."""
 
     def query(self) -> bool: ...
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """Work of the device, done in the order in which it is queued. Nothing here blocks the host."""
 
-    def record_event(self) -> Event: ...
-    def wait_event(self, event: Event) -> None: ...
+    def record_event(self) -> DeviceEvent: ...
+    def wait_event(self, event: DeviceEvent) -> None: ...
 
 
 class Runtime(Protocol):
@@ -41,13 +41,13 @@ class Runtime(Protocol):
 
     device: torch.device
 
-    def current_stream(self) -> Stream: ...
-    def lowest_stream(self) -> Stream: ...
-    def on(self, stream: Stream) -> AbstractContextManager[object]: ...
+    def current_stream(self) -> DeviceStream: ...
+    def lowest_stream(self) -> DeviceStream: ...
+    def on(self, stream: DeviceStream) -> AbstractContextManager[object]: ...
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
     def scratch(self, like: torch.Tensor) -> torch.Tensor: ...
     def pinned(self, count: int) -> torch.Tensor: ...
-    def wait(self, event: Event) -> None: ...
+    def wait(self, event: DeviceEvent) -> None: ...
     def register(self, address: int, count: int) -> int: ...
     def unregister(self, address: int) -> int: ...
 
@@ -60,13 +60,13 @@ class TorchRuntime:
             raise ConfigError(f"{device} is no usable CUDA device: torch.cuda.is_available() must be true")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
-    def current_stream(self) -> Stream:
-        return cast(Stream, torch.cuda.current_stream(self.device))
+    def current_stream(self) -> DeviceStream:
+        return cast(DeviceStream, torch.cuda.current_stream(self.device))
 
-    def lowest_stream(self) -> Stream:
-        return cast(Stream, torch.cuda.Stream(self.device, priority=0))  # type: ignore[no-untyped-call]  # 0 is lowest
+    def lowest_stream(self) -> DeviceStream:
+        return cast(DeviceStream, torch.cuda.Stream(self.device, priority=0))  # type: ignore[no-untyped-call]  # 0 is lowest
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
+    def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
         return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ class TorchRuntime:
     def pinned(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         limit = time.monotonic() + DEADLINE_S
         while not event.query():
             if time.monotonic() >= limit:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy.cuda import CudaMover
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
-from holdfast.snapshot.copy.movers import CpuMover, Mover, Piece, Sample, remembered
+from holdfast.snapshot.copy.movers import CpuMover, Mover, Sample, SlotTensor, remembered
 
 
 def choose_mover(devices: Collection[torch.device]) -> Mover:
@@ -42,7 +42,7 @@ class DeviceMovers:
         for mover in self._movers.values():
             mover.mark()
 
-    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+    def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
         taken = [(mover.sample(part, turn), index) for mover, part, index in self._divide(pieces).parts]
         if not taken:
             return CpuMover().sample(pieces, turn)
@@ -55,7 +55,7 @@ class DeviceMovers:
             lambda: np.concatenate([each.read() for each in samples]),
         )
 
-    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         for mover, part, _ in self._divide(pieces).parts:
             mover.copy(part, slot, pause)
 
@@ -67,7 +67,7 @@ class DeviceMovers:
         for mover in self._movers.values():
             mover.finish()
 
-    def load(self, pieces: Sequence[Piece], slot: memoryview) -> None:
+    def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
         for mover, part, _ in self._divide(pieces).parts:
             mover.load(part, slot)
 
@@ -81,11 +81,11 @@ class DeviceMovers:
         for mover in self._movers.values():
             mover.close()
 
-    def _divide(self, pieces: Sequence[Piece]) -> _Divided:
+    def _divide(self, pieces: Sequence[SlotTensor]) -> _Divided:
         """The same tuples for the same pieces, as movers remember what they were given."""
         return remembered(self._divided, pieces, self._by_device)
 
-    def _by_device(self, pieces: Sequence[Piece]) -> _Divided:
+    def _by_device(self, pieces: Sequence[SlotTensor]) -> _Divided:
         by_device: dict[torch.device, list[int]] = {}
         for i, piece in enumerate(pieces):
             by_device.setdefault(piece.tensor.device, []).append(i)
@@ -100,5 +100,5 @@ class DeviceMovers:
 class _Divided:
     """`pieces` by device, with the mover of each, and their numbers."""
 
-    pieces: Sequence[Piece]
-    parts: list[tuple[Mover, tuple[Piece, ...], NDArray[np.int64]]]
+    pieces: Sequence[SlotTensor]
+    parts: list[tuple[Mover, tuple[SlotTensor, ...], NDArray[np.int64]]]

@@ -26,7 +26,7 @@ LOAD_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class SlotTensor:
     """A dense tensor and its place in a slot, in bytes; and what it is called."""
 
     tensor: torch.Tensor
@@ -73,12 +73,12 @@ class Mover(Protocol):
         """Training thread, as a step begins: the state to copy is the state as of now."""
         ...
 
-    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+    def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
         """A few bytes of the pieces' memory as they are now, other ones each `turn`; the same ones for equal turns and
         lengths. Any thread's; returns at once."""
         ...
 
-    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         """Copy thread: bring all pieces into the slot. On a GPU they may still be under way when it returns.
 
         Args:
@@ -94,7 +94,7 @@ class Mover(Protocol):
         """Copy thread: blocks until all bytes are in the slot."""
         ...
 
-    def load(self, pieces: Sequence[Piece], slot: memoryview) -> None:
+    def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
         """Fill live tensors from a slot, in place; blocks until done."""
         ...
 
@@ -119,7 +119,7 @@ class CpuMover:
     def mark(self) -> None:
         """Nothing to note: what was done to the state is done."""
 
-    def sample(self, pieces: Sequence[Piece], turn: int) -> Sample:
+    def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
         places = remembered(self._places, pieces, Places)
         start, length, place = places.at(turn)
         found = np.empty((len(start), SAMPLE_BYTES), np.uint8)
@@ -133,7 +133,7 @@ class CpuMover:
         runs.copy(table)
         return Sample(places.index, start, length, place, lambda: found)
 
-    def copy(self, pieces: Sequence[Piece], slot: memoryview, pause: Callable[[int], None]) -> None:
+    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         table = remembered(self._tables, pieces, _Table.of)
         base = np.array([0, _address(slot), 0], dtype=np.uint64)
         for batch in table.batches:
@@ -149,7 +149,7 @@ class CpuMover:
     def finish(self) -> None:
         """Nothing is under way once `copy` has returned."""
 
-    def load(self, pieces: Sequence[Piece], slot: memoryview) -> None:
+    def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
         rows = [(_address(slot) + p.offset, p.tensor.data_ptr(), p.bytes) for p in pieces if p.is_plain]
         threads = max(1, min(LOAD_THREADS, len(os.sched_getaffinity(0))))
         with ThreadPoolExecutor(threads, "load") as pool:
@@ -176,7 +176,7 @@ def golden(turn: int, count: NDArray[np.int64]) -> NDArray[np.int64]:
 class Places:
     """Where to look at pieces that have any bytes: at `SAMPLE_BYTES` of plain ones, at one element of others."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[SlotTensor]) -> None:
         self.pieces = pieces  # the addresses are theirs as long as they are held
         held = [(i, piece) for i, piece in enumerate(pieces) if piece.bytes]
         self.index = np.array([i for i, _ in held], np.int64)
@@ -217,12 +217,12 @@ class Places:
 class _Table:
     """Addresses are those of `pieces`, which it keeps alive."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[SlotTensor]
     batches: list[runs.Runs]
-    odd: list[Piece]
+    odd: list[SlotTensor]
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> _Table:
+    def of(cls, pieces: Sequence[SlotTensor]) -> _Table:
         plain = [(p.tensor.data_ptr(), p.offset, p.bytes) for p in pieces if p.is_plain]
         return cls(pieces, runs.batches(runs.make_runs(plain)), [piece for piece in pieces if not piece.is_plain])
 
@@ -231,13 +231,13 @@ class _Remembers(Protocol):
     """Keeps the pieces that it was made of, so that their id is not given to others."""
 
     @property
-    def pieces(self) -> Sequence[Piece]: ...
+    def pieces(self) -> Sequence[SlotTensor]: ...
 
 
 R = TypeVar("R", bound=_Remembers)
 
 
-def remembered(known: dict[int, R], pieces: Sequence[Piece], make: Callable[[Sequence[Piece]], R]) -> R:
+def remembered(known: dict[int, R], pieces: Sequence[SlotTensor], make: Callable[[Sequence[SlotTensor]], R]) -> R:
     """What was made of these pieces, or is now; what was not asked for longest makes room. Any thread's."""
     found = known.pop(id(pieces), None)
     if found is None:
@@ -257,5 +257,5 @@ def _address(slot: memoryview) -> int:
     return int(np.frombuffer(slot, np.uint8).ctypes.data)
 
 
-def _in_slot(piece: Piece, slot: memoryview) -> torch.Tensor:
+def _in_slot(piece: SlotTensor, slot: memoryview) -> torch.Tensor:
     return slot_tensor(slot, piece.offset, piece.tensor.dtype, tuple(piece.tensor.shape))

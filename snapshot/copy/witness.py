@@ -16,7 +16,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.errors import GivenUp
-from holdfast.snapshot.copy.movers import SAMPLE_BYTES, Mover, Piece, Sample
+from holdfast.snapshot.copy.movers import SAMPLE_BYTES, Mover, Sample, SlotTensor
 
 SHOWN = 4
 
@@ -42,7 +42,7 @@ class Subjects:
             manifest has just looked at them; to look at ten thousand others as well would take three times as long.
     """
 
-    def __init__(self, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor] | None = None) -> None:
+    def __init__(self, pieces: Sequence[SlotTensor], tensors: Sequence[torch.Tensor] | None = None) -> None:
         self.pieces = pieces
         self.tensors = list(tensors if tensors is not None else [piece.tensor for piece in pieces])
         self.offsets = np.array([piece.offset for piece in pieces], np.int64)

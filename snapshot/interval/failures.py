@@ -24,7 +24,7 @@ CLASSES = ("process", "memory", "shock", "beyond")
 
 BEYOND_S = 90 * DAY_S
 """Assumed time between losses of the whole job's memory. No study says; Llama 3's 54 days had three interruptions that
-people had to mend."""
+people had to repair."""
 
 PRIOR_EVENTS = 4.0
 """What the prior weighs: as much as a log of the time in which it expects so many failures. The shape of the Gamma

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
-from holdfast.snapshot.interval.recorder import Alternation, Part, Place, merge
+from holdfast.snapshot.interval.recorder import Alternation, Location, RankRecording, merge
 from holdfast.snapshot.interval.samples import Timing
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ PROFILE_ENV = "HOLDFAST_PROFILE"
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class RecordingOrders:
     """What to record.
 
     Attributes:
@@ -48,7 +48,7 @@ def recording_from_environment(slots: int) -> Recording | None:
     if not text:
         return None
     try:
-        return Recording(Orders(**json.loads(text)), slots)
+        return Recording(RecordingOrders(**json.loads(text)), slots)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{PROFILE_ENV}={text!r} is not what `holdfast profile` sets: {error}") from None
 
@@ -56,7 +56,7 @@ def recording_from_environment(slots: int) -> Recording | None:
 class Recording:
     """Follows orders in one rank. Called by the hook, in the training thread."""
 
-    def __init__(self, orders: Orders, slots: int) -> None:
+    def __init__(self, orders: RecordingOrders, slots: int) -> None:
         self._orders = orders
         self.policy = Alternation(slots)
         self.timings: list[Timing] = []
@@ -74,13 +74,13 @@ class Recording:
         """
         data, parity = layout.code(layout.place(node)[0])
         mine = next(shard.bytes for shard in layout.node(node).shards if shard.coord == coord)
-        place = Place(node, mine, layout.slots, data if parity else 0, parity)
-        part = Part(place, self.policy.baseline, self.policy.overlapped, self.policy.stalls, self.timings)
-        parts = [decode_json(Part, text, "what a rank saw") for text in agreement.gather(encode_json(part))]
+        place = Location(node, mine, layout.slots, data if parity else 0, parity)
+        part = RankRecording(place, self.policy.baseline, self.policy.overlapped, self.policy.stalls, self.timings)
+        parts = [decode_json(RankRecording, text, "what a rank saw") for text in agreement.gather(encode_json(part))]
         if agreement.rank == 0:
             self._save(parts)
 
-    def _save(self, parts: Sequence[Part]) -> None:
+    def _save(self, parts: Sequence[RankRecording]) -> None:
         text = json.dumps(merge(parts).to_json(), indent=2) + "\n"
         try:
             Path(self._orders.file).write_text(text)

@@ -23,7 +23,7 @@ LEAST = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a rank's snapshots are kept.
 
     Attributes:
@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Part:
+class RankRecording:
     """What one rank saw.
 
     Attributes:
@@ -48,7 +48,7 @@ class Part:
         timings: of the snapshots that were protected.
     """
 
-    place: Place
+    place: Location
     baseline: list[float] = field(default_factory=list)
     overlapped: list[float] = field(default_factory=list)
     stalls: dict[int, float] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Alternation:
         return len(self.baseline) + len(self.overlapped) if self._was_baseline and len(self.baseline) >= LEAST else 0
 
 
-def merge(parts: Sequence[Part]) -> Measured:
+def merge(parts: Sequence[RankRecording]) -> Measured:
     """The profile of a job. A step takes its mean over the ranks, a part of a snapshot what the slowest rank needs.
 
     Raises:

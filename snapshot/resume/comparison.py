@@ -15,7 +15,7 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.snapshot.copy.movers import Mover, Piece
+from holdfast.snapshot.copy.movers import Mover, SlotTensor
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import Subjects, Witness
 from holdfast.snapshot.state import streams
@@ -47,7 +47,7 @@ class Resumed:
         self._step = step
         items = list(adapter.tensors())
         self._buffers = {item.name for item in items if item.change is Change.ANY}
-        self._pieces = tuple(Piece(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in items)
+        self._pieces = tuple(SlotTensor(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in items)
         self._witness = Witness(mover, Subjects(self._pieces), step)
         self._late = _flat(adapter)  # after the walk, which finds what of an optimizer's state is no tensor
 

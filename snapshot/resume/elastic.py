@@ -23,11 +23,11 @@ import xxhash
 
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, StateMismatch, failure_of
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import RestorePlan
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.collective.agreement import Agreement
@@ -548,7 +548,7 @@ class Resharding:
         fills = sorted(self._fills, key=lambda fill: [(read.coord, read.source) for read in fill.reads[:1]])
         for number, fill in enumerate(fills):
             if number == len(fills) // 2:
-                reach("restore.middle", self._step)
+                failpoint("restore.middle", self._step)
             tensor = fill.item.tensor.detach()
             if not tensor.numel():
                 continue

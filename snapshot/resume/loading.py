@@ -15,20 +15,20 @@ import numpy as np
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.movers import LOAD_THREADS, CpuMover, Mover, Piece
+from holdfast.snapshot.copy.movers import LOAD_THREADS, CpuMover, Mover, SlotTensor
 
 GROUP_BYTES = 32 << 20
 """How much of a slot, in contiguous units, a thread takes at a time: cores need not be equally fast."""
 
-Mend = Callable[[list[int]], object]
-"""Has the units with these indices, which ascend, mended in place; blocks. See `SmpClient.recover`."""
+Repair = Callable[[list[int]], object]
+"""Has the units with these indices, which ascend, repaired in place; blocks. See `SmpClient.recover`."""
 
 
 def load_checked(
     mover: Mover,
-    pieces: Sequence[Piece],
+    pieces: Sequence[SlotTensor],
     shard: RecoveredShard,
-    mend: Mend,
+    repair: Repair,
     *,
     midway: Callable[[], None] = lambda: None,
 ) -> None:
@@ -39,11 +39,11 @@ def load_checked(
     filled, and a piece that is not plain cannot be cut at units.
 
     Args:
-        mend: called once, after all other units are done, if there are units that do not match.
+        repair: called once, after all other units are done, if there are units that do not match.
         midway: called once, when the first half of the units is done.
 
     Raises:
-        DamagedSnapshot: a unit does not match, and neither does it after `mend`. The tensors are filled in part.
+        DamagedSnapshot: a unit does not match, and neither does it after `repair`. The tensors are filled in part.
         ProtocolError: a piece does not lie within the shard; nothing was written.
     """
     by_unit = isinstance(mover, CpuMover)
@@ -61,23 +61,23 @@ def load_checked(
     bad = loading.take(units[:half])
     midway()
     bad += loading.take(units[half:])
-    _make_whole(loading, bad, mend)
+    _make_whole(loading, bad, repair)
     if others:
         mover.load(others, shard.view)
 
 
-def check_ranges(shard: RecoveredShard, ranges: Iterable[tuple[int, int]], mend: Mend) -> None:
+def check_ranges(shard: RecoveredShard, ranges: Iterable[tuple[int, int]], repair: Repair) -> None:
     """Check the units that (offset, bytes) ranges of a shard lie in, as a header that is read before the rest. Blocks.
 
     Args:
-        mend: as for `load_checked`.
+        repair: as for `load_checked`.
 
     Raises:
-        DamagedSnapshot: a unit does not match, and neither does it after `mend`.
+        DamagedSnapshot: a unit does not match, and neither does it after `repair`.
         ProtocolError: a range does not lie within the shard.
     """
     checking = _Loading(shard, runs.make_runs([]))
-    _make_whole(checking, checking.take(sorted(units_of(shard, ranges))), mend)
+    _make_whole(checking, checking.take(sorted(units_of(shard, ranges))), repair)
 
 
 def units_of(shard: RecoveredShard, ranges: Iterable[tuple[int, int]]) -> set[int]:
@@ -140,13 +140,13 @@ class _Loading:
         return True
 
 
-def _make_whole(loading: _Loading, bad: list[int], mend: Mend) -> None:
-    """Have units that did not match mended, and take them again. Raises `DamagedSnapshot` if that was in vain."""
+def _make_whole(loading: _Loading, bad: list[int], repair: Repair) -> None:
+    """Have units that did not match repaired, and take them again. Raises `DamagedSnapshot` if that was in vain."""
     if not bad:
         return
-    mend(list(bad))
+    repair(list(bad))
     if still := loading.take(bad):
         raise DamagedSnapshot(
             f"{len(still)} unit{'s' * (len(still) != 1)} of the slot, the first of them unit {still[0]}, cannot be "
-            "mended: start again, so that another copy or an earlier snapshot is planned for"
+            "repaired: start again, so that another copy or an earlier snapshot is planned for"
         )

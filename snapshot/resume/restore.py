@@ -21,6 +21,7 @@ from holdfast.smp_daemon.shared.errors import (
     Unrecoverable,
     failure_of,
 )
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import about, get_log
@@ -33,7 +34,6 @@ from holdfast.smp_daemon.shared.plan import (
     plan_restore,
     whole_snapshots,
 )
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
 from holdfast.snapshot.collective.agreement import Agreement
@@ -71,7 +71,7 @@ class Restored:
         snapshot: what was restored, or None on a cold start.
         protected: the newest snapshot that every node knew to be protected, if it is an older one.
         whole: whether `snapshot` had all of its parity, so that it is protected as it is.
-        how: ``held``, ``mended``, ``fetched``, ``rebuilt``, ``persisted`` or ``resharded``; empty on a cold start.
+        how: ``held``, ``repaired``, ``fetched``, ``rebuilt``, ``persisted`` or ``resharded``; empty on a cold start.
         bytes_fetched: what came over the network for this rank's state.
         notes: what the snapshot's record says beside the state; empty if nothing.
         loop: where the loop was; see `SnapshotHook`.
@@ -155,7 +155,7 @@ def restore(
         clock["plan"] = time.monotonic()
         if plan is None:
             return Restored(epoch, clock=clock | {"fetch": clock["plan"], "load": clock["plan"]})
-        reach("restore.before", plan.snapshot.step)
+        failpoint("restore.before", plan.snapshot.step)
         attempt: _Attempt | Resharding = (
             Resharding(client, plan, coords, coord, agreement.rank) if resharded else _Attempt(client, plan, coord)
         )
@@ -340,8 +340,8 @@ class _Attempt:
         """Load it into the live job; see `_load`."""
         return _load(self, agreement, adapter, mover)
 
-    def mend(self, units: list[int]) -> None:
-        """Have damaged units mended in place.
+    def repair(self, units: list[int]) -> None:
+        """Have damaged units repaired in place.
 
         Raises:
             DamagedSnapshot: that cannot be; or values were taken from one of them that may have been damaged already.
@@ -354,11 +354,11 @@ class _Attempt:
         """The slot's format, its header checked.
 
         Raises:
-            DamagedSnapshot: it cannot be mended.
+            DamagedSnapshot: it cannot be repaired.
             ProtocolError: it is not what a trainer wrote for this snapshot.
         """
         slot = self.shard.view
-        check_ranges(self.shard, [(0, min(slot.nbytes, PAGE_BYTES))], self.mend)
+        check_ranges(self.shard, [(0, min(slot.nbytes, PAGE_BYTES))], self.repair)
         header = min(8 + int.from_bytes(slot[:8], "little"), slot.nbytes)
         self._check_and_take([(0, header)])
         form, _ = read_format(slot)
@@ -370,7 +370,7 @@ class _Attempt:
         """The slot's format and its record, and all tensors checked that belong to the record.
 
         Raises:
-            DamagedSnapshot: they cannot be mended.
+            DamagedSnapshot: they cannot be repaired.
             ProtocolError: they are not what a trainer wrote.
         """
         form = self.read_format()
@@ -383,10 +383,10 @@ class _Attempt:
 
     def midway(self) -> None:
         """Half of it is loaded."""
-        reach("restore.middle", self.snapshot.step)
+        failpoint("restore.middle", self.snapshot.step)
 
     def _check_and_take(self, ranges: list[tuple[int, int]]) -> None:
-        check_ranges(self.shard, ranges, self.mend)
+        check_ranges(self.shard, ranges, self.repair)
         self._taken |= units_of(self.shard, ranges)
 
 
@@ -427,7 +427,7 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Move
     tensors = {item.name: item.tensor for item in live}
     pieces = place_tensors(form, _own(tensors, held, shared))
     failure = failure_of(
-        lambda: load_checked(mover, pieces, attempt.shard, attempt.mend, midway=attempt.midway), HoldfastError
+        lambda: load_checked(mover, pieces, attempt.shard, attempt.repair, midway=attempt.midway), HoldfastError
     )
     if agreement.minimum([int(failure is None)])() == [1]:
         if gathering is not None:

@@ -1,5 +1,5 @@
 """The training process's part in ``holdfast audit`` and in chaos done to a user's own command: notes all that the loop
-can reach, and dies, or stops, on time.
+can failpoint, and dies, or stops, on time.
 
 It is asked for through the environment; see `holdfast.audit` and `holdfast.chaos.user.run` for the other part.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.points import reach
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.reach import plain, reachable
 
@@ -27,7 +27,7 @@ DRAIN_DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class AuditOrders:
     """What one run is for.
 
     Attributes:
@@ -45,7 +45,7 @@ class Orders:
         return {AUDIT_ENV: json.dumps({"notes": self.notes, "stop": self.stop, "kill": self.kill})}
 
 
-class Ended(BaseException):
+class StepsDone(BaseException):
     """All steps are done, in a process that goes on: see `raise_at_the_end`."""
 
 
@@ -53,18 +53,18 @@ _raises = False
 
 
 def raise_at_the_end() -> None:
-    """Have the last step of an audit raise `Ended`, and not end this process, which somebody would start again."""
+    """Have the last step of an audit raise `StepsDone`, and not end this process, which somebody would start again."""
     global _raises
     _raises = True
 
 
-def orders_from_environment() -> Orders | None:
+def orders_from_environment() -> AuditOrders | None:
     """None outside an audit. Raises `ConfigError`."""
     text = os.environ.get(AUDIT_ENV)
     if not text:
         return None
     try:
-        return Orders(**json.loads(text))
+        return AuditOrders(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{AUDIT_ENV}={text!r} is not what `holdfast audit` sets: {error}") from None
 
@@ -74,7 +74,7 @@ class Auditor:
 
     def __init__(
         self,
-        orders: Orders,
+        orders: AuditOrders,
         rank: int,
         epoch: int,
         step: int,
@@ -123,7 +123,7 @@ class Auditor:
         outputs = {f"output {i} of the model": text for i, text in enumerate(self._outputs)}
         self._outputs.clear()
         self._note({"step": step + 1, "computed": outputs | gradients})
-        reach("train.step", step + 1)
+        failpoint("train.step", step + 1)
         if self._orders.kill and step == self._orders.kill:
             self._drain(DRAIN_DEADLINE_S)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -135,7 +135,7 @@ class Auditor:
         meet()
         self._file.close()
         if _raises:
-            raise Ended(f"all {step} steps of an audit are done")
+            raise StepsDone(f"all {step} steps of an audit are done")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -52,7 +52,7 @@ class Manifest:
             separators=(",", ":"),
         )
         self.leaves: tuple[Leaf, ...] = tuple(leaf_of(item.name, item.tensor) for item in self.items)
-        self._watched = _Watched(adapter.watched())
+        self._watched = _WatchedContainers(adapter.watched())
         self._names = [item.name for item in found]
         self._tensors = [item.tensor for item in found]
         self._addresses = self._where()
@@ -84,7 +84,7 @@ class Manifest:
         return list(map(torch.Tensor.size, self._tensors)), list(map(torch.Tensor.stride, self._tensors))
 
 
-class _Watched:
+class _WatchedContainers:
     """Containers, and which objects they hold. Plain values in them may come and go."""
 
     def __init__(self, containers: Iterable[Container]) -> None:

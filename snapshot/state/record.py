@@ -12,7 +12,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
-from holdfast.snapshot.copy.movers import Piece
+from holdfast.snapshot.copy.movers import SlotTensor
 from holdfast.snapshot.copy.tensors import leaf_of
 from holdfast.snapshot.copy.witness import Subjects
 from holdfast.snapshot.state.adapter import Adapter
@@ -79,11 +79,11 @@ class Placed:
 
     form: SlotFormat
     manifest: Manifest
-    moving: tuple[Piece, ...]
+    moving: tuple[SlotTensor, ...]
     moving_bytes: int
     subjects: Subjects
-    at_once: tuple[Piece, ...]
-    shared: tuple[Piece, ...]
+    at_once: tuple[SlotTensor, ...]
+    shared: tuple[SlotTensor, ...]
 
 
 def place(manifest: Manifest, form: SlotFormat, restless: Collection[str] = ()) -> Placed:
@@ -97,15 +97,16 @@ def place(manifest: Manifest, form: SlotFormat, restless: Collection[str] = ()) 
         by_class[item.change is Change.ANY or item.name in restless].append((item.name, item.tensor))
     moving = place_tensors(form, by_class[False])
     length = sum(piece.bytes for piece in moving)
-    shared = tuple(Piece(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in manifest.shared)
+    shared = tuple(SlotTensor(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in manifest.shared)
     subjects = Subjects(moving, [tensor for _, tensor in by_class[False]])
     return Placed(form, manifest, moving, length, subjects, place_tensors(form, by_class[True]), shared)
 
 
-def place_tensors(form: SlotFormat, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Piece, ...]:
+def place_tensors(form: SlotFormat, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[SlotTensor, ...]:
     """Where named tensors stand in a slot. What a piece refers to stays in memory, whatever becomes of the tensor."""
     return tuple(
-        Piece(tensor.detach(), form.offsets[name][0], form.offsets[name][1].bytes, name) for name, tensor in tensors
+        SlotTensor(tensor.detach(), form.offsets[name][0], form.offsets[name][1].bytes, name)
+        for name, tensor in tensors
     )
 
 

@@ -16,7 +16,7 @@ from holdfast.snapshot.state.inputs import tensors_in
 from holdfast.snapshot.state.optimizers import has_step_hooks
 
 BEGIN = "call `snap.begin()` at the top of the loop, or use `snap.steps(n)` or `snap.data(loader)`"
-"""What mends it where a loop cannot be followed by itself."""
+"""What repairs it where a loop cannot be followed by itself."""
 
 
 class Listener(Protocol):

@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.errors import LayoutChanged
-from holdfast.snapshot.copy.movers import Mover, Piece
+from holdfast.snapshot.copy.movers import Mover, SlotTensor
 from holdfast.snapshot.copy.witness import Subjects, Witness
 from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
@@ -65,7 +65,7 @@ class Capture:
         self._tensors: frozenset[Leaf] = frozenset()
         self._leaves: frozenset[Leaf] = frozenset()
         self._early: Values | HoldfastError = LayoutChanged("nothing was marked")
-        self._buffers: tuple[Piece, ...] = ()
+        self._buffers: tuple[SlotTensor, ...] = ()
         self._restless: set[str] = set()
         self._roams = False
         self._staging = Staging()
@@ -301,21 +301,21 @@ class Staging:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards `_free`: copies come back from the sealing thread
-        self._free: list[tuple[Piece, ...]] = []
+        self._free: list[tuple[SlotTensor, ...]] = []
 
-    def take(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    def take(self, pieces: Sequence[SlotTensor]) -> tuple[SlotTensor, ...]:
         """Copies of the tensors as they are now; always of the same tensors."""
         if not pieces:
             return ()
         with self._lock:
             staged = self._free.pop() if self._free else None
         if staged is None:
-            staged = tuple(Piece(torch.empty_like(p.tensor), p.offset, p.bytes, p.name) for p in pieces)
+            staged = tuple(SlotTensor(torch.empty_like(p.tensor), p.offset, p.bytes, p.name) for p in pieces)
         with torch.no_grad():
             torch._foreach_copy_([piece.tensor for piece in staged], [piece.tensor for piece in pieces])
         return staged
 
-    def give_back(self, staged: tuple[Piece, ...]) -> None:
+    def give_back(self, staged: tuple[SlotTensor, ...]) -> None:
         """What `take` gave is no longer needed."""
         if staged:
             with self._lock:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.points import reach
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
-from holdfast.snapshot.copy.movers import Mover, Piece
+from holdfast.snapshot.copy.movers import Mover, SlotTensor
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.state.inputs import Inputs
@@ -66,9 +66,9 @@ class CopyJob:
     keep: tuple[SnapshotId, ...]
     protected: SnapshotId | None
     form: SlotFormat
-    moving: tuple[Piece, ...]
+    moving: tuple[SlotTensor, ...]
     moving_bytes: int
-    ready: tuple[Piece, ...]
+    ready: tuple[SlotTensor, ...]
     record: Callable[[str | None], bytes]
     witness: Witness | None = None
     reshaped: Callable[[], list[str]] = list
@@ -314,7 +314,7 @@ class Copier:
 
     def _fill(self, job: CopyJob, slot: memoryview) -> None:
         step = job.snapshot.step
-        reach("copy.before", step)
+        failpoint("copy.before", step)
         slot[: len(job.form.header)] = job.form.header
         write_stamp(slot, job.snapshot)
 
@@ -326,14 +326,14 @@ class Copier:
         job.read()
         self._pace.begin(job.moving_bytes)
         self._mover.copy(moving, slot, pause)
-        reach("copy.middle", step)
+        failpoint("copy.middle", step)
         if names := reshaped():
             raise LayoutChanged(f"{', '.join(names)}: of another shape than when the layout was made")
         if witness is not None and not self._mover.queues:
             witness.look()
         job.copied.set()
         self._mover.copy(job.ready, slot, lambda count: None)
-        reach("copy.done", step)
+        failpoint("copy.done", step)
         job.check()
         self._mover.finish()
         if witness is not None:

@@ -88,14 +88,14 @@ class Zombie:
     @property
     def smp_says(self) -> dict[str, tuple[Message, str | None]]:
         """The same of an SMP of epoch 1."""
-        reform = {"epoch": 1, "sources": to_plain(self.plan.sources), "layout": {**self.layout, "revision": 1}}
+        regrouping = {"epoch": 1, "sources": to_plain(self.plan.sources), "layout": {**self.layout, "revision": 1}}
         of = {"snapshot": self.victim.snapshot}
         unit = {"op": "shard_unit", "coord": "dp0", "unit": 0}
         term = {"at": list(self.victim.smp.bulk), "factor": 1, "what": unit}
         tag = self.victim.run.layout.tag(0)
-        folded = {"epoch": 1, "snapshot": self.old, "tag": tag, "stripe": 0, "position": 1, "digest": 0}
+        accumulated = {"epoch": 1, "snapshot": self.old, "tag": tag, "stripe": 0, "position": 1, "digest": 0}
         return {
-            "accumulate": (folded, STALE),
+            "accumulate": (accumulated, STALE),
             "shard": ({"coord": "dp0"}, None),
             "ping": ({}, None),
             "parity_done": ({"epoch": 1, "snapshot": [2, 3], "tag": tag, "position": 1}, STALE),
@@ -105,9 +105,9 @@ class Zombie:
             "move": ({"spares": []}, None),
             "enlist": ({"epoch": 1}, "ConfigError"),
             "drain": ({"deadline_s": 0, "spares": []}, "ConfigError"),
-            "adopt": (reform, STALE),
-            "encode": (reform, STALE),
-            "release": (reform, STALE),
+            "adopt": (regrouping, STALE),
+            "encode": (regrouping, STALE),
+            "release": (regrouping, STALE),
             "shard_unit": ({**of, "coord": "dp0", "unit": 0}, None),
             "parity_unit": ({**of, "tag": tag, "position": 0, "unit": 0}, None),
             "partial": ({**of, "terms": [term], "length": 10, "position": 1}, None),

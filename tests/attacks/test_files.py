@@ -160,5 +160,5 @@ def test_a_slot_that_is_cut_under_a_running_smp_costs_that_smp_at_most(damaged: 
 def test_bits_that_flip_under_a_running_smp_are_mended(damaged: Damaged) -> None:
     flip_many(shard_file(damaged.smp, damaged.snapshot, "dp0"))
     found = damaged.run["dp0"].client.scrub()
-    assert found["damaged"] == found["mended"] > 0
+    assert found["damaged"] == found["repaired"] > 0
     damaged.comes_back()

@@ -126,7 +126,7 @@ def _what_was_promised_is_forgotten() -> None:
     _replace(restore, "plan_restore", plan)
 
 
-def _lost_parity_is_not_healed() -> None:
+def _lost_parity_is_not_repaired() -> None:
     from holdfast.snapshot.resume import restore
 
     _replace(restore, "repair_parity", lambda client, plan, coords, coord: None)
@@ -151,10 +151,10 @@ def _the_protected_slot_is_freed() -> None:
 def _parity_of_nothing() -> None:
     from holdfast.smp_daemon.storage.parity import ParityGathering
 
-    fold = ParityGathering.accumulate
+    accumulate = ParityGathering.accumulate
 
     def zeros(self: ParityGathering, stripe: int, position: int, unit: memoryview, digest: int) -> None:
-        fold(self, stripe, position, memoryview(bytes(unit.nbytes)), digest)
+        accumulate(self, stripe, position, memoryview(bytes(unit.nbytes)), digest)
 
     _replace(ParityGathering, "accumulate", zeros)
 
@@ -163,10 +163,10 @@ def _units_are_not_checked_on_arrival() -> None:
     from holdfast.smp_daemon.shared.records import digest
     from holdfast.smp_daemon.storage.parity import ParityGathering
 
-    fold = ParityGathering.accumulate
+    accumulate = ParityGathering.accumulate
 
     def unchecked(self: ParityGathering, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
-        fold(self, stripe, position, unit, digest(unit))
+        accumulate(self, stripe, position, unit, digest(unit))
         self._digests[stripe][position] = unit_digest
 
     _replace(ParityGathering, "accumulate", unchecked)
@@ -224,7 +224,7 @@ MUTANTS: dict[str, Mutant] = {
         _what_was_promised_is_forgotten,
     ),
     "no-healing": Mutant(
-        "a lost node's parity is not computed again", "another-as-soon-as-healed", "", _lost_parity_is_not_healed
+        "a lost node's parity is not computed again", "another-as-soon-as-repaired", "", _lost_parity_is_not_repaired
     ),
     "protected-too-early": Mutant(
         "a snapshot counts as protected before it is encoded",
@@ -240,7 +240,7 @@ MUTANTS: dict[str, Mutant] = {
         _the_protected_slot_is_freed,
         in_smp=True,
     ),
-    "parity-of-nothing": Mutant("zeros are folded into parity", "a-node", "", _parity_of_nothing, in_smp=True),
+    "parity-of-nothing": Mutant("zeros are accumulated into parity", "a-node", "", _parity_of_nothing, in_smp=True),
     "unchecked-on-arrival": Mutant(
         "a unit that comes for parity is not compared with its digest",
         "bits-flip-in-flight",

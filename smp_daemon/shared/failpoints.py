@@ -1,6 +1,6 @@
 """Named points of the protocol at which a test can stop, or kill, exactly this process.
 
-`reach` does nothing unless the environment variable `HOLDFAST_POINTS` holds rules, a JSON object
+`failpoint` does nothing unless the environment variable `HOLDFAST_POINTS` holds rules, a JSON object
 ``{"socket": PATH, "who": NAME, "rules": [[point, step], ...]}``; a step of null means any. At a point that a rule
 names, the process says so on the unix socket and waits until it is told to go on (or is killed while it waits).
 """
@@ -18,12 +18,12 @@ HOLD_DEADLINE_S = 120.0
 RECORDS = ("node", "layout", "shard", "parity", "smp")
 """Kinds of JSON files in an arena."""
 
-TRAINER_POINTS = ("copy.before", "copy.middle", "copy.done", "restore.before", "restore.middle")
+TRAINER_FAILPOINTS = ("copy.before", "copy.middle", "copy.done", "restore.before", "restore.middle")
 """Reached by trainers."""
 
-PERSIST_POINTS = ("persist.middle", "persist.written", "persist.done")
+PERSIST_FAILPOINTS = ("persist.middle", "persist.written", "persist.done")
 
-SMP_POINTS = (
+SMP_FAILPOINTS = (
     # an SMP starts, and takes over what is there
     *("arena.made", "adopt.before", "adopt.board", "adopt.slot", "adopt.done"),
     *("start.adopted", "start.bound", "start.serving", "rejoin.before", "rejoin.done"),
@@ -31,15 +31,15 @@ SMP_POINTS = (
     *("join.fenced", "join.noted", "join.done", "configure.reserved", "configure.done", "slot.opened", "slot.made"),
     # a snapshot
     *("begin.released", "begin.done", "seal.before", "seal.digested", "seal.committed", "seal.done", "abandon.done"),
-    *("encode.before", "encode.middle", "encode.done", "parity.taken", "parity.folded", "parity.complete"),
+    *("encode.before", "encode.middle", "encode.done", "parity.taken", "parity.accumulated", "parity.complete"),
     *("parity.committed", "parity.announced", "parity.told", "outcome.protected", "outcome.failed"),
     *("slot.freed", "slot.removed", "layout.removed"),
     # bytes that are brought back, and repaired
     *("receive.taken", "receive.checked", "receive.done", "rebuild.middle", "drop.done"),
-    *("mend.before", "mend.done", "heal.taken", "heal.folded", "heal.done"),
-    *("reform.declined", "reform.planned", "reform.adopt", "reform.encode", "reform.release", "reform.done"),
+    *("repair.before", "repair.done", "repair_parity.taken", "repair_parity.accumulated", "repair_parity.done"),
+    *("regroup.declined", "regroup.planned", "regroup.adopt", "regroup.encode", "regroup.release", "regroup.done"),
     # a snapshot that is written to storage
-    *PERSIST_POINTS,
+    *PERSIST_FAILPOINTS,
     # the end
     *("finish.told", "finish.closing", "arena.emptied", "arena.removed"),
     # small files: before one is written, once it is written beside the old, once it has taken its place
@@ -47,7 +47,7 @@ SMP_POINTS = (
 )
 """Reached by SMPs: before and after every change of what outlives the process."""
 
-POINTS = (*TRAINER_POINTS, *SMP_POINTS)
+FAILPOINTS = (*TRAINER_FAILPOINTS, *SMP_FAILPOINTS)
 """Every point inside holdfast. Jobs may add their own, such as ``train.step``."""
 
 
@@ -85,7 +85,7 @@ def is_armed() -> bool:
     return _rules is not None or _observer is not None
 
 
-def reach(point: str, step: int = -1) -> None:
+def failpoint(point: str, step: int = -1) -> None:
     """Say that `point` of snapshot or training step `step` is reached; waits only if a rule asks for it."""
     if _observer is not None:
         _observer(point, step)
