@@ -1,6 +1,6 @@
 """``python benchmarks/device.py``: what copies from a CUDA device into a slot cost. Needs a GPU, else exits with 2.
 
-* Rate: `CudaMover.copy` and `finish` against one ``copy_`` of the same bytes into pinned memory, in turns.
+* Rate: `CudaEngine.copy` and `finish` against one ``copy_`` of the same bytes into pinned memory, in turns.
 * Inflation: the time of a training step of bf16 transformer blocks with a copy of the whole state every step, against
   the same step without, in turns. Every figure is the median over rounds of a ratio within one round.
 """
@@ -23,9 +23,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from holdfast.snapshot.copy.cuda import CudaMover
+from holdfast.snapshot.copy.cuda import CudaEngine
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
-from holdfast.snapshot.copy.movers import SlotTensor
+from holdfast.snapshot.copy.engines import SlotTensor
 
 DEADLINE_S = 60.0
 
@@ -62,17 +62,17 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def rate(runtime: TorchRuntime, total_bytes: int, tensors: int, rounds: int) -> dict[str, float]:
-    """GB/s of the mover and of one pinned copy, and their ratio."""
+    """GB/s of the copy engine and of one pinned copy, and their ratio."""
     flat = torch.randint(0, 256, (total_bytes,), dtype=torch.uint8, device=runtime.device)
     pinned = torch.empty(total_bytes, dtype=torch.uint8, pin_memory=True)
     pieces, slot = place(flat.chunk(tensors))
-    mover = CudaMover(runtime)
+    engine = CudaEngine(runtime)
 
     def move() -> None:
-        mover.mark()
-        mover.copy(pieces, slot, no_pause)
-        mover.fence()
-        mover.finish()
+        engine.mark()
+        engine.copy(pieces, slot, no_pause)
+        engine.fence()
+        engine.finish()
 
     first_s = timed(move)  # registers the slot
     host = torch.frombuffer(slot, dtype=torch.uint8)
@@ -83,9 +83,9 @@ def rate(runtime: TorchRuntime, total_bytes: int, tensors: int, rounds: int) -> 
     for _ in range(rounds):
         mine.append(timed(move))
         theirs.append(timed(lambda: pinned.copy_(flat, non_blocking=True)))
-    mover.close()
+    engine.close()
     return {
-        "mover_gbps": total_bytes / statistics.median(mine) / 1e9,
+        "engine_gbps": total_bytes / statistics.median(mine) / 1e9,
         "pinned_gbps": total_bytes / statistics.median(theirs) / 1e9,
         "ratio": statistics.median(b / a for a, b in zip(mine, theirs, strict=True)),
         "first_s": first_s,
@@ -93,7 +93,7 @@ def rate(runtime: TorchRuntime, total_bytes: int, tensors: int, rounds: int) -> 
 
 
 class Training:
-    """bf16 transformer blocks with AdamW, and a mover that copies all of it beside the next step."""
+    """bf16 transformer blocks with AdamW, and a copy engine that copies all of it beside the next step."""
 
     def __init__(self, runtime: TorchRuntime, layers: int, width: int, batch: int, length: int) -> None:
         torch.manual_seed(1)
@@ -104,7 +104,7 @@ class Training:
         self.model = torch.nn.Sequential(*blocks).to(runtime.device, torch.bfloat16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.input = torch.randn(batch, length, width, device=runtime.device, dtype=torch.bfloat16)
-        self.mover = CudaMover(runtime)
+        self.engine = CudaEngine(runtime)
         self.thread = ThreadPoolExecutor(1, "copy")
         self.steps(1, copies=False)
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
@@ -122,20 +122,20 @@ class Training:
             self.model(self.input).square().mean().backward()
             if queued is not None:
                 queued.result(DEADLINE_S)
-                self.mover.fence()
+                self.engine.fence()
             self.optimizer.step()
             self.optimizer.zero_grad()
             if copies:
-                self.mover.mark()
-                queued = self.thread.submit(self.mover.copy, self.pieces, self.slot, no_pause)
-                finished = self.thread.submit(self.mover.finish)
+                self.engine.mark()
+                queued = self.thread.submit(self.engine.copy, self.pieces, self.slot, no_pause)
+                finished = self.thread.submit(self.engine.finish)
         if finished is not None:
             finished.result(DEADLINE_S)
 
     def close(self) -> None:
         """End the copy thread and let go of the slot."""
         self.thread.shutdown()
-        self.mover.close()
+        self.engine.close()
 
 
 def inflation(training: Training, steps: int, rounds: int) -> dict[str, float]:
@@ -162,11 +162,11 @@ def machine() -> str:
 
 def table(date: str, results: dict[str, dict[str, float]]) -> str:
     """The results as a Markdown table."""
-    lines = [f"{date}, {machine()}", "", "| | with a mover | without | ratio |", "|---|---|---|---|"]
+    lines = [f"{date}, {machine()}", "", "| | with a copy engine | without | ratio |", "|---|---|---|---|"]
     for name in ("registered", "ring"):
         row = results[name]
         lines.append(
-            f"| copy, {name} (first: {row['first_s']:.2f} s) | {row['mover_gbps']:.1f} GB/s "
+            f"| copy, {name} (first: {row['first_s']:.2f} s) | {row['engine_gbps']:.1f} GB/s "
             f"| {row['pinned_gbps']:.1f} GB/s (one pinned copy) | {row['ratio']:.2f} |"
         )
     row = results["step"]

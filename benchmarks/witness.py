@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.witness import Subjects, Witness
 
 ROUNDS = 31
@@ -35,7 +35,7 @@ def measure(count: int, size: int) -> dict[str, float]:
     tensors = [torch.nn.Parameter(torch.zeros(size // 4)) for _ in range(count)]
     slot = memoryview(bytearray(count * size))
     pieces = tuple(SlotTensor(tensor.detach(), i * size, size, str(i)) for i, tensor in enumerate(tensors))
-    subjects, mover = Subjects(pieces, tensors), CpuMover()
+    subjects, engine = Subjects(pieces, tensors), CpuEngine()
     source, target = np.ones(count * size, np.uint8), np.ones(count * size, np.uint8)  # zeros are no memory yet
     held: dict[str, list[float]] = {"begin_ms": [], "end_ms": [], "memcpy_ms": []}
 
@@ -50,8 +50,8 @@ def measure(count: int, size: int) -> dict[str, float]:
             torch._foreach_add_(tensors, 1.0)  # as optim.step() has just done when a step begins
         list(map(torch.Tensor.data_ptr, tensors))  # as the manifest has
         made: list[Witness] = []
-        note("begin_ms", lambda turn=turn, made=made: made.append(Witness(mover, subjects, turn)))  # type: ignore[misc]
-        mover.copy(pieces, slot, lambda count: None)
+        note("begin_ms", lambda turn=turn, made=made: made.append(Witness(engine, subjects, turn)))  # type: ignore[misc]
+        engine.copy(pieces, slot, lambda count: None)
         note("end_ms", lambda made=made: made[0].check(slot))  # type: ignore[misc]
     medians = {name: round(statistics.median(values), 3) for name, values in held.items()}
     share = (medians["begin_ms"] + medians["end_ms"]) / medians["memcpy_ms"]

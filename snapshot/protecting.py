@@ -142,7 +142,7 @@ class Protecting:
         self._persist_due = 0
         self._enabled = True
         self._parted = False  # from the other ranks, until all meet again
-        self.copier = Copier(rank.client, rank.smp.sealing, rank.mover, self.pace, self._attach_again, self._over)
+        self.copier = Copier(rank.client, rank.smp.sealing, rank.engine, self.pace, self._attach_again, self._over)
 
     # ------------------------------------------------------------------ in every step
 

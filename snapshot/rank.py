@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.snapshot.collective.agreement import default_agreement
 from holdfast.snapshot.connect import warn_of_stale_store
-from holdfast.snapshot.copy.devices import choose_mover
+from holdfast.snapshot.copy.devices import choose_engine
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.own_smp import OwnSmp
 from holdfast.snapshot.resume.arrange import parse_domains
@@ -18,7 +18,7 @@ class Rank:
     Attributes:
         coord: its coordinate. domains: what its node fails together with.
         agreement: collectives with the other ranks. The training thread's; results of `minimum` are any thread's.
-        smp: this node's SMP. mover: copies between live tensors and slots.
+        smp: this node's SMP. engine: copies between live tensors and slots.
 
     Raises:
         ConfigError, SmpUnavailable: see `parse_domains`, `OwnSmp`.
@@ -31,7 +31,7 @@ class Rank:
         self.coord = adapter.coordinate()
         self.domains = parse_domains(options.domains, self.coord)
         self.smp = OwnSmp(options.job_arena, options.job, self.coord, start=options.start)
-        self.mover = choose_mover({item.tensor.device for item in adapter.tensors()})
+        self.engine = choose_engine({item.tensor.device for item in adapter.tensors()})
 
     @property
     def client(self) -> SmpClient:
@@ -40,6 +40,6 @@ class Rank:
 
     def close(self) -> None:
         """Give all of it back. No collective call; the SMP stays."""
-        self.mover.close()
+        self.engine.close()
         self.smp.close()
         self.agreement.close()

@@ -99,7 +99,9 @@ def enter(adapter: Adapter, options: Options, statistics: Statistics, checks: Ch
     rank.client.beat(TrainerPhase.RESTORE, 0)
     log_here(job=options.job, node=rank.client.node, rank=rank.agreement.rank, coord=rank.coord, epoch=None, step=None)
     try:
-        restored = restore(rank.client, rank.agreement, adapter, rank.mover, options.for_start, elastic=options.elastic)
+        restored = restore(
+            rank.client, rank.agreement, adapter, rank.engine, options.for_start, elastic=options.elastic
+        )
     except BaseException as error:
         rank.smp.say_end(0, error)
         rank.close()
@@ -144,7 +146,7 @@ class Session:
             restored.notes,
         )
         statistics.interval = self.intervals.policy.interval
-        self.capture = Capture(adapter, rank.agreement, rank.mover, options.job, rank.coord)
+        self.capture = Capture(adapter, rank.agreement, rank.engine, options.job, rank.coord)
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, progress, statistics)
         self.position = Position(step, restored.loop)
         self.capture.notes = self.intervals.notes
@@ -173,7 +175,7 @@ class Session:
         """
         restored = self.restored
         if restored.snapshot is not None and self._checks.resumption:
-            self._first.state = Resumed(adapter, self.rank.mover, restored.began, restored.snapshot.step)
+            self._first.state = Resumed(adapter, self.rank.engine, restored.began, restored.snapshot.step)
             self._first.inputs = restored.inputs
 
     def _auditor_if_ordered(self, adapter: Adapter) -> Auditor | None:
@@ -382,7 +384,7 @@ class Session:
             self._be_sure(copy)
         in_time = copy.fence(0.0 if self._smp_is_slow else PATIENCE_S, self._options.deadline_s)
         if in_time:
-            self.rank.mover.fence()
+            self.rank.engine.fence()
         self._smp_is_slow = not in_time
         self.capture.let_go()
 

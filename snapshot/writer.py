@@ -14,7 +14,7 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.plan import newest_protected, newest_whole
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.copy.devices import choose_mover
+from holdfast.snapshot.copy.devices import choose_engine
 from holdfast.snapshot.copy.tensors import leaf_of
 from holdfast.snapshot.resume.arrange import Protection
 from holdfast.snapshot.resume.reserve import reserve
@@ -109,20 +109,20 @@ class SlotWriter:
     ) -> None:
         keep = {each for each in (self._kept, self._protected) if each is not None}
         slot = self._client.begin(snapshot, self._coord, keep, self._protected)
-        mover = choose_mover({tensor.device for tensor in tensors.values()})
+        engine = choose_engine({tensor.device for tensor in tensors.values()})
         try:
             slot[: len(form.header)] = form.header
             write_stamp(slot, snapshot)
-            mover.mark()
-            mover.copy(place_tensors(form, tensors.items()), slot, lambda count: None)
-            mover.finish()
+            engine.mark()
+            engine.copy(place_tensors(form, tensors.items()), slot, lambda count: None)
+            engine.finish()
             offset, capacity = form.record
             slot[offset : offset + capacity] = record.ljust(capacity)
         except BaseException:
             self._client.abandon(snapshot, self._coord)
             raise
         finally:
-            mover.close()
+            engine.close()
         self._client.seal(snapshot, self._coord, self._protected)
         outcome = self._client.await_outcome(snapshot, self._deadline_s)
         if outcome is not SnapshotOutcome.PROTECTED:

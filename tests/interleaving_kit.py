@@ -30,7 +30,7 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.records import digest_units, write_json
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 from holdfast.snapshot.collective.agreement import Alone, Result, T
-from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.step.copier import CopyJob
 from tests.deadlines import DEADLINE_S
 
@@ -218,7 +218,7 @@ class MortalQueue:
         self._queue.put(Killed)
 
 
-class MortalMover(CpuMover):
+class MortalEngine(CpuEngine):
     """Copies half a piece at a time, with a gate before each half."""
 
     def __init__(self) -> None:
@@ -378,7 +378,7 @@ def gates() -> Iterator[list[BaseException]]:
             "holdfast.snapshot.step.copier.failpoint": reached,
             "holdfast.snapshot.resume.restore.failpoint": reached,
             "holdfast.snapshot.step.copier.queue": SimpleNamespace(SimpleQueue=lambda: MortalQueue(current_life())),
-            "holdfast.snapshot.copy.movers.CpuMover": MortalMover,
+            "holdfast.snapshot.copy.engines.CpuEngine": MortalEngine,
             "holdfast.snapshot.rank.default_agreement": lambda: (
                 Member(_HERE.circle, rank()) if _HERE.circle else Alone()
             ),

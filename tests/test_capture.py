@@ -20,8 +20,8 @@ from holdfast.smp_daemon.shared.errors import HoldfastError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_stamp
 from holdfast.snapshot.collective.agreement import Alone
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.errors import LayoutChanged
-from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.copy.witness import StateChanged
@@ -31,8 +31,8 @@ from holdfast.snapshot.state.record import decode_record, decode_values
 from holdfast.snapshot.step.capture import Capture, Staging
 from holdfast.snapshot.step.copier import Copier, CopyJob
 from tests.deadlines import DEADLINE_S
+from tests.test_engines import Counting
 from tests.test_hook import train, values
-from tests.test_movers import Counting
 from tests.test_state import Toy, named, toy
 
 SLOTS = 3
@@ -63,7 +63,7 @@ class Slots:
             self.abandoned.append(snapshot)
 
 
-class Noting(CpuMover):
+class Noting(CpuEngine):
     """Notes what is copied, and whether the live state might be changed by then."""
 
     def __init__(self) -> None:
@@ -89,11 +89,11 @@ class Rig:
 
     def __init__(self, adapter: Toy) -> None:
         self.adapter = adapter
-        self.mover = Noting()
-        self.capture = Capture(adapter, Alone(), self.mover, "run", "dp0")
+        self.engine = Noting()
+        self.capture = Capture(adapter, Alone(), self.engine, "run", "dp0")
         self.slots = Slots()
         client = cast(SmpClient, self.slots)
-        self.copier = Copier(client, client, self.mover, Pace(), lambda: None, self.capture.over)
+        self.copier = Copier(client, client, self.engine, Pace(), lambda: None, self.capture.over)
         self._epoch = 0
         self._step = 0
 
@@ -111,7 +111,7 @@ class Rig:
     def begin_marked(self, *, declared: bool = True, marked: bool = False) -> CopyJob:
         """The same, when `mark` was called."""
         snapshot = SnapshotId(self._epoch, self._step)
-        self.mover.job = job = self.capture.begin(snapshot, (), None, declared=declared, marked=marked)
+        self.engine.job = job = self.capture.begin(snapshot, (), None, declared=declared, marked=marked)
         return job
 
     def end(self, job: CopyJob) -> Held:
@@ -319,7 +319,7 @@ def test_what_was_given_up_is_not_copied(rig: Rig) -> None:
     job = rig.begin()
     job.abort(HoldfastError("over"))
     assert str(rig.fail(job)) == "over"
-    assert rig.mover.notes == []
+    assert rig.engine.notes == []
     assert rig.slots.abandoned == [job.snapshot]
 
 
@@ -358,7 +358,7 @@ def test_live_tensors_are_read_before_they_may_change_and_copies_after(rig: Rig)
         [rig.form.offsets[name][0] for name in names]
         for names in (("model.weight", "model.base"), ("model.mean", "early.rng", "late.warm"))
     )
-    assert rig.mover.notes == [(moving, False), (ready, True)]
+    assert rig.engine.notes == [(moving, False), (ready, True)]
 
 
 def test_the_state_is_marked_when_all_copies_of_the_boundary_are_made(
@@ -373,7 +373,7 @@ def test_the_state_is_marked_when_all_copies_of_the_boundary_are_made(
         return take(staging, pieces)
 
     monkeypatch.setattr(Staging, "take", taken)
-    rig.mover.on_mark = lambda: order.append("mark")
+    rig.engine.on_mark = lambda: order.append("mark")
     rig.begin()
     assert order == ["copies", "mark"]
 
@@ -479,10 +479,10 @@ def test_data_that_is_exchanged_while_it_is_copied_is_copied_as_it_was(rig: Rig)
     for step in range(5):
         rig.exchange("model.base", torch.full((BIG,), float(step)))
         rig.plan()
-        rig.mover.before_copy = lambda: elsewhere(rig.live("model.base"), 7)
+        rig.engine.before_copy = lambda: elsewhere(rig.live("model.base"), 7)
         held = rig.take()
         assert set(held["model.base"]) == {float(step)}
-        rig.mover.before_copy = lambda: None
+        rig.engine.before_copy = lambda: None
         assert set(rig.take()["model.base"]) == {7.0}
 
 
@@ -491,7 +491,7 @@ def test_data_of_another_shape_that_comes_while_it_is_copied_is_named(rig: Rig) 
         rig.live("model.weight").data = torch.zeros(2, 4)
 
     job = rig.begin()
-    rig.mover.after_copy = widen
+    rig.engine.after_copy = widen
     error = rig.fail(job)
     assert isinstance(error, LayoutChanged)
     assert str(error) == "model.weight: of another shape than when the layout was made"
@@ -506,7 +506,7 @@ def test_a_tensor_that_is_transposed_in_its_memory_is_named(rig: Rig, when: str)
         job = rig.begin()
     else:
         job = rig.begin()
-        rig.mover.before_copy = lambda: (weight.t_(), None)[1] if weight.shape == (2, 3) else None
+        rig.engine.before_copy = lambda: (weight.t_(), None)[1] if weight.shape == (2, 3) else None
     error = rig.fail(job)
     assert isinstance(error, LayoutChanged)
     assert "model.weight" in str(error)
@@ -575,7 +575,7 @@ def test_what_changes_while_it_is_copied_ends_the_snapshot_and_is_copied_at_once
 ) -> None:
     """Whatever it is: frozen tensors are no exception."""
     rig.take()
-    rig.mover.after_copy = lambda: write(rig.live(name))
+    rig.engine.after_copy = lambda: write(rig.live(name))
     error = rig.fail(rig.begin())
     assert isinstance(error, StateChanged)
     assert error.names == (name,)
@@ -596,8 +596,8 @@ def test_what_is_copied_at_once_stays_so_in_the_next_layout(rig: Rig) -> None:
 def test_what_is_swapped_and_given_back_while_it_is_copied_ends_the_snapshot(rig: Rig) -> None:
     weight = rig.live("model.weight")
     job = rig.begin()
-    rig.mover.before_copy = lambda: (weight.data.add_(1), None)[1]
-    rig.mover.after_copy = lambda: (weight.data.sub_(1), None)[1]
+    rig.engine.before_copy = lambda: (weight.data.add_(1), None)[1]
+    rig.engine.after_copy = lambda: (weight.data.sub_(1), None)[1]
     error = rig.fail(job)
     assert isinstance(error, StateChanged)
     assert error.names == ("model.weight",)

@@ -16,8 +16,8 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.errors import LayoutChanged
-from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
 from holdfast.snapshot.state.record import place_tensors
@@ -34,9 +34,9 @@ def record(inputs: str | None) -> bytes:
     return b"{}"
 
 
-def job(tensor: torch.Tensor | None = None, step: int = 1, mover: CpuMover | None = None) -> CopyJob:
+def job(tensor: torch.Tensor | None = None, step: int = 1, engine: CpuEngine | None = None) -> CopyJob:
     moving = place_tensors(FORM, [("w", torch.zeros(4096) if tensor is None else tensor)])
-    witness = Witness(mover or CpuMover(), Subjects(moving), step)
+    witness = Witness(engine or CpuEngine(), Subjects(moving), step)
     return CopyJob(SnapshotId(1, step), "dp0", (), None, FORM, moving, 4 * 4096, (), record, witness=witness)
 
 
@@ -225,7 +225,7 @@ class Slots:
         (self.unused if unused else self.abandoned).append(snapshot)
 
 
-class Gated(CpuMover):
+class Gated(CpuEngine):
     """Copies live tensors when it is told to."""
 
     def __init__(self) -> None:
@@ -246,9 +246,9 @@ class Gated(CpuMover):
 class Rig:
     def __init__(self) -> None:
         self.slots = Slots()
-        self.mover = Gated()
+        self.engine = Gated()
         client = cast(SmpClient, self.slots)
-        self.copier = Copier(client, client, self.mover, Pace(), lambda: None)
+        self.copier = Copier(client, client, self.engine, Pace(), lambda: None)
 
     def submit(self, made: CopyJob) -> CopyJob:
         made.sure.set()
@@ -261,7 +261,7 @@ def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
     made.slots.gives.set()
-    made.mover.go.set()
+    made.engine.go.set()
     made.copier.close(DEADLINE_S)
 
 
@@ -275,7 +275,7 @@ def test_a_loop_does_not_wait_for_an_smp_that_gives_no_slot(rig: Rig) -> None:
     rig.slots.gives.set()
     assert made.done.wait(DEADLINE_S)
     assert isinstance(made.error, NoFreeSlot)
-    assert rig.mover.read == []
+    assert rig.engine.read == []
     assert (rig.slots.sealed, rig.slots.abandoned) == ([], [made.snapshot])
 
 
@@ -307,10 +307,10 @@ def test_a_slot_that_was_had_ahead_of_time_is_had_for_its_connection(rig: Rig, c
 
 
 def test_a_loop_waits_for_a_copy_that_reads_its_state(rig: Rig) -> None:
-    rig.mover.go.clear()
+    rig.engine.go.clear()
     tensor = torch.full((4096,), 3.0)
     made = rig.submit(job(tensor))
-    assert rig.mover.copying.wait(DEADLINE_S)
+    assert rig.engine.copying.wait(DEADLINE_S)
 
     def training() -> bool:
         begun = made.fence(0.0, DEADLINE_S)
@@ -320,7 +320,7 @@ def test_a_loop_waits_for_a_copy_that_reads_its_state(rig: Rig) -> None:
     loop = Together(training)
     assert not made.copied.wait(SOON_S)
     assert loop.running
-    rig.mover.go.set()
+    rig.engine.go.set()
     assert loop.join() == [True]
     assert made.done.wait(DEADLINE_S)
     made.check()
@@ -329,13 +329,13 @@ def test_a_loop_waits_for_a_copy_that_reads_its_state(rig: Rig) -> None:
 
 
 def test_a_copy_that_outlasts_its_deadline_is_not_sealed(rig: Rig) -> None:
-    rig.mover.go.clear()
+    rig.engine.go.clear()
     tensor = torch.zeros(4096)
     made = rig.submit(job(tensor))
-    assert rig.mover.copying.wait(DEADLINE_S)
+    assert rig.engine.copying.wait(DEADLINE_S)
     assert made.fence(0.0, SOON_S) is True
     tensor.fill_(4)
-    rig.mover.go.set()
+    rig.engine.go.set()
     assert made.done.wait(DEADLINE_S)
     assert isinstance(made.error, DeadlineExceeded)
     assert rig.slots.sealed == []

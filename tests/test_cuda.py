@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.snapshot.copy import cuda, cuda_runtime
-from holdfast.snapshot.copy.cuda import CudaMover, chunks
+from holdfast.snapshot.copy.cuda import CudaEngine, chunks
 from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, DeviceStream, TorchRuntime
-from holdfast.snapshot.copy.movers import CpuMover, Mover, SlotTensor
+from holdfast.snapshot.copy.engines import CopyEngine, CpuEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
 from tests.deadlines import DEADLINE_S
@@ -300,22 +300,22 @@ in_any_order = pytest.mark.parametrize("order", ORDERS)
 def test_a_slot_holds_the_state_of_its_boundary(order: str | int, refused: Callable[[int], bool]) -> None:
     fake = FakeCuda(order)
     fake.refused = refused
-    mover: Mover = CudaMover(fake)
+    engine: CopyEngine = CudaEngine(fake)
     slots = [new_slot(), new_slot()]
     live = state(fake)
     pieces = place(*live)
     for step in range(4):
         wanted = [tensor * 0 + step + 0.5 if tensor.is_floating_point() else tensor + 1 for tensor in live]
         fake.later(partial(assign, live, wanted))
-        mover.mark()
+        engine.mark()
         fake.later(lambda: None)  # forward and backward
-        mover.copy(pieces, slots[step % 2], no_pause)
-        mover.fence()
+        engine.copy(pieces, slots[step % 2], no_pause)
+        engine.fence()
         fake.later(lambda: [t.fill_(99) for t in live])
-        mover.finish()
+        engine.finish()
         assert content(slots[step % 2], pieces) == [bits(tensor) for tensor in wanted]
         fake.run()
-    mover.close()
+    engine.close()
 
 
 @in_any_order
@@ -323,13 +323,13 @@ def test_a_slot_holds_the_state_of_its_boundary(order: str | int, refused: Calla
 def test_a_load_fills_live_tensors_behind_what_is_queued(order: str | int, refused: Callable[[int], bool]) -> None:
     fake = FakeCuda(order)
     fake.refused = refused
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     live = state(fake)
     pieces = place(*live)
     slot = new_slot()
     slot[:] = random.Random(5).randbytes(slot.nbytes)
     fake.later(lambda: [t.fill_(7) for t in live])  # still to be initialised
-    mover.load(pieces, slot)
+    engine.load(pieces, slot)
     assert [bits(tensor) for tensor in live] == content(slot, pieces)
     fake.run()
     assert [bits(tensor) for tensor in live] == content(slot, pieces)
@@ -339,61 +339,61 @@ def test_a_load_fills_live_tensors_behind_what_is_queued(order: str | int, refus
 def test_nothing_outside_the_pieces_is_written(refused: Callable[[int], bool]) -> None:
     fake = FakeCuda()
     fake.refused = refused
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     slot = new_slot()
     pieces = place(fake.tensor(torch.full((3000,), 7, dtype=torch.uint8)), at=100)
-    mover.mark()
-    mover.copy(pieces, slot, no_pause)
-    mover.finish()
+    engine.mark()
+    engine.copy(pieces, slot, no_pause)
+    engine.finish()
     assert bytes(slot) == bytes(100) + b"\x07" * 3000 + bytes(slot.nbytes - 3100)
 
 
 def test_the_training_thread_neither_blocks_nor_waits_for_the_device() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     fake.later(lambda: None)
-    mover.mark()
-    mover.copy(place(*state(fake)), new_slot(), no_pause)
-    mover.fence()
+    engine.mark()
+    engine.copy(place(*state(fake)), new_slot(), no_pause)
+    engine.fence()
     assert fake.done == 0
-    mover.finish()
+    engine.finish()
     assert fake.done > 0
 
 
 def test_a_fence_without_a_new_mark_is_harmless() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     live = state(fake)
     pieces, slot = place(*live), new_slot()
-    mover.fence()
-    mover.mark()
-    mover.copy(pieces, slot, no_pause)
-    mover.fence()
-    mover.finish()
-    mover.fence()
+    engine.fence()
+    engine.mark()
+    engine.copy(pieces, slot, no_pause)
+    engine.fence()
+    engine.finish()
+    engine.fence()
     assert [bits(tensor) for tensor in live] == content(slot, pieces)
 
 
 def test_a_copy_that_was_not_queued_as_a_whole_before_the_fence_fails() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     slot = new_slot()
-    mover.mark()
-    mover.copy(place(*state(fake)), slot, lambda count: mover_fence_from_training(mover))
+    engine.mark()
+    engine.copy(place(*state(fake)), slot, lambda count: engine_fence_from_training(engine))
     with pytest.raises(HoldfastError, match="may have changed"):
-        mover.finish()
-    mover.mark()
-    mover.fence()
+        engine.finish()
+    engine.mark()
+    engine.fence()
     with pytest.raises(HoldfastError, match="cannot be copied"):
-        mover.copy(place(*state(fake)), slot, no_pause)
-    mover.mark()
-    mover.copy(place(*state(fake)), slot, no_pause)
-    mover.fence()
-    mover.finish()
+        engine.copy(place(*state(fake)), slot, no_pause)
+    engine.mark()
+    engine.copy(place(*state(fake)), slot, no_pause)
+    engine.fence()
+    engine.finish()
 
 
-def mover_fence_from_training(mover: CudaMover) -> None:
-    training = threading.Thread(target=mover.fence)
+def engine_fence_from_training(engine: CudaEngine) -> None:
+    training = threading.Thread(target=engine.fence)
     training.start()
     training.join(DEADLINE_S)
     assert not training.is_alive()
@@ -402,16 +402,16 @@ def mover_fence_from_training(mover: CudaMover) -> None:
 def test_a_copy_needs_a_boundary() -> None:
     fake = FakeCuda()
     with pytest.raises(HoldfastError, match="mark"):
-        CudaMover(fake).copy(place(*state(fake)), new_slot(), no_pause)
+        CudaEngine(fake).copy(place(*state(fake)), new_slot(), no_pause)
 
 
 def test_each_chunk_waits_for_its_pause() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
-    mover.mark()
+    engine = CudaEngine(fake)
+    engine.mark()
     seen: list[tuple[int, int]] = []
     tensor = fake.tensor(torch.zeros(RANGE + 100, dtype=torch.uint8))
-    mover.copy(place(tensor, at=0), new_slot(), lambda count: seen.append((count, fake.copies)))
+    engine.copy(place(tensor, at=0), new_slot(), lambda count: seen.append((count, fake.copies)))
     assert [count for count, _ in seen] == [CHUNK] * (RANGE // CHUNK) + [100]
     assert [copies for _, copies in seen] == list(range(len(seen)))
 
@@ -420,7 +420,7 @@ def test_each_chunk_waits_for_its_pause() -> None:
 def test_a_pause_that_raises_ends_the_copy_and_leaves_the_slot_alone(refused: Callable[[int], bool]) -> None:
     fake = FakeCuda()
     fake.refused = refused
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     slot = new_slot()
     live = fake.tensor(torch.full((RANGE,), 7, dtype=torch.uint8))
 
@@ -428,12 +428,12 @@ def test_a_pause_that_raises_ends_the_copy_and_leaves_the_slot_alone(refused: Ca
         if fake.copies == 3:
             raise HoldfastError("given up")
 
-    mover.mark()
+    engine.mark()
     with pytest.raises(HoldfastError, match="given up"):
-        mover.copy(place(live, at=0), slot, pause)
+        engine.copy(place(live, at=0), slot, pause)
     slot[:] = bytes(slot.nbytes)  # somebody else's now
     fake.run()
-    mover.close()
+    engine.close()
     assert bytes(slot) == bytes(slot.nbytes)
 
 
@@ -441,7 +441,7 @@ def test_a_pause_that_raises_ends_the_copy_and_leaves_the_slot_alone(refused: Ca
 def test_what_is_copied_is_held_until_it_is_copied(refused: Callable[[int], bool]) -> None:
     fake = FakeCuda()
     fake.refused = refused
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     slot = new_slot()
     plain, scattered = fake.tensor(torch.arange(900.0)), fake.tensor(torch.arange(1200.0))
     scattered = torch.empty(0).set_(scattered.untyped_storage(), 0, (40, 30), (1, 40))
@@ -449,12 +449,12 @@ def test_what_is_copied_is_held_until_it_is_copied(refused: Callable[[int], bool
     wanted = [bits(tensor) for tensor in live]
     pieces = place(*live)
     memory = [fake.memory[tensor.untyped_storage().data_ptr()] for tensor in live]
-    mover.mark()
-    mover.copy(pieces, slot, no_pause)
+    engine.mark()
+    engine.copy(pieces, slot, no_pause)
     for tensor in live:
         tensor.data = torch.empty(0)  # the training loop lets go of the memory
     assert None not in [held() for held in memory]
-    mover.finish()
+    engine.finish()
     assert content(slot, pieces) == wanted
     assert [held() for held in memory] == [None] * len(memory)
 
@@ -463,23 +463,23 @@ def test_what_is_copied_is_held_until_it_is_copied(refused: Callable[[int], bool
 def test_a_copy_that_nobody_finished_ends_before_the_next_begins(refused: Callable[[int], bool]) -> None:
     fake = FakeCuda()
     fake.refused = refused
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     first, second = new_slot(), new_slot()
-    mover.mark()
-    mover.copy(place(fake.tensor(torch.full((RANGE,), 1, dtype=torch.uint8)), at=0), first, no_pause)
-    mover.mark()
-    mover.copy(place(fake.tensor(torch.full((RANGE,), 2, dtype=torch.uint8)), at=0), second, no_pause)
+    engine.mark()
+    engine.copy(place(fake.tensor(torch.full((RANGE,), 1, dtype=torch.uint8)), at=0), first, no_pause)
+    engine.mark()
+    engine.copy(place(fake.tensor(torch.full((RANGE,), 2, dtype=torch.uint8)), at=0), second, no_pause)
     assert bytes(first[:RANGE]) == b"\x01" * RANGE
-    mover.finish()
+    engine.finish()
     assert bytes(second[:RANGE]) == b"\x02" * RANGE
 
 
 def test_tensors_elsewhere_are_refused_before_anything_is_queued() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
-    mover.mark()
+    engine = CudaEngine(fake)
+    engine.mark()
     with pytest.raises(ConfigError, match="meta"):
-        mover.copy(place(fake.tensor(torch.zeros(3)), torch.zeros(3, device="meta")), new_slot(), no_pause)
+        engine.copy(place(fake.tensor(torch.zeros(3)), torch.zeros(3, device="meta")), new_slot(), no_pause)
     assert fake.copies == 0
 
 
@@ -492,14 +492,14 @@ def named(*tensors: torch.Tensor) -> tuple[SlotTensor, ...]:
 
 
 def test_bytes_may_be_under_way_when_a_copy_returns() -> None:
-    assert CudaMover(FakeCuda()).queues
+    assert CudaEngine(FakeCuda()).queues
 
 
 @pytest.mark.parametrize("turn", range(12))
 def test_a_sample_is_the_same_bytes_as_of_host_memory(turn: int) -> None:
     fake = FakeCuda()
     pieces = place(*state(fake))
-    on_device, on_host = CudaMover(fake).sample(pieces, turn), CpuMover().sample(pieces, turn)
+    on_device, on_host = CudaEngine(fake).sample(pieces, turn), CpuEngine().sample(pieces, turn)
     for name in ("index", "start", "length", "place"):
         assert getattr(on_device, name).tolist() == getattr(on_host, name).tolist()
     looked_at = on_host.place >= 0  # what is conjugated lazily is resolved on the way
@@ -511,15 +511,15 @@ def test_a_sample_is_the_same_bytes_as_of_host_memory(turn: int) -> None:
 def test_only_so_many_pieces_are_looked_at_a_turn_and_soon_all(monkeypatch: pytest.MonkeyPatch, interval: int) -> None:
     monkeypatch.setattr(cuda, "SAMPLED", 3)
     fake = FakeCuda()
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     pieces = place(*[fake.tensor(torch.full((4,), float(i))) for i in range(8)])
     seen: set[int] = set()
     for turn in range(5, 5 + 24 * interval, interval):
-        sample = mover.sample(pieces, turn)
+        sample = engine.sample(pieces, turn)
         assert len(sample.index) == 3
         values = sample.read()[:, :16].copy().view("f4")
         assert values.tolist() == [[float(i)] * 4 for i in sample.index]
-        assert mover.sample(pieces, turn).index.tolist() == sample.index.tolist()
+        assert engine.sample(pieces, turn).index.tolist() == sample.index.tolist()
         seen.update(sample.index.tolist())
     assert seen == set(range(8))
 
@@ -527,7 +527,7 @@ def test_only_so_many_pieces_are_looked_at_a_turn_and_soon_all(monkeypatch: pyte
 def test_a_sample_of_nothing_asks_the_device_nothing() -> None:
     fake = FakeCuda()
     for tensors in ((), (fake.tensor(torch.zeros(0, 3)),)):
-        sample = CudaMover(fake).sample(place(*tensors), 4)
+        sample = CudaEngine(fake).sample(place(*tensors), 4)
         assert (len(sample.index), len(sample.read())) == (0, 0)
     assert not fake.compute.work
 
@@ -536,7 +536,7 @@ def test_taking_a_sample_does_not_wait_for_the_device_and_reading_it_does() -> N
     fake = FakeCuda()
     ran: list[bool] = []
     fake.later(lambda: ran.append(True))
-    sample = CudaMover(fake).sample(place(*state(fake)), 1)
+    sample = CudaEngine(fake).sample(place(*state(fake)), 1)
     assert not ran
     sample.read()
     assert ran
@@ -544,36 +544,36 @@ def test_taking_a_sample_does_not_wait_for_the_device_and_reading_it_does() -> N
 
 def test_a_device_that_fails_while_it_is_looked_at_fails_the_snapshot() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
-    sample = mover.sample(place(*state(fake)), 1)
+    engine = CudaEngine(fake)
+    sample = engine.sample(place(*state(fake)), 1)
     fake.fault = "an illegal memory access"
     with pytest.raises(HoldfastError, match="a look at the state failed on cpu: an illegal memory access"):
         sample.read()
     with pytest.raises(HoldfastError, match="a look at the state failed"):
-        mover.sample(place(*state(fake)), 1)
+        engine.sample(place(*state(fake)), 1)
     fake.fault = ""
     fake.stuck = True
     with pytest.raises(DeadlineExceeded):
-        mover.sample(place(*state(fake)), 1).read()
+        engine.sample(place(*state(fake)), 1).read()
 
 
 @registered_or_not
 def test_what_changes_while_it_is_copied_is_named(refused: Callable[[int], bool]) -> None:
     fake = FakeCuda()
     fake.refused = refused
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     live = [fake.tensor(torch.full((n,), 1.0)) for n in (3, 500, 40)]
     pieces = named(*live)
     slot = new_slot()
     for changing in (None, 1):
-        witness = Witness(mover, Subjects(pieces), 3)
-        mover.mark()
-        mover.copy(pieces, slot, no_pause)
+        witness = Witness(engine, Subjects(pieces), 3)
+        engine.mark()
+        engine.copy(pieces, slot, no_pause)
         if changing is not None:
             live[changing].data.fill_(2)
         witness.look()  # as at the fence: what is queued may be under way
-        mover.fence()
-        mover.finish()
+        engine.fence()
+        engine.finish()
         if changing is None:
             witness.check(slot)
         else:
@@ -583,16 +583,16 @@ def test_what_changes_while_it_is_copied_is_named(refused: Callable[[int], bool]
 
 def test_a_torn_copy_of_what_was_changed_back_is_named() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     live = [fake.tensor(torch.full((500,), 1.0)), fake.tensor(torch.full((20, 30), 1.0)).t()]
     pieces = named(*live)
     slot = new_slot()
-    witness = Witness(mover, Subjects(pieces), 3)
+    witness = Witness(engine, Subjects(pieces), 3)
     for tensor in live:
         tensor.data.fill_(2)
-    mover.mark()
-    mover.copy(pieces, slot, no_pause)
-    mover.finish()
+    engine.mark()
+    engine.copy(pieces, slot, no_pause)
+    engine.finish()
     for tensor in live:
         tensor.data.fill_(1)
     witness.look()
@@ -604,19 +604,19 @@ def test_a_torn_copy_of_what_was_changed_back_is_named() -> None:
 # ---------------------------------------------------------------------- registration
 
 
-def copied(mover: CudaMover, fake: FakeCuda, slot: memoryview) -> None:
-    mover.mark()
-    mover.copy(place(fake.tensor(torch.ones(3))), slot, no_pause)
-    mover.finish()
+def copied(engine: CudaEngine, fake: FakeCuda, slot: memoryview) -> None:
+    engine.mark()
+    engine.copy(place(fake.tensor(torch.ones(3))), slot, no_pause)
+    engine.finish()
 
 
 def test_a_slot_is_registered_once_in_ranges() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     slot = new_slot(5 * PAGE - 100)
     for _ in range(3):
-        copied(mover, fake, slot)
-    mover.load(place(fake.tensor(torch.ones(3))), slot)
+        copied(engine, fake, slot)
+    engine.load(place(fake.tensor(torch.ones(3))), slot)
     base = torch.frombuffer(slot, dtype=torch.uint8).data_ptr()
     assert fake.log == [("register", base + start) for start in (0, RANGE, 2 * RANGE)]
     assert [fake.ranges[address] for _, address in fake.log] == [RANGE, RANGE, PAGE]
@@ -624,21 +624,21 @@ def test_a_slot_is_registered_once_in_ranges() -> None:
 
 def test_the_same_mapping_by_another_name_is_the_same_slot() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     slot = new_slot()
-    copied(mover, fake, slot)
-    copied(mover, fake, memoryview(slot))
+    copied(engine, fake, slot)
+    copied(engine, fake, memoryview(slot))
     assert len(fake.log) == 3
 
 
 def test_a_refused_registration_is_undone_logged_once_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeCuda()
     fake.refused = lambda nth: nth >= 2
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     slots = [new_slot(), new_slot()]
     with caplog.at_level(logging.WARNING):
         for slot in slots:
-            copied(mover, fake, slot)
+            copied(engine, fake, slot)
             assert bytes(slot[64:76]) == bits(torch.ones(3))
     base = torch.frombuffer(slots[0], dtype=torch.uint8).data_ptr()
     assert fake.log == [
@@ -654,18 +654,18 @@ def test_a_refused_registration_is_undone_logged_once_and_not_tried_again(caplog
 
 def test_a_slot_that_nobody_holds_is_unregistered_before_its_mapping_goes() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     mapping = mmap.mmap(-1, PAGE)
     mapped = weakref.ref(mapping)
     old = memoryview(mapping)
     del mapping
-    copied(mover, fake, old)
+    copied(engine, fake, old)
     del old
     assert mapped() is not None
     seen: list[bool] = []
     fake.on_unregister = lambda: seen.append(mapped() is not None)
     new = new_slot(PAGE)
-    copied(mover, fake, new)
+    copied(engine, fake, new)
     assert seen == [True]
     assert mapped() is None
     assert [kind for kind, _ in fake.log] == ["register", "unregister", "register"]
@@ -673,28 +673,28 @@ def test_a_slot_that_nobody_holds_is_unregistered_before_its_mapping_goes() -> N
 
 def test_a_slot_is_unregistered_only_after_its_last_copy() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     old = new_slot()
-    mover.mark()
-    mover.copy(place(*state(fake)), old, no_pause)
+    engine.mark()
+    engine.copy(place(*state(fake)), old, no_pause)
     del old
-    copied(mover, fake, new_slot())  # the fake fails a copy into what is not registered
+    copied(engine, fake, new_slot())  # the fake fails a copy into what is not registered
     assert sum(kind == "unregister" for kind, _ in fake.log) == 3
 
 
 def test_close_waits_unregisters_everything_and_may_be_called_again() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     mapping = mmap.mmap(-1, 5 * PAGE)
     mapped = weakref.ref(mapping)
     slot = memoryview(mapping)
     del mapping
-    mover.mark()
-    mover.copy(place(fake.tensor(torch.ones(2000))), slot, no_pause)
-    mover.close()
+    engine.mark()
+    engine.copy(place(fake.tensor(torch.ones(2000))), slot, no_pause)
+    engine.close()
     assert bytes(slot[64:8064]) == bits(torch.ones(2000))
     assert fake.ranges == {}
-    mover.close()
+    engine.close()
     assert sum(kind == "unregister" for kind, _ in fake.log) == 3
     del slot
     assert mapped() is None
@@ -708,44 +708,44 @@ def test_an_error_of_the_device_surfaces_in_finish(refused: Callable[[int], bool
     fake = FakeCuda()
     fake.refused = refused
     fake.fail_at = 2
-    mover = CudaMover(fake)
-    mover.mark()
-    mover.copy(place(fake.tensor(torch.zeros(2 * CHUNK, dtype=torch.uint8))), new_slot(), no_pause)
-    mover.fence()
+    engine = CudaEngine(fake)
+    engine.mark()
+    engine.copy(place(fake.tensor(torch.zeros(2 * CHUNK, dtype=torch.uint8))), new_slot(), no_pause)
+    engine.fence()
     with pytest.raises(HoldfastError, match="illegal memory access"):
-        mover.finish()
-    mover.mark()  # the device answers nothing any more, and still the training thread hears of it elsewhere
-    mover.fence()
+        engine.finish()
+    engine.mark()  # the device answers nothing any more, and still the training thread hears of it elsewhere
+    engine.fence()
     with pytest.raises(HoldfastError, match="illegal memory access"):
-        mover.copy(place(fake.tensor(torch.zeros(3))), new_slot(), no_pause)
+        engine.copy(place(fake.tensor(torch.zeros(3))), new_slot(), no_pause)
 
 
 def test_a_fence_that_fails_makes_the_copy_fail() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
-    mover.mark()
-    mover.copy(place(*state(fake)), new_slot(), no_pause)
+    engine = CudaEngine(fake)
+    engine.mark()
+    engine.copy(place(*state(fake)), new_slot(), no_pause)
     fake.fault = "out of memory"
-    mover.fence()
+    engine.fence()
     fake.fault = ""
     with pytest.raises(HoldfastError, match="out of memory"):
-        mover.finish()
+        engine.finish()
 
 
 def test_a_device_that_is_stuck_is_noticed_and_its_pages_stay() -> None:
     fake = FakeCuda()
-    mover = CudaMover(fake)
+    engine = CudaEngine(fake)
     slot = new_slot()
-    mover.mark()
-    mover.copy(place(*state(fake)), slot, no_pause)
+    engine.mark()
+    engine.copy(place(*state(fake)), slot, no_pause)
     fake.stuck = True
     with pytest.raises(DeadlineExceeded):
-        mover.finish()
+        engine.finish()
     with pytest.raises(DeadlineExceeded):
-        mover.close()
+        engine.close()
     assert len(fake.ranges) == 3
     fake.stuck = False
-    mover.close()
+    engine.close()
     assert fake.ranges == {}
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from holdfast.snapshot.copy.cuda import CudaMover
+from holdfast.snapshot.copy.cuda import CudaEngine
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
-from holdfast.snapshot.copy.movers import SlotTensor
+from holdfast.snapshot.copy.engines import SlotTensor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,8 +28,8 @@ class Refusing(TorchRuntime):
 
 
 @pytest.fixture(params=[TorchRuntime, Refusing], ids=["registered", "ring"])
-def mover(request: pytest.FixtureRequest) -> Iterator[CudaMover]:
-    made = CudaMover(request.param(torch.device("cuda", 0)))
+def engine(request: pytest.FixtureRequest) -> Iterator[CudaEngine]:
+    made = CudaEngine(request.param(torch.device("cuda", 0)))
     yield made
     made.close()
 
@@ -76,7 +76,7 @@ def no_pause(count: int) -> None:
     pass
 
 
-def test_each_snapshot_is_the_state_of_its_boundary(mover: CudaMover) -> None:
+def test_each_snapshot_is_the_state_of_its_boundary(engine: CudaEngine) -> None:
     live = state()
     pieces = placed(live)
     slot = new_slot(pieces)
@@ -85,46 +85,46 @@ def test_each_snapshot_is_the_state_of_its_boundary(mover: CudaMover) -> None:
         busy = busy @ busy / 64  # what the state depends on is still being computed at the boundary
         for tensor in live:
             tensor.mul_(0.75).add_(busy[0, 0].nan_to_num() * 0 + step)
-        mover.mark()
+        engine.mark()
         wanted = [tensor.clone() for tensor in live]
-        mover.copy(pieces, slot, no_pause)
-        mover.fence()
+        engine.copy(pieces, slot, no_pause)
+        engine.fence()
         for tensor in live:
             tensor.zero_()
-        mover.finish()
+        engine.finish()
         for piece, value in zip(pieces, wanted, strict=True):
             assert torch.equal(in_slot(slot, piece), flat_bytes(value))
         for tensor, value in zip(live, wanted, strict=True):
             tensor.copy_(value)
 
 
-def test_a_load_gives_back_every_bit_behind_what_is_queued(mover: CudaMover) -> None:
+def test_a_load_gives_back_every_bit_behind_what_is_queued(engine: CudaEngine) -> None:
     live = state()
     pieces = placed(live)
     slot = new_slot(pieces)
-    mover.mark()
-    mover.copy(pieces, slot, no_pause)
-    mover.finish()
+    engine.mark()
+    engine.copy(pieces, slot, no_pause)
+    engine.finish()
     busy = torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
         busy = busy @ busy / 64
     for tensor in live:
         tensor.fill_(7)  # still queued when the load begins
-    mover.load(pieces, slot)
+    engine.load(pieces, slot)
     for piece in pieces:
         assert torch.equal(in_slot(slot, piece), flat_bytes(piece.tensor))
 
 
-def test_memory_of_a_source_is_not_handed_out_while_it_is_copied(mover: CudaMover) -> None:
+def test_memory_of_a_source_is_not_handed_out_while_it_is_copied(engine: CudaEngine) -> None:
     live = torch.full((64 << 20,), 3, dtype=torch.uint8, device="cuda")
     pieces = placed([live])
     slot = new_slot(pieces)
-    mover.mark()
-    mover.copy(pieces, slot, no_pause)
+    engine.mark()
+    engine.copy(pieces, slot, no_pause)
     pieces.clear()
     del live
     torch.full((64 << 20,), 4, dtype=torch.uint8, device="cuda")
-    mover.finish()
+    engine.finish()
     assert bytes(slot[4096:]) == b"\x03" * (64 << 20)
 
 

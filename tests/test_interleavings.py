@@ -45,7 +45,7 @@ from holdfast.smp_daemon.shared.transport import connect
 from holdfast.smp_daemon.storage.holdings import ParityKey
 from holdfast.smp_daemon.storage.pool import SlotFilePool
 from holdfast.smp_daemon.storage.store import Store
-from holdfast.snapshot.copy.movers import CpuMover
+from holdfast.snapshot.copy.engines import CpuEngine
 from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.session import Session
 from holdfast.snapshot.state.adapter import Adapter
@@ -741,10 +741,10 @@ def test_what_moves_after_the_fence_is_of_the_next_snapshot() -> None:
     """Though the copy is not yet complete."""
     moved = threading.Event()
 
-    def finish(mover: CpuMover) -> None:
+    def finish(engine: CpuEngine) -> None:
         assert moved.wait(DEADLINE_S)
 
-    with world() as made, patch.object(CpuMover, "finish", finish):
+    with world() as made, patch.object(CpuEngine, "finish", finish):
         life = Life("a teacher moves", None)
         rank = Rank(made, life, Plan(""), Circle(life, 1), 1, 0)
         begin_life(life)

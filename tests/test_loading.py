@@ -24,7 +24,7 @@ from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.movers import LOAD_THREADS, CpuMover, Mover, SlotTensor
+from holdfast.snapshot.copy.engines import LOAD_THREADS, CopyEngine, CpuEngine, SlotTensor
 from holdfast.snapshot.resume import loading, restore
 from holdfast.snapshot.resume.loading import check_ranges, cut, load_checked
 from tests.deadlines import DEADLINE_S
@@ -93,19 +93,19 @@ class Slot:
         )
 
 
-class RemoteMover:
-    """Any mover that is not `CpuMover`, as far as loading goes: notes what the slot holds when it is asked."""
+class RemoteEngine:
+    """Any copy engine that is not `CpuEngine`, as far as loading goes: notes what the slot holds when it is asked."""
 
     def __init__(self) -> None:
         self.loads: list[tuple[int, bytes]] = []
 
     def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
         self.loads.append((len(pieces), bytes(slot)))
-        CpuMover().load(pieces, slot)
+        CpuEngine().load(pieces, slot)
 
-    def as_mover(self) -> Mover:
-        """Itself; nothing else of a mover is called."""
-        return cast("Mover", self)
+    def as_engine(self) -> CopyEngine:
+        """Itself; nothing else of a copy engine is called."""
+        return cast("CopyEngine", self)
 
 
 def never(units: list[int]) -> None:
@@ -158,7 +158,7 @@ def test_every_tensor_arrives_bit_for_bit_however_it_lies_across_units(
     source.shuffle(pairs)
     sealed = memoryview(slot)
     shard = RecoveredShard(sealed, "held", 0, unit_bytes, digest_units(sealed, unit_bytes))
-    load_checked(CpuMover(), [piece for piece, _ in pairs], shard, never)
+    load_checked(CpuEngine(), [piece for piece, _ in pairs], shard, never)
     assert [bits(piece.tensor) for piece, _ in pairs] == [content for _, content in pairs]
 
 
@@ -179,7 +179,7 @@ def test_a_piece_beyond_the_slot_is_refused_before_anything_is_written() -> None
         slot = Slot()
         beyond = SlotTensor(torch.zeros(length, dtype=torch.uint8), offset, length)
         with pytest.raises(ProtocolError, match=f"at {offset} is not within the {BYTES} of its slot"):
-            load_checked(CpuMover(), [*slot.pieces, beyond], slot.shard, slot.repair)
+            load_checked(CpuEngine(), [*slot.pieces, beyond], slot.shard, slot.repair)
         assert all(slot.untouched(unit) for unit in range(UNITS)) and not slot.repaired
 
 
@@ -190,7 +190,7 @@ def test_half_of_it_is_done_midway() -> None:
     def midway() -> None:
         seen.append([bytes(piece.tensor.numpy()) for piece in slot.pieces])
 
-    load_checked(CpuMover(), slot.pieces, slot.shard, never, midway=midway)
+    load_checked(CpuEngine(), slot.pieces, slot.shard, never, midway=midway)
     assert len(seen) == 1 and slot.loaded()
     for piece, held in zip(slot.pieces, seen[0], strict=True):
         done = max(0, min(piece.bytes, half - piece.offset))
@@ -209,7 +209,7 @@ def test_damaged_units_are_mended_all_at_once_before_they_are_copied(
     monkeypatch.setattr(loading, "GROUP_BYTES", 4 * UNIT)
     slot = Slot()
     slot.damage(*damaged)
-    load_checked(CpuMover(), slot.pieces, slot.shard, slot.repair)
+    load_checked(CpuEngine(), slot.pieces, slot.shard, slot.repair)
     assert slot.repaired == [damaged]
     assert slot.loaded()
 
@@ -219,7 +219,7 @@ def test_every_bit_of_every_unit_counts() -> None:
     for _ in range(300):
         slot, at = Slot(), source.randrange(BYTES)
         slot.memory[at] ^= 1 << source.randrange(8)
-        load_checked(CpuMover(), slot.pieces, slot.shard, slot.repair)
+        load_checked(CpuEngine(), slot.pieces, slot.shard, slot.repair)
         assert slot.repaired == [[at // UNIT]] and slot.loaded()
 
 
@@ -228,7 +228,7 @@ def test_what_cannot_be_mended_is_not_copied_and_named(damaged: list[int]) -> No
     slot = Slot()
     slot.damage(*damaged)
     with pytest.raises(DamagedSnapshot, match=rf"^{len(damaged)} units? of the slot, .* unit {damaged[0]}, cannot"):
-        load_checked(CpuMover(), slot.pieces, slot.shard, slot.do_not_mend)
+        load_checked(CpuEngine(), slot.pieces, slot.shard, slot.do_not_mend)
     assert slot.repaired == [damaged], "it is asked for once"
     assert all(slot.untouched(unit) for unit in damaged)
     assert not all(slot.untouched(unit) for unit in range(UNITS)), "the rest was done"
@@ -242,7 +242,7 @@ def test_what_mending_raises_comes_through() -> None:
         raise SmpUnavailable("gone")
 
     with pytest.raises(SmpUnavailable, match="gone"):
-        load_checked(CpuMover(), slot.pieces, slot.shard, repair)
+        load_checked(CpuEngine(), slot.pieces, slot.shard, repair)
     assert slot.untouched(3)
 
 
@@ -256,29 +256,29 @@ def test_a_tensor_that_is_no_plain_bytes_waits_until_all_is_whole(lies_in: int) 
         assert not odd.any()
         slot.repair(units)
 
-    load_checked(CpuMover(), [SlotTensor(odd, lies_in * UNIT, UNIT)], slot.shard, repair)
+    load_checked(CpuEngine(), [SlotTensor(odd, lies_in * UNIT, UNIT)], slot.shard, repair)
     assert slot.repaired == [[3]]
     assert bits(odd) == slot.image[lies_in * UNIT : (lies_in + 1) * UNIT]
 
 
-# ---------------------------------------------------------------------- other movers
+# ---------------------------------------------------------------------- other copy engines
 
 
-def test_another_mover_loads_once_all_units_are_whole() -> None:
-    slot, mover = Slot(), RemoteMover()
+def test_another_engine_loads_once_all_units_are_whole() -> None:
+    slot, engine = Slot(), RemoteEngine()
     slot.damage(0, 8)
-    load_checked(mover.as_mover(), slot.pieces, slot.shard, slot.repair)
+    load_checked(engine.as_engine(), slot.pieces, slot.shard, slot.repair)
     assert slot.repaired == [[0, 8]]
-    assert mover.loads == [(len(slot.pieces), slot.image)]
+    assert engine.loads == [(len(slot.pieces), slot.image)]
     assert slot.loaded()
 
 
-def test_another_mover_loads_nothing_of_what_cannot_be_mended() -> None:
-    slot, mover = Slot(), RemoteMover()
+def test_another_engine_loads_nothing_of_what_cannot_be_mended() -> None:
+    slot, engine = Slot(), RemoteEngine()
     slot.damage(UNITS - 1)
     with pytest.raises(DamagedSnapshot, match=f"unit {UNITS - 1}, cannot be repaired"):
-        load_checked(mover.as_mover(), slot.pieces, slot.shard, slot.do_not_mend)
-    assert mover.loads == []
+        load_checked(engine.as_engine(), slot.pieces, slot.shard, slot.do_not_mend)
+    assert engine.loads == []
 
 
 # ---------------------------------------------------------------------- ranges
@@ -324,7 +324,7 @@ def test_a_thread_copies_a_unit_right_after_its_digest_and_then_takes_the_next(m
     monkeypatch.setattr(loading, "GROUP_BYTES", 4 * UNIT)
     monkeypatch.setattr(runs, "copy", noted_copy)
     monkeypatch.setattr(RecoveredShard, "matches", noted_matches)
-    load_checked(CpuMover(), slot.pieces, slot.shard, never)
+    load_checked(CpuEngine(), slot.pieces, slot.shard, never)
     assert slot.loaded()
     assert sorted(unit for _, what, unit in done if what == "digest") == list(range(UNITS))
     filled = {(p.offset + i) // UNIT for p in slot.pieces for i in range(p.bytes)}
@@ -364,7 +364,7 @@ import torch
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.snapshot.resume.loading import load_checked
-from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 
 def memory(line):
     return int(next(row for row in open("/proc/self/status") if row.startswith(line)).split()[1]) << 10
@@ -380,7 +380,7 @@ def load(length, unit_bytes=2 << 20):
     before = memory("VmRSS")
     with open("/proc/self/clear_refs", "w") as refs:
         refs.write("5")  # the peak counts from now on
-    load_checked(CpuMover(), pieces, shard, lambda units: 1 / 0)
+    load_checked(CpuEngine(), pieces, shard, lambda units: 1 / 0)
     grown = memory("VmHWM") - before
     assert all(torch.equal(p.tensor, torch.frombuffer(view, dtype=torch.uint8)[p.offset:][:p.bytes]) for p in pieces)
     return grown
@@ -437,7 +437,7 @@ def test_values_that_were_read_before_their_unit_changed_are_not_believed(where:
     attempt.read()
     peers.slot[20 if where == "header" else peers.record + 1] ^= 1
     with pytest.raises(DamagedSnapshot, match="changed after it was read"):
-        load_checked(CpuMover(), [], attempt.shard, attempt.repair)
+        load_checked(CpuEngine(), [], attempt.shard, attempt.repair)
 
 
 def test_a_tensor_whose_unit_changes_after_the_header_was_read_is_mended() -> None:
@@ -448,5 +448,5 @@ def test_a_tensor_whose_unit_changes_after_the_header_was_read_is_mended() -> No
     offset, leaf = form.offsets["model.weight"]
     slot[offset + leaf.bytes // 2] ^= 1
     tensor = torch.zeros(leaf.bytes, dtype=torch.uint8)
-    load_checked(CpuMover(), [SlotTensor(tensor, offset, leaf.bytes)], attempt.shard, attempt.repair)
+    load_checked(CpuEngine(), [SlotTensor(tensor, offset, leaf.bytes)], attempt.shard, attempt.repair)
     assert tensor.numpy().tobytes() == peers.whole[offset : offset + leaf.bytes]

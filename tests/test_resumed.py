@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
-from holdfast.snapshot.copy.movers import CpuMover
+from holdfast.snapshot.copy.engines import CpuEngine
 from holdfast.snapshot.resume.comparison import ENV, SHOWN, Resumed
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.step.capture import read_state
@@ -24,7 +24,7 @@ from tests.test_state import Toy, toy
 
 def resumed(adapter: Toy, *, declared: bool = False) -> Resumed:
     """A job that has just been restored."""
-    return Resumed(adapter, CpuMover(), None if declared else read_state(adapter), 7)
+    return Resumed(adapter, CpuEngine(), None if declared else read_state(adapter), 7)
 
 
 def named(made: Resumed, *, declared: bool = False, forward_ran: bool = False) -> str:

@@ -15,7 +15,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat
-from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Tree, Updated
 from holdfast.snapshot.state.manifest import Manifest
@@ -213,7 +213,7 @@ def whole_slot(adapter: Toy, snapshot: SnapshotId = SNAPSHOT) -> tuple[SlotForma
     slot = memoryview(bytearray(form.total_bytes))
     live = {item.name: item.tensor for item in manifest.items}
     pieces = place_tensors(form, {**live, **early.tensors, **late.tensors}.items())
-    CpuMover().copy(pieces, slot, lambda count: None)
+    CpuEngine().copy(pieces, slot, lambda count: None)
     write_record(form, slot, record)
     return form, slot
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import HoldfastError
-from holdfast.snapshot.copy.movers import SAMPLE_BYTES, CpuMover, Sample, SlotTensor
+from holdfast.snapshot.copy.engines import SAMPLE_BYTES, CpuEngine, Sample, SlotTensor
 from holdfast.snapshot.copy.tensors import DTYPES
 from holdfast.snapshot.copy.witness import SHOWN, StateChanged, Subjects, Witness
 from tests.deadlines import DEADLINE_S
-from tests.test_movers import BEFORE, Counting, slot_for, strided, transposed, unpaced
+from tests.test_engines import BEFORE, Counting, slot_for, strided, transposed, unpaced
 from tests.test_tensors import random_bits
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
@@ -28,18 +28,18 @@ PERIODS = 3
 class Copying:
     """Tensors that are called ``w0``, ``w1``..., and what the copy of them is to say."""
 
-    def __init__(self, *tensors: torch.Tensor, turn: int = 1, mover: CpuMover | None = None) -> None:
+    def __init__(self, *tensors: torch.Tensor, turn: int = 1, engine: CpuEngine | None = None) -> None:
         pieces, at = [], BEFORE
         for i, tensor in enumerate(tensors):
             pieces.append(SlotTensor(tensor.detach(), at, tensor.nbytes, f"w{i}"))
             at += tensor.nbytes + BEFORE
         self.pieces = tuple(pieces)
         self.slot = memoryview(slot_for(self.pieces))
-        self.mover = mover or CpuMover()
-        self.witness = Witness(self.mover, Subjects(self.pieces), turn)
+        self.engine = engine or CpuEngine()
+        self.witness = Witness(self.engine, Subjects(self.pieces), turn)
 
     def copy(self, which: slice = slice(None)) -> None:
-        self.mover.copy(self.pieces[which], self.slot, unpaced)
+        self.engine.copy(self.pieces[which], self.slot, unpaced)
 
     def changed(self) -> list[str]:
         """What the check names."""
@@ -58,8 +58,8 @@ def flip(tensor: torch.Tensor, index: int) -> None:
 def looks(count: int, turns: Sequence[int]) -> list[int]:
     """At which of `count` parts of a piece each turn looks."""
     pieces = (SlotTensor(torch.zeros(count * SAMPLE_BYTES, dtype=torch.uint8), 0, count * SAMPLE_BYTES, "w"),)
-    mover = CpuMover()
-    return [int(mover.sample(pieces, turn).start[0]) // SAMPLE_BYTES for turn in turns]
+    engine = CpuEngine()
+    return [int(engine.sample(pieces, turn).start[0]) // SAMPLE_BYTES for turn in turns]
 
 
 # ------------------------------------------------------------------ what is noticed
@@ -266,7 +266,7 @@ def test_each_element_of_a_tensor_in_no_order_has_its_turn(form: str) -> None:
     copying.copy()
     seen = set()
     for turn in range(PERIODS * tensor.numel()):
-        sample = copying.mover.sample(copying.pieces, turn)
+        sample = copying.engine.sample(copying.pieces, turn)
         (value,) = sample.read()[0, :4].view(np.float32)
         seen.add(float(value))
         place = copying.pieces[0].offset + int(sample.place[0])
@@ -298,7 +298,7 @@ def test_empty_tensors_are_passed_over(turn: int) -> None:
         copying = Copying(*empty, turn=turn) if empty else None
         if copying is not None:
             assert copying.changed() == []
-    assert Witness(CpuMover(), Subjects(()), turn).changed() == []
+    assert Witness(CpuEngine(), Subjects(()), turn).changed() == []
     tensor = torch.zeros(3)
     copying = Copying(torch.zeros(0), tensor, torch.zeros(4, 0).t(), turn=turn)
     copying.copy()
@@ -334,7 +334,7 @@ def test_a_byte_that_changes_unseen_is_found_within_a_few_turns(count: int, plac
     tensor = random_bits(torch.uint8, (count,))
     pieces = (SlotTensor(tensor, 0, count, "w"),)
     turns = range(first, first + PERIODS * -(-count // SAMPLE_BYTES))
-    witnesses = [Witness(CpuMover(), Subjects(pieces), turn) for turn in turns]
+    witnesses = [Witness(CpuEngine(), Subjects(pieces), turn) for turn in turns]
     assert not any(witness.changed() for witness in witnesses)
     flip(tensor, place % count)
     assert any(witness.changed() == ["w"] for witness in witnesses)
@@ -344,22 +344,22 @@ def test_the_last_bytes_of_a_tensor_are_looked_at_and_none_behind_them() -> None
     memory = torch.zeros(SAMPLE_BYTES * 3, dtype=torch.uint8)
     tensor = memory[: SAMPLE_BYTES + 5]
     pieces = (SlotTensor(tensor, 0, tensor.nbytes, "w"),)
-    samples = [CpuMover().sample(pieces, turn) for turn in range(6)]
+    samples = [CpuEngine().sample(pieces, turn) for turn in range(6)]
     assert {(int(each.start[0]), int(each.length[0])) for each in samples} == {(0, SAMPLE_BYTES), (SAMPLE_BYTES, 5)}
     memory[SAMPLE_BYTES + 5 :] = 1
-    assert not any(CpuMover().sample(pieces, turn).read().any() for turn in range(6))
+    assert not any(CpuEngine().sample(pieces, turn).read().any() for turn in range(6))
 
 
 def test_a_sample_is_of_the_time_when_it_was_taken() -> None:
     tensor = torch.zeros(4)
     pieces = (SlotTensor(tensor, 0, 16, "w"),)
-    sample = CpuMover().sample(pieces, 1)
+    sample = CpuEngine().sample(pieces, 1)
     tensor.fill_(1)
     assert not sample.read().any()
 
 
 def test_where_to_look_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Counting(monkeypatch, "holdfast.snapshot.copy.movers.Places")
+    made = Counting(monkeypatch, "holdfast.snapshot.copy.engines.Places")
     copying = Copying(torch.zeros(5), torch.zeros(5))
     for _ in range(5):
         copying.copy()
@@ -370,7 +370,7 @@ def test_where_to_look_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> No
 # ------------------------------------------------------------------ several threads, and devices that fail
 
 
-class Held(CpuMover):
+class Held(CpuEngine):
     """Samples, from the second on, wait until they are let go."""
 
     def __init__(self) -> None:
@@ -389,9 +389,9 @@ class Held(CpuMover):
 
 def test_of_two_threads_that_look_the_second_waits_for_the_first() -> None:
     """Whoever returns from a look may change the state: all of it was looked at before."""
-    mover = Held()
+    engine = Held()
     tensor = torch.zeros(5)
-    copying = Copying(tensor, mover=mover)
+    copying = Copying(tensor, engine=engine)
     copying.copy()
     coming = threading.Event()
 
@@ -402,21 +402,21 @@ def test_of_two_threads_that_look_the_second_waits_for_the_first() -> None:
 
     threads = [threading.Thread(target=copying.witness.look, daemon=True), threading.Thread(target=second, daemon=True)]
     threads[0].start()
-    assert mover.entered.wait(DEADLINE_S)
+    assert engine.entered.wait(DEADLINE_S)
     threads[1].start()
     assert coming.wait(DEADLINE_S)
-    mover.free.set()
+    engine.free.set()
     for thread in threads:
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
-    assert mover.count == 2
+    assert engine.count == 2
     assert copying.changed() == []
 
 
 def test_threads_that_look_and_check_at_once_agree() -> None:
-    mover = CpuMover()
+    engine = CpuEngine()
     for turn in range(50):
-        copying = Copying(torch.zeros(500), torch.zeros(3), turn=turn, mover=mover)
+        copying = Copying(torch.zeros(500), torch.zeros(3), turn=turn, engine=engine)
         copying.copy()
         start = threading.Barrier(3, timeout=DEADLINE_S)
         found: list[list[str]] = []
@@ -439,7 +439,7 @@ def test_threads_that_look_and_check_at_once_agree() -> None:
         assert found == [[], []]
 
 
-class Failing(CpuMover):
+class Failing(CpuEngine):
     """The device fails once the step runs."""
 
     failing = False
@@ -451,10 +451,10 @@ class Failing(CpuMover):
 
 
 def test_a_device_that_fails_ends_the_snapshot_and_not_the_loop() -> None:
-    mover = Failing()
-    copying = Copying(torch.zeros(5), mover=mover)
+    engine = Failing()
+    copying = Copying(torch.zeros(5), engine=engine)
     copying.copy()
-    mover.failing = True
+    engine.failing = True
     copying.witness.look()
     with pytest.raises(HoldfastError, match="illegal memory access"):
         copying.witness.check(copying.slot)

@@ -1,8 +1,8 @@
 """Where the simulation is put under the production code, for as long as a block runs: names in its modules that are
 replaced, and points that are observed. Threads and clock of SMPs are handed to them (`chaos.sim.threads.SimSystem`).
 
-Nothing of holdfast's own is replaced but what stands behind an interface: state, capture, mover and collectives of a
-trainer (`chaos.sim.trainer`), and how an SMP's process is started.
+Nothing of holdfast's own is replaced but what stands behind an interface: state, capture, copy engine and collectives
+of a trainer (`chaos.sim.trainer`), and how an SMP's process is started.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def installed() -> Iterator[None]:
         "holdfast.snapshot.session.Protecting": _ObservedProtecting,
         "holdfast.snapshot.session.Capture": trainer.SimCapture,
         "holdfast.snapshot.session.Boundary": trainer.SimBoundary,
-        "holdfast.snapshot.rank.choose_mover": lambda devices: trainer.SimMover(),
+        "holdfast.snapshot.rank.choose_engine": lambda devices: trainer.SimEngine(),
         "holdfast.snapshot.rank.default_agreement": lambda: Hooks.agreement(),
         "holdfast.chaos.sim.trainer.captured": lambda *what: Hooks.captured(*what),
     }

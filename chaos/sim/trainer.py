@@ -1,7 +1,7 @@
 """A trainer whose state is a few hundred bytes: the production hook around a small training loop.
 
 `snapshot.hook.SnapshotHook`, its ledger, copier, outcomes, restore and reservation are the production ones. What they
-reach through interfaces is small here: `SimAdapter` (state), `SimCapture` and `SimMover` (copying it), `SimMember`
+reach through interfaces is small here: `SimAdapter` (state), `SimCapture` and `SimEngine` (copying it), `SimMember`
 (collectives).
 """
 
@@ -21,8 +21,8 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, Pr
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot
 from holdfast.snapshot.collective.agreement import AgreementLost, Result, T
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.errors import LayoutChanged
-from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
 from holdfast.snapshot.resume.loading import load_checked
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.step.copier import CopyJob
@@ -177,7 +177,7 @@ class SimBoundary:
 class SimCapture:
     """`snapshot.step.capture.Capture` of a `SimAdapter`."""
 
-    def __init__(self, adapter: SimAdapter, agreement: SimMember, mover: SimMover, job: str, coord: str) -> None:
+    def __init__(self, adapter: SimAdapter, agreement: SimMember, engine: SimEngine, job: str, coord: str) -> None:
         self._adapter = adapter
         self._job = job
         self._coord = coord
@@ -213,7 +213,7 @@ class SimCapture:
         if form is None or form.offsets[LEAF][1].bytes != len(live):
             raise LayoutChanged("the state has another length")
         self.on_begin(snapshot, self._coord, bytes(live))
-        piece = SlotTensor(live, form.offsets[LEAF][0], len(live))  # type: ignore[arg-type]  # for `SimMover` alone
+        piece = SlotTensor(live, form.offsets[LEAF][0], len(live))  # type: ignore[arg-type]  # for `SimEngine` alone
         return CopyJob(
             snapshot,
             self._coord,
@@ -248,8 +248,8 @@ def _form(job: str, coord: str, length: int) -> SlotFormat:
     return plan_slot(job, coord, [Leaf(LEAF, "U8", (length,))], RECORD_CAPACITY)
 
 
-class SimMover:
-    """`snapshot.copy.movers.Mover` for bytes: each piece in two halves, with an await before, between and after."""
+class SimEngine:
+    """`snapshot.copy.engines.CopyEngine` for bytes: each piece in two halves, and awaits before, between and after."""
 
     queues = False
 
@@ -275,7 +275,7 @@ class SimMover:
         """Nothing is held."""
 
 
-def load(attempt: Any, agreement: SimMember, adapter: SimAdapter, mover: SimMover) -> HoldfastError | None:
+def load(attempt: Any, agreement: SimMember, adapter: SimAdapter, engine: SimEngine) -> HoldfastError | None:
     """`resume.restore._load` for a `SimAdapter`: the same checks, copies, agreements and errors, for one tensor."""
     problem: HoldfastError | None = None
     try:
@@ -292,7 +292,7 @@ def load(attempt: Any, agreement: SimMember, adapter: SimAdapter, mover: SimMove
     live = torch.zeros(leaf.bytes, dtype=torch.uint8)
     pieces = [SlotTensor(live, offset, leaf.bytes)]
     failure = failure_of(
-        lambda: load_checked(CpuMover(), pieces, attempt.shard, attempt.repair, midway=attempt.midway), HoldfastError
+        lambda: load_checked(CpuEngine(), pieces, attempt.shard, attempt.repair, midway=attempt.midway), HoldfastError
     )
     if agreement.minimum([int(failure is None)])() == [1]:
         adapter.take_over(attempt.snapshot, live.numpy().tobytes())

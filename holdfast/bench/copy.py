@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdfast.snapshot.copy.movers import CpuMover, SlotTensor
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 
 REPEATS = 7
 
@@ -54,7 +54,7 @@ def _row(count: int, length: int, *, flat: bool) -> CopyRow:
     slot = memoryview(mmap.mmap(-1, total))
     np.frombuffer(slot, np.uint8)[:] = 1
     pieces = tuple(SlotTensor(tensor, 4 * length * i, 4 * length) for i, tensor in enumerate(tensors))
-    mover = CpuMover()
+    engine = CpuEngine()
     target = np.ones(total, np.uint8)
     sources = [np.full(total, 1, np.uint8)] if flat else [tensor.numpy().view(np.uint8) for tensor in tensors]
 
@@ -65,7 +65,7 @@ def _row(count: int, length: int, *, flat: bool) -> CopyRow:
             at += source.nbytes
 
     def ours() -> None:
-        mover.copy(pieces, slot, lambda count: None)
+        engine.copy(pieces, slot, lambda count: None)
 
     memcpy_s, ours_s = _in_turn([memcpy, ours])
     return CopyRow(what, count, total, total / memcpy_s / 1e9, total / ours_s / 1e9)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, DeviceStream, Runtime
-from holdfast.snapshot.copy.movers import SAMPLE_BYTES, Places, Sample, SlotTensor, golden
+from holdfast.snapshot.copy.engines import SAMPLE_BYTES, Places, Sample, SlotTensor, golden
 from holdfast.snapshot.copy.tensors import flat
 
 CHUNK_BYTES = 32 << 20
@@ -53,8 +53,8 @@ class _PendingMark:
     error: str = "mark() was not called"
 
 
-class CudaMover:
-    """Moves state between one device and slots; see `snapshot.copy.movers.Mover` for who calls what, and when.
+class CudaEngine:
+    """Moves state between one device and slots; see `snapshot.copy.engines.CopyEngine` for who calls what, and when.
 
     `mark` and `fence` never block and never raise. When another method raises, nothing is under way any more, unless
     it is `DeadlineExceeded`: 60 s without progress.
@@ -174,7 +174,7 @@ class CudaMover:
         pause: Callable[[int], None],
     ) -> None:
         if strangers := {str(piece.tensor.device) for piece in pieces} - {str(self._runtime.device)}:
-            raise ConfigError(f"tensors on {strangers} are not moved by the mover of {self._runtime.device}")
+            raise ConfigError(f"tensors on {strangers} are not moved by the copy engine of {self._runtime.device}")
         self._land()
         known = self._pages.of(slot)
         self._side.wait_event(after)

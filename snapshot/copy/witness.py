@@ -15,8 +15,8 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.snapshot.copy import runs
+from holdfast.snapshot.copy.engines import SAMPLE_BYTES, CopyEngine, Sample, SlotTensor
 from holdfast.snapshot.copy.errors import GivenUp
-from holdfast.snapshot.copy.movers import SAMPLE_BYTES, Mover, Sample, SlotTensor
 
 SHOWN = 4
 
@@ -59,15 +59,15 @@ class Witness:
     """What pieces were when it was made. All but making it may be done by any thread.
 
     Args:
-        turn: chooses the bytes to look at; see `Mover.sample`.
+        turn: chooses the bytes to look at; see `CopyEngine.sample`.
     """
 
-    def __init__(self, mover: Mover, subjects: Subjects, turn: int) -> None:
-        self._mover = mover
+    def __init__(self, engine: CopyEngine, subjects: Subjects, turn: int) -> None:
+        self._engine = engine
         self._subjects = subjects
         self._turn = turn
         self._versions = subjects.versions()
-        self._before = mover.sample(subjects.pieces, turn)
+        self._before = engine.sample(subjects.pieces, turn)
         # Guards `_last`: the copy thread or, if the step ends before the copy has landed, the training thread looks.
         self._lock = threading.Lock()
         self._last: tuple[list[int], Sample] | HoldfastError | None = None
@@ -87,7 +87,7 @@ class Witness:
 
     def rewritten(self) -> list[str]:
         """The names of pieces that have other bytes now, whoever has written the same ones meanwhile. Blocks."""
-        return self._differing(self._versions, self._mover.sample(self._subjects.pieces, self._turn))
+        return self._differing(self._versions, self._engine.sample(self._subjects.pieces, self._turn))
 
     def written(self) -> list[str]:
         """The names of pieces that were written to in place, as far as their version counters tell, whatever bytes they
@@ -109,7 +109,7 @@ class Witness:
             raise StateChanged(names)
 
     def _now(self) -> tuple[list[int], Sample]:
-        return self._subjects.versions(), self._mover.sample(self._subjects.pieces, self._turn)
+        return self._subjects.versions(), self._engine.sample(self._subjects.pieces, self._turn)
 
     def _differing(self, versions: list[int], sample: Sample) -> list[str]:
         found = set()

@@ -15,7 +15,7 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.snapshot.copy.movers import Mover, SlotTensor
+from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import Subjects, Witness
 from holdfast.snapshot.state import streams
@@ -36,7 +36,7 @@ log = get_log(__name__)
 class Resumed:
     """What was restored. Made at the end of a restore, and asked once, in the training thread."""
 
-    def __init__(self, adapter: Adapter, mover: Mover, began: Tree | None, step: int) -> None:
+    def __init__(self, adapter: Adapter, engine: CopyEngine, began: Tree | None, step: int) -> None:
         """
         Args:
             began: what `read_state` gave as that step began when the snapshot was taken; None: the loop says where
@@ -48,7 +48,7 @@ class Resumed:
         items = list(adapter.tensors())
         self._buffers = {item.name for item in items if item.change is Change.ANY}
         self._pieces = tuple(SlotTensor(item.tensor.detach(), 0, item.tensor.nbytes, item.name) for item in items)
-        self._witness = Witness(mover, Subjects(self._pieces), step)
+        self._witness = Witness(engine, Subjects(self._pieces), step)
         self._late = _flat(adapter)  # after the walk, which finds what of an optimizer's state is no tensor
 
     def check(self, *, declared: bool, forward_ran: bool = False) -> None:

@@ -31,7 +31,7 @@ from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.copy.movers import Mover
+from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.tensors import Block, flat, leaf_of, read_leaf
 from holdfast.snapshot.resume.arrange import coordinate_key
 from holdfast.snapshot.resume.reshard import (
@@ -435,7 +435,7 @@ class Resharding:
         self._units = Units(self._client, self._sources)
         self._told = [OldManifest.of(self._shard(coord)) for coord in readers(self._old, len(self._new), self._rank)]
 
-    def load(self, agreement: Agreement, adapter: Adapter, mover: Mover) -> HoldfastError | None:
+    def load(self, agreement: Agreement, adapter: Adapter, engine: CopyEngine) -> HoldfastError | None:
         """Fill the live job. Nothing is written unless it fits on every rank. A collective call; blocks.
 
         Returns why it failed on this rank: something cannot be had just now.

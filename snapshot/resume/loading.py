@@ -15,7 +15,7 @@ import numpy as np
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.movers import LOAD_THREADS, CpuMover, Mover, SlotTensor
+from holdfast.snapshot.copy.engines import LOAD_THREADS, CopyEngine, CpuEngine, SlotTensor
 
 GROUP_BYTES = 32 << 20
 """How much of a slot, in contiguous units, a thread takes at a time: cores need not be equally fast."""
@@ -25,7 +25,7 @@ Repair = Callable[[list[int]], object]
 
 
 def load_checked(
-    mover: Mover,
+    engine: CopyEngine,
     pieces: Sequence[SlotTensor],
     shard: RecoveredShard,
     repair: Repair,
@@ -34,8 +34,8 @@ def load_checked(
 ) -> None:
     """Fill live tensors from a shard, in place, and check every unit of it, those that hold no piece too. Blocks.
 
-    What `CpuMover` would copy as plain bytes is copied here, each unit right after its digest. All else is left to
-    ``mover.load`` once every unit is whole: another mover's transfers do not pass through the cache that the digest
+    What `CpuEngine` would copy as plain bytes is copied here, each unit right after its digest. All else is left to
+    ``engine.load`` once every unit is whole: transfers of another engine do not pass through the cache that the digest
     filled, and a piece that is not plain cannot be cut at units.
 
     Args:
@@ -46,7 +46,7 @@ def load_checked(
         DamagedSnapshot: a unit does not match, and neither does it after `repair`. The tensors are filled in part.
         ProtocolError: a piece does not lie within the shard; nothing was written.
     """
-    by_unit = isinstance(mover, CpuMover)
+    by_unit = isinstance(engine, CpuEngine)
     plain = [piece for piece in pieces if by_unit and piece.is_plain]
     others = [piece for piece in pieces if not (by_unit and piece.is_plain)]
     for piece in pieces:
@@ -63,7 +63,7 @@ def load_checked(
     bad += loading.take(units[half:])
     _make_whole(loading, bad, repair)
     if others:
-        mover.load(others, shard.view)
+        engine.load(others, shard.view)
 
 
 def check_ranges(shard: RecoveredShard, ranges: Iterable[tuple[int, int]], repair: Repair) -> None:

@@ -37,7 +37,7 @@ from holdfast.smp_daemon.shared.plan import (
 from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.copy.movers import Mover
+from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.resume.choice import PERSISTED, Course, StartOptions, agree, check_repeats, choose, tier_of
 from holdfast.snapshot.resume.elastic import Resharding, ask_idle, check_change
@@ -108,7 +108,7 @@ def restore(
     client: SmpClient,
     agreement: Agreement,
     adapter: Adapter,
-    mover: Mover,
+    engine: CopyEngine,
     options: StartOptions | None = None,
     *,
     elastic: bool = False,
@@ -163,7 +163,7 @@ def restore(
         whole, unspoilt = _agree(agreement, failure)
         if whole:
             clock["fetch"] = time.monotonic()
-            failure = attempt.load(agreement, adapter, mover)
+            failure = attempt.load(agreement, adapter, engine)
             whole, unspoilt = _agree(agreement, failure)
         if whole:
             clock["load"] = time.monotonic()
@@ -336,9 +336,9 @@ class _Attempt:
         self.shard = self._client.recover(self._sources, self._coord, check=False)
         self.how = self.shard.how
 
-    def load(self, agreement: Agreement, adapter: Adapter, mover: Mover) -> HoldfastError | None:
+    def load(self, agreement: Agreement, adapter: Adapter, engine: CopyEngine) -> HoldfastError | None:
         """Load it into the live job; see `_load`."""
-        return _load(self, agreement, adapter, mover)
+        return _load(self, agreement, adapter, engine)
 
     def repair(self, units: list[int]) -> None:
         """Have damaged units repaired in place.
@@ -390,7 +390,7 @@ class _Attempt:
         self._taken |= units_of(self.shard, ranges)
 
 
-def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Mover) -> HoldfastError | None:
+def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, engine: CopyEngine) -> HoldfastError | None:
     """Load a slot into the live job, checking it on the way. Nothing is written unless it fits on every rank.
 
     Returns why it failed on this rank: the copy is damaged, and another must be found.
@@ -427,7 +427,7 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, mover: Move
     tensors = {item.name: item.tensor for item in live}
     pieces = place_tensors(form, _own(tensors, held, shared))
     failure = failure_of(
-        lambda: load_checked(mover, pieces, attempt.shard, attempt.repair, midway=attempt.midway), HoldfastError
+        lambda: load_checked(engine, pieces, attempt.shard, attempt.repair, midway=attempt.midway), HoldfastError
     )
     if agreement.minimum([int(failure is None)])() == [1]:
         if gathering is not None:

@@ -12,7 +12,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, Leaf, SlotFormat, plan_slot, read_record
-from holdfast.snapshot.copy.movers import SlotTensor
+from holdfast.snapshot.copy.engines import SlotTensor
 from holdfast.snapshot.copy.tensors import leaf_of
 from holdfast.snapshot.copy.witness import Subjects
 from holdfast.snapshot.state.adapter import Adapter

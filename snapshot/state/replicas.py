@@ -18,8 +18,8 @@ from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.plain import Count, from_plain
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.copy.engines import Sample
 from holdfast.snapshot.copy.errors import LayoutChanged
-from holdfast.snapshot.copy.movers import Sample
 from holdfast.snapshot.copy.tensors import flat, leaf_of
 from holdfast.snapshot.state.live import LiveTensor
 from holdfast.snapshot.state.shares import Part, believed, missing, parse_part, part_name, share

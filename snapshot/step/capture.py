@@ -17,8 +17,8 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
 from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.errors import LayoutChanged
-from holdfast.snapshot.copy.movers import Mover, SlotTensor
 from holdfast.snapshot.copy.witness import Subjects, Witness
 from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
@@ -53,10 +53,10 @@ class Capture:
         notes: asked for plain values that stand in the record beside the state, if it gives some.
     """
 
-    def __init__(self, adapter: Adapter, agreement: Agreement, mover: Mover, job: str, coord: str) -> None:
+    def __init__(self, adapter: Adapter, agreement: Agreement, engine: CopyEngine, job: str, coord: str) -> None:
         self._adapter = adapter
         self._agreement = agreement
-        self._mover = mover
+        self._engine = engine
         self._job = job
         self._coord = coord
         self._sharing = ALONE
@@ -149,7 +149,7 @@ class Capture:
         else:
             staged = self._staging.take(placed.at_once)
         self._taken = _Taken(late, began, Subjects(placed.at_once).versions())
-        self._mover.mark()
+        self._engine.mark()
         values = [*early.tensors.items(), *late.tensors.items()]
         fixed = placed.manifest.fixed
         return CopyJob(
@@ -162,7 +162,7 @@ class Capture:
             placed.moving_bytes,
             (*staged, *place_tensors(placed.form, values)),
             partial(encode_record, snapshot, self._coord, early, late, fixed, self.notes()),
-            witness=Witness(self._mover, placed.subjects, snapshot.step),
+            witness=Witness(self._engine, placed.subjects, snapshot.step),
             reshaped=placed.manifest.reshaped,
             release=[partial(self._staging.give_back, staged)],
         )
@@ -204,7 +204,7 @@ class Capture:
         if not self._sharing.sets:
             return lambda: None
         try:
-            sample = self._mover.sample(self._current().shared, snapshot.step)
+            sample = self._engine.sample(self._current().shared, snapshot.step)
         except HoldfastError:  # `begin` says so; the others learn that this replica has nothing to compare
             sample = None
         return self._sharing.compare(self._agreement, sample)
@@ -225,7 +225,7 @@ class Capture:
         """The copy is done. If the job gives its tensors other memory now and then, what they had is not held."""
         if self._roams:
             self._placed = None
-            self._mover.forget()
+            self._engine.forget()
 
     def over(self, job: CopyJob) -> None:
         """The job has been sealed, or given up. Called from any thread."""

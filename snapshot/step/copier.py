@@ -21,8 +21,8 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
+from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
-from holdfast.snapshot.copy.movers import Mover, SlotTensor
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.state.inputs import Inputs
@@ -137,7 +137,7 @@ class Copier:
         self,
         client: SmpClient,
         sealing: SmpClient,
-        mover: Mover,
+        engine: CopyEngine,
         pace: Pace,
         reattach: Callable[[], None],
         on_done: Callable[[CopyJob], None] = lambda job: None,
@@ -150,7 +150,7 @@ class Copier:
         """
         self._client = client
         self._sealing = sealing
-        self._mover = mover
+        self._engine = engine
         self._pace = pace
         self._reattach = reattach
         self._on_done = on_done
@@ -325,16 +325,16 @@ class Copier:
         moving, witness, reshaped = job.moving, job.witness, job.reshaped  # `CopyJob.fence` lets go of them
         job.read()
         self._pace.begin(job.moving_bytes)
-        self._mover.copy(moving, slot, pause)
+        self._engine.copy(moving, slot, pause)
         failpoint("copy.middle", step)
         if names := reshaped():
             raise LayoutChanged(f"{', '.join(names)}: of another shape than when the layout was made")
-        if witness is not None and not self._mover.queues:
+        if witness is not None and not self._engine.queues:
             witness.look()
         job.copied.set()
-        self._mover.copy(job.ready, slot, lambda count: None)
+        self._engine.copy(job.ready, slot, lambda count: None)
         failpoint("copy.done", step)
         job.check()
-        self._mover.finish()
+        self._engine.finish()
         if witness is not None:
             witness.check(slot)

@@ -1,4 +1,4 @@
-"""Who moves bytes between live tensors and slots: `CpuMover` here, `snapshot.copy.cuda` for state on GPUs."""
+"""Who moves bytes between live tensors and slots: `CpuEngine` here, `snapshot.copy.cuda` for state on GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.tensors import slot_tensor
 
 TABLES = 8
-"""How many sequences of pieces `CpuMover` remembers: a few are in use, the rest are of layouts that are over."""
+"""How many sequences of pieces `CpuEngine` remembers: a few are in use, the rest are of layouts that are over."""
 
 SAMPLE_BYTES = 32
 """How much of a tensor is looked at to see whether it has changed: half a cache line."""
@@ -57,7 +57,7 @@ class Sample:
     read: Callable[[], NDArray[np.uint8]]
 
 
-class Mover(Protocol):
+class CopyEngine(Protocol):
     """One rank's way between device memory and slots.
 
     When a step begins ``mark``, then (in the copy thread) ``copy`` and ``finish``; ``fence`` before what was marked
@@ -107,7 +107,7 @@ class Mover(Protocol):
         ...
 
 
-class CpuMover:
+class CpuEngine:
     """State in host memory: streaming copies, run by run."""
 
     queues = False

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.devices import DeviceMovers, _Divided, choose_mover
-from holdfast.snapshot.copy.movers import SAMPLE_BYTES, TABLES, CpuMover, SlotTensor
+from holdfast.snapshot.copy.devices import DeviceEngines, _Divided, choose_engine
+from holdfast.snapshot.copy.engines import SAMPLE_BYTES, TABLES, CpuEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import DTYPES, leaf_of, read_leaf
 from tests.test_tensors import bits, random_bits
 
@@ -77,7 +77,7 @@ def slot_for(pieces: tuple[SlotTensor, ...]) -> bytearray:
 
 def copied(pieces: tuple[SlotTensor, ...]) -> bytearray:
     slot = slot_for(pieces)
-    CpuMover().copy(pieces, memoryview(slot), unpaced)
+    CpuEngine().copy(pieces, memoryview(slot), unpaced)
     return slot
 
 
@@ -96,7 +96,7 @@ def alike(tensor: torch.Tensor, view: View) -> torch.Tensor:
 
 
 def load(slot: bytearray | bytes, *pieces: SlotTensor) -> None:
-    CpuMover().load(pieces, memoryview(bytearray(slot)))
+    CpuEngine().load(pieces, memoryview(bytearray(slot)))
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
@@ -197,7 +197,7 @@ def test_the_copy_pauses_before_every_batch_with_its_length(monkeypatch: pytest.
         assert written <= sum(counts), "a batch was copied before its pause"
         counts.append(count)
 
-    CpuMover().copy(pieces, memoryview(slot), pause)
+    CpuEngine().copy(pieces, memoryview(slot), pause)
     assert bytes(slot) == expected(pieces)
     assert sum(counts) == sum(p.bytes for p in pieces)
 
@@ -206,7 +206,7 @@ def test_a_batch_is_no_longer_than_two_limits(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runs, "PIECE_BYTES", 512)
     counts: list[int] = []
     pieces = mixed(plain)
-    CpuMover().copy(pieces, memoryview(slot_for(pieces)), counts.append)
+    CpuEngine().copy(pieces, memoryview(slot_for(pieces)), counts.append)
     assert max(counts) < 2 * 512
     assert len(counts) > 8
 
@@ -228,7 +228,7 @@ def test_an_error_of_the_pause_ends_the_copy(monkeypatch: pytest.MonkeyPatch, af
         counts.append(count)
 
     with pytest.raises(Stop):
-        CpuMover().copy(pieces, memoryview(slot), pause)
+        CpuEngine().copy(pieces, memoryview(slot), pause)
     done = sum(counts)
     assert slot == bits(pieces[0].tensor)[:done] + FILL * (len(slot) - done)
 
@@ -249,42 +249,42 @@ class Counting:
 
 def test_the_table_of_the_same_pieces_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Counting(monkeypatch)
-    mover = CpuMover()
+    engine = CpuEngine()
     pieces = row([torch.zeros(5), torch.zeros(3, 4).t()])
     for value in range(4):
         for p in pieces:
             p.tensor.fill_(value)
         slot = slot_for(pieces)
-        mover.copy(pieces, memoryview(slot), unpaced)
+        engine.copy(pieces, memoryview(slot), unpaced)
         assert bytes(slot) == expected(pieces)
     assert made.count == 1
 
 
 def test_one_table_serves_many_slots() -> None:
-    mover = CpuMover()
+    engine = CpuEngine()
     pieces = row([torch.arange(50.0)])
     for _ in range(3):
         slot = slot_for(pieces)
-        mover.copy(pieces, memoryview(slot), unpaced)
+        engine.copy(pieces, memoryview(slot), unpaced)
         assert bytes(slot) == expected(pieces)
 
 
 def test_other_pieces_are_followed_though_the_first_are_gone() -> None:
     """A sequence that was freed would leave its id, and the memory of its tensors, to another."""
-    mover = CpuMover()
+    engine = CpuEngine()
     for seed in range(5 * TABLES):
         pieces = row([random_bits(torch.uint8, (40 + seed % 3,), seed), random_bits(torch.uint8, (7,), seed + 1)])
         slot = slot_for(pieces)
-        mover.copy(pieces, memoryview(slot), unpaced)
+        engine.copy(pieces, memoryview(slot), unpaced)
         assert bytes(slot) == expected(pieces)
         del pieces
 
 
 def test_other_pieces_are_looked_at_though_the_first_are_gone() -> None:
-    mover = CpuMover()
+    engine = CpuEngine()
     for seed in range(5 * TABLES):
         pieces = row([random_bits(torch.uint8, (20 + seed % 3,), seed), random_bits(torch.uint8, (7,), seed + 1)])
-        seen = mover.sample(pieces, 1).read()
+        seen = engine.sample(pieces, 1).read()
         assert [bytes(line) for line in seen] == [bits(p.tensor).ljust(SAMPLE_BYTES, b"\0") for p in pieces]
         del pieces
 
@@ -292,49 +292,49 @@ def test_other_pieces_are_looked_at_though_the_first_are_gone() -> None:
 def test_what_is_copied_again_and_again_is_remembered_whatever_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of each step's own come between the copies of the state."""
     made = Counting(monkeypatch)
-    mover = CpuMover()
+    engine = CpuEngine()
     state = row([torch.zeros(5)])
     slot = memoryview(slot_for(state))
     for _ in range(4 * TABLES):
-        mover.copy(state, slot, unpaced)
-        mover.copy(row([torch.zeros(5)]), slot, unpaced)
+        engine.copy(state, slot, unpaced)
+        engine.copy(row([torch.zeros(5)]), slot, unpaced)
     assert made.count == 1 + 4 * TABLES
 
 
-def remember(mover: CpuMover) -> weakref.ref[torch.Tensor]:
-    """Copy and look at a tensor that only `mover` keeps."""
+def remember(engine: CpuEngine) -> weakref.ref[torch.Tensor]:
+    """Copy and look at a tensor that only `engine` keeps."""
     pieces = row([torch.ones(9)])
-    mover.copy(pieces, memoryview(slot_for(pieces)), unpaced)
-    mover.sample(pieces, 1)
+    engine.copy(pieces, memoryview(slot_for(pieces)), unpaced)
+    engine.sample(pieces, 1)
     return weakref.ref(pieces[0].tensor)
 
 
 def test_what_is_to_be_forgotten_is_let_go() -> None:
-    mover = CpuMover()
-    kept = [remember(mover) for _ in range(2)]
+    engine = CpuEngine()
+    kept = [remember(engine) for _ in range(2)]
     gc.collect()
     assert all(tensor() is not None for tensor in kept)
-    mover.forget()
+    engine.forget()
     gc.collect()
     assert all(tensor() is None for tensor in kept)
-    assert remember(mover)() is not None
+    assert remember(engine)() is not None
 
 
 def test_layouts_that_are_over_are_let_go() -> None:
-    mover = CpuMover()
-    kept = [remember(mover) for _ in range(4 * TABLES)]
+    engine = CpuEngine()
+    kept = [remember(engine) for _ in range(4 * TABLES)]
     gc.collect()
     assert sum(tensor() is not None for tensor in kept) <= TABLES
-    mover.close()
+    engine.close()
     gc.collect()
     assert all(tensor() is None for tensor in kept)
 
 
-def test_a_closed_mover_may_be_closed_again() -> None:
-    mover = CpuMover()
-    tensor = remember(mover)
-    mover.close()
-    mover.close()
+def test_a_closed_engine_may_be_closed_again() -> None:
+    engine = CpuEngine()
+    tensor = remember(engine)
+    engine.close()
+    engine.close()
     gc.collect()
     assert tensor() is None
 
@@ -344,8 +344,8 @@ def test_nothing_and_empty_tensors_are_copied_without_a_pause() -> None:
     slot = slot_for(pieces)
     pauses: list[int] = []
     for some in ((), pieces):
-        CpuMover().copy(some, memoryview(slot), pauses.append)
-        CpuMover().load(some, memoryview(slot))
+        CpuEngine().copy(some, memoryview(slot), pauses.append)
+        CpuEngine().load(some, memoryview(slot))
     assert slot == FILL * len(slot)
     assert pauses == []
 
@@ -353,7 +353,7 @@ def test_nothing_and_empty_tensors_are_copied_without_a_pause() -> None:
 # ------------------------------------------------------------------ several devices
 
 
-class Named(CpuMover):
+class Named(CpuEngine):
     """Writes down what it is asked to do."""
 
     def __init__(self, name: str, notes: list[tuple[object, ...]]) -> None:
@@ -385,15 +385,15 @@ class Named(CpuMover):
 def test_each_device_moves_its_own_pieces_and_all_take_part_in_everything_else() -> None:
     notes: list[tuple[object, ...]] = []
     host, meta = (Named(name, notes) for name in ("host", "meta"))
-    movers = DeviceMovers({torch.device("cpu"): host, torch.device("meta"): meta})
+    engines = DeviceEngines({torch.device("cpu"): host, torch.device("meta"): meta})
     pieces = tuple(piece(torch.zeros(1, device=device), i) for i, device in enumerate(["cpu", "meta", "meta", "cpu"]))
     slot = memoryview(bytearray(8))
-    movers.mark()
-    movers.copy(pieces, slot, unpaced)
-    movers.fence()
-    movers.finish()
-    movers.load(pieces, slot)
-    movers.close()
+    engines.mark()
+    engines.copy(pieces, slot, unpaced)
+    engines.fence()
+    engines.finish()
+    engines.load(pieces, slot)
+    engines.close()
     assert notes == [
         *[(name, "mark") for name in ("host", "meta")],
         *[("host", "copy", 0, 3), ("meta", "copy", 1, 2)],
@@ -407,64 +407,64 @@ def test_each_device_moves_its_own_pieces_and_all_take_part_in_everything_else()
 def test_a_device_is_given_the_same_sequence_for_the_same_pieces() -> None:
     """By which it knows them, and others from them."""
     host = Named("host", [])
-    movers = DeviceMovers({torch.device("cpu"): host})
+    engines = DeviceEngines({torch.device("cpu"): host})
     slot = memoryview(bytearray(8))
     pieces = row([torch.zeros(1)])
     for _ in range(2):
-        movers.copy(pieces, slot, unpaced)
+        engines.copy(pieces, slot, unpaced)
     assert host.parts[0] is host.parts[1]
     for _ in range(5 * TABLES):
         others = row([torch.zeros(1)])
-        movers.copy(others, slot, unpaced)
+        engines.copy(others, slot, unpaced)
         assert host.parts[-1][0].tensor is others[0].tensor
         del others
 
 
 def test_a_sample_of_several_devices_is_one_sample_of_their_pieces() -> None:
-    """Two movers stand in for two devices; the second's pieces come between the first's."""
+    """Two copy engines stand in for two devices; the second's pieces come between the first's."""
     pieces = row([torch.full((n,), i + 1, dtype=torch.uint8) for i, n in enumerate([5, 200, 0, 7, 100])])
-    alone = CpuMover().sample(pieces, 3)
-    movers = DeviceMovers({torch.device("cpu"): CpuMover(), torch.device("meta"): CpuMover()})
+    alone = CpuEngine().sample(pieces, 3)
+    engines = DeviceEngines({torch.device("cpu"): CpuEngine(), torch.device("meta"): CpuEngine()})
     first, second = ([0, 2, 4], [1, 3])
     divided = _Divided(
-        pieces, [(CpuMover(), tuple(pieces[i] for i in part), np.array(part, np.int64)) for part in (first, second)]
+        pieces, [(CpuEngine(), tuple(pieces[i] for i in part), np.array(part, np.int64)) for part in (first, second)]
     )
-    movers._divided[id(pieces)] = divided
-    together = movers.sample(pieces, 3)
+    engines._divided[id(pieces)] = divided
+    together = engines.sample(pieces, 3)
     order = np.argsort(together.index)
     assert together.index[order].tolist() == alone.index.tolist() == [0, 1, 3, 4]
     for name in ("start", "length", "place"):
         assert getattr(together, name)[order].tolist() == getattr(alone, name).tolist()
     assert np.array_equal(together.read()[order], alone.read())
-    assert len(movers.sample((), 3).read()) == 0
+    assert len(engines.sample((), 3).read()) == 0
 
 
 def test_several_devices_forget_what_each_remembers() -> None:
-    host = CpuMover()
-    movers = DeviceMovers({torch.device("cpu"): host})
+    host = CpuEngine()
+    engines = DeviceEngines({torch.device("cpu"): host})
     pieces = row([torch.ones(9)])
-    movers.copy(pieces, memoryview(slot_for(pieces)), unpaced)
-    movers.sample(pieces, 1)
+    engines.copy(pieces, memoryview(slot_for(pieces)), unpaced)
+    engines.sample(pieces, 1)
     kept = weakref.ref(pieces[0].tensor)
     del pieces
     gc.collect()
     assert kept() is not None
-    movers.forget()
+    engines.forget()
     gc.collect()
     assert kept() is None
 
 
-class Queues(CpuMover):
+class Queues(CpuEngine):
     queues = True
 
 
 def test_bytes_may_be_under_way_if_those_of_one_device_may() -> None:
-    assert not DeviceMovers({torch.device("cpu"): CpuMover()}).queues
-    assert DeviceMovers({torch.device("cpu"): CpuMover(), torch.device("meta"): Queues()}).queues
+    assert not DeviceEngines({torch.device("cpu"): CpuEngine()}).queues
+    assert DeviceEngines({torch.device("cpu"): CpuEngine(), torch.device("meta"): Queues()}).queues
 
 
-def test_state_in_host_memory_has_one_mover_and_unknown_devices_none() -> None:
-    assert isinstance(choose_mover({torch.device("cpu")}), CpuMover)
-    assert isinstance(choose_mover(set()), CpuMover)
+def test_state_in_host_memory_has_one_engine_and_unknown_devices_none() -> None:
+    assert isinstance(choose_engine({torch.device("cpu")}), CpuEngine)
+    assert isinstance(choose_engine(set()), CpuEngine)
     with pytest.raises(ConfigError, match="there is state on meta"):
-        choose_mover({torch.device("cpu"), torch.device("meta")})
+        choose_engine({torch.device("cpu"), torch.device("meta")})
