@@ -79,7 +79,19 @@ def python() -> Iterator[str]:
 HOOKED = {"before_step", "after_step", "on_forward", "on_backward"}
 """Public for the boundary's sake: optimizers and modules call them."""
 
-INNER = {"notes", "loop", "inputs", "began", "rewind", "clock", "held", "mark", "begin", "beat", "source, ahead, exact"}
+INNER = {
+    "notes",
+    "loop",
+    "inputs",
+    "began",
+    "rewind",
+    "clock",
+    "held",
+    "mark",
+    "begin",
+    "heartbeat",
+    "source, ahead, exact",
+}
 """Arguments and attributes for the hook itself, or described elsewhere on the page."""
 
 

@@ -1,5 +1,5 @@
-"""Reinforcement learning under Ray: players, which have no state of their own, make experience; a crew of trainers
-learns from it, and its state is in memory: ``python -m examples.ray_rollouts --nodes 2``.
+"""Reinforcement learning under Ray: players, which have no state of their own, make experience; a worker group of
+trainers learns from it, and its state is in memory: ``python -m examples.ray_rollouts --nodes 2``.
 
 A trainer that dies, or its node, is made again and goes on where it was. A player that dies is made again by Ray, which
 calls it again; what it does follows from its arguments alone, so nothing changes.
@@ -74,8 +74,8 @@ def main() -> None:
     holdfast.integrations.ray.start()
     player = ray.remote(Player).options(num_cpus=0, max_restarts=-1, max_task_retries=-1)
     players = [player.remote() for _ in range(args.nodes * args.per_node)]
-    with holdfast.integrations.ray.Crew(args.nodes, args.per_node) as crew:
-        for rank, earned in enumerate(crew.run(train, players, args.steps)):
+    with holdfast.integrations.ray.WorkerGroup(args.nodes, args.per_node) as workers:
+        for rank, earned in enumerate(workers.run(train, players, args.steps)):
             if earned:
                 print(f"trainer {rank}: its player earned {earned[0]:.2f} at first, {earned[-1]:.2f} in the end")
     holdfast.integrations.ray.stop(remove=True)

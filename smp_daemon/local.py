@@ -10,8 +10,8 @@ from typing import Any
 
 from holdfast.smp_daemon.coding.scrub import scrub
 from holdfast.smp_daemon.node.core import Core
-from holdfast.smp_daemon.recovery.census import take_census
 from holdfast.smp_daemon.recovery.fetch import Lender
+from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.recovery.rebuild import recover, repair_parity, verify
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -20,8 +20,8 @@ from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.messages import (
     Abandon,
     Accepted,
-    AskCensus,
     AskCounters,
+    AskInventories,
     AskInventory,
     AskPersisted,
     AskPersistedLayout,
@@ -84,7 +84,7 @@ class TrainerConversation:
         self._handlers: dict[type[Request], Callable[[Any], object]] = {
             Hello: self._hello,
             AskInventory: lambda request: smp.inventory().to_plain(),
-            AskCensus: self._census,
+            AskInventories: self._inventories,
             Join: self._join,
             Configure: lambda request: self._store.configure(request.layout),
             Begin: self._begin,
@@ -167,11 +167,11 @@ class TrainerConversation:
                 f"it is to take the place of the other, end process {other.pid} first"
             )
 
-    def _census(self, request: AskCensus) -> Message:
+    def _inventories(self, request: AskInventories) -> Message:
         """What the SMPs at these addresses hold; without their layouts, which whoever knows of them has."""
         with self._store.changed:
             known = list(self._store.arena.layouts.values())
-        found = take_census(self._store.job, request.addresses, known)
+        found = gather_inventories(self._store.job, request.addresses, known)
         return {"inventories": [replace(each, layouts={}).to_plain() for each in found]}
 
     def _join(self, request: Join) -> None:

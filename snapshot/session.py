@@ -96,7 +96,7 @@ def enter(adapter: Adapter, options: Options, statistics: Statistics, checks: Ch
         HoldfastError: as `restore`, and as making a `Rank`. Nothing is left open.
     """
     rank = Rank(adapter, options)
-    rank.client.beat(TrainerPhase.RESTORE, 0)
+    rank.client.heartbeat(TrainerPhase.RESTORE, 0)
     log_here(job=options.job, node=rank.client.node, rank=rank.agreement.rank, coord=rank.coord, epoch=None, step=None)
     try:
         restored = restore(
@@ -134,7 +134,7 @@ class Session:
         self.progress = progress = Progress(restored.epoch, step)
         # Lines of the log name the epoch and the step as they are by then; they must not keep the state alive.
         identify(epoch=lambda: progress.epoch, step=lambda: progress.step)
-        self.beat()
+        self.heartbeat()
         self._recording = recording_from_environment(options.slots)
         self.intervals = IntervalController(
             options.every,
@@ -216,7 +216,9 @@ class Session:
         return self.position.data(
             source,
             name,
-            lambda held: Data(source, name, held, self.mark, self.begin, ahead=ahead, exact=exact, beat=self.beat),
+            lambda held: Data(
+                source, name, held, self.mark, self.begin, ahead=ahead, exact=exact, heartbeat=self.heartbeat
+            ),
         )
 
     def communicate(self, begins: bool) -> None:
@@ -234,9 +236,9 @@ class Session:
         done = self.protecting.drained(time.monotonic() + deadline_s, self._is_doubtful)
         return done and (self.protecting.due is None or self._beginning.seen)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """This process is alive, and where."""
-        self.rank.client.beat(self.progress.phase, self.progress.step)
+        self.rank.client.heartbeat(self.progress.phase, self.progress.step)
 
     # ------------------------------------------------------------------ what the boundary tells
 
@@ -301,7 +303,7 @@ class Session:
     def begin(self) -> None:
         """The next step begins here, as far as can be told."""
         began = time.monotonic()
-        self.beat()
+        self.heartbeat()
         self._first.check_state(declared=self.position.declared)
         if self._auditor is not None:
             self._auditor.settled(self.progress.step)
@@ -399,7 +401,7 @@ class Session:
         self._steppers.check()
         self.progress.step += 1
         self.progress.phase = TrainerPhase.STEP
-        self.beat()
+        self.heartbeat()
         self.intervals.observe(began, self._statistics.stall_s, overlapped=bool(self.protecting.ledger.pending))
         self.protecting.step_ended()
         self._statistics.stall_s += time.monotonic() - began

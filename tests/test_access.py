@@ -14,7 +14,7 @@ from holdfast.smp_daemon.net.authenticator import COMPLAIN_EVERY_S, MAX_SOURCES,
 from holdfast.smp_daemon.net.control import CALL_KEY, MAX_CALLERS, WINDOW, Once, Signer, Verifier
 from holdfast.smp_daemon.net.peers import METHOD, PeerClient
 from holdfast.smp_daemon.ops.overview import look
-from holdfast.smp_daemon.recovery.census import take_census
+from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.shared.credentials import (
     MIN_TOKEN_BYTES,
     TLS_ENVS,
@@ -276,7 +276,7 @@ def test_smps_that_know_each_other_protect_and_recover(ground: Ground, tmp_path:
         for smp in smps:
             assert [guarded.ping(smp) for _ in range(3)] == [smp.name] * 3
             assert "not let in" not in (smp.arena / "smp.log").read_text(), "nobody complains of friends"
-        assert {i.node for i in take_census(JOB, [smp.control for smp in smps])} == {"node0", "node1"}
+        assert {i.node for i in gather_inventories(JOB, [smp.control for smp in smps])} == {"node0", "node1"}
         overview = look(JOB, smps[0].control)
         assert [status.access for status in overview.statuses] == [kind, kind]
         lost = smps[1]
@@ -309,7 +309,7 @@ def test_whoever_does_not_know_them_gets_nothing(ground: Ground, tmp_path: Path,
                 call(connect(smp.bulk, DEADLINE_S, JOB), question)
             with pytest.raises(HoldfastError):
                 guarded.ping(smp)
-            assert take_census(JOB, [smp.control]) == []
+            assert gather_inventories(JOB, [smp.control]) == []
     log = (smp.arena / "smp.log").read_text()
     assert log.count("was not let in") <= 2, "once for each way in, however often they try"
     with credentials(guarded.environment):

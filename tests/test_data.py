@@ -479,7 +479,7 @@ def test_reading_batches_again_tells_the_smp_that_the_process_lives() -> None:
         train(hook, batch)
     held = decode(json.loads(json.dumps(encode(data.state(), "", {}))), no_tensor)
     beats: list[None] = []
-    again = Data(loader(shuffle=True), "data", held, *[lambda: None] * 2, beat=lambda: beats.append(None))
+    again = Data(loader(shuffle=True), "data", held, *[lambda: None] * 2, heartbeat=lambda: beats.append(None))
     assert len(list(again)) == 2
     assert len(beats) == 4
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StaleEpoch, Unrecoverable
-from holdfast.smp_daemon.shared.messages import AskCensus
+from holdfast.smp_daemon.shared.messages import AskInventories
 from holdfast.smp_daemon.shared.sources import Sources
 from tests.smp_kit import Run, SmpProcess, flip_a_byte, playground, run_on, shard_file
 
@@ -87,7 +87,7 @@ def test_an_smp_asks_others_what_they_hold(job: tuple[Run, list[SmpProcess]]) ->
     run, smps = job
     run.protect(1)
     theirs = run["dp1"].client.inventory()
-    [found] = run["dp0"].client.census([theirs.control])
+    [found] = run["dp0"].client.inventories([theirs.control])
     assert (found.node, found.shards, found.parities, found.layouts) == (
         theirs.node,
         theirs.shards,
@@ -95,6 +95,6 @@ def test_an_smp_asks_others_what_they_hold(job: tuple[Run, list[SmpProcess]]) ->
         {},
     )
     smps[1].kill()
-    assert run["dp0"].client.census([theirs.control]) == []
+    assert run["dp0"].client.inventories([theirs.control]) == []
     with pytest.raises(ProtocolError, match="addresses"):
-        run["dp0"].client._call(AskCensus(addresses=None))  # type: ignore[arg-type]
+        run["dp0"].client._call(AskInventories(addresses=None))  # type: ignore[arg-type]

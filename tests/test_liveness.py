@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.cli.main import main
 from holdfast.smp_daemon.ops.overview import look
-from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, TrainerPhase
+from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
@@ -104,21 +104,21 @@ def test_what_is_no_trainer_is_refused() -> None:
 
 def test_a_beat_is_seen_through_another_mapping_and_is_its_row_alone(tmp_path: Path) -> None:
     smp, trainer = Board(tmp_path / "board", create=True), Board(tmp_path / "board")
-    trainer.beat(5, TrainerPhase.STEP, 17)
+    trainer.heartbeat(5, TrainerPhase.STEP, 17)
     trainer.copying(5, 16)
-    first = smp.beats(5)
+    first = smp.heartbeats(5)
     assert (smp.phase(5), first[1:]) == (TrainerPhase.STEP, (17, 17))
-    trainer.beat(5, TrainerPhase.STEP, 17)
-    assert smp.beats(5)[0] != first[0]
+    trainer.heartbeat(5, TrainerPhase.STEP, 17)
+    assert smp.heartbeats(5)[0] != first[0]
     trainer.copying(5, None)
-    assert smp.beats(5)[2] == 0
-    assert [smp.beats(row) for row in range(BEAT_ROWS) if row != 5] == [(0, 0, 0)] * (BEAT_ROWS - 1)
+    assert smp.heartbeats(5)[2] == 0
+    assert [smp.heartbeats(row) for row in range(HEARTBEAT_ROWS) if row != 5] == [(0, 0, 0)] * (HEARTBEAT_ROWS - 1)
 
 
 def test_a_beat_costs_a_loop_nothing(tmp_path: Path) -> None:
     Board(tmp_path / "board", create=True)
     board = Board(tmp_path / "board")
-    each_s = min(timeit.repeat(lambda: board.beat(3, TrainerPhase.STEP, 7), number=1000, repeat=5)) / 1000
+    each_s = min(timeit.repeat(lambda: board.heartbeat(3, TrainerPhase.STEP, 7), number=1000, repeat=5)) / 1000
     assert each_s < 20e-6  # half a microsecond on an idle core
 
 
@@ -148,8 +148,8 @@ def test_the_end_of_a_process_is_learned_at_once(tmp_path: Path) -> None:
 def test_more_trainers_than_rows_are_not_watched(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", create=True)
     attendance = Watchdog(lambda: board, LIMITS, None)
-    rows = [attendance.attend(os.getpid(), f"dp{i}") for i in range(BEAT_ROWS + 1)]
-    assert rows == [*range(BEAT_ROWS), None]
+    rows = [attendance.attend(os.getpid(), f"dp{i}") for i in range(HEARTBEAT_ROWS + 1)]
+    assert rows == [*range(HEARTBEAT_ROWS), None]
 
 
 # ---------------------------------------------------------------------- a second run of the same job
@@ -213,7 +213,7 @@ def test_who_has_said_goodbye_makes_room(tmp_path: Path, other: subprocess.Popen
     row = attendance.attend(other.pid, "dp3")
     attendance.joined(other.pid, "dp3")
     assert row is not None
-    board.beat(row, TrainerPhase.GONE, 0)
+    board.heartbeat(row, TrainerPhase.GONE, 0)
     assert attendance.await_room(1, DEADLINE_S) is None
     attendance.close()
 
@@ -245,7 +245,7 @@ from holdfast.smp_daemon.shared.board import TrainerPhase
 from holdfast.smp_daemon.shared.client import SmpClient
 client = SmpClient(Path(sys.argv[1]), sys.argv[2], "dp7")
 phase, how = TrainerPhase[sys.argv[3]], sys.argv[4]
-client.beat(phase, 3)
+client.heartbeat(phase, 3)
 print("here", flush=True)
 if how == "copy":
     client.copying(3)
@@ -256,7 +256,7 @@ if how == "blocked":
     sys.stdin.readline()
     threading.Lock().acquire() and threading.Event().wait()
 for line in sys.stdin:
-    client.beat(phase, 3)
+    client.heartbeat(phase, 3)
 client.close()
 """
 
@@ -362,7 +362,7 @@ def test_a_child_that_keeps_the_socket_open_does_not_keep_its_parent_alive(groun
     pid = os.fork()
     if pid == 0:
         client = SmpClient(smp.arena, smp.job, "dp0")
-        client.beat(TrainerPhase.STEP, 1)
+        client.heartbeat(TrainerPhase.STEP, 1)
         if os.fork() == 0:
             time.sleep(30)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -419,5 +419,5 @@ def test_the_hook_beats_from_its_start_to_its_end(ground: Ground, monkeypatch: p
         assert snap.drain(60)
         (trained,) = of(smp)
         assert (trained.health, trained.phase, trained.step) == (Health.ALIVE, "step", 3)
-        assert Board(smp.arena / "board").beats(0)[2] == 0  # what was copied is sealed
+        assert Board(smp.arena / "board").heartbeats(0)[2] == 0  # what was copied is sealed
     await_that(lambda: of(smp) == [])

@@ -201,7 +201,9 @@ def test_an_smp_whose_peer_is_away_says_so_once(ground: Ground, monkeypatch: pyt
     repeated = Counter((line["at"], line["msg"]) for line in found)
     assert max(repeated.values()) == 1, repeated
     by_peer = Counter(
-        (line["at"], str(line.get("peer"))) for line in found if line["at"] == "holdfast.smp_daemon.recovery.census"
+        (line["at"], str(line.get("peer")))
+        for line in found
+        if line["at"] == "holdfast.smp_daemon.recovery.inventories"
     )
     assert all(count == 1 for count in by_peer.values()), by_peer
     failed = [line for line in found if line["at"] == "holdfast.smp_daemon.storage.store"]

@@ -40,7 +40,7 @@ def test_the_owner_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_owner(tmp_path) == OWNER
 
 
-@pytest.mark.parametrize("data", [5, "owner", [1, 2], {"pid": 7}, {**asdict(OWNER), "more": 1}])
+@pytest.mark.parametrize("data", [5, "owner", [1, 2], {"pid": 7}])
 def test_a_malformed_owner_is_refused(data: Any, tmp_path: Path) -> None:
     write_json(tmp_path / "smp.json", data)
     with pytest.raises(ProtocolError):

@@ -1,4 +1,4 @@
-"""Under Ray: SMPs that outlive raylets, and a crew of which only what died is made again. On real clusters."""
+"""Under Ray: SMPs that outlive raylets, and a worker group of which only what died is made again. On real clusters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from holdfast.chaos.ray.cluster import ACTIONS, RayFault, VirtualRay
 from holdfast.chaos.ray.drill import SCENARIOS, plan, run, undisturbed
 from holdfast.integrations.ray import nodes as ray_nodes
-from holdfast.integrations.ray.crew import Crew, by_node, forget, worse
+from holdfast.integrations.ray.worker_group import WorkerGroup, by_node, forget, worse
 
 pytestmark = pytest.mark.cluster
 
@@ -70,8 +70,8 @@ def test_what_is_wrong_is_said_before_anything_is_started() -> None:
         ray_nodes.start("job", environment={"PATH": "/tmp"})
     with pytest.raises(ConfigError, match="cannot be a job id"):
         ray_nodes.start("a job")
-    with pytest.raises(ConfigError, match="at least one member"):
-        Crew(0, job="job")
+    with pytest.raises(ConfigError, match="at least one worker"):
+        WorkerGroup(0, job="job")
 
 
 def test_ray_injects_what_the_catalogue_says() -> None:

@@ -149,7 +149,7 @@ def train_and_die(arena: Path, job: str) -> None:
         "import os, signal, sys; from pathlib import Path; from holdfast.smp_daemon.shared.board import TrainerPhase; "
         "from holdfast.smp_daemon.shared.client import SmpClient; "
         "client = SmpClient(Path(sys.argv[1]), sys.argv[2], 'dp9'); "
-        "client.beat(TrainerPhase.STEP, 3); os.kill(os.getpid(), signal.SIGKILL)"
+        "client.heartbeat(TrainerPhase.STEP, 3); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script, str(arena), job], check=False, timeout=DEADLINE_S)
 

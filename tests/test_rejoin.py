@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.smp_daemon.net.peers import PeerClient
-from holdfast.smp_daemon.recovery.census import take_census
+from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.records import PART
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
@@ -133,7 +133,7 @@ def test_others_that_ask_while_it_starts_are_answered_once_it_knows_who_it_is(gr
     smps[1].rules = [("start.bound", None)]
     smps[1].launch()
     held = ground.points.wait_any("node1", "start.bound")
-    answer = ground.meanwhile(take_census, JOB, [smps[1].control])
+    answer = ground.meanwhile(gather_inventories, JOB, [smps[1].control])
     held.go()
     smps[1].wait_ready()
     [inventory] = answer.result(DEADLINE_S)

@@ -101,7 +101,7 @@ def test_in_the_foreground_the_process_becomes_the_smp(ground: Ground, capsys: p
 def test_one_that_is_stopped_by_the_kernel_does_not_answer(
     ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.smp_daemon.recovery.census.DEADLINE_S", 0.5)
+    monkeypatch.setattr("holdfast.smp_daemon.recovery.inventories.DEADLINE_S", 0.5)
     _, said = smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
     suspend(said["pid"])
     status, seen = smp(capsys, "status")

@@ -56,7 +56,7 @@ def run(seeds: Iterable[int], jobs: int) -> Iterator[Result]:
             for seed in seeds:
                 yield trials.result(seed)
         return
-    workers = [_Worker() for _ in range(jobs)]
+    workers = [_TrialProcess() for _ in range(jobs)]
     waiting = iter(seeds)
     try:
         with selectors.DefaultSelector() as selector:
@@ -79,7 +79,7 @@ def run(seeds: Iterable[int], jobs: int) -> Iterator[Result]:
             worker.close()
 
 
-class _Worker:
+class _TrialProcess:
     """A process that runs one seed after another."""
 
     def __init__(self) -> None:

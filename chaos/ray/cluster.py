@@ -22,7 +22,7 @@ import psutil
 
 from holdfast.chaos.cluster import History
 from holdfast.chaos.runner import Event, LocalNode, Runner, Wiring, release, using_arenas
-from holdfast.integrations.ray.crew import Seat
+from holdfast.integrations.ray.worker_group import Seat
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
@@ -33,7 +33,7 @@ NODE_ENV = "HOLDFAST_NODE"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least is 75 MiB
 END_DEADLINE_S = 20.0
 LOOK_EVERY_S = 0.2
-TRAINERS = ("ray::Member", "ray::RayTrainWorker")
+TRAINERS = ("ray::Worker", "ray::RayTrainWorker")
 """How Ray calls the processes that train."""
 
 CONTROLLER = "ray::TrainController"
@@ -96,7 +96,7 @@ class VirtualRay(Runner):
         config: of Ray's GCS, besides `HEALTH`.
 
     Attributes:
-        seats: of the crew that ran last, by attempt; none of Ray Train's.
+        seats: of the worker group that ran last, by attempt; none of Ray Train's.
     """
 
     def __init__(self, nodes: int, folder: Path, *, config: Mapping[str, Any] | None = None) -> None:
@@ -207,7 +207,7 @@ class VirtualRay(Runner):
         self.add(name)
 
     def kill_actors(self, *names: str, kinds: tuple[str, ...] = TRAINERS) -> None:
-        """SIGKILL to all actors on these nodes that Ray calls so: members of crews, and workers of Ray Train."""
+        """SIGKILL to all actors on these nodes that Ray calls so: workers of ours, and of Ray Train."""
         for process in [each for name in names for each in self._nodes[name].started()]:
             with suppress(psutil.NoSuchProcess):
                 if process.cmdline()[0].startswith(kinds):

@@ -37,7 +37,7 @@ class RayScenario:
 
     what: str
     faults: tuple[RayFault, ...]
-    by: str = "crew"
+    by: str = "worker group"
     nodes: int = 3
     attempts: int = 1
     protect: str = "auto"
@@ -133,7 +133,7 @@ def undisturbed(launcher: Launcher, nodes: int) -> History:
     return VirtualCluster(launcher, nodes=nodes, ranks_per_node=1, target=TARGET, args=args, smps=False).run()
 
 
-def plan(nodes: int, protect: str = "auto", by: str = "crew") -> dict[str, Any]:
+def plan(nodes: int, protect: str = "auto", by: str = "worker group") -> dict[str, Any]:
     """The same job for `VirtualRay.run`."""
     args = {"job": JOB, "seed": SEED, "steps": STEPS, "snapshots": True, "drain": True, "hook": {"protect": protect}}
     return {"nodes": nodes, "by": by, "args": args}

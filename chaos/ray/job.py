@@ -1,8 +1,8 @@
 """The driver of a job on a virtual Ray cluster, a process of its own, and what its ranks do:
 ``python -m holdfast.chaos.ray.job JSON``.
 
-JSON: ``nodes``, ``folder``, ``by`` (``crew``, or ``train``: Ray Train), and ``args`` as `chaos.drill.train` takes them.
-Ranks add what they report to files of that folder, so that what a killed process had reported is still there.
+JSON: ``nodes``, ``folder``, ``by`` (``worker group``, or ``train``: Ray Train), and ``args`` as `chaos.drill.train`
+takes them. Ranks add what they report to files of that folder, so that what a killed process had reported is there.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ COLLECTIVE_DEADLINE_S = 60.0
 MAX_FAILURES = 5
 
 
-def member(folder: str, life: float, args: dict[str, Any]) -> None:
-    """One member of a crew, in one attempt; `life`: of the driver."""
+def group_worker(folder: str, life: float, args: dict[str, Any]) -> None:
+    """One worker of a worker group, in one attempt; `life`: of the driver."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S))
@@ -57,13 +57,13 @@ def follow(folder: str, args: dict[str, Any], life: float, generation: int) -> N
         go_through(args, report)
 
 
-def with_crew(plan: dict[str, Any]) -> None:
-    """Train in a crew, and say where its members were."""
-    from holdfast.integrations.ray.crew import Crew
+def with_worker_group(plan: dict[str, Any]) -> None:
+    """Train in a worker group, and say where its workers were."""
+    from holdfast.integrations.ray.worker_group import WorkerGroup
 
-    with Crew(plan["nodes"]) as crew:
-        crew.run(member, plan["folder"], time.time(), plan["args"])
-    seats = [[asdict(seat) for seat in seats] for seats in crew.seats]
+    with WorkerGroup(plan["nodes"]) as workers:
+        workers.run(group_worker, plan["folder"], time.time(), plan["args"])
+    seats = [[asdict(seat) for seat in seats] for seats in workers.seats]
     (Path(plan["folder"]) / "seats.json").write_text(json.dumps(seats))
 
 
@@ -100,7 +100,7 @@ def drive(plan: dict[str, Any]) -> None:
     ray.init(log_to_driver=False)
     try:
         start()
-        {"crew": with_crew, "train": with_train}[plan["by"]](plan)
+        {"worker group": with_worker_group, "train": with_train}[plan["by"]](plan)
         stop(remove=True)
     finally:
         ray.shutdown()

@@ -58,7 +58,7 @@ PAGE_BYTES = 64
 REPLACED = {
     "local": ("os",),
     "net.listener": ("socket",),
-    "recovery.census": ("ThreadPoolExecutor",),
+    "recovery.inventories": ("ThreadPoolExecutor",),
     "shared.board": ("os", "mmap"),
     "shared.client": ("threading", "os", "mmap"),
     "shared.records": ("os",),

@@ -12,8 +12,8 @@ from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.persist.manifest import PersistManifest
 from holdfast.smp_daemon.persist.place import PersistPlace
 from holdfast.smp_daemon.persist.reading import find, read_shard
-from holdfast.smp_daemon.recovery.census import addresses_of, take_census
 from holdfast.smp_daemon.recovery.fetch import Fetcher
+from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
@@ -71,7 +71,7 @@ def from_memory(job: str, arena: Path | None, step: int | None) -> Iterator[Memo
         ConfigError: there is no such job here, or no such step in its memory.
         Unrecoverable: too much of it is lost.
     """
-    inventories = _census(job, arena)
+    inventories = _inventories(job, arena)
     sources = _choose(job, inventories, step)
     counters = Counters()
     with Links(counters) as links:
@@ -80,7 +80,7 @@ def from_memory(job: str, arena: Path | None, step: int | None) -> Iterator[Memo
 
 def list_memory(job: str, arena: Path | None) -> list[Listed]:
     """Every snapshot that nodes hold some of, the newest first."""
-    inventories = _census(job, arena)
+    inventories = _inventories(job, arena)
     found = []
     for snapshot in candidates(inventories, None):
         sources = choose_sources(inventories, snapshot)
@@ -92,14 +92,14 @@ def list_memory(job: str, arena: Path | None) -> list[Listed]:
     return found
 
 
-def _census(job: str, arena: Path | None) -> list[Inventory]:
+def _inventories(job: str, arena: Path | None) -> list[Inventory]:
     """What the SMPs of a job hold: those of this machine, and all that they know of."""
     owners = [owner.control for owner in find_owners(arena, job)]
     if not owners:
         raise ConfigError(f"no SMP of job {job!r} has an arena on this machine: `holdfast status` names those that do")
-    here = take_census(job, owners)
+    here = gather_inventories(job, owners)
     others = addresses_of([layout for inventory in here for layout in inventory.layouts.values()])
-    known = {inventory.node: inventory for inventory in take_census(job, sorted({*others} - {*owners}))}
+    known = {inventory.node: inventory for inventory in gather_inventories(job, sorted({*others} - {*owners}))}
     return list((known | {inventory.node: inventory for inventory in here}).values())
 
 

@@ -6,13 +6,13 @@
 
     ray.init("auto")
     holdfast.integrations.ray.start(job="run-7")                      # an SMP per node, nodes that join later included
-    with holdfast.integrations.ray.Crew(nodes=4, job="run-7") as crew:
-        losses = crew.run(train, 10_000)                 # `train` enters InMemorySnapshot as ever
+    with holdfast.integrations.ray.WorkerGroup(nodes=4, job="run-7") as workers:
+        losses = workers.run(train, 10_000)                 # `train` enters InMemorySnapshot as ever
 
 docs/ray.md says what survives what.
 """
 
-from holdfast.integrations.ray.crew import Crew, Seat
 from holdfast.integrations.ray.nodes import JobSmps, NodeSmp, start, status, stop
+from holdfast.integrations.ray.worker_group import Seat, WorkerGroup
 
-__all__ = ["Crew", "JobSmps", "NodeSmp", "Seat", "start", "status", "stop"]
+__all__ = ["JobSmps", "NodeSmp", "Seat", "WorkerGroup", "start", "status", "stop"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.train import UserCallback
 
-from holdfast.integrations.ray.crew import FINAL
+from holdfast.integrations.ray.worker_group import FINAL
 
 
 class GiveUp(UserCallback):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.coding.regroup import moved
-from holdfast.smp_daemon.recovery.census import addresses_of, take_census
+from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -157,7 +157,7 @@ class Draining:
         mine = self._inventory()
         name = mine.node
         addresses = {*addresses_of(list(mine.layouts.values())), *spares} - {mine.control}
-        inventories = [mine, *take_census(self._job, sorted(addresses))]
+        inventories = [mine, *gather_inventories(self._job, sorted(addresses))]
         result = moved(inventories)
         if result is not None and not mine.trainers:
             return Drained(name, result.snapshot, result.holders, result.tolerates)

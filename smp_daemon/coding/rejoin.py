@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from holdfast.smp_daemon.recovery.census import addresses_of, take_census
+from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.recovery.rebuild import recover, repair_parity, repair_units
 from holdfast.smp_daemon.shared.errors import HoldfastError, Unrecoverable
 from holdfast.smp_daemon.shared.failpoints import failpoint
@@ -96,7 +96,7 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
             layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == snapshot.epoch]
         if not layouts or not find_missing(store, max(layouts, key=lambda each: each.revision), snapshot):
             continue
-        sources = choose_sources(take_census(store.job, addresses_of(layouts), layouts), snapshot)
+        sources = choose_sources(gather_inventories(store.job, addresses_of(layouts), layouts), snapshot)
         if sources is None:
             whole = False  # others may come back that hold the rest
             continue

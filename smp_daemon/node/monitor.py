@@ -14,7 +14,7 @@ from holdfast.smp_daemon.coding.protect import send_units
 from holdfast.smp_daemon.coding.regroup import Regrouping, is_cluttered, plan_regroup
 from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.net.peers import PeerClient
-from holdfast.smp_daemon.recovery.census import AT_ONCE, addresses_of, take_census
+from holdfast.smp_daemon.recovery.inventories import AT_ONCE, addresses_of, gather_inventories
 from holdfast.smp_daemon.recovery.rebuild import recover
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
@@ -237,7 +237,7 @@ class Monitor:
             return None
         self._enlist_spares()
         addresses = {*addresses_of(layouts), *self._spares}
-        inventories = take_census(store.job, sorted(addresses), layouts)
+        inventories = gather_inventories(store.job, sorted(addresses), layouts)
         if any(inventory.trainers for inventory in inventories):
             text = "nodes are missing, and trainers are connected: nothing is done"
             self._episodes.begin("declined", text, level=logging.INFO)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.smp_daemon.ops.status import Status, take_statuses
-from holdfast.smp_daemon.recovery.census import addresses_of
+from holdfast.smp_daemon.recovery.inventories import addresses_of
 from holdfast.smp_daemon.recovery.recoveries import summarise
 from holdfast.smp_daemon.recovery.redundancy import Redundancy, redundancies, safest
 from holdfast.smp_daemon.shared.crash_loop import current_crash_loop

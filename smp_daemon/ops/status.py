@@ -12,7 +12,7 @@ import psutil
 
 from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.persist.persister import TierState
-from holdfast.smp_daemon.recovery.census import ask_all
+from holdfast.smp_daemon.recovery.inventories import ask_all
 from holdfast.smp_daemon.recovery.recoveries import Recovery
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
@@ -130,7 +130,7 @@ def take_status(smp: Core) -> Status:
 
 
 def take_statuses(job: str, addresses: Collection[Address], known: Collection[Layout] = ()) -> list[Status]:
-    """Of all SMPs of a job that answer, by node. Blocks as `recovery.census.take_census`; `known` as there."""
+    """Of all SMPs of a job that answer, by node. Blocks as `gather_inventories`; `known` as there."""
     by_digest = {layout.digest: layout for layout in known}
     message = PeerStatus(job=job, known=frozenset(by_digest))
     found = ask_all(message, addresses, lambda reply: Status.read(reply, by_digest))

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.net.links import Links
-from holdfast.smp_daemon.recovery.census import addresses_of, take_census
 from holdfast.smp_daemon.recovery.fetch import Fetcher
+from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.recovery.load import Load
 from holdfast.smp_daemon.recovery.units import StripePlace, place_of
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, ProtocolError, Unrecoverable
@@ -112,7 +112,7 @@ def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
     """
     with store.changed:
         layouts = list(store.arena.layouts.values())
-    inventories = take_census(store.job, addresses_of(layouts), layouts)
+    inventories = gather_inventories(store.job, addresses_of(layouts), layouts)
     sources = choose_sources(inventories, key.snapshot)
     if sources is None:
         return 0

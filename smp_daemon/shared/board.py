@@ -3,9 +3,9 @@
 Trainers map it, and read and write it without a system call, so it costs the training loop nothing, however busy or
 starved the SMP is. Word 0 is the epoch; each of the next is ``step * 4 + 1 + outcome``, or 0 if it says nothing. The
 next `PAUSE_WORDS`, one per trainer, say until when the SMP shall send no encoding traffic: nanoseconds of
-`time.monotonic`, which all processes of a host share; 0: it may. `BEAT_ROWS` rows follow, one per trainer, of which the
-SMP sees that they change: a count of beats and the phase, the last step that is finished, the step being copied plus 1.
-The last word is the SMP's again: whether a snapshot is due to be persisted.
+`time.monotonic`, which all processes of a host share; 0: it may. `HEARTBEAT_ROWS` rows follow, one per trainer, of
+which the SMP sees that they change: a count of heartbeats and the phase, the last step that is finished, the step being
+copied plus 1. The last word is the SMP's again: whether a snapshot is due to be persisted.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WORDS = 16
 PAUSE_WORDS = 64
 """Of the trainers; those of one node are numbered from 0, and modulo this."""
 
-BEAT_ROWS = 64
-BEAT_WORDS = 4
+HEARTBEAT_ROWS = 64
+HEARTBEAT_WORDS = 4
 """Words of a row, one of them spare; a row is half a cache line, and its own."""
 
 MAX_PAUSE_S = 1.0
@@ -58,7 +58,7 @@ class Board:
     def __init__(self, path: Path, *, create: bool = False) -> None:
         """Map it. Raises `ProtocolError` if there is another thing of that name."""
         self._path = path
-        length = (WORDS + PAUSE_WORDS + BEAT_ROWS * BEAT_WORDS + 1) * 8
+        length = (WORDS + PAUSE_WORDS + HEARTBEAT_ROWS * HEARTBEAT_WORDS + 1) * 8
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
         except FileNotFoundError:
@@ -77,7 +77,7 @@ class Board:
         finally:
             os.close(fd)
         at = [WORDS, WORDS + PAUSE_WORDS, len(words) - 1]
-        self._words, self._pauses, self._beats, self._due = np.split(words, at)
+        self._words, self._pauses, self._heartbeats, self._due = np.split(words, at)
         self._count = 0
         newest = int(self._words[1:].argmax())
         self._next = (newest + 1) % (WORDS - 1) if self._words[1 + newest] else 0  # a predecessor may have said some
@@ -102,7 +102,7 @@ class Board:
         board._path = self._path
         board.reset(epoch)
         board.post_due(self.due)
-        board._beats[:] = self._beats
+        board._heartbeats[:] = self._heartbeats
         part.replace(self._path)
         self.reset(epoch)
         return board
@@ -158,21 +158,21 @@ class Board:
         latest: int = max(self._pauses.tolist())
         return min(max(latest / 1e9 - now_s, 0.0), MAX_PAUSE_S)
 
-    def beat(self, row: int, phase: TrainerPhase, step: int) -> None:
+    def heartbeat(self, row: int, phase: TrainerPhase, step: int) -> None:
         """The trainer of that row is alive, in a phase, with `step` steps finished. Two stores; no system call."""
         self._count += 1
-        self._beats[row * BEAT_WORDS + 1] = step
-        self._beats[row * BEAT_WORDS] = self._count << 2 | phase
+        self._heartbeats[row * HEARTBEAT_WORDS + 1] = step
+        self._heartbeats[row * HEARTBEAT_WORDS] = self._count << 2 | phase
 
     def copying(self, row: int, step: int | None) -> None:
         """The trainer of that row copies the snapshot of `step`; None: none any more."""
-        self._beats[row * BEAT_WORDS + 2] = 0 if step is None else step + 1
+        self._heartbeats[row * HEARTBEAT_WORDS + 2] = 0 if step is None else step + 1
 
     def phase(self, row: int) -> TrainerPhase:
         """Where the trainer of that row is."""
-        return TrainerPhase(int(self._beats[row * BEAT_WORDS]) & 3)
+        return TrainerPhase(int(self._heartbeats[row * HEARTBEAT_WORDS]) & 3)
 
-    def beats(self, row: int) -> tuple[int, int, int]:
+    def heartbeats(self, row: int) -> tuple[int, int, int]:
         """Beats and phase in one word, steps finished, and the step being copied plus 1, or 0."""
-        word, step, copying = self._beats[row * BEAT_WORDS : row * BEAT_WORDS + 3].tolist()
+        word, step, copying = self._heartbeats[row * HEARTBEAT_WORDS : row * HEARTBEAT_WORDS + 3].tolist()
         return word, step, copying

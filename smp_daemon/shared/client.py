@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, SnapshotOutcome, TrainerPhase
+from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, SnapshotOutcome, TrainerPhase
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
@@ -33,20 +33,20 @@ from holdfast.smp_daemon.shared.limits import (
 from holdfast.smp_daemon.shared.messages import (
     Abandon,
     Accepted,
-    AskCensus,
     AskCounters,
+    AskInventories,
     AskInventory,
     AskPersisted,
     AskPersistedLayout,
     AskUnit,
     Await,
     Begin,
-    Census,
     Configure,
     Ended,
     Finish,
     Greeted,
     Hello,
+    Inventories,
     Join,
     Lend,
     LentUnit,
@@ -123,7 +123,7 @@ class SmpClient:
         """Connect. Blocks for seconds if processes of an earlier start of the job are still ending.
 
         Args:
-            coord: of the trainer, if the SMP shall watch over it: it then must `beat`.
+            coord: of the trainer, if the SMP shall watch over it: it then must `heartbeat`.
 
         Raises:
             SmpUnavailable: no SMP serves `arena`.
@@ -154,7 +154,7 @@ class SmpClient:
         greeted = from_plain(Greeted, self._call(hello, deadline_s), "how an SMP greets")
         self.node, self.pid, row = greeted.node, greeted.pid, greeted.row
         self._board = Board(self.arena / "board")
-        self._row = row if row is not None and 0 <= row < BEAT_ROWS else None
+        self._row = row if row is not None and 0 <= row < HEARTBEAT_ROWS else None
 
     @property
     def connection(self) -> int | None:
@@ -166,10 +166,10 @@ class SmpClient:
         """What the SMP holds."""
         return Inventory.read(self._call(AskInventory()))
 
-    def census(self, addresses: Collection[Address]) -> list[Inventory]:
+    def inventories(self, addresses: Collection[Address]) -> list[Inventory]:
         """What those SMPs hold that answer, without their layouts. Blocks while they are asked."""
-        reply = self._call(AskCensus(addresses=tuple(addresses)), MOVE_DEADLINE_S)
-        return [Inventory.read(each) for each in from_plain(Census, reply, "what SMPs hold").inventories]
+        reply = self._call(AskInventories(addresses=tuple(addresses)), MOVE_DEADLINE_S)
+        return [Inventory.read(each) for each in from_plain(Inventories, reply, "what SMPs hold").inventories]
 
     def join(self, epoch: int, start: Start | None = None, *, deadline_s: float | None = None) -> None:
         """Enter an epoch; fences every older one.
@@ -217,13 +217,13 @@ class SmpClient:
         """Trainer `index` does not mind traffic any more."""
         self._board.resume(index)
 
-    def beat(self, phase: TrainerPhase, step: int) -> None:
+    def heartbeat(self, phase: TrainerPhase, step: int) -> None:
         """The training thread is alive, with `step` steps finished. Writes shared memory; never blocks."""
         if self._row is not None:
-            self._board.beat(self._row, phase, step)
+            self._board.heartbeat(self._row, phase, step)
 
     def copying(self, step: int | None) -> None:
-        """The snapshot of `step` is being copied; None: it is sealed, or given up. As `beat`."""
+        """The snapshot of `step` is being copied; None: it is sealed, or given up. As `heartbeat`."""
         if self._row is not None:
             self._board.copying(self._row, step)
 
@@ -367,7 +367,7 @@ class SmpClient:
 
     def close(self) -> None:
         """End the connection and let go of the slots. Those begun and not sealed become free."""
-        self.beat(TrainerPhase.GONE, 0)
+        self.heartbeat(TrainerPhase.GONE, 0)
         self._row = None
         self._hang_up()
         self._maps.clear()

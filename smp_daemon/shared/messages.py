@@ -59,13 +59,13 @@ class AskInventory(Request, tag="inventory", kw_only=True):
     """What is held here? Answered by an `Inventory`."""
 
 
-class AskCensus(Request, tag="census", kw_only=True):
+class AskInventories(Request, tag="inventories", kw_only=True):
     """What do the SMPs at these addresses hold?"""
 
     addresses: Addresses
 
 
-class Census(Reply, kw_only=True):
+class Inventories(Reply, kw_only=True):
     """An `Inventory` of each that answered, without its layouts."""
 
     inventories: tuple[dict[str, Any], ...]
@@ -251,7 +251,7 @@ class Stop(Request, tag="stop", kw_only=True):
 TrainerRequest = (
     Hello
     | AskInventory
-    | AskCensus
+    | AskInventories
     | Join
     | Configure
     | Begin

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.smp_daemon.shared.board import BEAT_ROWS, Board, TrainerPhase
+from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.pidfds import is_running
 from holdfast.smp_daemon.watchdog.liveness import Deadlines, Health, Heartbeat, WatchedTrainer, judge, median_step
@@ -90,7 +90,7 @@ class Watchdog:
     # ------------------------------------------------------------------ who comes and goes
 
     def attend(self, pid: int, coord: str, hang_up: Callable[[], None] | None = None) -> int | None:
-        """A trainer is here. The row of the board on which it beats; None: there are more than rows.
+        """A trainer is here. The row of the board of its heartbeat; None: there are more than rows.
 
         Args:
             hang_up: of its connection, as for `connected`.
@@ -98,13 +98,13 @@ class Watchdog:
         with self._lock:
             before = self._seen.get(coord)
             taken = {seen.row for seen in self._seen.values()}
-            row = before.row if before else next((row for row in range(BEAT_ROWS) if row not in taken), None)
+            row = before.row if before else next((row for row in range(HEARTBEAT_ROWS) if row not in taken), None)
             if row is None:
-                log.warning("more than %d trainers: nobody watches over %s", BEAT_ROWS, coord)
+                log.warning("more than %d trainers: nobody watches over %s", HEARTBEAT_ROWS, coord)
                 return None
             if before is not None:
                 _close(before)
-            self._board().beat(row, TrainerPhase.START, 0)
+            self._board().heartbeat(row, TrainerPhase.START, 0)
             seen = self._seen[coord] = _Watched(pid, coord, row, time.monotonic(), hang_up)
             if self._watching:
                 seen.pidfd = _open(pid)
@@ -175,7 +175,7 @@ class Watchdog:
                 _close(seen)
                 del self._seen[seen.coord]
             else:
-                step = self._board().beats(seen.row)[1]
+                step = self._board().heartbeats(seen.row)[1]
                 if seen.pidfd < 0:
                     seen.ended = True  # else the process itself will tell
             self._changed.notify_all()
@@ -240,7 +240,7 @@ class Watchdog:
                 self._on_hang.run(report)
 
     def _read(self, seen: _Watched, now: float) -> None:
-        word, step, copying = self._board().beats(seen.row)
+        word, step, copying = self._board().heartbeats(seen.row)
         if word != seen.word:
             seen.word, seen.since_s = word, now
         if copying != seen.copying:

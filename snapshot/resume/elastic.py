@@ -89,7 +89,7 @@ def ask_idle(client: SmpClient, agreement: Agreement, inventories: Sequence[Inve
     known = {key: layout for inventory in inventories for key, layout in inventory.layouts.items()}
     at = {node.name: node.control for _, layout in sorted(known.items()) for node in layout.nodes}
     missing = sorted(at[name] for name in at.keys() - {inventory.node for inventory in inventories})
-    told = client.census(missing) if missing and agreement.rank == 0 else []
+    told = client.inventories(missing) if missing and agreement.rank == 0 else []
     texts = agreement.gather(encode_json([inventory.to_plain() for inventory in told]))
     return [Inventory.read(each) for text in texts for each in decode_json(list[Any], text, "inventories")]
 

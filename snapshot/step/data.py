@@ -106,7 +106,7 @@ class Data:
         *,
         ahead: int | None = None,
         exact: bool = True,
-        beat: Callable[[], None] = lambda: None,
+        heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -121,7 +121,7 @@ class Data:
                 such a source is refused after a restart if its batches, read again, are others than they were. Not
                 needed for a `DataLoader` with workers, nor for one of a data set with indices.
             exact: raise if the batch that follows a restart is not the one that followed before; if not, warn.
-            beat: called while batches are read again, which may take long: this process is alive.
+            heartbeat: called while batches are read again, which may take long: this process is alive.
 
         Raises:
             ConfigError: the source cannot be read again.
@@ -132,7 +132,7 @@ class Data:
         self._begin = begin
         self._ahead = ahead
         self.exact = exact
-        self._beat = beat
+        self._heartbeat = heartbeat
         self._held = held
         self._place = _Place(start=_generators()) if held is None else _read(held, name)
         self._turn: object | None = None
@@ -347,7 +347,7 @@ class Data:
                     f"data {self.name!r} has only {number} batches now, but the snapshot was taken after {place.taken} "
                     f"of pass {place.epoch}: give the job the data that it had"
                 ) from None
-            self._beat()
+            self._heartbeat()
             history = self._told(history, "" if self._indices is not None else _look(batch))
         if self._ahead is None and history != place.history:
             self._complain("its batches are others than they were" + (DRAWN if place.drawn else ""))

@@ -61,7 +61,7 @@ class Zombie:
         return {
             "hello": ({"job": JOB, "version": PROTOCOL_VERSION}, None),
             "inventory": ({}, None),
-            "census": ({"addresses": []}, None),
+            "inventories": ({"addresses": []}, None),
             "join": ({"epoch": 1}, STALE),
             "configure": ({"layout": {**self.layout, "slots": 4}}, STALE),
             "begin": ({**written, "keep": []}, STALE),
@@ -168,7 +168,7 @@ def test_trainers_map_nothing_but_slots_and_the_board() -> None:
 
 
 TRAINER_OPERATIONS = (
-    *("hello", "inventory", "census", "join", "configure", "begin", "seal", "abandon", "await", "recover", "lend"),
+    *("hello", "inventory", "inventories", "join", "configure", "begin", "seal", "abandon", "await", "recover", "lend"),
     *(
         "unit",
         "repair_parity",

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.messages import (
     Accumulate,
     Adopt,
-    AskCensus,
+    AskInventories,
     AskPartialSum,
     AskShard,
     Begin,
@@ -220,7 +220,7 @@ def _text(value: Any) -> bytes:
 
 def _trainer_requests(layout: Layout, sources: Sources) -> Iterator[Request]:
     yield Hello(job=JOB, version=3, coord="pp0-dp0")
-    yield AskCensus(addresses=(("127.0.0.1", 5000),))
+    yield AskInventories(addresses=(("127.0.0.1", 5000),))
     yield Join(epoch=3, start=Start(3, 40, CrashLoop(2, 30, 41, "killed"), Choice(SNAPSHOT, 3)))
     yield Configure(layout=layout)
     yield Begin(snapshot=SNAPSHOT, coord="pp0-dp0", keep=(SNAPSHOT,), protected=SNAPSHOT)

@@ -1,8 +1,8 @@
 """A training job as actors of Ray's, of which only those that died are made again.
 
-Ray restarts actors and moves bundles of a placement group off dead nodes; a *crew* asks for that. In
-each *attempt* every member calls the same function, which is written as for torchrun and enters `InMemorySnapshot`.
-When a member dies, the others' collectives fail, and they return; their processes stay. As soon as Ray has made the
+Ray restarts actors and moves bundles of a placement group off dead nodes; a *worker group* asks for that. In
+each *attempt* every worker calls the same function, which is written as for torchrun and enters `InMemorySnapshot`.
+When a worker dies, the others' collectives fail, and they return; their processes stay. As soon as Ray has made the
 dead one again, the next attempt begins, from the newest snapshot in memory.
 """
 
@@ -27,7 +27,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.connect import job_from_environment, node_from_environment
 
 GRACE_S = 5.0
-"""How long members may take to return after another one has died; then Ray restarts them, too."""
+"""How long workers may take to return after another one has died; then Ray restarts them, too."""
 
 MUSTER_DEADLINE_S = 600.0
 FINAL = (ConfigError, Repeated, StateMismatch, Unrecoverable)
@@ -38,10 +38,10 @@ log = get_log(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a member is in an attempt.
+    """Where a worker is in an attempt.
 
     Attributes:
-        node: how holdfast calls it; `ray_node`: Ray's id of it; `pid`: of the member's process.
+        node: how holdfast calls it; `ray_node`: Ray's id of it; `pid`: of the worker's process.
         attempts: how many attempts that process took part in before.
     """
 
@@ -52,17 +52,17 @@ class Seat:
     attempts: int
 
 
-class Crew:
+class WorkerGroup:
     """Actors that train together, `per_node` on each of `nodes` distinct nodes.
 
     A context manager: leaving ends the actors. The SMPs are not its own: see `integrations.ray.nodes.start`.
 
     Args:
         nodes: how many, all distinct (``STRICT_SPREAD``), so that the nodes of a protection group are, too.
-        per_node: members on each; ranks go node by node, in the order of the nodes' names at first.
-        resources: of one member, in Ray's words; default a processor.
+        per_node: workers on each; ranks go node by node, in the order of the nodes' names at first.
+        resources: of one worker, in Ray's words; default a processor.
         job: id of the training run; default from the environment, as for `InMemorySnapshot`.
-        environment: of the members, besides what torchrun would set; what a node's own raylet was started with comes
+        environment: of the workers, besides what torchrun would set; what a node's own raylet was started with comes
             first.
         deadline_s: how long to wait for nodes: at the start, and for one that takes a lost one's place.
         grace_s: see `GRACE_S`.
@@ -90,7 +90,7 @@ class Crew:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         if nodes < 1 or per_node < 1:
-            raise ConfigError(f"a crew of {nodes} x {per_node}: at least one member on at least one node")
+            raise ConfigError(f"a worker group of {nodes} x {per_node}: at least one worker on at least one node")
         self._nodes, self._per_node = nodes, per_node
         self._resources = dict(resources or {"CPU": 1})
         self._job = job or job_from_environment()
@@ -104,21 +104,21 @@ class Crew:
         """Ask Ray for the nodes and the actors; returns before they are there."""
         bundle = {name: amount * self._per_node for name, amount in self._resources.items()}
         self._group = placement_group([bundle] * self._nodes, strategy="STRICT_SPREAD")
-        self._members = [self._make(index) for index in range(self._nodes * self._per_node)]
+        self._workers = [self._make(index) for index in range(self._nodes * self._per_node)]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for member in self._members:
-            ray.kill(member)
+        for worker in self._workers:
+            ray.kill(worker)
         remove_placement_group(self._group)
 
     def _make(self, index: int) -> Any:
         place = PlacementGroupSchedulingStrategy(self._group, index // self._per_node)
         amounts = dict(self._resources)
         return (
-            ray.remote(Member)
+            ray.remote(Worker)
             .options(
                 num_cpus=amounts.pop("CPU", 0),
                 num_gpus=amounts.pop("GPU", 0),
@@ -132,15 +132,15 @@ class Crew:
         )
 
     def run(self, train: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``train(*args)`` in every member, in attempts, until all return; what they return, by rank. Blocks.
+        """Call ``train(*args)`` in every worker, in attempts, until all return; what they return, by rank. Blocks.
 
         `train` makes its process group, model and optimizer anew each time, as a script under torchrun does; what is
         dear to load may be kept in globals of a module.
 
         Raises:
             HoldfastError: of those, what would only happen again.
-            DeadlineExceeded: Ray had no node for a member within the crew's `deadline_s`.
-            RayTaskError: `train` raised on some member, twice in a row, and none had died.
+            DeadlineExceeded: Ray had no node for a worker within the worker group's `deadline_s`.
+            RayTaskError: `train` raised on some worker, twice in a row, and none had died.
         """
         raised = 0
         for number in range(self._restarts + 1):
@@ -157,35 +157,35 @@ class Crew:
         raise AssertionError("an attempt either returns or raises")
 
     def _muster(self) -> None:
-        """Wait until every member is there, and note where it is."""
+        """Wait until every worker is there, and note where it is."""
         limit = time.monotonic() + self._deadline_s
-        waiting = [member.sit.options(max_task_retries=-1).remote() for member in self._members]
+        waiting = [worker.sit.options(max_task_retries=-1).remote() for worker in self._workers]
         try:
             found = ray.get(waiting, timeout=max(0.0, limit - time.monotonic()))
             if not self.seats:
                 order = by_node([node for node, *_ in found], self._per_node)
-                self._members = [self._members[index] for index in order]
+                self._workers = [self._workers[index] for index in order]
                 found = [found[index] for index in order]
         except GetTimeoutError:
             _, missing = ray.wait(waiting, num_returns=len(waiting), timeout=0)
             raise DeadlineExceeded(
-                f"{len(missing)} of {len(waiting)} members have no place within {self._deadline_s:.0f} s: the crew "
-                f"needs {self._nodes} distinct nodes with {self._resources} for each of {self._per_node} members"
+                f"{len(missing)} of {len(waiting)} workers have no place within {self._deadline_s:.0f} s: the group "
+                f"needs {self._nodes} distinct nodes with {self._resources} for each of {self._per_node} workers"
             ) from None
         self.seats.append(tuple(Seat(rank, *seat) for rank, seat in enumerate(found)))
 
     def _attempt(
         self, number: int, train: Callable[..., Any], args: tuple[Any, ...]
     ) -> tuple[list[Any], Exception | None]:
-        """One attempt: what members returned, and what was the matter: a death if there was any."""
+        """One attempt: what workers returned, and what was the matter: a death if there was any."""
         try:
-            store = ray.get(self._members[0].host.remote(), timeout=self._deadline_s)
+            store = ray.get(self._workers[0].host.remote(), timeout=self._deadline_s)
         except RayActorError as error:
             return [], error
-        world = len(self._members)
+        world = len(self._workers)
         calls = {
-            member.call.remote(number, rank, world, store, train, args): rank
-            for rank, member in enumerate(self._members)
+            worker.call.remote(number, rank, world, store, train, args): rank
+            for rank, worker in enumerate(self._workers)
         }
         results: list[Any] = [None] * world
         found: Exception | None = None
@@ -193,22 +193,22 @@ class Crew:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=None if found is None else self._grace_s)
             if not done:
-                log.warning("%d members do not return, and are restarted", len(waiting))
+                log.warning("%d workers do not return, and are restarted", len(waiting))
                 for each in waiting:
-                    ray.kill(self._members[calls[each]], no_restart=False)
+                    ray.kill(self._workers[calls[each]], no_restart=False)
             for each in done:
                 try:
                     results[calls[each]] = ray.get(each)
                 except (RayActorError, RayTaskError) as error:
                     found = worse(found, error)
         if found is not None and not self._reuse:
-            for member in self._members:
-                ray.kill(member, no_restart=False)
+            for worker in self._workers:
+                ray.kill(worker, no_restart=False)
         return results, found
 
 
-class Member:
-    """One process of a crew. Runs in Ray."""
+class Worker:
+    """One process of a worker group. Runs in Ray."""
 
     def __init__(self, local_rank: int, local_size: int, job: str, environment: Mapping[str, str]) -> None:
         for name, value in environment.items():
@@ -283,17 +283,17 @@ def forget(error: BaseException | None) -> None:
 
 
 def by_node(nodes: Sequence[str], per_node: int) -> list[int]:
-    """In which order members take ranks, so that a crew on the same nodes has the same ranks on them. Pure.
+    """In which order workers take ranks, so that a worker group on the same nodes has the same ranks on them. Pure.
 
     Args:
-        nodes: of each member, `per_node` in a row on the same.
+        nodes: of each worker, `per_node` in a row on the same.
     """
     firsts = sorted(range(0, len(nodes), per_node), key=lambda first: (nodes[first], first))
     return [first + local for first in firsts for local in range(per_node)]
 
 
 def worse(one: Exception | None, other: Exception) -> Exception:
-    """Which of two says more: what would only happen again, then that a member died, then what came first. Pure."""
+    """Which of two says more: what would only happen again, then that a worker died, then what came first. Pure."""
 
     def rank(error: Exception) -> int:
         return 0 if isinstance(error, FINAL) else 1 if isinstance(error, RayActorError) else 2
@@ -305,4 +305,4 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
 
 
-__all__ = ["Crew", "Seat"]
+__all__ = ["Seat", "WorkerGroup"]

@@ -31,7 +31,7 @@ def addresses_of(layouts: Collection[Layout]) -> list[Address]:
     return sorted({node.name: node.control for layout in newest for node in layout.nodes}.values())
 
 
-def take_census(job: str, addresses: Collection[Address], known: Collection[Layout] = ()) -> list[Inventory]:
+def gather_inventories(job: str, addresses: Collection[Address], known: Collection[Layout] = ()) -> list[Inventory]:
     """The inventories of those who answer. Blocks for at most a few times `DEADLINE_S`.
 
     Args:
@@ -43,7 +43,7 @@ def take_census(job: str, addresses: Collection[Address], known: Collection[Layo
 
 
 def ask_all(message: PeerRequest, addresses: Collection[Address], read: Callable[[Message], T]) -> list[T]:
-    """What those who answer to `message` say, read by `read`. Blocks as `take_census`."""
+    """What those who answer to `message` say, read by `read`. Blocks as `gather_inventories`."""
 
     def ask(address: Address) -> T | None:
         try:
@@ -55,5 +55,5 @@ def ask_all(message: PeerRequest, addresses: Collection[Address], read: Callable
             _silent.begin(address, text, address, error, level=logging.INFO, extra=extra)
             return None
 
-    with PeerClient(message.job) as peers, ThreadPoolExecutor(AT_ONCE, "census") as pool:
+    with PeerClient(message.job) as peers, ThreadPoolExecutor(AT_ONCE, "inventories") as pool:
         return [answer for answer in pool.map(ask, addresses) if answer is not None]
