@@ -158,7 +158,7 @@ def test_parts_are_merged_by_the_slowest_rank_and_the_largest_node() -> None:
 
 def test_too_little_is_no_profile() -> None:
     nothing = RankRecording(Location("a", 1, 3, 0, 0))
-    with pytest.raises(ConfigError, match="0 quiet steps, 0 busy ones and 0 protected snapshots"):
+    with pytest.raises(ConfigError, match="0 baseline steps, 0 overlapped ones and 0 protected snapshots"):
         merge([nothing])
 
 

@@ -19,8 +19,8 @@ class Measured:
     """Means over the steps of one run, in seconds and bytes. None: not measured, an assumption takes its place.
 
     Attributes:
-        step_s: a *quiet* step: no snapshot was worked on.
-        snapshot_step_s: a *busy* step: one was copied, sealed or encoded meanwhile.
+        step_s: a *baseline* step: no snapshot was worked on.
+        snapshot_step_s: an *overlapped* step: one was copied, sealed or encoded meanwhile.
         stall_s: of one snapshot, the time the training loop stood still.
         copy_s, seal_s, encode_s: of one snapshot, on the slowest node, one after the other.
         persist_s: until a snapshot is in storage.
@@ -29,7 +29,8 @@ class Measured:
         state_bytes: of one node's state; of several nodes the largest.
         data, parity: k and m with which `encode_s` was measured; 0 parity: nothing was encoded.
         interval_steps: between snapshots, while this was measured.
-        quiet_steps, busy_steps, snapshots, persists, restarts, rebuilds: how many the means are of.
+        quiet_steps, busy_steps, snapshots, persists, restarts, rebuilds: how many baseline steps, overlapped steps
+            and so on the means are of.
         step_sd_s, snapshot_step_sd_s: standard deviations of single steps.
         nodes: of the job.
 
@@ -76,8 +77,9 @@ class Measured:
             raise ConfigError(f"profile: parity is {self.parity} and data 0: a code has at least 1 data unit")
 
     def visible_s(self) -> float:
-        """Training time that one snapshot takes: what its busy steps took beyond quiet ones, and no less than it
-        stalled the loop (the difference of two noisy means may even be negative; the stall is lost for certain)."""
+        """Training time that one snapshot takes: what its overlapped steps took beyond baseline ones, and no less
+        than it stalled the loop (the difference of two noisy means may even be negative; the stall is lost for sure).
+        """
         return max(self.stall_s, (self.snapshot_step_s - self.step_s) * self.busy_steps / self.snapshots)
 
     def visible_error_s(self) -> float | None:

@@ -222,7 +222,7 @@ class Online:
     def _reason(self, interval: int) -> str:
         seen, plan = self._seen, self._plan
         if self._probed or seen is None or plan is None:
-            return "no step was quiet: looks for some to compare with"
+            return "every step overlapped a snapshot: looks for some that do not, to compare with"
         bounds = {
             "optimum": "cost and loss balance",
             "step": "less than a step would be best",

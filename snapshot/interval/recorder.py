@@ -120,8 +120,8 @@ def merge(parts: Sequence[RankRecording]) -> Measured:
     overlapped = [fmean(steps) for steps in zip(*(part.overlapped for part in parts), strict=True)]
     if len(baseline) < 2 or len(overlapped) < 2 or not common:
         raise ConfigError(
-            f"{len(baseline)} quiet steps, {len(overlapped)} busy ones and {len(common)} protected snapshots were "
-            "recorded: at least 2, 2 and 1 make a profile; let it run for more steps"
+            f"{len(baseline)} baseline steps, {len(overlapped)} overlapped ones and {len(common)} protected snapshots "
+            "were recorded: at least 2, 2 and 1 make a profile; let it run for more steps"
         )
 
     def slowest(name: str) -> float:

@@ -1,8 +1,8 @@
 """Random streams of ranks that come and go. A stream is one generator of one rank, as `snapshot.state.rng` captures it.
 
-A rank that stays keeps its streams. For one that is new, generator by generator: what all old ranks of its family hold
-alike is the job's, and goes on; else, what is still known of that rank goes on where it stopped; else it is a new one,
-of the seed of the family's first rank, the new rank's coordinate and the step: `derive`.
+A rank that stays keeps its streams. For one that is new, generator by generator: what all old ranks of its
+data-parallel group hold alike is the job's, and goes on; else, what is still known of that rank goes on where it
+stopped; else it is a new one, of the seed of the group's first rank, the new rank's coordinate and the step: `derive`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def for_new_rank(
     """The streams of a rank that the old world did not have.
 
     Args:
-        first: those of the family's first rank.
-        common: generators that the whole family holds alike.
+        first: those of the first rank of its data-parallel group.
+        common: generators that the whole group holds alike.
         known: what is still known of `coord`, if it is.
     """
     if set(first) <= set(common):
