@@ -82,7 +82,10 @@ def portion(batch: Sequence[int], ranks: int, rank: int, largest: int | None = N
         ConfigError: there is no such rank, or too few samples for every micro-batch to have one.
     """
     if not 0 <= rank < ranks or (largest is not None and largest < 1):
-        raise ConfigError(f"rank {rank} of {ranks}, in micro-batches of {largest}: that is nobody's part")
+        raise ConfigError(
+            f"rank {rank} of {ranks}, in micro-batches of {largest}: ranks count from 0, and a micro-batch has 1 sample "
+            "or more"
+        )
     most = -(-len(batch) // ranks)
     count = 1 if largest is None else -(-most // largest)
     if len(batch) < ranks * count:

@@ -34,6 +34,6 @@ def abandon_process_groups() -> None:
         if "nccl" in backends:
             distributed_c10d._abort_process_group()
     except RuntimeError as error:
-        log.warning("a process group was not aborted, and is destroyed as it is: %s", error)
+        log.warning("a process group could not be aborted and is destroyed as it is: %s", error)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -302,7 +302,7 @@ class TrainerConversation:
         except StaleEpoch:
             pass  # the next start goes on without it, and has taken note of how it ended
         except ArenaTooSmall as error:
-            log.warning("how %s ended is not noted: %s", self._coord, error)
+            log.warning("could not record how %s ended: %s", self._coord, error)
 
     def _stop(self, request: Stop) -> None:
         with self._store.changed:

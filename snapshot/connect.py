@@ -71,7 +71,7 @@ def prefetch(*, job: str | None = None, arena: Path | None = None) -> threading.
             finally:
                 client.close()
         except HoldfastError as error:
-            log.warning("nothing was made ready: %s", error)
+            log.warning("the SMP could not be prepared ahead of time: %s", error)
 
     thread = threading.Thread(target=work, name="holdfast-prefetch", daemon=True)
     thread.start()

@@ -119,7 +119,7 @@ class OwnSmp:
         try:
             self.client.ended(self._coord, TrainerEnd(step, failure_text(error) if error is not None else WELL))
         except HoldfastError as problem:
-            log.warning("the SMP of this node does not hear how the job ends: %s", problem)
+            log.warning("could not tell this node's SMP how the job ended: %s", problem)
 
     def close(self) -> None:
         """Close both connections. The SMP stays."""

@@ -254,7 +254,7 @@ class HeadAgent:
             try:
                 self.tend()
             except RayActorError as error:
-                log.warning("a node agent could not be made, which is tried again: %s", error)
+                log.warning("a node agent could not be created; trying again: %s", error)
 
     def tend(self, again: bool = False) -> None:
         """Make node agents for nodes that are new.
@@ -281,7 +281,7 @@ class HeadAgent:
             except RayActorError as error:
                 if error.actor_init_failed:
                     raise ConfigError(f"the node agent of {node} could not start an SMP: {error}") from error
-                log.warning("the node agent of %s is gone again: %s", node, error)
+                log.warning("the node agent of %s has died again: %s", node, error)
 
     def _tell(self, gone: Collection[str]) -> None:
         """Have every SMP know that these nodes may be dead; whoever does not hear of it finds out by itself, later."""

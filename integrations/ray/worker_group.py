@@ -153,7 +153,7 @@ class WorkerGroup:
             raised = 0 if isinstance(error, RayActorError) else raised + 1
             if raised > 1 or number == self._restarts:
                 raise error
-            log.warning("attempt %d has failed, and another one begins: %s", number, _first_line(error))
+            log.warning("attempt %d failed; starting another: %s", number, _first_line(error))
         raise AssertionError("an attempt either returns or raises")
 
     def _muster(self) -> None:
@@ -193,7 +193,7 @@ class WorkerGroup:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=None if found is None else self._grace_s)
             if not done:
-                log.warning("%d workers do not return, and are restarted", len(waiting))
+                log.warning("%d workers did not return; restarting them", len(waiting))
                 for each in waiting:
                     ray.kill(self._workers[calls[each]], no_restart=False)
             for each in done:

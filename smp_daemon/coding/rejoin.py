@@ -144,7 +144,7 @@ def _bring_back(store: Store, epoch: int, sources: Sources, method: str) -> None
         if coord not in sources.shards:
             store.check_epoch(epoch)
             how = recover(store, sources, coord, method).how
-            log.warning("%s of %s was missing, and is %s", coord, snapshot, how, extra=about(snapshot, coord=coord))
+            log.warning("%s of %s was missing and was %s", coord, snapshot, how, extra=about(snapshot, coord=coord))
     for group, position in missing.parities:
         if sources.parity_holder(group, position) is None:
             store.check_epoch(epoch)

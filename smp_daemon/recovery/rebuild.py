@@ -97,7 +97,7 @@ def verify(store: Store) -> None:
             damaged = store.holdings.damaged_units(key)
         except ProtocolError as error:
             extra = about(key.snapshot, coord=key.coord)
-            log.info("%s is checked no further: %s", key, error, extra=extra)  # it was released meanwhile
+            log.info("checking of %s stopped: %s", key, error, extra=extra)  # it was released meanwhile
             continue
         repaired = repair_units(store, key, damaged) if damaged else 0
         extra = about(key.snapshot, coord=key.coord, damaged=len(damaged), repaired=repaired)

@@ -240,7 +240,7 @@ class Arena:
         """Delete what counts for nothing: a predecessor was killed while it removed the arena."""
         for pattern in (f"*.{SHARD_SUFFIX}*", f"*.{PARITY_SUFFIX}*", "layout-*"):
             for path in list(self.path.glob(pattern)):
-                log.info("%s is left of an arena that was removed, and is deleted", path.name)
+                log.info("%s is left over from a removed arena and is deleted", path.name)
                 path.unlink(missing_ok=True)
 
     def destroy(self) -> None:

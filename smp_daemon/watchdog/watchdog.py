@@ -268,7 +268,7 @@ def _open(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except OSError as error:
-        log.info("process %d cannot be watched, and its connection stands for it: %s", pid, error)
+        log.info("process %d cannot be watched, so its connection is watched instead: %s", pid, error)
         return -1
 
 

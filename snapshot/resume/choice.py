@@ -42,7 +42,7 @@ N = TypeVar("N", int, None)
 
 @dataclass(frozen=True, slots=True)
 class StartOptions:
-    """What whoever starts the job wants done with what earlier starts left; the same on every rank.
+    """What the person who starts the job wants done with what earlier starts left; the same on every rank.
 
     Attributes:
         max_repeats: so many starts in a row may end at the same step in the same way; the next is refused. 0: any.

@@ -295,7 +295,7 @@ class Copier:
             text = "no slot ahead of time: %s"  # the next copy will say so, if it still matters
             self._episodes.begin("ahead", text, error, level=logging.INFO, extra=about(guess))
             return
-        self._episodes.end("ahead", "slots are had ahead of time again", extra=about(guess))
+        self._episodes.end("ahead", "slots are prepared ahead of time again", extra=about(guess))
         self._ahead = guess, slot, connection
         self._coord = job.coord
 
