@@ -83,8 +83,8 @@ def portion(batch: Sequence[int], ranks: int, rank: int, largest: int | None = N
     """
     if not 0 <= rank < ranks or (largest is not None and largest < 1):
         raise ConfigError(
-            f"rank {rank} of {ranks}, in micro-batches of {largest}: ranks count from 0, and a micro-batch has 1 sample "
-            "or more"
+            f"rank {rank} of {ranks}, in micro-batches of {largest}: ranks count from 0, and a micro-batch has 1 "
+            "sample or more"
         )
     most = -(-len(batch) // ranks)
     count = 1 if largest is None else -(-most // largest)

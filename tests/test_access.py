@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import pytest
 
 from holdfast.smp_daemon.net.authenticator import COMPLAIN_EVERY_S, MAX_SOURCES, Complaints
-from holdfast.smp_daemon.net.control import CALL_KEY, MAX_CALLERS, WINDOW, Once, Signer, Verifier
+from holdfast.smp_daemon.net.control import CALL_KEY, learn
 from holdfast.smp_daemon.net.peers import METHOD, PeerClient
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
@@ -25,9 +26,10 @@ from holdfast.smp_daemon.shared.credentials import (
     load,
 )
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, SmpUnavailable
-from holdfast.smp_daemon.shared.handshake import check_client, prove_to_server
+from holdfast.smp_daemon.shared.handshake import MAGIC, check_client, prove_to_server
 from holdfast.smp_daemon.shared.messages import PeerInventory, Ping
 from holdfast.smp_daemon.shared.plain import encode_json
+from holdfast.smp_daemon.shared.signatures import MAX_CALLERS, NAME_BYTES, SIGN_BYTES, WINDOW, Once, Signer, Verifier
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import Authority, credentials, needs_openssl, token_file
@@ -36,7 +38,6 @@ from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, Run, SmpProcess, refusal, run_on
 
 TOKEN = b"a token of enough bytes"
-SIGN_BYTES = len(Signer(TOKEN, JOB).sign("anywhere", "Ping", b""))
 
 
 def environment_of(kind: str, path: Path) -> dict[str, str]:
@@ -159,8 +160,10 @@ class TestAHandshake:
         mine, other = socket.socketpair()
 
         def reflect() -> None:
-            while data := other.recv(1 << 10):
-                other.sendall(data)
+            other.sendall(other.recv(len(MAGIC)) + bytes(NAME_BYTES))
+            with suppress(ConnectionResetError):
+                while data := other.recv(1 << 10):
+                    other.sendall(data)
 
         thread = threading.Thread(target=reflect)
         thread.start()
@@ -379,7 +382,7 @@ def test_a_call_that_was_overheard_cannot_be_repeated(ground: Ground, tmp_path: 
         body = encode_json(Ping(job=JOB))
         with pytest.raises(grpc.RpcError) as refused:
             say_control(smps[0].control, body)
-        assert signer.learn("it", refused.value)
+        assert learn(signer, "it", refused.value)
         overheard = ((CALL_KEY, signer.sign("it", METHOD, body)),)
         assert b"node0" in say_control(smps[0].control, body, overheard)
         with pytest.raises(grpc.RpcError, match="said before"):
@@ -396,7 +399,7 @@ def test_a_call_whose_request_was_exchanged_is_refused(ground: Ground, tmp_path:
         signer = Signer(current().token, JOB)
         with pytest.raises(grpc.RpcError) as refused:
             say_control(smp.control, b"")
-        assert signer.learn("it", refused.value)
+        assert learn(signer, "it", refused.value)
         sign = signer.sign("it", METHOD, encode_json(Ping(job=JOB)))
         with pytest.raises(grpc.RpcError, match="not the one that was signed"):
             say_control(smp.control, encode_json(PeerInventory(job=JOB)), ((CALL_KEY, sign),))

@@ -250,8 +250,8 @@ class Gate:
     """Holds the thread that copies, at its named points, until `open`; so that a copy is made at a known place."""
 
     def __init__(self, path: Path) -> None:
-        # Guards the three numbers below and tells of a change. The loop's thread opens and awaits, the gate's own thread
-        # serves; the copying thread is held on the socket and takes no lock of ours.
+        # Guards the three numbers below and tells of a change. The loop's thread opens and awaits, the gate's own
+        # thread serves; the copying thread is held on the socket and takes no lock of ours.
         self._changed = threading.Condition()
         self._allowed = -1
         self._come = -1

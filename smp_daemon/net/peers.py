@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import grpc
 
-from holdfast.smp_daemon.net.control import CALL_KEY, Guard, Signer
+from holdfast.smp_daemon.net.control import CALL_KEY, REPLY_KEY, Guard, learn, value
 from holdfast.smp_daemon.shared.credentials import Credentials, current
 from holdfast.smp_daemon.shared.errors import (
     ConfigError,
@@ -25,6 +25,7 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES
 from holdfast.smp_daemon.shared.messages import ParityDone, PeerControl, PeerRequest, Ping, Pong, read_request
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json, from_plain
+from holdfast.smp_daemon.shared.signatures import Signer
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message, Outbound, checked_reply
@@ -192,10 +193,10 @@ class PeerClient:
         try:
             reply, call = method.with_call(body, timeout=deadline_s, wait_for_ready=starting, metadata=metadata)
         except grpc.RpcError as error:
-            if not again or not signer.learn(_text(address), error):
+            if not again or not learn(signer, _text(address), error):
                 raise
             return self._asked(address, body, deadline_s, starting, again=False)
-        if not signer.is_genuine(sign, call, reply):
+        if not signer.is_genuine(sign, value(call.trailing_metadata(), REPLY_KEY), reply):
             raise SmpUnavailable(f"what answers at {_text(address)} does not know this job's token")
         return checked_reply(_read(reply))
 
@@ -213,7 +214,7 @@ class PeerClient:
                     checked_reply(_read(call.result()))
                 except HoldfastError as refusal:
                     failed(str(refusal))
-            elif again and signer is not None and signer.learn(_text(address), error):
+            elif again and signer is not None and learn(signer, _text(address), error):
                 self._tell(address, body, failed, again=False)
             else:
                 failed(str(error.details() if isinstance(error, grpc.Call) else error))

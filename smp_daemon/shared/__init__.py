@@ -25,6 +25,7 @@ __all__ = [
     "plan",
     "priority",
     "records",
+    "signatures",
     "slotfile",
     "sources",
     "spawn",

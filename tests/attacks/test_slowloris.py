@@ -142,7 +142,7 @@ def _besiege(ground: Ground) -> None:
     with ExitStack() as stack:
         for number in range(100):
             sock = stack.enter_context(dial(smp.bulk))
-            sock.sendall(b"HFA1" + bytes(number % 40))
+            sock.sendall(b"HFA2" + bytes(number % 40))
         for _ in range(5):
             stream = connect(smp.bulk, DEADLINE_S, JOB)
             with pytest.raises(ProtocolError, match="holds no shard"):

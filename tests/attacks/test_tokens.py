@@ -18,7 +18,8 @@ from holdfast.smp_daemon.net.control import CALL_KEY
 from holdfast.smp_daemon.net.peers import METHOD
 from holdfast.smp_daemon.shared.credentials import current
 from holdfast.smp_daemon.shared.errors import HoldfastError, SmpUnavailable
-from holdfast.smp_daemon.shared.handshake import HELLO_BYTES, MAGIC, PROOF_BYTES, prove_to_server
+from holdfast.smp_daemon.shared.handshake import MAGIC, prove_to_server
+from holdfast.smp_daemon.shared.signatures import MAC_BYTES, NAME_BYTES, SIGN_BYTES
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import credentials, token_file
 from tests.attacks.victim import HELD, dial, frame, say_control
@@ -26,6 +27,8 @@ from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, SmpProcess, playground, run_on
 
 GUESSES = 24
+HELLO_BYTES = len(MAGIC) + NAME_BYTES
+"""Of a server."""
 
 
 class Guarded:
@@ -110,8 +113,8 @@ class Overheard:
         client, _ = self._listening.accept()
         with client, dial(self._smp.bulk) as server:
             for who, count in (
-                *(("client", HELLO_BYTES), ("server", HELLO_BYTES)),
-                *(("client", PROOF_BYTES), ("server", PROOF_BYTES)),
+                *(("client", len(MAGIC)), ("server", HELLO_BYTES)),
+                *(("client", SIGN_BYTES), ("server", MAC_BYTES)),
             ):
                 source, target = (client, server) if who == "client" else (server, client)
                 data = b""
@@ -136,7 +139,7 @@ def test_a_handshake_that_was_overheard_opens_nothing(guarded: Guarded) -> None:
             heard = b""
             while more := sock.recv(1 << 16):
                 heard += more
-        assert len(heard) == HELLO_BYTES, "a nonce of its own, and the end"
+        assert len(heard) == HELLO_BYTES, "a name of its own, and the end"
 
 
 def test_an_smp_that_only_repeats_what_another_said_is_not_believed(guarded: Guarded) -> None:
@@ -157,7 +160,7 @@ def test_an_smp_that_only_repeats_what_another_said_is_not_believed(guarded: Gua
         thread.join(DEADLINE_S)
 
 
-ODD = (MAGIC, MAGIC + bytes(32), MAGIC + bytes(64), b"HFA2" + bytes(64), b"\x16\x03\x01" * 30)
+ODD = (MAGIC, MAGIC + bytes(32), MAGIC + bytes(104), b"HFA1" + bytes(104), b"\x16\x03\x01" * 30)
 
 
 @pytest.mark.parametrize("hello", ODD)

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 
-from holdfast.smp_daemon.net.control import Signer, Verifier
 from holdfast.smp_daemon.net.peers import METHOD
 from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
@@ -50,6 +49,7 @@ from holdfast.smp_daemon.shared.records import (
     ParityRecord,
     ShardRecord,
 )
+from holdfast.smp_daemon.shared.signatures import Signer, Verifier
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, read_format, read_record, read_stamp, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
@@ -284,7 +284,7 @@ def targets() -> dict[str, Target]:
         "call": Target(read_call, (Signer(b"0123456789abcdef", JOB).sign("here", METHOD, b""), bytes(120))),
         "handshake": Target(
             lambda data: check_client(cast("socket.socket", Heard(data)), b"0123456789abcdef", JOB),
-            (b"HFA1" + bytes(64), b"HFST" + bytes(64)),
+            (b"HFA2" + bytes(104), b"HFST" + bytes(64)),
             may_raise=(EOFError, TimeoutError),
         ),
     }
