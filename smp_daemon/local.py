@@ -154,7 +154,7 @@ class TrainerConversation:
         if request.coord is not None:
             self._coord = request.coord
             row = self._smp.watchdog.attend(self._pid, self._coord, self._hang_up)
-        return Greeted(node=self._store.node, pid=os.getpid(), row=row)
+        return Greeted(node=self._store.node, pid=self._smp.system.os.getpid(), row=row)
 
     def _check_room(self) -> None:
         """A trainer comes that has joined no epoch. Raises `ConfigError` if another run of this job is at work here: it
@@ -171,7 +171,7 @@ class TrainerConversation:
         """What the SMPs at these addresses hold; without their layouts, which whoever knows of them has."""
         with self._store.changed:
             known = list(self._store.arena.layouts.values())
-        found = gather_inventories(self._store.job, request.addresses, known)
+        found = gather_inventories(self._store.job, request.addresses, known, self._smp.system)
         return {"inventories": [replace(each, layouts={}).to_plain() for each in found]}
 
     def _join(self, request: Join) -> None:

@@ -12,8 +12,6 @@ import threading
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from holdfast.smp_daemon.local import TrainerConversation, checked_peer
 from holdfast.smp_daemon.net.authenticator import Authenticator
 from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix
@@ -55,15 +53,15 @@ class Smp(Core):
             ProtocolError: the arena belongs to another job or node.
         """
         super().__init__(job, node, arena, settings or Settings(), access, system)
-        before = read_owner(arena)
+        before = read_owner(arena, system)
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
-        bulk = bind_tcp(host, bulk_port)
+        bulk = bind_tcp(host, bulk_port, system)
         self._control = PeerServer(job, partial(answer_control, self), host, port, self.credentials, system)
         failpoint("start.bound")
         self.owner = Owner(
             os.getpid(),
-            psutil.Process().create_time(),
+            system.created_s(),
             job,
             node,
             host,
@@ -77,7 +75,9 @@ class Smp(Core):
         self.peers.ping((host, self._control.port), START_DEADLINE_S, starting=True)
         self.write_owner()
         self._local = SocketListener(
-            bind_unix(socket_path(arena)), lambda sock: TrainerConversation(self, checked_peer(sock)), system=system
+            bind_unix(socket_path(arena), system),
+            lambda sock: TrainerConversation(self, checked_peer(sock)),
+            system=system,
         )
         failpoint("start.serving")
         self.rejoiner.start(self.store)

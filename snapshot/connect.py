@@ -11,11 +11,12 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUna
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import arena_path, socket_path
 from holdfast.smp_daemon.shared.spawn import start_smp
+from holdfast.smp_daemon.shared.system import MACHINE, System
 
 log = get_log(__name__)
 
 
-def connect(arena: Path, job: str, *, start: bool, coord: str | None = None) -> SmpClient:
+def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, system: System = MACHINE) -> SmpClient:
     """The SMP that serves `arena`; if there is none it is started, if `start` allows. Blocks.
 
     Args:
@@ -26,12 +27,12 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None) -> 
         ConfigError: it cannot be started, or serves another job.
     """
     try:
-        return SmpClient(arena, job, coord)
+        return SmpClient(arena, job, coord, system)
     except SmpUnavailable:
         if not start:
             raise
     start_here(arena, job)
-    return SmpClient(arena, job, coord)
+    return SmpClient(arena, job, coord, system)
 
 
 def start_here(arena: Path, job: str) -> None:

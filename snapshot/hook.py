@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.protecting import Statistics
 from holdfast.snapshot.resume.restore import Restored
@@ -29,10 +30,12 @@ class SnapshotHook:
 
     Attributes:
         checks: what of the loop is looked at.
+        system: threads, clock, files and sockets that it works with.
         statistics: counters since it was entered.
     """
 
     checks = Checks()
+    system = MACHINE
 
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self._adapter = adapter
@@ -194,7 +197,7 @@ class SnapshotHook:
         """
         for piece in registered(self._roots()):
             self._adapter.track(piece)
-        self._entered = enter(self._adapter, self._options, self.statistics, self.checks)
+        self._entered = enter(self._adapter, self._options, self.statistics, self.checks, self.system)
         self._entered.expect_resumption(self._adapter)
         return self
 

@@ -12,6 +12,7 @@ from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.starts import WELL, TrainerEnd, failure_text
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.connect import connect, start_here
 
 ATTACH_DEADLINE_S = 5.0
@@ -37,19 +38,27 @@ class OwnSmp:
     """
 
     def __init__(
-        self, arena: Path, job: str, coord: str, *, start: bool, now: Callable[[], float] = time.monotonic
+        self,
+        arena: Path,
+        job: str,
+        coord: str,
+        *,
+        start: bool,
+        now: Callable[[], float] = time.monotonic,
+        system: System = MACHINE,
     ) -> None:
         self._arena, self._job, self._coord = arena, job, coord
         self._start = start
         self._now = now
         self._pause_s = LEAST_PAUSE_S
         self._not_before_s = 0.0
-        self.client = connect(arena, job, start=start, coord=coord)
-        self.sealing = SmpClient(arena, job)
+        self._system = system
+        self.client = connect(arena, job, start=start, coord=coord, system=system)
+        self.sealing = SmpClient(arena, job, system=system)
 
     def another(self) -> SmpClient:
         """One more connection, for whoever must not wait for these."""
-        return SmpClient(self._arena, self._job)
+        return SmpClient(self._arena, self._job, system=self._system)
 
     def attach(self, epoch: int, idle: Callable[[], None]) -> None:
         """See that it is there, and in this epoch.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -133,7 +132,7 @@ class Protecting:
         self.due: Due | None = None
         self.layout: Layout | None = None
         self.index = 0
-        self.pace = Pace()
+        self.pace = Pace(system=rank.system)
         self.episodes = Episodes(log)
         self._outcomes: Result | None = None  # of the minimum that is under way
         self._planned = False  # the layout fits the state
@@ -142,7 +141,9 @@ class Protecting:
         self._persist_due = 0
         self._enabled = True
         self._parted = False  # from the other ranks, until all meet again
-        self.copier = Copier(rank.client, rank.smp.sealing, rank.engine, self.pace, self._attach_again, self._over)
+        self.copier = Copier(
+            rank.client, rank.smp.sealing, rank.engine, self.pace, self._attach_again, self._over, rank.system
+        )
 
     # ------------------------------------------------------------------ in every step
 
@@ -223,7 +224,7 @@ class Protecting:
             copy.persist = due.protected
         self.episodes.end("capture", "state is captured again: step %d", step, extra=about(snapshot))
         self.newest = self.copies[snapshot] = copy
-        self.pace.boundary(time.monotonic())
+        self.pace.boundary(self._rank.system.monotonic())
         self._rank.client.copying(step)
         self.copier.submit(copy)
         return copy
@@ -297,12 +298,12 @@ class Protecting:
     def _starve(self) -> None:
         """Every slot holds a snapshot that is kept or still being protected. If that lasts, it is said."""
         oldest = next((self.copies[each] for each in self.ledger.pending if each in self.copies), None)
-        if oldest is not None and time.monotonic() - oldest.begun_s > STARVED_S:
+        if oldest is not None and self._rank.system.monotonic() - oldest.begun_s > STARVED_S:
             text = (
                 "no snapshot is taken: %s has been waiting for %.0f s to be sealed and protected; is the SMP of a node "
                 "slow or stopped? `holdfast status` tells"
             )
-            self.episodes.begin("starved", text, oldest.snapshot, time.monotonic() - oldest.begun_s)
+            self.episodes.begin("starved", text, oldest.snapshot, self._rank.system.monotonic() - oldest.begun_s)
 
     # ------------------------------------------------------------------ layouts
 
@@ -330,9 +331,9 @@ class Protecting:
         return False
 
     def _wait_for_copies(self) -> None:
-        limit = time.monotonic() + self._options.deadline_s
+        limit = self._rank.system.monotonic() + self._options.deadline_s
         for copy in self.copies.values():
-            copy.done.wait(max(0.0, limit - time.monotonic()))
+            copy.done.wait(max(0.0, limit - self._rank.system.monotonic()))
 
     def _reserve(self, slot_bytes: int) -> None:
         rank = self._rank
@@ -403,10 +404,12 @@ class Protecting:
             if is_doubtful(copy):
                 return False
             copy.sure.set()
-            if not copy.done.wait(limit_s - time.monotonic()) or copy.error is not None:
+            if not copy.done.wait(limit_s - self._rank.system.monotonic()) or copy.error is not None:
                 return False
             try:
-                outcomes.append(self._rank.client.await_outcome(snapshot, max(0.0, limit_s - time.monotonic())))
+                outcomes.append(
+                    self._rank.client.await_outcome(snapshot, max(0.0, limit_s - self._rank.system.monotonic()))
+                )
             except (SmpUnavailable, DeadlineExceeded):
                 return False
         return all(outcome is SnapshotOutcome.PROTECTED for outcome in outcomes)

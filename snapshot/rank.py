@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import default_agreement
 from holdfast.snapshot.connect import warn_of_stale_store
 from holdfast.snapshot.copy.devices import choose_engine
@@ -18,19 +19,20 @@ class Rank:
     Attributes:
         coord: its coordinate. domains: what its node fails together with.
         agreement: collectives with the other ranks. The training thread's; results of `minimum` are any thread's.
-        smp: this node's SMP. engine: copies between live tensors and slots.
+        smp: this node's SMP. engine: copies between live tensors and slots. system: threads, clock, files, sockets.
 
     Raises:
         ConfigError, SmpUnavailable: see `parse_domains`, `OwnSmp`.
     """
 
-    def __init__(self, adapter: Adapter, options: Options) -> None:
+    def __init__(self, adapter: Adapter, options: Options, system: System = MACHINE) -> None:
+        self.system = system
         self.agreement = default_agreement()
         if self.agreement.rank == 0:
             warn_of_stale_store()
         self.coord = adapter.coordinate()
         self.domains = parse_domains(options.domains, self.coord)
-        self.smp = OwnSmp(options.job_arena, options.job, self.coord, start=options.start)
+        self.smp = OwnSmp(options.job_arena, options.job, self.coord, start=options.start, system=system)
         self.engine = choose_engine({item.tensor.device for item in adapter.tensors()})
 
     @property

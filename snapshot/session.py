@@ -16,7 +16,6 @@ taken to be the first forward in training mode and with gradients, see `snapshot
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, TrainerPhase
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.interval.policy import IntervalController
 from holdfast.snapshot.interval.profile import leave, recording_from_environment
 from holdfast.snapshot.options import Options
@@ -89,13 +89,15 @@ class _FirstStep:
             state.check(declared=declared, forward_ran=forward_ran)
 
 
-def enter(adapter: Adapter, options: Options, statistics: Statistics, checks: Checks) -> Session:
+def enter(
+    adapter: Adapter, options: Options, statistics: Statistics, checks: Checks, system: System = MACHINE
+) -> Session:
     """Restore if the job has a snapshot, and begin to take snapshots. A collective call; blocks.
 
     Raises:
         HoldfastError: as `restore`, and as making a `Rank`. Nothing is left open.
     """
-    rank = Rank(adapter, options)
+    rank = Rank(adapter, options, system)
     rank.client.heartbeat(TrainerPhase.RESTORE, 0)
     log_here(job=options.job, node=rank.client.node, rank=rank.agreement.rank, coord=rank.coord, epoch=None, step=None)
     try:
@@ -226,14 +228,14 @@ class Session:
         index = self.protecting.index
         if begins:
             self.protecting.pace.comm(True)
-            self.rank.client.pause(index, time.monotonic() + MAX_PAUSE_S)
+            self.rank.client.pause(index, self.rank.system.monotonic() + MAX_PAUSE_S)
         else:
             self.rank.client.resume(index)
             self.protecting.pace.comm(False)
 
     def drain(self, deadline_s: float) -> bool:
         """See `SnapshotHook.drain`."""
-        done = self.protecting.drained(time.monotonic() + deadline_s, self._is_doubtful)
+        done = self.protecting.drained(self.rank.system.monotonic() + deadline_s, self._is_doubtful)
         return done and (self.protecting.due is None or self._beginning.seen)
 
     def heartbeat(self) -> None:
@@ -246,7 +248,7 @@ class Session:
         """The fence: nothing that is still being copied may change."""
         if self._auditor is not None:
             self._auditor.before_step(self.progress.step)
-        began = time.monotonic()
+        began = self.rank.system.monotonic()
         if not self._beginning.seen:
             self._begin_unseen()
         self._stepping = True
@@ -255,7 +257,7 @@ class Session:
         if self.protecting.newest is not None:
             self._fence(self.protecting.newest)
         self.protecting.report()
-        self._statistics.stall_s += time.monotonic() - began
+        self._statistics.stall_s += self.rank.system.monotonic() - began
 
     def after_step(self) -> None:
         """An optimizer has stepped. Unless the loop says where its steps begin, the step is over."""
@@ -302,7 +304,7 @@ class Session:
 
     def begin(self) -> None:
         """The next step begins here, as far as can be told."""
-        began = time.monotonic()
+        began = self.rank.system.monotonic()
         self.heartbeat()
         self._first.check_state(declared=self.position.declared)
         if self._auditor is not None:
@@ -314,7 +316,7 @@ class Session:
             if self.protecting.due is not None:
                 self._take(self.protecting.due)
         self._beginning.seen = True
-        self._statistics.stall_s += time.monotonic() - began
+        self._statistics.stall_s += self.rank.system.monotonic() - began
 
     def _declare(self) -> None:
         """The loop says where its steps begin, if it did not before."""
@@ -392,7 +394,7 @@ class Session:
 
     def _end_step(self) -> None:
         """Settle what became of earlier snapshots, and see whether another is due."""
-        began = time.monotonic()
+        began = self.rank.system.monotonic()
         self._stepped = False
         self.protecting.due = None
         self._beginning.over()
@@ -404,7 +406,7 @@ class Session:
         self.heartbeat()
         self.intervals.observe(began, self._statistics.stall_s, overlapped=bool(self.protecting.ledger.pending))
         self.protecting.step_ended()
-        self._statistics.stall_s += time.monotonic() - began
+        self._statistics.stall_s += self.rank.system.monotonic() - began
         if self._auditor is not None:
             self._auditor.after_step(self.progress.step, lambda: self.rank.agreement.minimum([1])())
         if self._recording is not None and self._recording.over:

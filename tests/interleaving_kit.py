@@ -28,6 +28,7 @@ from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import StaleEpoch
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.records import digest_units, write_json
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 from holdfast.snapshot.collective.agreement import Alone, Result, T
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
@@ -377,7 +378,7 @@ def gates() -> Iterator[list[BaseException]]:
         for target, new in {
             "holdfast.snapshot.step.copier.failpoint": reached,
             "holdfast.snapshot.resume.restore.failpoint": reached,
-            "holdfast.snapshot.step.copier.queue": SimpleNamespace(SimpleQueue=lambda: MortalQueue(current_life())),
+            "holdfast.snapshot.hook.SnapshotHook.system": MortalSystem(),
             "holdfast.snapshot.copy.engines.CpuEngine": MortalEngine,
             "holdfast.snapshot.rank.default_agreement": lambda: (
                 Member(_HERE.circle, rank()) if _HERE.circle else Alone()
@@ -401,6 +402,12 @@ def gates() -> Iterator[list[BaseException]]:
         yield bugs
 
 
+class MortalSystem(System):
+    """This machine, but that a queue of a life ends with it."""
+
+    SimpleQueue: Any = staticmethod(lambda: MortalQueue(current_life()))
+
+
 def _hook_nobody(hook: object) -> SimpleNamespace:
     return SimpleNamespace(remove=lambda: None)
 
@@ -413,8 +420,8 @@ def _call(stream: SocketStream, message: Message, payload: memoryview | None = N
     return reply
 
 
-def _connect(address: Path, deadline_s: float = CALL_DEADLINE_S) -> SocketStream:
-    stream = connect(address, deadline_s)
+def _connect(address: Path, deadline_s: float = CALL_DEADLINE_S, *, system: System) -> SocketStream:
+    stream = connect(address, deadline_s, system=system)
     current_life().own(stream)
     return stream
 

@@ -262,7 +262,7 @@ def test_a_file_system_that_fills_up_meanwhile_gets_all_its_room_back(
     pool = arena.shard_pool("dp0")
     arena.reserve({pool: (PAGE, 2)})
     for module in (arena_module, pool_module):
-        monkeypatch.setattr(module, "room", lambda path: 1 << 40)
+        monkeypatch.setattr(module, "room", lambda path, system: 1 << 40)
     with pytest.raises(ArenaTooSmall, match=f"needs {5 * PAGE:,} bytes more"):
         arena.reserve({pool: (PAGE, 2), arena.parity_pool(TAG, 0): (5 * PAGE, 4)})
     monkeypatch.undo()
@@ -275,7 +275,7 @@ def test_a_slot_that_cannot_be_mapped_takes_back_the_others(shm: Path, monkeypat
     arena = Arena(shm / "arena")
     pool = arena.shard_pool("dp0")
 
-    def refuse(path: Path, length: int) -> Any:
+    def refuse(path: Path, length: int, system: object) -> Any:
         raise OSError(errno.ENOMEM, "no")
 
     monkeypatch.setattr(pool_module, "_map", refuse)
@@ -655,7 +655,7 @@ def test_a_full_file_system_is_refused_though_huge_pages_were_asked_for(
     setting.write_text("[advise]")
     monkeypatch.setattr(pool_module, "SHMEM_HUGE", setting)
     for module in (arena_module, pool_module):
-        monkeypatch.setattr(module, "room", lambda path: 1 << 40)
+        monkeypatch.setattr(module, "room", lambda path, system: 1 << 40)
     arena = Arena(small_tmpfs / "job")
     with pytest.raises(ArenaTooSmall):
         arena.reserve({arena.shard_pool("dp0"): (2 * SMALL_TMPFS, 1)})

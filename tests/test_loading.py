@@ -23,6 +23,7 @@ from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.engines import LOAD_THREADS, CopyEngine, CpuEngine, SlotTensor
 from holdfast.snapshot.resume import loading, restore
@@ -400,6 +401,7 @@ class Peers:
     """A client whose SMP holds one shard, and can have any unit of it repaired."""
 
     node = "node0"
+    system = MACHINE
     unit_bytes = 8
     """So short that a tensor has some for itself."""
 

@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 
 from holdfast.chaos.sim.scheduler import Scheduler, active
 from holdfast.chaos.sim.tasks import Task
-from holdfast.smp_daemon.shared.system import System
 
 T = TypeVar("T")
 
@@ -329,19 +328,6 @@ class Signal:
     def notify(self) -> None:
         """Have all who wait look again."""
         self._scheduler.wake(self._waiting)
-
-
-class SimSystem(System):
-    """All of the above, for whatever takes a `System`."""
-
-    Thread = Thread  # type: ignore[assignment]
-    Lock = Lock  # type: ignore[assignment]
-    RLock = RLock  # type: ignore[assignment]
-    Condition = Condition  # type: ignore[assignment]
-    Event = Event  # type: ignore[assignment]
-    SimpleQueue = SimpleQueue  # type: ignore[assignment]
-    Pool = ThreadPoolExecutor  # type: ignore[assignment]
-    monotonic = staticmethod(lambda: active().now)
 
 
 def monotonic() -> float:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from holdfast.chaos.sim.scheduler import active
-from holdfast.chaos.sim.threads import Event, Lock, Signal
+from holdfast.chaos.sim.system import SYSTEM
+from holdfast.chaos.sim.threads import Signal
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError, failure_of
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot
@@ -224,11 +225,7 @@ class SimCapture:
             len(live),
             (),
             lambda inputs: json.dumps({"step": snapshot.step}).encode(),
-            copied=Event(),  # type: ignore[arg-type]
-            sure=Event(),  # type: ignore[arg-type]
-            done=Event(),  # type: ignore[arg-type]
-            reading=Event(),  # type: ignore[arg-type]
-            lock=Lock(),  # type: ignore[arg-type]
+            system=SYSTEM,
         )
 
     def let_go(self) -> None:
@@ -292,7 +289,8 @@ def load(attempt: Any, agreement: SimMember, adapter: SimAdapter, engine: SimEng
     live = torch.zeros(leaf.bytes, dtype=torch.uint8)
     pieces = [SlotTensor(live, offset, leaf.bytes)]
     failure = failure_of(
-        lambda: load_checked(CpuEngine(), pieces, attempt.shard, attempt.repair, midway=attempt.midway), HoldfastError
+        lambda: load_checked(CpuEngine(), pieces, attempt.shard, attempt.repair, midway=attempt.midway, system=SYSTEM),
+        HoldfastError,
     )
     if agreement.minimum([int(failure is None)])() == [1]:
         adapter.take_over(attempt.snapshot, live.numpy().tobytes())

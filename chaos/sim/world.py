@@ -14,8 +14,9 @@ from holdfast.chaos.sim.oracle import Oracle, Snapshot
 from holdfast.chaos.sim.plan import SeedPlan
 from holdfast.chaos.sim.scheduler import Scheduler
 from holdfast.chaos.sim.seams import Hooks
+from holdfast.chaos.sim.system import SYSTEM
 from holdfast.chaos.sim.tasks import SimProcess
-from holdfast.chaos.sim.threads import Signal, SimSystem
+from holdfast.chaos.sim.threads import Signal
 from holdfast.chaos.sim.trainer import Circle, SimAdapter, SimMember, TrainingLost
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
@@ -69,6 +70,7 @@ class _Hook(SnapshotHook):
     """The loop restores what is its own, and draws nothing."""
 
     checks = Checks(resumption=False, reading=False)
+    system = SYSTEM
 
 
 class World:
@@ -110,7 +112,7 @@ class World:
         Hooks.given_up = self.oracle.given_up
         Hooks.promised = self._note_promise
         Hooks.unit_bytes = lambda longest, data: self.plan.unit_bytes
-        Hooks.locks = {}
+        SYSTEM.begin_run()
 
     # ------------------------------------------------------------------ nodes
 
@@ -152,7 +154,7 @@ class World:
             rebuild=self.plan.rebuild,
         )
         try:
-            smp = Smp(JOB, node.name, node.arena, node.host, settings=settings, system=SimSystem())  # type: ignore[arg-type]
+            smp = Smp(JOB, node.name, node.arena, node.host, settings=settings, system=SYSTEM)  # type: ignore[arg-type]
         except HoldfastError as error:
             node.error = str(error)
             node.starting = False

@@ -20,6 +20,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.system import System
 
 FIRST_S, MOST_S = 0.02, 1.0
 """How long it waits before it looks, or tries, again: twice as long each time, up to a limit."""
@@ -88,6 +89,7 @@ class Draining:
     def __init__(
         self,
         job: str,
+        system: System,
         inventory: Callable[[], Inventory],
         move: Callable[[Collection[Address], float], None],
     ) -> None:
@@ -97,6 +99,7 @@ class Draining:
             move: has the job's nodes regroup without this one, spares first; blocks for so many seconds at most.
         """
         self._job = job
+        self._system = system
         self._inventory = inventory
         self._move = move
         self._ended = threading.Event()
@@ -157,7 +160,7 @@ class Draining:
         mine = self._inventory()
         name = mine.node
         addresses = {*addresses_of(list(mine.layouts.values())), *spares} - {mine.control}
-        inventories = [mine, *gather_inventories(self._job, sorted(addresses))]
+        inventories = [mine, *gather_inventories(self._job, sorted(addresses), system=self._system)]
         result = moved(inventories)
         if result is not None and not mine.trainers:
             return Drained(name, result.snapshot, result.holders, result.tolerates)

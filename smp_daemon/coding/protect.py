@@ -129,7 +129,7 @@ class Protector:
     def _run(self) -> None:
         make_background(self._priority)
         epoch = None
-        with Links(self._store.counters) as links:
+        with Links(self._store.counters, system=self._store.system) as links:
             self._links = links
             while (snapshot := self._queue.get()) is not None:
                 if snapshot.epoch != epoch:

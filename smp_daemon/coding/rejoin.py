@@ -96,7 +96,7 @@ def rejoin(store: Store, epoch: int, method: str) -> bool:
             layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == snapshot.epoch]
         if not layouts or not find_missing(store, max(layouts, key=lambda each: each.revision), snapshot):
             continue
-        sources = choose_sources(gather_inventories(store.job, addresses_of(layouts), layouts), snapshot)
+        sources = choose_sources(gather_inventories(store.job, addresses_of(layouts), layouts, store.system), snapshot)
         if sources is None:
             whole = False  # others may come back that hold the rest
             continue

@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S, NoToken, 
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import frame
-from holdfast.smp_daemon.shared.uids import SCARCE, is_of_this_user
+from holdfast.smp_daemon.shared.uids import SCARCE
 
 PLACES = 64
 PLACES_OF_SOURCE = 16
@@ -60,6 +60,7 @@ class Authenticator:
     def __init__(self, credentials: Credentials, job: str, system: System = MACHINE) -> None:
         self._credentials = credentials
         self._job = job
+        self._system = system
         # Guards who is being authenticated, together with `_closed`, as in `SocketListener`. Threads of connections
         # take it for moments, and never with a handshake under way; no other lock is taken under it.
         self._lock = system.Lock()
@@ -111,7 +112,7 @@ class Authenticator:
         limit = time.monotonic() + HANDSHAKE_DEADLINE_S
         while True:
             try:
-                if is_of_this_user(sock):
+                if self._system.is_of_this_user(sock):
                     return sock
                 self._complaints.note(str(sock.getpeername()[0]), "it is another user's process", time.monotonic())
             except OSError as error:

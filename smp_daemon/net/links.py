@@ -10,6 +10,7 @@ from holdfast.smp_daemon.shared.errors import ProtocolError, SmpUnavailable
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.messages import PeerRequest
 from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, connect, receive_reply
 
 
@@ -19,10 +20,11 @@ class Links:
     A connection that breaks is forgotten, and the next `send` makes a new one.
     """
 
-    def __init__(self, counters: Counters, deadline_s: float = CALL_DEADLINE_S) -> None:
+    def __init__(self, counters: Counters, deadline_s: float = CALL_DEADLINE_S, system: System = MACHINE) -> None:
         """`deadline_s`: how long each answer may take."""
         self._counters = counters
         self._deadline_s = deadline_s
+        self._system = system
         self._streams: dict[Address, SocketStream] = {}
         self.bytes_received = 0
 
@@ -37,7 +39,7 @@ class Links:
     def connect(self, address: Address, job: str) -> None:
         """Have a connection to `address`. While it is made `interrupt` does not reach it."""
         if address not in self._streams:
-            self._streams[address] = connect(address, job=job)
+            self._streams[address] = connect(address, job=job, system=self._system)
             self._streams[address].set_deadline(self._deadline_s)
 
     def send(self, address: Address, message: PeerRequest, payload: memoryview | None = None) -> None:

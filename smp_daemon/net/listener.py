@@ -110,7 +110,7 @@ class SocketListener:
             self._serve(admitted)
 
     def _serve(self, sock: socket.socket) -> None:
-        stream = SocketStream(sock, deadline_s=None)
+        stream = SocketStream(sock, None, self._system)
         with self._lock:
             self._live[stream] = None
             if self._closed.is_set():
@@ -139,7 +139,7 @@ class SocketListener:
                 conversation.ended()
 
 
-def bind_unix(path: Path) -> socket.socket:
+def bind_unix(path: Path, system: System = MACHINE) -> socket.socket:
     """A unix socket listening at `path`, for this user only.
 
     Raises:
@@ -151,20 +151,20 @@ def bind_unix(path: Path) -> socket.socket:
             "choose a shorter HOLDFAST_ARENA or job id"
         )
     path.unlink(missing_ok=True)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = system.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind(str(path))
     path.chmod(0o600)
     sock.listen(128)
     return sock
 
 
-def bind_tcp(host: str, port: int) -> socket.socket:
+def bind_tcp(host: str, port: int, system: System = MACHINE) -> socket.socket:
     """A TCP socket listening on `host`; port 0 takes a free one.
 
     Raises:
         ConfigError: the port is taken or the address is not this machine's.
     """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock = system.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

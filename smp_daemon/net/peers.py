@@ -13,7 +13,7 @@ from typing import Any, Self
 import grpc
 
 from holdfast.smp_daemon.net.control import CALL_KEY, REPLY_KEY, Guard, learn, value
-from holdfast.smp_daemon.shared.credentials import Credentials, current
+from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -74,11 +74,12 @@ class PeerServer:
         self._job = job
         self._answer = answer
         guard = Guard(credentials, job)
-        self._server = grpc.server(
+        rpc = system.grpc()
+        self._server = rpc.server(
             system.Pool(THREADS, "peer"), options=_OPTIONS, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
         )
-        handler = grpc.unary_unary_rpc_method_handler(self._handle)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {NAME: handler}),))
+        handler = rpc.unary_unary_rpc_method_handler(self._handle)
+        self._server.add_generic_rpc_handlers((rpc.method_handlers_generic_handler(SERVICE, {NAME: handler}),))
         try:
             self.port = self._listen(f"{host}:{port}", credentials)
             guard.listens_at = host, self.port
@@ -119,7 +120,8 @@ class PeerClient:
     def __init__(self, job: str, credentials: Credentials | None = None, system: System = MACHINE) -> None:
         """`credentials`: default this process's."""
         self._job = job
-        self._credentials = current() if credentials is None else credentials
+        self._credentials = system.credentials() if credentials is None else credentials
+        self._grpc = system.grpc()
         token = self._credentials.token
         self._signer = Signer(token, job) if token else None
         self._channels: dict[Address, grpc.Channel] = {}
@@ -228,10 +230,10 @@ class PeerClient:
                 self._channels[address] = self._connected(_text(address))
             return self._channels[address].unary_unary(METHOD, None, None)
 
-    def _connected(self, target: str) -> grpc.Channel:
+    def _connected(self, target: str) -> Any:
         tls = self._credentials.tls
         if tls is None:
-            return grpc.insecure_channel(target, options=_OPTIONS)
+            return self._grpc.insecure_channel(target, options=_OPTIONS)
         shown = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
         return grpc.secure_channel(target, shown, options=[*_OPTIONS, ("grpc.ssl_target_name_override", tls.name)])
 

@@ -18,7 +18,6 @@ from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.persister import Persister
 from holdfast.smp_daemon.recovery.rebuild import METHODS
 from holdfast.smp_daemon.recovery.recoveries import Recoveries
-from holdfast.smp_daemon.shared.credentials import current
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Inventory
@@ -102,8 +101,8 @@ class Core:
         self.trainers = 0
         self.said = ""
         self.finished = False
-        self.arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero)
-        self.credentials = current()
+        self.arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero, system=system)
+        self.credentials = system.credentials()
         self.peers = PeerClient(job, self.credentials, system)
         self._protector = Protector(
             self.peers, Pacer(self.settings.bandwidth), self.settings.turns, self.settings.priority, system
@@ -136,7 +135,7 @@ class Core:
             self.recoveries.lost,
         )
         self.buffers = BufferPool(system)
-        self.drainer = Draining(job, self.inventory, self.monitor.move)
+        self.drainer = Draining(job, system, self.inventory, self.monitor.move)
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)
 

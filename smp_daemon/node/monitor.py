@@ -237,7 +237,7 @@ class Monitor:
             return None
         self._enlist_spares()
         addresses = {*addresses_of(layouts), *self._spares}
-        inventories = gather_inventories(store.job, sorted(addresses), layouts)
+        inventories = gather_inventories(store.job, sorted(addresses), layouts, self._system)
         if any(inventory.trainers for inventory in inventories):
             text = "nodes are missing, and trainers are connected: nothing is done"
             self._episodes.begin("declined", text, level=logging.INFO)
@@ -320,7 +320,7 @@ class Monitor:
                 raise StaleEpoch("the SMP ends")
             self._store.check_epoch(epoch)
 
-        with Links(self._store.counters) as links:
+        with Links(self._store.counters, system=self._store.system) as links:
             send_units(self._store, links, sources.snapshot, layout, check, lambda count: None)
         self._store.codings.await_parities(epoch, Coding(sources.snapshot, layout.tag(group)), _phase_deadline(layout))
 

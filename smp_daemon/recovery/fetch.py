@@ -117,7 +117,7 @@ class Lender:
     def __init__(self, store: Store, sources: Sources) -> None:
         self._store = store
         self._sources = sources
-        self._links = Links(store.counters)
+        self._links = Links(store.counters, system=store.system)
         self._fetcher = Fetcher(sources, self._links, store.counters, store.holdings.backend)
         self._buffer = memoryview(bytearray(sources.layout.unit_bytes))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from holdfast.smp_daemon.net.peers import PeerClient
@@ -14,6 +13,7 @@ from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.messages import PeerInventory, PeerRequest
 from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message
 
 DEADLINE_S = 5.0
@@ -31,7 +31,9 @@ def addresses_of(layouts: Collection[Layout]) -> list[Address]:
     return sorted({node.name: node.control for layout in newest for node in layout.nodes}.values())
 
 
-def gather_inventories(job: str, addresses: Collection[Address], known: Collection[Layout] = ()) -> list[Inventory]:
+def gather_inventories(
+    job: str, addresses: Collection[Address], known: Collection[Layout] = (), system: System = MACHINE
+) -> list[Inventory]:
     """The inventories of those who answer. Blocks for at most a few times `DEADLINE_S`.
 
     Args:
@@ -39,10 +41,12 @@ def gather_inventories(job: str, addresses: Collection[Address], known: Collecti
     """
     by_digest = {layout.digest: layout for layout in known}
     message = PeerInventory(job=job, known=frozenset(by_digest))
-    return ask_all(message, addresses, lambda reply: Inventory.read(reply, by_digest))
+    return ask_all(message, addresses, lambda reply: Inventory.read(reply, by_digest), system)
 
 
-def ask_all(message: PeerRequest, addresses: Collection[Address], read: Callable[[Message], T]) -> list[T]:
+def ask_all(
+    message: PeerRequest, addresses: Collection[Address], read: Callable[[Message], T], system: System = MACHINE
+) -> list[T]:
     """What those who answer to `message` say, read by `read`. Blocks as `gather_inventories`."""
 
     def ask(address: Address) -> T | None:
@@ -55,5 +59,5 @@ def ask_all(message: PeerRequest, addresses: Collection[Address], read: Callable
             _silent.begin(address, text, address, error, level=logging.INFO, extra=extra)
             return None
 
-    with PeerClient(message.job) as peers, ThreadPoolExecutor(AT_ONCE, "inventories") as pool:
+    with PeerClient(message.job, system=system) as peers, system.Pool(AT_ONCE, "inventories") as pool:
         return [answer for answer in pool.map(ask, addresses) if answer is not None]

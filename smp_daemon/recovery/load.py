@@ -280,7 +280,7 @@ class Load:
             if other == address:
                 del self._idle[place]
                 return links
-        return Links(self._counters)
+        return Links(self._counters, system=self._system)
 
     def _give_back(self, request: UnitRequest, links: Links) -> None:
         self._open.pop(request.number)

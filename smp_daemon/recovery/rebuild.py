@@ -63,7 +63,7 @@ def recover(store: Store, sources: Sources, coord: str, method: str = "chain", c
         if not check:
             return recovered(store, key, "held", 0)
         damaged = store.holdings.damaged_units(key)
-        with Links(store.counters) as links:
+        with Links(store.counters, system=store.system) as links:
             fetcher = _fetcher(store, sources, links)
             for index in damaged:
                 try:
@@ -112,12 +112,12 @@ def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:
     """
     with store.changed:
         layouts = list(store.arena.layouts.values())
-    inventories = gather_inventories(store.job, addresses_of(layouts), layouts)
+    inventories = gather_inventories(store.job, addresses_of(layouts), layouts, store.system)
     sources = choose_sources(inventories, key.snapshot)
     if sources is None:
         return 0
     repaired, last = 0, None
-    with Links(store.counters) as links:
+    with Links(store.counters, system=store.system) as links:
         fetcher = _fetcher(store, sources, links)
         for index in damaged:
             try:
@@ -150,7 +150,7 @@ def repair_parity(store: Store, sources: Sources, group: int, position: int) -> 
     stripes, members = layout.stripes(group), layout.members(group)
     key = ParityKey(sources.snapshot, layout.tag(group), position)
     try:
-        with Links(store.counters) as links:
+        with Links(store.counters, system=store.system) as links:
             fetcher = _fetcher(store, sources, links)
             with store.holdings.receiving_parity(key, layout, group) as gathering:
                 for stripe in stripes.parity_stripes(position):

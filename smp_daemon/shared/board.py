@@ -20,6 +20,7 @@ import numpy as np
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.records import PART
+from holdfast.smp_daemon.shared.system import MACHINE, System
 
 WORDS = 16
 """Of the SMP."""
@@ -55,27 +56,29 @@ class TrainerPhase(IntEnum):
 class Board:
     """Each word has one writer, the SMP or a trainer, and any number of readers. Words are read and written whole."""
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
+    def __init__(self, path: Path, *, create: bool = False, system: System = MACHINE) -> None:
         """Map it. Raises `ProtocolError` if there is another thing of that name."""
         self._path = path
+        self._system = system
+        files = system.os
         length = (WORDS + PAUSE_WORDS + HEARTBEAT_ROWS * HEARTBEAT_WORDS + 1) * 8
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
+            fd = files.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
         except FileNotFoundError:
             raise
         except OSError as error:
             raise ProtocolError(f"{path} is no board: {error.strerror}") from error
         try:
             if create:
-                os.ftruncate(fd, length)
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_size < length or status.st_uid != os.getuid():
+                files.ftruncate(fd, length)
+            status = files.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size < length or status.st_uid != files.getuid():
                 raise ProtocolError(f"{path} is no board: it has {status.st_size} bytes, and is user {status.st_uid}'s")
-            mapped = mmap.mmap(fd, length)
+            mapped = system.mmap.mmap(fd, length)
             mapped.madvise(mmap.MADV_DONTDUMP)
             words = np.frombuffer(mapped, dtype=np.int64)
         finally:
-            os.close(fd)
+            files.close(fd)
         at = [WORDS, WORDS + PAUSE_WORDS, len(words) - 1]
         self._words, self._pauses, self._heartbeats, self._due = np.split(words, at)
         self._count = 0
@@ -98,7 +101,7 @@ class Board:
         """
         part = self._path.with_name(self._path.name + PART)
         part.unlink(missing_ok=True)
-        board = Board(part, create=True)
+        board = Board(part, create=True, system=self._system)
         board._path = self._path
         board.reset(epoch)
         board.post_due(self.due)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,11 +64,11 @@ from holdfast.smp_daemon.shared.messages import (
     Verify,
 )
 from holdfast.smp_daemon.shared.paths import socket_path
-from holdfast.smp_daemon.shared.pidfds import await_end
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.starts import Start, TrainerEnd
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 
 ANSWER_S = 5.0
@@ -119,7 +118,7 @@ class SmpClient:
     whatever error the SMP replies with.
     """
 
-    def __init__(self, arena: Path, job: str, coord: str | None = None) -> None:
+    def __init__(self, arena: Path, job: str, coord: str | None = None, system: System = MACHINE) -> None:
         """Connect. Blocks for seconds if processes of an earlier start of the job are still ending.
 
         Args:
@@ -130,12 +129,13 @@ class SmpClient:
             ConfigError: it serves another job; or, with `coord`, another run of this job is at work here.
         """
         self.arena = arena
+        self.system = system
         self._coord = coord
         self._row: int | None = None
         self._job = job
         # Held for one call and its answer, so that those of several threads do not mix on the connection. The training
         # thread, and those that copy and restore, take it; `_call` says how long one waits for it.
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._maps: dict[str, tuple[int, memoryview]] = {}
         self._stream: SocketStream | None = None
         self._connections = 0
@@ -148,12 +148,12 @@ class SmpClient:
         self._connections += 1
         if not socket_path(self.arena).exists():
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m holdfast.smp_daemon`")
-        self._stream = connect(socket_path(self.arena), deadline_s)
+        self._stream = connect(socket_path(self.arena), deadline_s, system=self.system)
         # Who has joined an epoch comes back; who has not begins.
         hello = Hello(job=self._job, version=PROTOCOL_VERSION, coord=self._coord, epoch=self._epoch)
         greeted = from_plain(Greeted, self._call(hello, deadline_s), "how an SMP greets")
         self.node, self.pid, row = greeted.node, greeted.pid, greeted.row
-        self._board = Board(self.arena / "board")
+        self._board = Board(self.arena / "board", system=self.system)
         self._row = row if row is not None and 0 <= row < HEARTBEAT_ROWS else None
 
     @property
@@ -184,7 +184,7 @@ class SmpClient:
         else:
             self._call(message, deadline_s, turn_s=deadline_s)
         self._epoch = epoch
-        self._board = Board(self.arena / "board")
+        self._board = Board(self.arena / "board", system=self.system)
 
     def configure(self, layout: Layout) -> None:
         """Have the SMP reserve its memory for `layout`. May take as long as zeroing that memory."""
@@ -349,7 +349,7 @@ class SmpClient:
 
     def _end(self, message: Request, *, removes: bool) -> None:
         try:
-            ended = os.pidfd_open(self.pid)
+            ended = self.system.os.pidfd_open(self.pid)
         except OSError as error:  # it runs in another pid namespace, or is gone
             raise SmpUnavailable(f"the SMP of {self.arena} is no process here: {error}") from error
         try:
@@ -357,12 +357,12 @@ class SmpClient:
                 self._call(message)
             except SmpUnavailable:
                 pass  # it may be gone before its answer is on the way
-            if not await_end(ended, CALL_DEADLINE_S):
+            if not self.system.await_end(ended, CALL_DEADLINE_S):
                 raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
             if removes and (self.arena / "smp.json").exists():
                 raise SmpUnavailable(f"SMP {self.pid} ended and left {self.arena} behind")
         finally:
-            os.close(ended)
+            self.system.os.close(ended)
             self.close()
 
     def close(self) -> None:
@@ -412,23 +412,24 @@ class SmpClient:
         known = self._maps.get(name)
         if known is not None and known[0] == inode and known[1].nbytes == length:
             return known[1]
+        files = self.system.os
         if Path(name).name != name:
             raise ProtocolError(f"{name!r} is not a file of the arena")
         try:
-            fd = os.open(self.arena / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = files.open(self.arena / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError as error:
             raise StaleEpoch(f"the slot {name} was taken away before it was opened") from error
         except OSError as error:
             raise ProtocolError(f"{name!r} is not a file of the arena: {error.strerror}") from error
         try:
-            status = os.fstat(fd)
+            status = files.fstat(fd)
             if status.st_ino != inode:
                 raise StaleEpoch(f"the slot {name} was taken away before it was opened")
             if status.st_size != length or length < 1:
                 raise ProtocolError(f"the slot {name} has {status.st_size} bytes, not {length}")
-            mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            mapped = self.system.mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
-            os.close(fd)
+            files.close(fd)
         mapped.madvise(mmap.MADV_DONTDUMP)
         self._maps[name] = (inode, memoryview(mapped))
         return self._maps[name][1]

@@ -11,6 +11,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.limits import is_identifier
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import read_json
+from holdfast.smp_daemon.shared.system import MACHINE, System
 
 ARENA_ENV = "HOLDFAST_ARENA"
 
@@ -60,9 +61,9 @@ class Owner:
         return (self.host, self.control_port)
 
 
-def read_owner(arena: Path) -> Owner | None:
+def read_owner(arena: Path, system: System = MACHINE) -> Owner | None:
     """Who owns `arena`, or None if nobody ever did. Raises `ProtocolError` if ``smp.json`` is not readable."""
-    data = read_json(arena / "smp.json")
+    data = read_json(arena / "smp.json", system)
     return from_plain(Owner, data, f"an owner, in {arena / 'smp.json'}") if data else None
 
 

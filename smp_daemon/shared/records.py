@@ -17,6 +17,7 @@ from holdfast.smp_daemon.shared.failpoints import failpoint, is_armed
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_RECORD_BYTES
 from holdfast.smp_daemon.shared.plain import Count, Unsigned
+from holdfast.smp_daemon.shared.system import MACHINE, System
 
 PART = ".part"
 """At the end of the name of what is being written."""
@@ -110,27 +111,28 @@ def kind_of(name: str) -> str:
     return "parity" if name.endswith(".parity.json") else name.partition(".")[0].partition("-")[0]
 
 
-def read_json(path: Path) -> Any | None:
+def read_json(path: Path, system: System = MACHINE) -> Any | None:
     """The JSON in `path`, or None if there is no such file.
 
     Raises:
         ProtocolError: too large, a link, not a file, or not JSON.
     """
+    files = system.os
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = files.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ProtocolError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        status = os.fstat(fd)
+        status = files.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_RECORD_BYTES:
             raise ProtocolError(f"{path} is no file, or larger than {MAX_RECORD_BYTES} bytes")
-        return json.loads(os.read(fd, status.st_size))
+        return json.loads(files.read(fd, status.st_size))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{path} is not JSON: {error}") from error
     finally:
-        os.close(fd)
+        files.close(fd)
 
 
 def _failpoint(path: Path, data: Any, when: str) -> None:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from holdfast.smp_daemon.shared.credentials import current
+from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import (
     BY_NAME,
     DeadlineExceeded,
@@ -34,6 +32,7 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_UNIT_BYTES,
 )
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.uids import peer_of
 
 Message = dict[str, Any]
@@ -78,9 +77,12 @@ class MessageStream(Protocol):
 class SocketStream:
     """`MessageStream` over a connected TCP or unix socket."""
 
-    def __init__(self, sock: socket.socket, deadline_s: float | None = CALL_DEADLINE_S) -> None:
+    def __init__(
+        self, sock: socket.socket, deadline_s: float | None = CALL_DEADLINE_S, system: System = MACHINE
+    ) -> None:
         self._sock = sock
-        self._use = _Use(sock)
+        self._monotonic = system.monotonic
+        self._use = _Use(sock, system)
         self._deadline_s = deadline_s
         sock.settimeout(deadline_s)
 
@@ -116,13 +118,13 @@ class SocketStream:
             self._fill(payload)
 
     def _fill(self, buffer: memoryview) -> None:
-        limit = time.monotonic() + (self._deadline_s or CALL_DEADLINE_S)
+        limit = self._monotonic() + (self._deadline_s or CALL_DEADLINE_S)
         while buffer:
             count = self._sock.recv_into(buffer)
             if count == 0:
                 raise SmpUnavailable("the connection ended in the middle of a message")
             buffer = buffer[count:]
-            if buffer and time.monotonic() > limit:  # it comes byte by byte, to keep us waiting
+            if buffer and self._monotonic() > limit:  # it comes byte by byte, to keep us waiting
                 raise TimeoutError
 
     def set_deadline(self, seconds: float | None) -> None:
@@ -146,11 +148,12 @@ class _Use:
     be another file's by the time a thread on its way into the kernel waits on it, and that thread would wait for ever.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, system: System) -> None:
         self.over = False
         self._sock = sock
+        self._shutdown = system.socket.shutdown
         self._calls = 0
-        self._lock = threading.Lock()  # guards the count of calls and `over`; never held while a call blocks
+        self._lock = system.Lock()  # guards the count of calls and `over`; never held while a call blocks
 
     def __enter__(self) -> None:
         with self._lock:
@@ -171,7 +174,7 @@ class _Use:
             if not self.over:
                 self.over = True
                 with suppress(OSError):  # the other side was faster
-                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # TLS's own would pull it from under a call
+                    self._shutdown(self._sock, socket.SHUT_RDWR)  # TLS's own would pull it from under a call
                 self._release()
 
     def _release(self) -> None:
@@ -208,7 +211,9 @@ def _mapped(error: OSError) -> HoldfastError:
     return SmpUnavailable(f"the connection broke: {error}")
 
 
-def connect(address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S, job: str = "") -> SocketStream:
+def connect(
+    address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S, job: str = "", system: System = MACHINE
+) -> SocketStream:
     """Connect to a TCP address or a unix socket. Over TCP both sides show their credentials, if this process has any.
 
     Args:
@@ -218,9 +223,9 @@ def connect(address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S
         SmpUnavailable: nobody listens there, or somebody who is not of this job or, on a unix socket, of this user.
         DeadlineExceeded: no answer within `deadline_s`.
     """
-    unix = isinstance(address, Path)
-    target = str(address) if isinstance(address, Path) else address
-    sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET, socket.SOCK_STREAM)
+    unix = not isinstance(address, tuple)
+    target = address if isinstance(address, tuple) else str(address)
+    sock = system.socket(socket.AF_UNIX if unix else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.settimeout(deadline_s)
         try:
@@ -231,21 +236,20 @@ def connect(address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S
             raise SmpUnavailable(f"{target!r} is no address: {error}") from error
         if unix:
             _check_server(sock, target)
-            return SocketStream(sock, deadline_s)
+            return SocketStream(sock, deadline_s, system)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            sock = _shown_credentials(sock, job)
+            sock = _shown_credentials(sock, job, system.credentials())
         except OSError as error:
             raise _mapped(error) from error
-        return SocketStream(sock, deadline_s)
+        return SocketStream(sock, deadline_s, system)
     except BaseException:
         sock.close()
         raise
 
 
-def _shown_credentials(sock: socket.socket, job: str) -> socket.socket:
+def _shown_credentials(sock: socket.socket, job: str, credentials: Credentials) -> socket.socket:
     """The connection, once both sides know each other; `sock` itself if this process has no credentials."""
-    credentials = current()
     try:
         if credentials.tls is not None:
             sock = credentials.tls.client.wrap_socket(sock, server_hostname=credentials.tls.name)

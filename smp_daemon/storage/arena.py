@@ -15,8 +15,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
-import shutil
 import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -30,6 +28,7 @@ from holdfast.smp_daemon.shared.limits import is_identifier
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState, room, too_small
 
 OVERFLOW_UID = 65534
@@ -46,7 +45,7 @@ log = get_log(__name__)
 class Arena:
     """All pools of one SMP. Not thread-safe, except that views may be read by any thread."""
 
-    def __init__(self, path: Path, *, memory: int = 0, zero: bool = False) -> None:
+    def __init__(self, path: Path, *, memory: int = 0, zero: bool = False, system: System = MACHINE) -> None:
         """Create or take over the directory `path`.
 
         Args:
@@ -57,6 +56,7 @@ class Arena:
             ConfigError: another SMP owns it, it is somebody else's, or it cannot be made.
         """
         self.path = path
+        self._system = system
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.mkdir(exist_ok=True, mode=0o700)
@@ -65,15 +65,15 @@ class Arena:
                 f"cannot make the arena {path}: {error.strerror}; choose another with HOLDFAST_ARENA"
             ) from error
         status = path.lstat()
-        if path.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        if path.is_symlink() or status.st_uid != system.os.getuid() or status.st_mode & 0o077:
             raise ConfigError(
                 f"the arena {path} must be a directory of this user with mode 0700, not a link: remove it"
             )
-        _check_parent(path.parent)
+        _check_parent(path.parent, system.os.getuid())
         failpoint("arena.made")
         self._lock = (path / "lock").open("a")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"another SMP owns the arena {path}: use it, or stop it first") from error
         for part in list(path.glob(f"*{PART}")):
@@ -87,13 +87,15 @@ class Arena:
 
     def shard_pool(self, coord: str) -> SlotFilePool:
         """The pool of a shard, empty if it is new."""
-        return self.shards.setdefault(coord, SlotFilePool(self.path, coord, SHARD_SUFFIX, self.budget, self._zero))
+        return self.shards.setdefault(
+            coord, SlotFilePool(self.path, coord, SHARD_SUFFIX, self.budget, self._zero, self._system)
+        )
 
     def parity_pool(self, tag: str, position: int) -> SlotFilePool:
         """The pool of the parity of one position of the group with that tag, empty if it is new."""
         name = f"{tag}-{position}"
         return self.parities.setdefault(
-            (tag, position), SlotFilePool(self.path, name, PARITY_SUFFIX, self.budget, self._zero)
+            (tag, position), SlotFilePool(self.path, name, PARITY_SUFFIX, self.budget, self._zero, self._system)
         )
 
     def pools(self) -> Iterator[SlotFilePool]:
@@ -122,7 +124,7 @@ class Arena:
         ]
         need = sum(pages(length) for _, length in missing)
         self.budget.check(need)
-        left = room(self.path)
+        left = room(self.path, self._system)
         if need > left + self.budget.held:
             raise too_small(self.path, need, left)
         created: list[tuple[SlotFilePool, Slot]] = []
@@ -202,7 +204,7 @@ class Arena:
         """
         for path in sorted(self.path.glob("layout-*.json")):
             try:
-                layout = Layout.read(read_json(path))
+                layout = Layout.read(read_json(path, self._system))
                 if path == self._layout_path(layout.epoch, layout.revision):
                     self.layouts[layout.epoch, layout.revision] = layout
             except ProtocolError as error:
@@ -216,7 +218,12 @@ class Arena:
         tag, _, position = name.rpartition("-")
         status = path.lstat()
         named = is_identifier(name) and _is_count(index) and (suffix == SHARD_SUFFIX or _is_count(position))
-        if not named or not stat.S_ISREG(status.st_mode) or not status.st_size or status.st_uid != os.getuid():
+        if (
+            not named
+            or not stat.S_ISREG(status.st_mode)
+            or not status.st_size
+            or status.st_uid != self._system.os.getuid()
+        ):
             log.warning("%s is no slot file of this arena: it is deleted", path.name)
             if not stat.S_ISDIR(status.st_mode):
                 path.unlink()
@@ -227,7 +234,7 @@ class Arena:
         pool.slots.append(slot)
         self.budget.note(slot.bytes)
         try:
-            record = read_json(pool.record_path(slot))
+            record = read_json(pool.record_path(slot), self._system)
         except ProtocolError as error:
             log.warning("slot treated as free: %s", error)
             record = None
@@ -258,7 +265,7 @@ class Arena:
                 path.unlink(missing_ok=True)
         failpoint("arena.emptied")
         (self.path / "lock").unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=False)
+        self._system.rmtree(self.path, ignore_errors=False)
         failpoint("arena.removed")
 
 
@@ -266,10 +273,10 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
-def _check_parent(path: Path) -> None:
+def _check_parent(path: Path, uid: int) -> None:
     """Raises `ConfigError` if the directory with the arena is somebody else's, who could put another in its place."""
     status = path.lstat()
-    if status.st_uid not in (os.getuid(), 0, OVERFLOW_UID):
+    if status.st_uid not in (uid, 0, OVERFLOW_UID):
         raise ConfigError(
             f"{path} belongs to user {status.st_uid}, who could replace the arena in it: remove it, or choose another "
             "with HOLDFAST_ARENA"

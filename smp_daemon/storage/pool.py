@@ -21,6 +21,7 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.records import write_json
+from holdfast.smp_daemon.shared.system import MACHINE, System
 
 MADV_POPULATE_WRITE = 23
 
@@ -122,11 +123,14 @@ class SlotPool:
 class SlotFilePool(SlotPool):
     """A slot pool and its files. Slots of other lengths may remain for as long as their snapshots are kept."""
 
-    def __init__(self, arena: Path, name: str, suffix: str, budget: Budget, zero: bool) -> None:
+    def __init__(
+        self, arena: Path, name: str, suffix: str, budget: Budget, zero: bool, system: System = MACHINE
+    ) -> None:
         """`zero`: what is given up is overwritten with zeros."""
         super().__init__(name)
         self._budget = budget
         self._zero = zero
+        self._system = system
         self.arena = arena
         self.suffix = suffix
         self._maps: dict[int, mmap.mmap] = {}
@@ -151,7 +155,7 @@ class SlotFilePool(SlotPool):
         """The slot's bytes, mapped."""
         mapped = self._maps.get(slot.index)
         if mapped is None:
-            mapped = self._maps[slot.index] = _map(self.path(slot), slot.bytes)
+            mapped = self._maps[slot.index] = _map(self.path(slot), slot.bytes, self._system)
         return memoryview(mapped)
 
     def create(self, length: int) -> Slot:
@@ -164,7 +168,7 @@ class SlotFilePool(SlotPool):
         slot = self.add(length)
         self.record_path(slot).unlink(missing_ok=True)  # of a file that somebody else has deleted
         try:
-            _reserve(self.path(slot), length)
+            _reserve(self.path(slot), length, self._system)
         except BaseException:
             self._drop(slot)
             raise
@@ -211,7 +215,7 @@ class SlotFilePool(SlotPool):
         self.discard(slot)
         self._forget(slot)
         try:
-            _reserve(self.path(slot), slot.bytes)
+            _reserve(self.path(slot), slot.bytes, self._system)
         except BaseException:  # whoever maps the old file may still hold its memory; `Arena.reserve` makes a new one
             self._drop(slot)
             raise
@@ -239,10 +243,10 @@ class SlotFilePool(SlotPool):
         failpoint("slot.removed")
 
 
-def room(path: Path) -> int:
+def room(path: Path, system: System = MACHINE) -> int:
     """Bytes that its file system has left."""
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
+    status = system.os.statvfs(path)
+    return int(status.f_bavail * status.f_frsize)
 
 
 def too_small(path: Path, need: int, left: int) -> ArenaTooSmall:
@@ -254,27 +258,27 @@ def too_small(path: Path, need: int, left: int) -> ArenaTooSmall:
     )
 
 
-def _reserve(path: Path, length: int) -> None:
+def _reserve(path: Path, length: int, system: System) -> None:
     """A new file of `length` bytes, all of them allocated now: later writes cannot fail with SIGBUS."""
-    left = room(path.parent)
+    left = room(path.parent, system)
     if length > left:  # or everything would be filled before that is noticed
         raise too_small(path.parent, length, left)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = system.os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         failpoint("slot.opened")
-        _populate_huge(fd, length)
-        os.posix_fallocate(fd, 0, length)
+        _populate_huge(fd, length, system)
+        system.os.posix_fallocate(fd, 0, length)
     except OSError as error:
         path.unlink()
         if error.errno == errno.ENOSPC:
-            raise too_small(path.parent, length, room(path.parent)) from error
+            raise too_small(path.parent, length, room(path.parent, system)) from error
         raise
     finally:
-        os.close(fd)
+        system.os.close(fd)
     failpoint("slot.made")
 
 
-def _populate_huge(fd: int, length: int) -> None:
+def _populate_huge(fd: int, length: int, system: System) -> None:
     """Touch all of a new file in huge pages, where the kernel gives them to tmpfs on request.
 
     Only the first touch decides: what `posix_fallocate` has made of small pages stays so. Where they are refused, or
@@ -282,8 +286,8 @@ def _populate_huge(fd: int, length: int) -> None:
     """
     if not _gives_huge_pages():
         return
-    os.ftruncate(fd, length)
-    with mmap.mmap(fd, length) as mapped:
+    system.os.ftruncate(fd, length)
+    with system.mmap.mmap(fd, length) as mapped:
         try:
             mapped.madvise(mmap.MADV_HUGEPAGE)
             mapped.madvise(MADV_POPULATE_WRITE)
@@ -299,12 +303,12 @@ def _gives_huge_pages() -> bool:
         return False
 
 
-def _map(path: Path, length: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _map(path: Path, length: int, system: System) -> mmap.mmap:
+    fd = system.os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        mapped = mmap.mmap(fd, length)
+        mapped: mmap.mmap = system.mmap.mmap(fd, length)
     finally:
-        os.close(fd)
+        system.os.close(fd)
     mapped.madvise(mmap.MADV_DONTDUMP)
     try:
         mapped.madvise(MADV_POPULATE_WRITE)

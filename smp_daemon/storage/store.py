@@ -90,7 +90,7 @@ class Store:
         self.changed = system.Condition(system.RLock())
         self.counters = Counters(system)
         self.holdings = Holdings(arena, self.changed, self.counters, backend, system)
-        self.board = Board(arena.path / "board", create=True)
+        self.board = Board(arena.path / "board", create=True, system=system)
         self.epoch = 0
         self.protected: SnapshotId | None = None
         self.record = Record()
@@ -465,7 +465,7 @@ class Store:
     def _adopt(self) -> None:
         """Take over what a predecessor left in the arena."""
         failpoint("adopt.before")
-        data = read_json(self.arena.path / "node.json")
+        data = read_json(self.arena.path / "node.json", self.system)
         if data is None:
             self.arena.clear()
             return

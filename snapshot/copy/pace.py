@@ -13,12 +13,12 @@ takes longer than half of the window always has a batch queued, and ends when it
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S
+from holdfast.smp_daemon.shared.system import MACHINE, System
 
 SPREAD = 0.5
 """The part of the window that a copy is spread over."""
@@ -93,13 +93,14 @@ class Pace:
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
+        clock: Callable[[], float] | None = None,
+        wait: Callable[[threading.Event, float], bool] | None = None,
+        system: System = MACHINE,
     ) -> None:
-        self._clock = clock
-        self._wait = wait
-        self._needed = threading.Event()  # somebody waits for the copy
-        self._quiet = threading.Event()  # the step does not communicate
+        self._clock = clock or system.monotonic
+        self._wait = wait or system.Event.wait
+        self._needed = system.Event()  # somebody waits for the copy
+        self._quiet = system.Event()  # the step does not communicate
         self._quiet.set()
         self._comm_until_s = 0.0
         self._boundary_s = 0.0

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.engines import LOAD_THREADS, CopyEngine, CpuEngine, SlotTensor
 
@@ -31,6 +31,7 @@ def load_checked(
     repair: Repair,
     *,
     midway: Callable[[], None] = lambda: None,
+    system: System = MACHINE,
 ) -> None:
     """Fill live tensors from a shard, in place, and check every unit of it, those that hold no piece too. Blocks.
 
@@ -55,7 +56,7 @@ def load_checked(
                 f"a tensor of {piece.bytes} bytes at {piece.offset} is not within the {shard.view.nbytes} of its slot"
             )
     table = runs.make_runs([(piece.offset, piece.tensor.data_ptr(), piece.bytes) for piece in plain])
-    loading = _Loading(shard, cut(table, shard.unit_bytes))
+    loading = _Loading(shard, cut(table, shard.unit_bytes), system)
     units = range(len(shard.digests))
     half = -(-len(units) // 2)
     bad = loading.take(units[:half])
@@ -66,7 +67,9 @@ def load_checked(
         engine.load(others, shard.view)
 
 
-def check_ranges(shard: RecoveredShard, ranges: Iterable[tuple[int, int]], repair: Repair) -> None:
+def check_ranges(
+    shard: RecoveredShard, ranges: Iterable[tuple[int, int]], repair: Repair, system: System = MACHINE
+) -> None:
     """Check the units that (offset, bytes) ranges of a shard lie in, as a header that is read before the rest. Blocks.
 
     Args:
@@ -76,7 +79,7 @@ def check_ranges(shard: RecoveredShard, ranges: Iterable[tuple[int, int]], repai
         DamagedSnapshot: a unit does not match, and neither does it after `repair`.
         ProtocolError: a range does not lie within the shard.
     """
-    checking = _Loading(shard, runs.make_runs([]))
+    checking = _Loading(shard, runs.make_runs([]), system)
     _make_whole(checking, checking.take(sorted(units_of(shard, ranges))), repair)
 
 
@@ -110,9 +113,10 @@ def cut(table: runs.Runs, unit_bytes: int) -> runs.Runs:
 class _Loading:
     """One shard, and what is to be copied out of each of its units."""
 
-    def __init__(self, shard: RecoveredShard, parts: runs.Runs) -> None:
+    def __init__(self, shard: RecoveredShard, parts: runs.Runs, system: System) -> None:
         """`parts`: see `cut`."""
         self._shard = shard
+        self._system = system
         borders = np.arange(len(shard.digests) + 1, dtype=np.uint64) * np.uint64(shard.unit_bytes)
         self._rows: list[int] = np.searchsorted(parts[:, 0], borders).tolist()
         base = np.frombuffer(shard.view, np.uint8).ctypes.data
@@ -121,7 +125,7 @@ class _Loading:
     def take(self, units: Sequence[int]) -> list[int]:
         """Check units, which ascend, and copy out of those that match; the others."""
         threads = max(1, min(LOAD_THREADS, len(os.sched_getaffinity(0))))
-        with ThreadPoolExecutor(threads, "load") as pool:
+        with self._system.Pool(threads, "load") as pool:
             return [bad for some in pool.map(self._work, self._groups(units, threads)) for bad in some]
 
     def _groups(self, units: Sequence[int], threads: int) -> Iterator[Sequence[int]]:

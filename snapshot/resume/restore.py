@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -129,7 +128,8 @@ def restore(
         Repeated: see `check_repeats`. Nothing was changed anywhere.
     """
     coord = adapter.coordinate()
-    clock = {"enter": time.monotonic()}
+    monotonic = client.system.monotonic
+    clock = {"enter": monotonic()}
     failure: HoldfastError | None = None
     course = Course()
     unacknowledged: set[SnapshotId] = set()
@@ -152,7 +152,7 @@ def restore(
         client.join(epoch, Start(epoch, plan.snapshot.step if plan else 0, streak, choice))
         joined = True
         agreement.minimum([1])()  # every older writer is fenced on every node before anyone goes on
-        clock["plan"] = time.monotonic()
+        clock["plan"] = monotonic()
         if plan is None:
             return Restored(epoch, clock=clock | {"fetch": clock["plan"], "load": clock["plan"]})
         failpoint("restore.before", plan.snapshot.step)
@@ -162,11 +162,11 @@ def restore(
         failure = agreement.patiently(partial(failure_of, attempt.recover, HoldfastError))
         whole, unspoilt = _agree(agreement, failure)
         if whole:
-            clock["fetch"] = time.monotonic()
+            clock["fetch"] = monotonic()
             failure = attempt.load(agreement, adapter, engine)
             whole, unspoilt = _agree(agreement, failure)
         if whole:
-            clock["load"] = time.monotonic()
+            clock["load"] = monotonic()
             if not resharded:
                 repair_parity(client, plan, coords, coord)
             tier = tier_of(plan, inventories, coords)
@@ -358,7 +358,7 @@ class _Attempt:
             ProtocolError: it is not what a trainer wrote for this snapshot.
         """
         slot = self.shard.view
-        check_ranges(self.shard, [(0, min(slot.nbytes, PAGE_BYTES))], self.repair)
+        check_ranges(self.shard, [(0, min(slot.nbytes, PAGE_BYTES))], self.repair, self._client.system)
         header = min(8 + int.from_bytes(slot[:8], "little"), slot.nbytes)
         self._check_and_take([(0, header)])
         form, _ = read_format(slot)
@@ -386,7 +386,7 @@ class _Attempt:
         failpoint("restore.middle", self.snapshot.step)
 
     def _check_and_take(self, ranges: list[tuple[int, int]]) -> None:
-        check_ranges(self.shard, ranges, self.repair)
+        check_ranges(self.shard, ranges, self.repair, self._client.system)
         self._taken |= units_of(self.shard, ranges)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,6 +20,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
@@ -80,15 +80,22 @@ class CopyJob:
     begins: bool = False
     error: HoldfastError | None = None
     slot: memoryview = field(default_factory=lambda: memoryview(b""))
-    copied: threading.Event = field(default_factory=threading.Event)
-    sure: threading.Event = field(default_factory=threading.Event)
-    done: threading.Event = field(default_factory=threading.Event)
-    begun_s: float = field(default_factory=time.monotonic)
+    system: System = MACHINE
+    copied: threading.Event = field(init=False)
+    sure: threading.Event = field(init=False)
+    done: threading.Event = field(init=False)
+    begun_s: float = field(init=False)
     filled_s: float = 0.0
     sealed_s: float = 0.0
-    reading: threading.Event = field(default_factory=threading.Event)
+    reading: threading.Event = field(init=False)
     # Held where `reading` or `error` is set: a copy that is given up before it began reads nothing.
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(init=False)
+
+    def __post_init__(self) -> None:
+        system = self.system
+        self.copied, self.sure, self.done, self.reading = (system.Event() for _ in range(4))
+        self.lock = system.Lock()
+        self.begun_s = system.monotonic()
 
     def read(self) -> None:
         """The copy thread reads live tensors from now on. Raises the error that the snapshot was given up for."""
@@ -141,6 +148,7 @@ class Copier:
         pace: Pace,
         reattach: Callable[[], None],
         on_done: Callable[[CopyJob], None] = lambda job: None,
+        system: System = MACHINE,
     ) -> None:
         """
         Args:
@@ -149,6 +157,7 @@ class Copier:
             on_done: called with each job that is over, in one of the two threads.
         """
         self._client = client
+        self._monotonic = system.monotonic
         self._sealing = sealing
         self._engine = engine
         self._pace = pace
@@ -161,11 +170,11 @@ class Copier:
         self._coord = ""
         self._saying: str | None = None
         self._stride = 0
-        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
-        self._copies: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[CopyJob | None] = system.SimpleQueue()
+        self._copies: queue.SimpleQueue[CopyJob | None] = system.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._run_copies, name="holdfast-copy", daemon=True),
-            threading.Thread(target=self._run_seals, name="holdfast-seal", daemon=True),
+            system.Thread(target=self._run_copies, name="holdfast-copy", daemon=True),
+            system.Thread(target=self._run_seals, name="holdfast-seal", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -257,7 +266,7 @@ class Copier:
         except Exception as error:
             self._client.abandon(job.snapshot, job.coord, unused=isinstance(error, Retaken))
             raise
-        job.slot, job.filled_s = slot, time.monotonic()
+        job.slot, job.filled_s = slot, self._monotonic()
 
     def _seal(self, job: CopyJob) -> None:
         try:
@@ -272,7 +281,7 @@ class Copier:
         finally:
             job.slot = memoryview(b"")
         self._sealing.seal(job.snapshot, job.coord, job.protected)
-        job.sealed_s = time.monotonic()
+        job.sealed_s = self._monotonic()
 
     def _write_record(self, job: CopyJob) -> None:
         offset, capacity = job.form.record

@@ -1,0 +1,94 @@
+"""The machine that simulated processes run on: what `smp_daemon.shared.system.System` is to real ones."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from holdfast.chaos.sim import threads
+from holdfast.chaos.sim.memory import MemoryMmap, MemoryOs, MemoryShutil
+from holdfast.chaos.sim.network import SimSocket
+from holdfast.chaos.sim.rpc import SimGrpc
+from holdfast.chaos.sim.scheduler import active
+from holdfast.chaos.sim.tasks import SimProcess
+from holdfast.smp_daemon.shared.credentials import Credentials
+from holdfast.smp_daemon.shared.system import System
+
+
+class SimOs(MemoryOs):
+    """`os`, with simulated processes' ids, and arenas in memory."""
+
+    O_CLOEXEC, O_CREAT, O_EXCL, O_NOFOLLOW, O_RDWR = os.O_CLOEXEC, os.O_CREAT, os.O_EXCL, os.O_NOFOLLOW, os.O_RDWR
+    O_RDONLY, O_NONBLOCK = os.O_RDONLY, os.O_NONBLOCK
+    getuid = staticmethod(os.getuid)
+
+    def __init__(self, locks: dict[str, SimProcess]) -> None:
+        """`locks`: whose arenas are; every SMP has one."""
+        self._locks = locks
+
+    def getpid(self) -> int:
+        return id(active().current.process)
+
+    def pidfd_open(self, pid: int) -> SimProcess:
+        for process in self._locks.values():
+            if id(process) == pid and process.alive:
+                return process
+        raise ProcessLookupError("no such process")
+
+    def close(self, fd: object) -> None:
+        """Descriptors are the files and processes themselves."""
+
+
+class SimSystem(System):
+    """One for all processes of all runs: which of them calls, the scheduler knows."""
+
+    Thread: Any = threads.Thread
+    Lock: Any = threads.Lock
+    RLock: Any = threads.RLock
+    Condition: Any = threads.Condition
+    Event: Any = threads.Event
+    SimpleQueue: Any = threads.SimpleQueue
+    Pool: Any = threads.ThreadPoolExecutor
+    monotonic = staticmethod(threads.monotonic)
+
+    socket: Any = SimSocket
+    is_of_this_user = staticmethod(lambda sock: True)
+
+    mmap: Any = MemoryMmap
+    rmtree: Any = staticmethod(MemoryShutil.rmtree)
+
+    def __init__(self) -> None:
+        self._locks: dict[str, SimProcess] = {}
+        self.os = SimOs(self._locks)
+
+    def begin_run(self) -> None:
+        """Nobody owns an arena."""
+        self._locks.clear()
+
+    def flock(self, file: Any, how: int) -> None:
+        """The lock of an arena: a simulated process lets go of it when it dies."""
+        process = active().current.process
+        owner = self._locks.get(file.name)
+        if owner is not None and owner.alive and owner is not process:
+            raise BlockingIOError("the lock is held")
+        self._locks[file.name] = process
+
+    def await_end(self, process: SimProcess, deadline_s: float) -> bool:
+        """Its descriptor is the process itself."""
+        ended = threads.Event()
+        process.on_death[id(ended)] = ended.set
+        ended.wait(deadline_s)
+        process.on_death.pop(id(ended), None)
+        return not process.alive
+
+    def credentials(self) -> Credentials:
+        return Credentials()
+
+    def created_s(self) -> float:
+        return 0.0
+
+    def grpc(self) -> Any:
+        return SimGrpc
+
+
+SYSTEM = SimSystem()
