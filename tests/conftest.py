@@ -14,7 +14,7 @@ import torch
 from holdfast.chaos.demo import PRELOAD
 from holdfast.chaos.launcher import Launcher
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
-from tests.smp_kit import Ground, kill_smps, playground
+from tests.smp_kit import Ground, kill_smps, launch_by_fork, playground
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
@@ -53,6 +53,7 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     base = Path(f"/dev/shm/holdfast-test-{os.getpid()}")
     monkeypatch.setenv(ARENA_ENV, str(base))
     monkeypatch.setenv("HOLDFAST_JOB", "test")
+    monkeypatch.setattr("holdfast.smp_daemon.shared.spawn.launch", launch_by_fork)
     yield base
     kill_smps(base)
     shutil.rmtree(base, ignore_errors=True)

@@ -328,6 +328,16 @@ def shared_zygote() -> Zygote:
     return made
 
 
+def launch_by_fork(command: Sequence[str], deadline_s: float) -> Owner:
+    """`spawn.launch`, without the half second in which a new interpreter imports."""
+    assert list(command[1:3]) == ["-m", "holdfast.smp_daemon"]
+    with tempfile.NamedTemporaryFile() as errors:
+        smp = shared_zygote().start(command[3:], os.environ, Path(errors.name))
+        text = read_all(smp.stdout, deadline_s)
+        smp.wait(DEADLINE_S)
+        return parse_report(text, Path(errors.name).read_text())
+
+
 @contextmanager
 def playground(*, own_python: bool = False) -> Iterator[Ground]:
     """A ground for one block; a failure of the block is not hidden by what it left behind."""
@@ -392,6 +402,17 @@ def read_line(stream: IO[str], deadline_s: float = DEADLINE_S) -> str:
     if not select.select([stream], [], [], deadline_s)[0]:
         raise DeadlineExceeded(f"a process said nothing for {deadline_s:.0f} s")
     return stream.readline()
+
+
+def read_all(stream: IO[str], deadline_s: float) -> str:
+    """All that processes say until the last of them has closed `stream`."""
+    said = b""
+    while select.select([stream], [], [], deadline_s)[0]:
+        more = os.read(stream.fileno(), 1 << 16)
+        if not more:
+            return said.decode()
+        said += more
+    raise DeadlineExceeded(f"the SMP did not start within {deadline_s:.0f} s")
 
 
 def refusal(command: list[str]) -> HoldfastError:
