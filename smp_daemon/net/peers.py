@@ -45,6 +45,8 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.server_handshake_timeout_ms", 5000),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),  # by default a node that was gone for long is not reached for 2 minutes
 ]
 
 AtEnd = Callable[[Callable[[], None]], None]
