@@ -57,6 +57,11 @@ class Hook:
     stepped: bool = True
     steps: int = 0
 
+    def end(self) -> None:
+        """The process ends, and its workers. In a cycle they would be found by the collector, in any order, and then
+        torch waits five seconds for each that was not told."""
+        self.sources.clear()
+
     def __post_init__(self) -> None:
         self._pending = self.restored
         self._marked: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -160,8 +165,11 @@ def check(loop: Loop, *kills: int) -> list[str]:
         assert found == expected[kill : kill + 2], f"restarted at step {kill}"
         last = again.taken[-1]
         rest.close()  # type: ignore[attr-defined]
-        _, rest = begin_a_process(loop, last)
+        again.end()
+        third, rest = begin_a_process(loop, last)
         assert list(rest) == expected[last.steps :], f"restarted at step {kill}, and again at step {last.steps}"
+        third.end()
+    hook.end()
     return expected
 
 
