@@ -1,4 +1,4 @@
-"""What stands in deploy/ for supervisors: it parses, it uses options that exist, and its numbers fit each other."""
+"""What is in deploy/ for supervisors: it parses, it uses options that exist, and its numbers fit each other."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli.main import make_parser
+from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES
 from holdfast.smp_daemon.shared.budget import parse_size
 from tests.deadlines import DEADLINE_S
 
@@ -28,6 +29,13 @@ KIB = {"Mi": 2**20, "Gi": 2**30}
 
 def test_there_is_something_for_every_supervisor() -> None:
     assert UNITS and SCRIPTS and MANIFESTS, "tests of none of them would pass"
+
+
+def test_alerts_dashboard_and_docs_name_metrics_that_there_are() -> None:
+    there = {*GAUGES, *(f"holdfast_{name}_total" for name in COUNTERS)}
+    for path in (DEPLOY / "alerts.yml", DEPLOY / "grafana.json", ROOT / "docs/watching.md"):
+        named = set(re.findall(r"\bholdfast_[a-z_]+[a-z]\b", path.read_text()))
+        assert named and named <= there, path
 
 
 # ---------------------------------------------------------------------- what they run and set

@@ -96,7 +96,7 @@ def test_a_helper_that_stops_in_the_middle_is_not_waited_for(ground: Ground) -> 
         shard = loading.result(DEADLINE_S)
         assert time.monotonic() - began < SOON_S
     loss.assert_whole(shard, plan)
-    assert loss.run["dp4"].client.counters()["units_asked_again"] > 0
+    assert loss.run["dp4"].client.counters()["units_requested_again"] > 0
 
 
 def test_a_holder_that_stops_in_the_middle_is_not_waited_for(ground: Ground) -> None:

@@ -292,7 +292,7 @@ class TestWhatIsNotASnapshotIsRefused:
             (break_the_stamp, "no stamp"),
             (break_the_json, "header is damaged"),
             (claim_a_huge_header, r"header claims \d+ bytes"),
-            (claim_a_shorter_leaf, "leaf 'weight' stands at"),
+            (claim_a_shorter_leaf, "leaf 'weight' is at"),
             (claim_an_odd_dtype, "dtype|damaged"),
             (write_another_shard, "says that it is .*dp7"),
             (write_another_job, "says that it is .*otherun"),

@@ -182,7 +182,7 @@ def test_the_page_and_what_it_asks_for(smps: list[SmpProcess], job: Run) -> None
     status, _, body = fetch(smps[1], "/status.json")
     assert status == 200
     said: dict[str, Any] = json.loads(body)
-    assert said["snapshots"][0]["stands"] == 2
+    assert said["snapshots"][0]["tolerates"] == 2
     assert len(said["nodes"]) == 4
     assert fetch(smps[1], "/etc/passwd")[0] == 404
     assert fetch(smps[1], "/status.json", Host="rebound.example:80")[0] == 403
@@ -193,7 +193,7 @@ def test_metrics_are_what_dashboard_and_alerts_ask_for(smps: list[SmpProcess], j
     assert status == 200
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}
     assert families.keys() == {*GAUGES, *(f"holdfast_{name}" for name in COUNTERS)}
-    (stands,) = families["holdfast_stands_nodes"].samples
+    (stands,) = families["holdfast_tolerated_node_failures"].samples
     assert (stands.value, stands.labels) == (2, {"job": JOB, "node": "node2"})
     exported = {sample.name for family in families.values() for sample in family.samples}
     for file in ("grafana.json", "alerts.yml"):

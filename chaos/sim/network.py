@@ -1,6 +1,6 @@
 """Sockets between simulated processes: bytes take time, connections break, hosts fall silent, bits flip on the way.
 
-`SimSocket` stands where `shared.transport` knows `socket.socket`, so frames, deadlines and errors are those of
+`SimSocket` is what `shared.transport` knows `socket.socket`, so frames, deadlines and errors are those of
 production. A stream stays in order, as TCP's does. What is lost is lost with its connection; what was under way on a
 connection that breaks may still arrive, late, so a message that is sent again on the next may come twice, or first.
 """

@@ -69,7 +69,7 @@ def replica_set(coord: str) -> str:
 
 
 def whole_tensors(slots: Sequence[SlotCopy]) -> dict[str, list[Tensor]]:
-    """By coordinate, its tensors. What replicas share stands, whole, with the first of them.
+    """By coordinate, its tensors. What replicas share is given whole, with the first of them.
 
     Raises:
         StateMismatch: parts of it are not there.

@@ -100,9 +100,9 @@ class Overview:
                     "epoch": each.snapshot.epoch,
                     "step": each.snapshot.step,
                     "protected": each.protected,
-                    "stands": each.tolerates,
+                    "tolerates": each.tolerates,
                     "age_s": self.age_s(each),
-                    "groups": [{"nodes": g.nodes, "silent": g.silent, "stands": g.tolerates} for g in each.groups],
+                    "groups": [{"nodes": g.nodes, "silent": g.silent, "tolerates": g.tolerates} for g in each.groups],
                 }
                 for each in self.snapshots
             ],

@@ -113,7 +113,7 @@ class Load:
             while self._idle:
                 self._idle.pop()[1].close()
             if self._scheduler.hedged:
-                self._counters.add(units_asked_again=self._scheduler.hedged)
+                self._counters.add(units_requested_again=self._scheduler.hedged)
             if self._failure is not None:
                 raise self._failure
             if self._scheduler.hopeless is not None:

@@ -18,7 +18,7 @@ class Counts:
         units_repaired: of those, how many were computed again in place.
         bytes_scrubbed: bytes that the scrub has read.
         reconnects: connections to other SMPs that broke and were made anew.
-        units_asked_again: asks for units that somebody else had been asked for, who was late or failed.
+        units_requested_again: requests for units that had been requested of somebody else, who was late or failed.
         pauses: how often encoding made way for a trainer that communicates.
         regroups: how often this node took part in regrouping.
         snapshots_persisted: snapshots that were persisted, whole, with this node's part in them.
@@ -33,7 +33,7 @@ class Counts:
     units_repaired: int = 0
     bytes_scrubbed: int = 0
     reconnects: int = 0
-    units_asked_again: int = 0
+    units_requested_again: int = 0
     pauses: int = 0
     regroups: int = 0
     snapshots_persisted: int = 0

@@ -175,7 +175,7 @@ def read_format(slot: memoryview, total_bytes: int | None = None) -> tuple[SlotF
     for place, leaf in leaves:
         _check_leaf(leaf)
         if place != (end, end + leaf.bytes):
-            raise ProtocolError(f"leaf {leaf.name!r} stands at {place}, not at {(end, end + leaf.bytes)}")
+            raise ProtocolError(f"leaf {leaf.name!r} is at {place}, not at {(end, end + leaf.bytes)}")
         offsets[leaf.name] = (8 + length + end, leaf)
         end += leaf.bytes
     total = slot.nbytes if total_bytes is None else total_bytes

@@ -136,10 +136,10 @@ def set_dtype(tensor: torch.Tensor, leaf: Leaf) -> None:
 
 
 def leaf_tensor(slot: memoryview, offset: int, leaf: Leaf) -> torch.Tensor:
-    """A leaf that stands at `offset` of a slot, over slot memory; see `slot_tensor`."""
+    """A leaf at `offset` of a slot, over slot memory; see `slot_tensor`."""
     return slot_tensor(slot, offset, _BY_NAME[leaf.dtype], leaf.shape)
 
 
 def read_leaf(slot: memoryview, offset: int, leaf: Leaf) -> torch.Tensor:
-    """A copy of a leaf that stands at `offset` of a slot."""
+    """A copy of a leaf at `offset` of a slot."""
     return leaf_tensor(slot, offset, leaf).clone()

@@ -145,7 +145,7 @@ def stream_owners(old: Collection[str], new: Collection[str], carried: Mapping[s
     """Which random streams each new rank carries for ranks that are not there: by coordinate, in whose record they are.
 
     Args:
-        carried: by coordinate, in whose record of the snapshot a stream stands that was carried then.
+        carried: by coordinate, in whose record of the snapshot there is a stream that was carried then.
     """
     found = {coord: holder for coord, holder in carried.items() if coord not in old}
     homeless = {**found, **{coord: coord for coord in old}}

@@ -42,7 +42,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A region that stands in the slot of `coord`, `offset` bytes from its start."""
+    """A region in the slot of `coord`, `offset` bytes from its start."""
 
     coord: str
     offset: int

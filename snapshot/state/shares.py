@@ -1,7 +1,7 @@
 """Which replica keeps which part of the state that data-parallel replicas hold alike. Pure.
 
 All shared leaves, in the order of their names, form one run of bytes. It is cut into as many contiguous ranges as
-there are replicas. A cut stands at the place nearest to the ideal one that is a multiple of `ALIGN_BYTES`
+there are replicas. A cut is made at the place nearest to the ideal one that is a multiple of `ALIGN_BYTES`
 from the start of its leaf, or a leaf's end. So every part begins at a whole, aligned element, and every share is within
 `ALIGN_BYTES` of ``total / replicas``.
 """
