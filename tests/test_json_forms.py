@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
@@ -216,3 +218,37 @@ def test_layouts_of_one_epoch_are_told_apart_by_their_revision(layout: Layout) -
 
 def test_an_inventory_says_where_bytes_are_served() -> None:
     assert Inventory("a", "10.0.0.1", 7000, 7001).bulk == ("10.0.0.1", 7001)
+
+
+THREADS_READ_A_CLASS_FOR_THE_FIRST_TIME = """
+import dataclasses, sys, threading
+from typing import Annotated
+import msgspec
+from holdfast.smp_daemon.shared.plain import decode_json, from_plain
+
+sys.setswitchinterval(1e-6)
+for _ in range(300):
+    @dataclasses.dataclass
+    class Inner:
+        a: Annotated[int, msgspec.Meta(ge=0)]
+        b: list[str]
+    class Outer(msgspec.Struct):
+        c: Inner
+        d: dict[str, Inner]
+    at_once = threading.Barrier(4, timeout=30)
+    def read(thread):
+        at_once.wait()
+        if thread % 2:
+            decode_json(Outer, b'{"c": {"a": 1, "b": []}, "d": {}}', "it")
+        else:
+            from_plain(Inner, {"a": 1, "b": ["x"]})
+    threads = [threading.Thread(target=read, args=(thread,)) for thread in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+"""
+
+
+def test_threads_may_read_a_class_at_once_the_first_time() -> None:
+    command = [sys.executable, "-X", "faulthandler", "-c", THREADS_READ_A_CLASS_FOR_THE_FIRST_TIME]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

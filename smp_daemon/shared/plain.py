@@ -4,6 +4,7 @@ what is missing, of another type or out of range is refused. Fields that have de
 
 from __future__ import annotations
 
+import threading
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -24,6 +25,24 @@ Identifier = Annotated[str, msgspec.Meta(pattern=f"^{IDENTIFIER}\\Z")]
 """See `limits.is_identifier`."""
 
 
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+_first_use = threading.Lock()
+
+
+def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """The one decoder of a type.
+
+    msgspec reads what a class says of its fields when it first decodes one, keeps that with the class, and lets other
+    threads see it half done: two that do so at once end the process (msgspec 0.22). So one thread at a time does it,
+    for the classes of its fields too, and nothing else here hands a type to msgspec.
+    """
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        with _first_use:
+            decoder = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    return decoder
+
+
 def to_plain(value: object) -> Any:
     """Dicts, lists, texts and numbers, from which `from_plain` makes an equal value."""
     return msgspec.to_builtins(value)
@@ -31,6 +50,7 @@ def to_plain(value: object) -> Any:
 
 def from_plain(kind: type[T], data: object, name: str = "") -> T:
     """A value of that type. Raises `ProtocolError` if `data` is none: it says that this is not ``name``, and why."""
+    _decoder(kind)  # its classes are known from here on
     try:
         return msgspec.convert(data, kind, str_keys=True)
     except (msgspec.ValidationError, RecursionError, UnicodeError) as error:
@@ -45,6 +65,6 @@ def encode_json(value: object) -> bytes:
 def decode_json(kind: type[T], text: bytes | bytearray | str, name: str) -> T:
     """What `encode_json` was given; else as `from_plain`."""
     try:
-        return msgspec.json.decode(text, type=kind)
+        return _decoder(kind).decode(text)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise ProtocolError(f"not {name}: {error}") from error
