@@ -449,7 +449,8 @@ class VirtualCluster(Runner):
         shutil.rmtree(self._base, ignore_errors=True)
 
     def _logs(self) -> str:
-        texts = []
+        ended = [(node, node.ended()) for node in self._nodes]
+        texts = [f"the SMP of {node.name} ended with status {status}" for node, status in ended if status is not None]
         for path in sorted(self._base.glob("**/*.log")):
             text = path.read_text(errors="replace").strip()
             if text:

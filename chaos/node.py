@@ -123,6 +123,16 @@ class VirtualNode(LocalNode):
             os.kill(self._process.pid, signal.SIGKILL)
         return self.wait_end()
 
+    def ended(self) -> int | None:
+        """The exit status of an SMP that has ended by itself; None if it serves, or was ended here."""
+        if not self.alive or self._process is None:
+            return None
+        # Not Popen.poll: that reaps it, see `end_smp`.
+        found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
     def power_cut(self) -> None:
         """SIGKILL the SMP and wipe the node's memory, other jobs' arenas too; these may be wiping it as well."""
         self.kill_smp()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.chaos.accounting import beyond_access_times
+from holdfast.chaos.accounting import beyond_access_times, wait_until_dead
 from holdfast.chaos.cluster import History, JobFailed, VirtualCluster
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.network.namespaces import unavailable
@@ -187,6 +187,19 @@ def test_two_nodes_of_one_group_are_beyond_one_parity_and_the_error_names_them(l
     cluster = make(launcher, nodes=4)
     cluster.kill_node(1, 2, at="train.step", step=6)
     with pytest.raises(JobFailed, match=r"Unrecoverable: step \d+ \(epoch 1\).*group 0 lost shards of node1, node2"):
+        cluster.run()
+
+
+def test_a_job_that_fails_says_which_smp_had_ended_by_itself(launcher: Launcher) -> None:
+    def crash(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] == 4 and event["rank"] == 1:
+            node = cluster._nodes[1]
+            os.kill(node.pid, signal.SIGSEGV)
+            wait_until_dead(node.pid, 10)
+
+    cluster = make(launcher, on_event=crash)
+    cluster.kill_trainer(0, at="train.step", step=6)
+    with pytest.raises(JobFailed, match=r"(?s)the SMP of node1 ended with status -11.*Current thread"):
         cluster.run()
 
 

@@ -10,6 +10,7 @@ fields if ``HOLDFAST_LOG=json``. In a process that is not ours nothing is set up
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import logging.handlers
@@ -21,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,10 +197,19 @@ def chosen_format() -> str:
     return kind
 
 
+class _File(logging.handlers.RotatingFileHandler):
+    """If the process crashes in native code, where each thread was is written to the same file, as plain text."""
+
+    def _open(self) -> TextIOWrapper:
+        stream = super()._open()
+        faulthandler.enable(stream)
+        return stream
+
+
 def log_to(path: Path, **identity: Any) -> None:
     """Have this process log to a file that is never larger than `MAX_BYTES`, beside one older one of that size."""
     identify(**identity)
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=MAX_BYTES, backupCount=1)
+    handler = _File(path, maxBytes=MAX_BYTES, backupCount=1)
     handler.setFormatter(Formatter(chosen_format()))
     logging.basicConfig(level=logging.INFO, handlers=[handler, _last])
 
