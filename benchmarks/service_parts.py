@@ -179,7 +179,7 @@ class Job:
         self.began_s = time.perf_counter()
         for node in self.nodes:
             stack.callback(node.close)
-            node.launch(Wiring("", []), {"HOLDFAST_REFORM_AFTER": "0", "HOLDFAST_SCRUB": "0"})
+            node.launch(Wiring("", []), {"HOLDFAST_REGROUP_AFTER": "0", "HOLDFAST_SCRUB": "0"})
         for node in self.nodes:
             node.wait_ready()
         self.ready_s = time.perf_counter() - self.began_s

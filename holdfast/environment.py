@@ -152,7 +152,7 @@ GROUPS = (
                 "[Loading](loading.md).",
             ),
             Variable(
-                "HOLDFAST_REFORM_AFTER",
+                "HOLDFAST_REGROUP_AFTER",
                 "30",
                 "Seconds that a node may be missing, with no trainer connected, before the survivors regroup without "
                 "it; `0`: they never do.",

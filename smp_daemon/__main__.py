@@ -161,11 +161,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--regroup-after",
-        default=os.environ.get("HOLDFAST_REFORM_AFTER", "30"),
+        default=os.environ.get("HOLDFAST_REGROUP_AFTER", "30"),
         type=float,
         metavar="SECONDS",
         help="how long a node may be missing, with no trainer connected, before the survivors regroup "
-        "without it; 0: never (default HOLDFAST_REFORM_AFTER or 30)",
+        "without it; 0: never (default HOLDFAST_REGROUP_AFTER or 30)",
     )
     parser.add_argument(
         "--rebuild",

@@ -44,7 +44,7 @@ from tests.deadlines import DEADLINE_S
 JOB = "testrun"
 RECORD_BYTES = 600
 PROTECTED = SnapshotOutcome.PROTECTED
-QUIET = {"HOLDFAST_SCRUB": "0", "HOLDFAST_REFORM_AFTER": "0", "HOLDFAST_REJOIN": "0"}
+QUIET = {"HOLDFAST_SCRUB": "0", "HOLDFAST_REGROUP_AFTER": "0", "HOLDFAST_REJOIN": "0"}
 """What an SMP would do by itself, some time later, it does when a test says so."""
 
 Rules = Sequence[tuple[str, int | None]]

@@ -272,7 +272,7 @@ def regrouped(ground: Ground, chain: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("chain", [REGROUPING[:-1], REGROUPING[-1:]], ids=["before-the-end", "at-the-end"])
 def test_a_survivor_dies_again_and_again(ground: Ground, monkeypatch: pytest.MonkeyPatch, chain: Sequence[str]) -> None:
-    monkeypatch.setenv("HOLDFAST_REFORM_AFTER", "0.2")
+    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "0.2")
     regrouped(ground, chain)
 
 

@@ -127,7 +127,7 @@ def test_a_second_loss_counts_until_the_group_is_repaired() -> None:
     assert go(memory(2_130.0, 0), memory(2_305.0, 0)).restores == {"protected": 2}, "the same node once more"
 
 
-def test_survivors_that_reform_may_lose_another_while_a_machine_is_awaited() -> None:
+def test_survivors_that_regroup_may_lose_another_while_a_machine_is_awaited() -> None:
     slow = replace(SITE, spares=0)
     regrouping = replace(DESIGN, regroup_after_s=30.0, regroup_s=20.0)  # from 2,165 to 2,185 s
     assert go(memory(2_130.0, 0), memory(2_184.0, 1), design=regrouping, site=slow).restores == {"persisted": 1}
@@ -135,7 +135,7 @@ def test_survivors_that_reform_may_lose_another_while_a_machine_is_awaited() -> 
     assert go(memory(2_130.0, 0), memory(2_186.0, 1), site=slow).restores == {"persisted": 1}, "they do not re-form"
 
 
-def test_survivors_reform_though_another_failure_came_between() -> None:
+def test_survivors_regroup_though_another_failure_came_between() -> None:
     """A GPU goes at 2,162 s, while they wait; they wait 30 s again from 2,167 s, and are done at 2,217 s."""
     slow = replace(SITE, spares=0)
     regrouping = replace(DESIGN, regroup_after_s=30.0, regroup_s=20.0)

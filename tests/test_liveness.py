@@ -385,7 +385,7 @@ def test_a_command_that_takes_too_long_is_killed_and_nothing_waits_for_it(tmp_pa
 
 
 def test_a_peer_that_is_not_heard_of_is_late_and_then_dead(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_REFORM_AFTER", "1")
+    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "1")
     smps = ground.smps(3)
     run = run_on(smps, [[3000]] * 3, protect="2+1")
     run.protect(1)

@@ -533,7 +533,7 @@ def test_of_two_layouts_that_serve_equally_the_newer_is_taken() -> None:
     assert plan_of(inventory("m0", "012")) == (1, (), ((0, 0), (0, 1)))
 
 
-def test_a_reform_that_came_to_nothing_takes_nothing_away() -> None:
+def test_a_regrouping_that_came_to_nothing_takes_nothing_away() -> None:
     """The new layout is known; its parity is not coded yet, and a node is lost meanwhile."""
     survivor = inventory("m0", "0", (FIRST, 0))
     assert plan_of(survivor, inventory("m1", "1", (FIRST, 1))) == (0, ("n2s0",), ((0, 2),))

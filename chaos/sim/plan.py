@@ -198,7 +198,7 @@ RECOVERING = replace(
     finals=("stop", "stop", "lose"),
     opening=(DrawnFault("lose-node", awaits=900),),
 )
-REFORMING = replace(
+REGROUPING = replace(
     RECOVERING,
     nodes=(3, 3, 4),
     regroup_after_s=(30.0,),
@@ -207,9 +207,9 @@ REFORMING = replace(
     gaps=(90.0, 90.0, 5.0),
     replaced=0.2,
 )
-SIZES = (SMALL,) * 50 + (RECOVERING,) * 5 + (REFORMING,) + (MEDIUM,) * 3 + (LARGE,)
-"""Most seeds are short, so that there can be many; one in sixty does everything at length. `RECOVERING` and `REFORMING`
-first lose a node, so that faults can strike at what follows."""
+SIZES = (SMALL,) * 50 + (RECOVERING,) * 5 + (REGROUPING,) + (MEDIUM,) * 3 + (LARGE,)
+"""Most seeds are short, so that there can be many; one in sixty does everything at length. `RECOVERING` and
+`REGROUPING` first lose a node, so that faults can strike at what follows."""
 
 
 def draw(seed: int) -> SeedPlan:
@@ -220,7 +220,7 @@ def draw(seed: int) -> SeedPlan:
     ranks = tuple(node for node in range(nodes) for _ in range(pick.choice(size.mates) if nodes < 4 else 1))
     lives = tuple(
         (() if life else size.opening)
-        + tuple(_fault(pick, size, later=life > 0 or size is REFORMING) for _ in range(pick.choice(size.faults)))
+        + tuple(_fault(pick, size, later=life > 0 or size is REGROUPING) for _ in range(pick.choice(size.faults)))
         for life in range(pick.choice(size.lives))
     )
     return SeedPlan(
