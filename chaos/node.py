@@ -17,9 +17,8 @@ from holdfast.chaos.network.namespaces import DEVICE, inside
 from holdfast.chaos.runner import LocalNode, Wiring
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.paths import Owner
-from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
+from holdfast.smp_daemon.shared.spawn import START_DEADLINE_S, parse_report, smp_command
 
-START_DEADLINE_S = 30.0
 END_DEADLINE_S = 15.0
 SIGNAL_DEADLINE_S = 5.0
 

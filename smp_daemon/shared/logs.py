@@ -197,7 +197,7 @@ def chosen_format() -> str:
     return kind
 
 
-class _File(logging.handlers.RotatingFileHandler):
+class _LogFile(logging.handlers.RotatingFileHandler):
     """If the process crashes in native code, where each thread was is written to the same file, as plain text."""
 
     def _open(self) -> TextIOWrapper:
@@ -209,7 +209,7 @@ class _File(logging.handlers.RotatingFileHandler):
 def log_to(path: Path, **identity: Any) -> None:
     """Have this process log to a file that is never larger than `MAX_BYTES`, beside one older one of that size."""
     identify(**identity)
-    handler = _File(path, maxBytes=MAX_BYTES, backupCount=1)
+    handler = _LogFile(path, maxBytes=MAX_BYTES, backupCount=1)
     handler.setFormatter(Formatter(chosen_format()))
     logging.basicConfig(level=logging.INFO, handlers=[handler, _last])
 

@@ -30,7 +30,10 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import Owner, arena_base, read_owner
 from holdfast.smp_daemon.shared.pidfds import await_end
 
-START_DEADLINE_S = 30.0
+START_DEADLINE_S = 120.0
+"""It takes half a second, but not where all ranks of a node read their modules from a file server at that time. An SMP
+that cannot start says so at once."""
+
 STOP_DEADLINE_S = 10.0
 ZEROED_PER_S = 500e6
 """Bytes of memory that the kernel makes ready in a second, at the least."""
