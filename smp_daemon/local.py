@@ -125,8 +125,7 @@ class TrainerConversation:
         for snapshot, coord in sorted(self._writing):
             self._store.abandon(snapshot, coord)
         if self._hang_up is not None:
-            step = self._smp.watchdog.left(self._pid, self._hang_up, self._coord)
-            self._note_end(step)
+            self._smp.watchdog.left(self._pid, self._hang_up, self._coord, self._note_end)
         if self._lender is not None:
             self._lender.close()
         if self._greeted:
@@ -293,9 +292,9 @@ class TrainerConversation:
             raise ProtocolError("say in which epoch it ends")
         self._store.ended(request.epoch, request.coord, TrainerEnd(request.step, request.failure))
 
-    def _note_end(self, step: int | None) -> None:
-        """It went away without a word, with so many steps finished; None: it has left as it should."""
-        if step is None or self._coord is None or self._epoch is None:
+    def _note_end(self, step: int) -> None:
+        """It went away without a word, with so many steps finished."""
+        if self._coord is None or self._epoch is None:
             return
         try:
             self._store.ended(self._epoch, self._coord, TrainerEnd(min(max(step, 0), MAX_COUNT), KILLED))

@@ -196,6 +196,28 @@ def test_who_is_stopped_or_killed_makes_room(
         assert waiting.result(DEADLINE_S) is None
 
 
+def test_how_far_it_came_is_noted_before_the_next_one_comes(
+    attendance: Watchdog, other: subprocess.Popen[bytes]
+) -> None:
+    def hang_up() -> None:
+        pass
+
+    noted: list[int] = []
+    row = attendance.attend(other.pid, "dp3", hang_up)
+    attendance.joined(other.pid, "dp3")
+    assert row is not None
+    attendance._board().heartbeat(row, TrainerPhase.STEP, 7)
+    other.kill()
+    other.wait(DEADLINE_S)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(attendance.await_room, 1, DEADLINE_S)
+        with pytest.raises(TimeoutError):
+            waiting.result(SHORT_S)
+        attendance.left(other.pid, hang_up, "dp3", noted.append)
+        assert waiting.result(DEADLINE_S) is None
+    assert noted == [7]
+
+
 def test_who_survives_and_begins_again_makes_room(attendance: Watchdog, other: subprocess.Popen[bytes]) -> None:
     """Its old place may stay behind if ranks are numbered anew."""
     attendance.attend(other.pid, "dp3")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.pidfds import is_running
+from holdfast.smp_daemon.shared.pidfds import await_end, is_running
 from holdfast.smp_daemon.watchdog.liveness import Deadlines, Health, Heartbeat, WatchedTrainer, judge, median_step
 from holdfast.smp_daemon.watchdog.on_hang import OnHang
 
@@ -48,6 +48,8 @@ class _Watched:
     health: Health = Health.ALIVE
     joined: bool = False
     """Whether it has joined an epoch; until then it may be on its way into a new start."""
+    connected: bool = False
+    """Whether its connection is still to end, and with it, how far it came is still to be noted."""
 
 
 class Watchdog:
@@ -106,6 +108,7 @@ class Watchdog:
                 _close(before)
             self._board().heartbeat(row, TrainerPhase.START, 0)
             seen = self._seen[coord] = _Watched(pid, coord, row, time.monotonic(), hang_up)
+            seen.connected = hang_up is not None
             if self._watching:
                 seen.pidfd = _open(pid)
             self._changed.notify_all()
@@ -120,7 +123,8 @@ class Watchdog:
                 seen.joined = True
 
     def await_room(self, pid: int, deadline_s: float) -> WatchedTrainer | None:
-        """Block until no other process is at work for the job, at most `deadline_s`; one that still is, or None.
+        """Block until no other process is at work for the job, and how far those came that have ended is noted; at most
+        `deadline_s`. One that is still at work, or None.
 
         That is a process that has joined an epoch, runs, and was heard of within its deadline: not one that is
         stopped, hangs, or is ending, and none that is here anew, as all that survive a start are before the next one
@@ -128,7 +132,10 @@ class Watchdog:
         """
         limit = time.monotonic() + deadline_s
         with self._lock:
-            while (other := self._other_at_work(pid)) is not None and not self._closed:
+            while not self._closed:
+                other = self._other_at_work(pid)
+                if other is None and not self._somebody_to_note():
+                    return None
                 left = limit - time.monotonic()
                 if left <= 0:
                     return other
@@ -151,15 +158,21 @@ class Watchdog:
                 return report
         return None
 
+    def _somebody_to_note(self) -> bool:
+        """Whether a process has ended whose connection has not: its thread here is only about to find out."""
+        return any(seen.connected and seen.pidfd >= 0 and await_end(seen.pidfd, 0) for seen in self._seen.values())
+
     def connected(self, pid: int, hang_up: Callable[[], None]) -> None:
         """A process has a connection, which is to be ended with it: a child of its may keep the socket open."""
         with self._lock:
             self._callers.setdefault(pid, []).append(hang_up)
 
-    def left(self, pid: int, hang_up: Callable[[], None], coord: str | None) -> int | None:
+    def left(self, pid: int, hang_up: Callable[[], None], coord: str | None, note_end: Callable[[int], None]) -> None:
         """A connection has ended, that of the trainer `coord`, if it is one's.
 
-        Returns how many steps the trainer had finished, if it went away without a word; else None.
+        Args:
+            note_end: called with how many steps the trainer had finished, if it went away without a word. A new start
+                waits until it has returned.
         """
         with self._lock:
             mine = self._callers.get(pid, [])
@@ -169,18 +182,25 @@ class Watchdog:
                 self._callers.pop(pid, None)
             seen = self._seen.get(coord) if coord is not None else None
             if seen is None or seen.pid != pid or seen.hang_up != hang_up:
-                return None  # it has connected anew meanwhile
-            step: int | None = None
-            if self._board().phase(seen.row) is TrainerPhase.GONE:
+                return  # it has connected anew meanwhile
+            gone = self._board().phase(seen.row) is TrainerPhase.GONE
+            step = self._board().heartbeats(seen.row)[1]
+        try:
+            if not gone:
+                note_end(step)
+        finally:
+            self._has_left(seen, gone)
+
+    def _has_left(self, seen: _Watched, gone: bool) -> None:
+        with self._lock:
+            seen.connected = False
+            if gone and self._seen.get(seen.coord) is seen:
                 _close(seen)
                 del self._seen[seen.coord]
-            else:
-                step = self._board().heartbeats(seen.row)[1]
-                if seen.pidfd < 0:
-                    seen.ended = True  # else the process itself will tell
+            elif seen.pidfd < 0:
+                seen.ended = True  # else the process itself will tell
             self._changed.notify_all()
         self._stir()
-        return step
 
     def trainers(self) -> list[WatchedTrainer]:
         """How they are, by coordinate. Those that have died stay until they are back, or the SMP ends."""
