@@ -128,6 +128,15 @@ def test_whoever_is_killed_on_the_way_loses_nothing(fleet: Callable[..., Fleet])
     assert one(job.run(3, 6).of("started"), 3) == one(history.of("end"), 3)
 
 
+def test_who_comes_back_to_a_single_rank_draws_its_own_numbers(fleet: Callable[..., Fleet]) -> None:
+    job = fleet("ddp")
+    before = one(job.run(2, 3).of("end"), 2)
+    job.lose(1)
+    after = one(job.run(1, 5).of("end"), 1)
+    again = one(job.run(2, 6).of("started"), 2)
+    assert again["own"] == [after["own"][0], before["own"][1]]
+
+
 @SLOW
 def test_a_rank_that_never_was_gets_streams_of_its_own(fleet: Callable[..., Fleet]) -> None:
     job = fleet("ddp")

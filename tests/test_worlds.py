@@ -103,11 +103,11 @@ def own_generators() -> Iterator[None]:
 
 def test_a_new_rank_gets_a_stream_of_seed_coordinate_and_step() -> None:
     first = seeded(7)
-    one = streams.for_new_rank(first, (), None, "dp3", 5)
+    one = streams.for_new_rank(first, (), {}, "dp3", 5)
     torch.manual_seed(0)
-    assert drawn(one) == drawn(streams.for_new_rank(first, (), None, "dp3", 5))
+    assert drawn(one) == drawn(streams.for_new_rank(first, (), {}, "dp3", 5))
     others = [("dp4", 5, 7), ("dp3", 6, 7), ("dp3", 5, 8)]
-    values = {drawn(streams.for_new_rank(seeded(seed), (), None, coord, step)) for coord, step, seed in others}
+    values = {drawn(streams.for_new_rank(seeded(seed), (), {}, coord, step)) for coord, step, seed in others}
     assert len(values | {drawn(one), drawn(first)}) == 5
 
 
@@ -123,6 +123,16 @@ def test_what_is_known_of_a_rank_goes_on_and_what_all_hold_alike_is_the_jobs() -
     assert drawn(streams.for_new_rank(first, set(first), known, "dp3", 5)) == drawn(first)
     mixed = drawn(streams.for_new_rank(first, {"numpy"}, known, "dp3", 5))
     assert mixed == (drawn(known)[0], drawn(first)[1], drawn(known)[2])
+
+
+def test_of_one_rank_nobody_can_tell_what_is_the_jobs() -> None:
+    first, known = seeded(1), seeded(2)
+    one, other = streams.digests(first), streams.digests(known)
+    assert streams.alike([one]) is None
+    assert streams.alike([one, one]) == set(one) and streams.alike([one, other]) == set()
+    assert drawn(streams.for_new_rank(first, None, known, "dp3", 5)) == drawn(known)
+    mixed = drawn(streams.for_new_rank(first, None, {"numpy": known["numpy"]}, "dp3", 5))
+    assert mixed == (drawn(first)[0], drawn(known)[1], drawn(first)[2])
 
 
 def test_digests_tell_states_apart() -> None:

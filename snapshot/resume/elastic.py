@@ -493,14 +493,23 @@ class Resharding:
         early, late, fixed = self._shard(source_rank(self._coord, self._old)).values()
         _warn_of_differences("values", [manifest.values for manifest in preferred])
         where = {coord: manifest.coord for manifest in manifests.values() for coord in manifest.carried}
+        common = streams.alike([manifest.streams for manifest in preferred])
         if self._coord not in self._old:
-            first = early["rng"]
-            common = {n for n in first if len({manifest.streams.get(n) for manifest in preferred}) == 1}
-            known = self._stream(self._coord, where[self._coord]) if self._coord in where else None
-            early["rng"] = streams.for_new_rank(first, common, known, self._coord, self._step)
+            known = self._stream(self._coord, where[self._coord]) if self._coord in where else {}
+            if len(preferred) == 1 and not known:
+                log.warning(
+                    "%s is new, and there was one rank: it takes over that rank's random generators, so the two draw "
+                    "the same numbers; seed them apart if they should not",
+                    self._coord,
+                )
+            early["rng"] = streams.for_new_rank(early["rng"], common, known, self._coord, self._step)
             self._borrow_extras(preferred, early, late, set(adapter.extras()))
         mine = stream_owners(self._old, self._new, where)[self._coord]
-        early["streams"] = {coord: self._stream(coord, holder) for coord, holder in mine.items()}
+        # What is alike on all goes on without the rank that is gone: where that stopped is nothing to come back to.
+        early["streams"] = {
+            coord: {name: state for name, state in self._stream(coord, holder).items() if name not in (common or ())}
+            for coord, holder in mine.items()
+        }
         _regroup(preferred, late, fixed, adapter)
         return early, late, fixed
 

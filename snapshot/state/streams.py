@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,21 +37,31 @@ def digest(value: Any) -> str:
     return sha.hexdigest()[:32]
 
 
+def alike(ranks: Sequence[Mapping[str, str]]) -> set[str] | None:
+    """The generators that all of several ranks hold alike, by their `digests`; None: of one rank, nobody can tell."""
+    if len(ranks) < 2:
+        return None
+    return {name for name, digest in ranks[0].items() if all(other.get(name) == digest for other in ranks)}
+
+
 def for_new_rank(
-    first: Tree, common: Collection[str], known: Mapping[str, Any] | None, coord: str, step: int
+    first: Tree, common: Collection[str] | None, known: Mapping[str, Any], coord: str, step: int
 ) -> dict[str, Any]:
     """The streams of a rank that the old world did not have.
 
     Args:
         first: those of the first rank of its data-parallel group.
-        common: generators that the whole group holds alike.
-        known: what is still known of `coord`, if it is.
+        common: generators that the whole group holds alike, see `alike`. If nobody can tell, those are taken for such
+            of which nothing is known.
+        known: what is still known of `coord`; empty if nothing is.
     """
+    if common is None:
+        return {**first, **{name: state for name, state in known.items() if name in first}}
     if set(first) <= set(common):
         return dict(first)
     derived = derive(seed_of(first), coord, step, first)
     return {
-        name: state if name in common else known[name] if known and name in known else derived[name]
+        name: state if name in common else known[name] if name in known else derived[name]
         for name, state in first.items()
     }
 
