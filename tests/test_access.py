@@ -31,6 +31,7 @@ from holdfast.smp_daemon.shared.messages import PeerInventory, Ping
 from holdfast.smp_daemon.shared.plain import encode_json
 from holdfast.smp_daemon.shared.signatures import MAX_CALLERS, NAME_BYTES, SIGN_BYTES, WINDOW, Once, Signer, Verifier
 from holdfast.smp_daemon.shared.spawn import smp_command
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import Authority, credentials, needs_openssl, token_file
 from tests.attacks.victim import HELD, say_control
@@ -239,11 +240,19 @@ class TestSignedCalls:
 
 
 def test_complaints_are_made_once_for_a_source_and_remembered_for_so_many() -> None:
-    complaints = Complaints()
-    assert complaints.note("a", "why", 0.0) and not complaints.note("a", "why", 1.0)
-    assert complaints.note("a", "why", COMPLAIN_EVERY_S + 1.0)
+    class Clock(System):
+        now_s = 0.0
+
+        def monotonic(self) -> float:
+            return self.now_s
+
+    clock = Clock()
+    complaints = Complaints(clock)
+    assert complaints.note("a", "why") and not complaints.note("a", "why")
+    clock.now_s += COMPLAIN_EVERY_S
+    assert complaints.note("a", "why")
     for i in range(2 * MAX_SOURCES):
-        complaints.note(str(i), "why", 0.0)
+        complaints.note(str(i), "why")
     assert len(complaints._said) == MAX_SOURCES
 
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from holdfast.chaos.sim import __main__ as command
+from holdfast.chaos.sim.campaign import again
+from holdfast.chaos.sim.checks import CHECKS
 from holdfast.chaos.sim.memory import Disk, MemoryMmap, MemoryOs, MemoryPath
 from holdfast.chaos.sim.oracle import Oracle
 from holdfast.chaos.sim.plan import POINTS_HERE, draw
-from holdfast.chaos.sim.run import simulate
+from holdfast.chaos.sim.run import order_of, play, simulate
 from holdfast.chaos.sim.scheduler import Scheduler
 from holdfast.chaos.sim.seams import installed
+from holdfast.chaos.sim.shrink import shrink, tell
 from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Condition, Event, Lock, SimpleQueue, ThreadPoolExecutor
+from holdfast.chaos.sim.turns import ORDERS, Recorder, Replayed, Uniform
+from holdfast.smp_daemon.storage.store import Store
+from tests.sim_mutants import MUTANTS, noticed
+from tests.sim_mutants import SEEDS as SEEDS_OF_MUTANTS
 
 SEEDS = range(40)
 
@@ -51,17 +58,8 @@ def test_a_seed_does_the_same_every_time(simulation: None, seed: int) -> None:
     assert len(first) > 10
 
 
-def test_what_a_seed_does_depends_neither_on_the_process_nor_on_what_ran_before(simulation: None) -> None:
-    script = (
-        "from holdfast.chaos.sim.run import simulate\n"
-        "from holdfast.chaos.sim.seams import installed\n"
-        "with installed():\n"
-        "    for seed in (6, 3, 1): print(simulate(seed).fingerprint)\n"
-    )
-    environment = os.environ | {"PYTHONHASHSEED": "77"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert [int(line) for line in done.stdout.split()][::-1] == [simulate(seed).fingerprint for seed in (1, 3, 6)]
+def test_what_a_seed_does_depends_neither_on_the_process_nor_on_what_ran_before() -> None:
+    assert again(range(20)) == []
 
 
 def test_different_seeds_do_different_things() -> None:
@@ -75,6 +73,7 @@ def test_a_command_says_how_often_each_point_was_hit(tmp_path: Path, capsys: pyt
     assert written["seeds"] == 3
     assert set(POINTS_HERE) <= set(written["points"])
     assert written["points"]["seal.done"]["hits"] > 0
+    assert set(written["checks"]) == set(CHECKS)
     assert "3 seeds from 2: 0 broke the promise" in capsys.readouterr().out
 
 
@@ -83,6 +82,58 @@ def test_a_command_that_would_run_nothing_is_refused(option: str, capsys: pytest
     with pytest.raises(SystemExit):
         command.main([option, "0"])
     assert f"{option} 0: give 1 or more" in capsys.readouterr().err
+
+
+def test_whoever_asks_the_machine_what_time_it_is_is_found(simulation: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(self: Store, epoch: int, start: object = None) -> None:
+        time.monotonic()
+
+    monkeypatch.setitem(join.__globals__, "__name__", "holdfast.smp_daemon.storage.store")
+    monkeypatch.setattr(Store, "join", join)
+    (found, *_) = simulate(0).violations
+    assert (found.check, "time.monotonic, which no seed determines" in found.message) == ("bug", True)
+
+
+# ---------------------------------------------------------------------- turns, and the shortest history that fails
+
+
+def test_turns_that_were_recorded_are_taken_again(simulation: None) -> None:
+    for seed in range(6):
+        recorder = Recorder(order_of(draw(seed)))
+        first = play(draw(seed), recorder)
+        again = play(draw(seed), Replayed(recorder.deviations))
+        assert again.fingerprint == first.fingerprint
+
+
+def test_some_seeds_go_by_priorities(simulation: None) -> None:
+    plans = [draw(seed) for seed in range(40)]
+    assert {plan.order for plan in plans} == set(ORDERS)
+    plan = next(plan for plan in plans if plan.order == "priorities")
+    assert play(plan).fingerprint != play(replace(plan, order="uniform")).fingerprint
+
+
+def test_a_seed_that_fails_becomes_a_history_of_ten_lines_and_a_file_that_plays_it(
+    simulation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mutant, path = MUTANTS["no-fence"], tmp_path / "case.json"
+    seed, _ = noticed(mutant, range(SEEDS_OF_MUTANTS))
+    assert seed is not None
+    with mutant.applied():
+        case = shrink(draw(seed))
+        assert len(tell(case)) <= 10
+        assert len(case.deviations) <= 3
+        case.write(path)
+        assert command.main(["--replay", str(path)]) == 1
+    assert "VIOLATION of 'sealed'" in capsys.readouterr().out
+    assert command.main(["--replay", str(path)]) == 0
+    assert "breaks no promise any more" in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_case_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "case.json"
+    path.write_text("{}")
+    assert command.main(["--replay", str(path)]) == 2
+    assert f"cannot read {path}: not a case" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- the files
@@ -133,7 +184,7 @@ def test_a_rename_replaces_and_a_directory_goes_with_all_that_is_in_it() -> None
 
 @pytest.fixture
 def scheduler() -> Iterator[Scheduler]:
-    scheduler = Scheduler("test", 0.5)
+    scheduler = Scheduler("test", Uniform("test", 0.5))
     yield scheduler
     scheduler.unwind()
 
@@ -211,7 +262,7 @@ def _layout(parity: int, *groups: tuple[str, ...]) -> dict[str, object]:
 
 
 def _oracle(found: list[str], parity: int, *groups: tuple[str, ...]) -> Oracle:
-    oracle = Oracle(found.append)
+    oracle = Oracle(lambda check, message: found.append(check))
     oracle.committed(MemoryPath(Disk(), "", "layout-1-0.json"), "layout", _layout(parity, *groups))
     oracle.captured((1, 1), "dp0", b"one")
     oracle.captured((1, 2), "dp0", b"two")
@@ -222,13 +273,13 @@ def _oracle(found: list[str], parity: int, *groups: tuple[str, ...]) -> Oracle:
 def test_an_older_snapshot_than_the_protected_one_is_a_violation() -> None:
     found: list[str] = []
     _oracle(found, 1, ("a", "b")).restored("dp0", (1, 1), b"one")
-    assert len(found) == 1
+    assert found == ["promise"]
 
 
 def test_other_bytes_than_the_trainer_had_are_a_violation() -> None:
     found: list[str] = []
     _oracle(found, 1, ("a", "b")).restored("dp0", (1, 2), b"tow")
-    assert len(found) == 1
+    assert found == ["restored"]
 
 
 def test_as_many_losses_as_each_group_has_parity_must_be_survived() -> None:
@@ -257,4 +308,4 @@ def test_what_came_of_unneeded_losses_is_no_violation_but_undoing_what_a_node_kn
     oracle.restored("dp0", None, None)
     assert not found
     oracle.check_floor("dp0", None, (1, 2))
-    assert len(found) == 1
+    assert found == ["floor"]

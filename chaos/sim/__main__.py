@@ -1,7 +1,8 @@
 """``python -m holdfast.chaos.sim``: run many seeds, or one of them with its trace.
 
 Exit status 0 only if no seed broke the promise. Speed is per second of one processor's time, and per second. Seeds are
-run in batches; with ``--jobs``, each in one of so many processes; what comes out is the same.
+run in batches; with ``--jobs``, each in one of so many processes; what comes out is the same. Of the first seeds that
+break the promise the shortest history that does is searched for, told, and written for ``--replay``.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.sim.campaign import SeedTotals, run
-from holdfast.chaos.sim.plan import POINTS_HERE
+from holdfast.chaos.sim.campaign import SeedTotals, again, run
+from holdfast.chaos.sim.checks import CHECKS
+from holdfast.chaos.sim.plan import POINTS_HERE, draw
 from holdfast.chaos.sim.run import simulate
 from holdfast.chaos.sim.seams import installed
+from holdfast.chaos.sim.shrink import read_case, shrink, tell
+from holdfast.smp_daemon.shared.errors import ProtocolError
 
 SAY_EVERY_S = 10.0
+CASES = Path("build") / "sim"
+SHRUNK = 3
+"""Of so many seeds that fail the history is made short; to look for each takes seconds."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,14 +36,16 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("seeds", "jobs"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: give 1 or more")
+    if options.replay is not None:
+        return _replay(options.replay, options.trace)
     if options.seed is not None:
-        return _one(options.seed, options.trace)
+        return _one(options.seed, options.trace, options.cases)
     total, began = SeedTotals(), time.perf_counter()
     said = began
     for part in run(range(options.first, options.first + options.seeds), options.jobs):
         total.join(part)
-        for seed, text in part.failures.items():
-            print(f"seed {seed}: {text.splitlines()[0]}\n  {replay(seed)}", flush=True)
+        for seed, violated in part.failures.items():
+            print(f"seed {seed}: {violated}\n  {replay(seed)}", flush=True)
         now = time.perf_counter()
         if now - said > SAY_EVERY_S:
             said = now
@@ -44,10 +53,16 @@ def main(arguments: list[str] | None = None) -> int:
         if options.seconds and now - began > options.seconds:
             break
     result = summary(total, options.first, time.perf_counter() - began)
+    if options.again:
+        result["again"] = options.again
+        result["differ"] = again(range(options.first, options.first + options.again))
     print("\n".join(lines(result)))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 1 if total.failures else 0
+    with installed():
+        for seed in list(total.failures)[:SHRUNK]:
+            _shorten(seed, options.cases)
+    return 1 if total.failures or result.get("differ") else 0
 
 
 def replay(seed: int) -> str:
@@ -55,12 +70,22 @@ def replay(seed: int) -> str:
     return f"python -m holdfast.chaos.sim --seed {seed} --trace"
 
 
+def _shorten(seed: int, folder: Path) -> None:
+    case = shrink(draw(seed))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"seed-{seed}.json"
+    case.write(path)
+    print(f"\nseed {seed}, made short:")
+    print("\n".join(tell(case)))
+    print(f"again: python -m holdfast.chaos.sim --replay {path}", flush=True)
+
+
 def summary(total: SeedTotals, first: int, wall_s: float) -> dict[str, Any]:
     """All numbers, for machines."""
     return {
         "first": first,
         "seeds": total.seeds,
-        "failures": {str(seed): text.splitlines()[0] for seed, text in total.failures.items()},
+        "failures": {str(seed): str(violated) for seed, violated in total.failures.items()},
         "wall_s": round(wall_s, 1),
         "cpu_s": round(total.cpu_s, 1),
         "seeds_per_s": round(total.seeds / wall_s, 2),
@@ -72,7 +97,7 @@ def summary(total: SeedTotals, first: int, wall_s: float) -> dict[str, Any]:
         "points": {
             p: {"hits": total.hits[p], "crashes": total.crashes[p]} for p in sorted({*POINTS_HERE, *total.hits})
         },
-        "checks": dict(sorted(total.checks.items())),
+        "checks": {check: total.checks[check] for check in CHECKS},
     }
 
 
@@ -84,24 +109,46 @@ def lines(result: dict[str, Any]) -> Iterable[str]:
         f"{result['awaits']:,} awaits, {result['turns']:,} turns, {result['simulated_s']:,} s simulated"
     )
     yield "faults: " + ", ".join(f"{kind} {count:,}" for kind, count in result["faults"].items())
-    yield "checks: " + ", ".join(f"{kind} {count:,}" for kind, count in result["checks"].items())
+    yield "checks, and how often each looked at something:"
+    for check, count in result["checks"].items():
+        yield f"{check:12} {count:>12,}  {CHECKS[check]}"
     yield f"{'point':24} {'hits':>10} {'crashes':>8}"
     for point, counts in result["points"].items():
         yield f"{point:24} {counts['hits']:>10,} {counts['crashes']:>8,}"
     never = [point for point, counts in result["points"].items() if not counts["hits"]]
     yield "every point was reached" if not never else f"never reached: {', '.join(never)}"
+    if "again" in result:
+        differ = ", ".join(map(str, result["differ"])) or "none"
+        yield f"of {result['again']} seeds, run again in another interpreter, differ: {differ}"
     for seed, text in result["failures"].items():
         yield f"seed {seed}: {text}"
         yield f"  {replay(int(seed))}"
 
 
-def _one(seed: int, trace: bool) -> int:
+def _one(seed: int, trace: bool, cases: Path) -> int:
     with installed():
         report = simulate(seed, print if trace else None)
-    print(f"seed {seed}: {report.awaits} awaits, {report.turns} turns, {report.simulated_s:.1f} s simulated")
-    for violation in report.violations:
-        print(f"violation: {violation}")
+        print(f"seed {seed}: {report.awaits} awaits, {report.turns} turns, {report.simulated_s:.1f} s simulated")
+        for check, message in report.violations:
+            print(f"violation of {check!r}: {message}")
+        if report.violations and not trace:
+            _shorten(seed, cases)
     return 1 if report.violations else 0
+
+
+def _replay(path: Path, trace: bool) -> int:
+    """Exit status 1 if the case still breaks the promise."""
+    try:
+        case = read_case(path)
+    except (OSError, ProtocolError) as error:
+        print(f"cannot read {path}: {error}", file=sys.stderr)
+        return 2
+    with installed():
+        broken = case.play(print if trace else None).violations
+        print("\n".join(tell(case)))
+    if not broken:
+        print("it holds: this history breaks no promise any more")
+    return 1 if broken else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,8 +162,19 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=0.0, help="stop after so long, after the batches at hand; 0: never"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all counts there")
+    parser.add_argument(
+        "--again", type=int, default=0, metavar="N", help="run the first N again in another interpreter, and compare"
+    )
     parser.add_argument("--seed", type=int, help="run this one alone")
-    parser.add_argument("--trace", action="store_true", help="with --seed: print what happens, and when")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="run the case that was written there")
+    parser.add_argument("--trace", action="store_true", help="with --seed or --replay: print what happens, and when")
+    parser.add_argument(
+        "--cases",
+        type=Path,
+        default=CASES,
+        metavar="FOLDER",
+        help=f"where the shortest histories that fail are written (default {CASES})",
+    )
     return parser
 
 

@@ -5,7 +5,11 @@ What a seed does is the same whichever process it runs in, and whatever ran ther
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,6 +18,7 @@ from dataclasses import dataclass, field
 
 from holdfast.chaos.sim.run import SeedReport, simulate
 from holdfast.chaos.sim.seams import installed
+from holdfast.chaos.sim.tasks import Violated
 
 BATCH = 100
 BATCH_DEADLINE_S = 600.0
@@ -29,7 +34,7 @@ class SeedTotals:
     turns: int = 0
     simulated_s: float = 0.0
     cpu_s: float = 0.0
-    failures: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, Violated] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
     crashes: Counter[str] = field(default_factory=Counter)
@@ -63,6 +68,32 @@ def run_batch(seeds: Iterable[int]) -> SeedTotals:
             total.add(simulate(seed))
     total.cpu_s = time.process_time() - cpu
     return total
+
+
+def again(seeds: range) -> list[int]:
+    """Those of `seeds` that do something else in another interpreter, with another hash order. Blocks.
+
+    Raises:
+        subprocess.SubprocessError: it fails.
+    """
+    script = (
+        "import json, sys\n"
+        "from holdfast.chaos.sim.campaign import fingerprints\n"
+        "print(json.dumps(fingerprints(range(*map(int, sys.argv[1:])))))"
+    )
+    command = [sys.executable, "-c", script, str(seeds.start), str(seeds.stop)]
+    environment = os.environ | {"PYTHONHASHSEED": str(1 + seeds.start % 1000)}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=BATCH_DEADLINE_S, check=True
+    )
+    there = json.loads(done.stdout)
+    return [seed for seed, here, other in zip(seeds, fingerprints(seeds), there, strict=True) if here != other]
+
+
+def fingerprints(seeds: range) -> list[int]:
+    """Of each seed, what tells two runs apart."""
+    with installed():
+        return [simulate(seed).fingerprint for seed in seeds]
 
 
 def run(seeds: range, jobs: int) -> Iterator[SeedTotals]:

@@ -133,12 +133,14 @@ class Faults:
         scheduler, network = self._world.scheduler, self._world.network
         host = self._random.choice(self._world.up()).host
         network.cut.add(host)
+        scheduler.tell(host, "is cut off")
         scheduler.at(scheduler.now + self._random.random() * CUT_S, lambda: network.cut.discard(host))
 
     def _slow(self) -> None:
         self._count("slow-node")
         scheduler = self._world.scheduler
         node = self._random.choice(self._world.up())
+        scheduler.tell(node.name, "is slow for a while")
         processes = [trainer.process for trainer in self._world.trainers if trainer.node is node]
         if node.smp_process is not None:
             processes.append(node.smp_process)
@@ -159,12 +161,13 @@ class Faults:
         record = self._random.choice(sealed)
         data = json.loads(record.read_text())
         self._count("flip-stored")
-        self._world.scheduler.note(f"a bit of {record.name} on {node.name} flips: {data['snapshot']}")
+        self._world.scheduler.tell(node.name, f"a bit of {record.name} flips: {data['snapshot']}")
         self._world.oracle.bit_flipped((data["snapshot"][0], data["snapshot"][1]))
         flip_bit(record.with_suffix(""), self._random.random())
 
     def _grow(self) -> None:
         self._count("grow-state")
+        self._world.scheduler.tell("the state", "grows")
         lengths = self._world.lengths
         for rank in range(len(lengths)):
             lengths[rank] += 17

@@ -19,9 +19,14 @@ Snapshot = tuple[int, int]
 
 
 class Oracle:
-    """Notes what happens in a run, and calls `violate` with what must not."""
+    """Notes what happens in a run, and calls `violate` with the name of a check and what it found.
 
-    def __init__(self, violate: Callable[[str], None]) -> None:
+    Attributes:
+        checks: how often each check has looked at something.
+        promised: the newest snapshot that the job was told is protected.
+    """
+
+    def __init__(self, violate: Callable[[str, str], None]) -> None:
         self._violate = violate
         self._contents: dict[Snapshot, dict[str, bytes]] = {}
         self._losses: list[str] = []
@@ -39,14 +44,14 @@ class Oracle:
         snapshot = (snapshot[0], snapshot[1])
         known = self._contents.setdefault(snapshot, {})
         self._losses_before.setdefault(snapshot, len(self._losses))
+        self.checks["fenced"] += 1
         if coord in known:
-            self._violate(f"two trainers write {coord} of snapshot {snapshot}: the older is not fenced")
+            self._violate("fenced", f"two trainers write {coord} of snapshot {snapshot}: the older is not fenced")
         known[coord] = content
 
     def protected(self, snapshot: Snapshot) -> None:
         """The job was told that this snapshot is protected on every node."""
         snapshot = (snapshot[0], snapshot[1])
-        self.checks["protected"] += 1
         if self.promised is None or snapshot > self.promised:
             self.promised = snapshot
 
@@ -101,55 +106,66 @@ class Oracle:
     def _committed_shard(self, path: MemoryPath, data: Any) -> None:
         snapshot: Snapshot = (data["snapshot"][0], data["snapshot"][1])
         coord = str(data["coord"])
-        self.checks["committed"] += 1
         if (snapshot, coord) not in self._sealed:
             self._sealed.add((snapshot, coord))
+            self.checks["epoch"] += 1
             epoch = json.loads((path.parent / "node.json").read_text())["epoch"]
             if epoch != snapshot[0]:
-                self._violate(f"{coord} of {snapshot} is sealed on a node that is in epoch {epoch}")
+                self._violate("epoch", f"{coord} of {snapshot} is sealed on a node that is in epoch {epoch}")
         content = self._contents.get(snapshot, {}).get(coord)
         slot = path.with_suffix("").read_bytes()
+        self.checks["sealed"] += 1
         if content is None:
-            self._violate(f"{coord} of {snapshot} is sealed, and no trainer ever had it")
+            self._violate("sealed", f"{coord} of {snapshot} is sealed, and no trainer ever had it")
         elif content not in slot:
-            self._violate(f"{coord} of {snapshot} is sealed with other bytes than its trainer had")
+            self._violate("sealed", f"{coord} of {snapshot} is sealed with other bytes than its trainer had")
 
     def given_up(self, snapshot: Snapshot, what: str) -> None:
         """An SMP frees a sealed slot of a shard, because the trainers say that they need it no more."""
-        self.checks["given up"] += 1
-        if self.promised is None or (snapshot[0], snapshot[1]) != self.promised:
+        if self.promised is None or self._flips[self.promised] or not self.must_survive():
             return
-        if not self._flips[self.promised] and self.must_survive():
-            self._violate(f"{what} of {snapshot}, the newest protected snapshot, is given up")
+        self.checks["kept"] += 1
+        if (snapshot[0], snapshot[1]) == self.promised:
+            self._violate("kept", f"{what} of {snapshot}, the newest protected snapshot, is given up")
 
     # ------------------------------------------------------------------ what it judges
 
     def restored(self, coord: str, snapshot: Snapshot | None, content: bytes | None) -> None:
         """A trainer goes on from this snapshot, or from nothing."""
-        self.checks["restored"] += 1
         if snapshot is not None:
             snapshot = (snapshot[0], snapshot[1])
             known = self._contents.get(snapshot, {}).get(coord)
+            self.checks["restored"] += 1
             if content != known:
-                self._violate(f"{coord} is restored from {snapshot} with bytes that it never had")
-        if self.promised is not None and (snapshot is None or snapshot < self.promised) and self.must_survive():
-            self._violate(f"{coord} is restored from {snapshot}, although {self.promised} was protected")
+                self._violate("restored", f"{coord} is restored from {snapshot} with bytes that it never had")
+        if self.promised is None or not self.must_survive():
+            return
+        self.checks["promise"] += 1
+        if snapshot is None or snapshot < self.promised:
+            self._violate("promise", f"{coord} is restored from {snapshot}, although {self.promised} was protected")
 
     def check_floor(self, coord: str, snapshot: Snapshot | None, floor: Snapshot | None) -> None:
         """Whatever was lost: what a node that is left knows to be protected is never undone."""
-        if floor is not None and (snapshot is None or (snapshot[0], snapshot[1]) < floor):
-            self._violate(f"{coord} is restored from {snapshot}, although a node knows that {floor} was protected")
+        if floor is None:
+            return
+        self.checks["floor"] += 1
+        if snapshot is None or (snapshot[0], snapshot[1]) < floor:
+            self._violate(
+                "floor", f"{coord} is restored from {snapshot}, although a node knows that {floor} was protected"
+            )
 
     def check_same(self, restored: Iterable[Snapshot | None]) -> None:
         """All trainers of a life go on from the same snapshot."""
-        if len(set(restored)) > 1:
-            self._violate(f"trainers go on from different snapshots: {sorted(map(str, set(restored)))}")
+        found = list(restored)
+        self.checks["together"] += len(found) > 1
+        if len(set(found)) > 1:
+            self._violate("together", f"trainers go on from different snapshots: {sorted(map(str, set(found)))}")
 
     def unrecoverable(self, reason: str) -> None:
         """In a life without faults, the trainers were told that nothing can be had."""
-        self.checks["unrecoverable"] += 1
+        self.checks["recoverable"] += 1
         if self.must_survive() and not self._may_have_been_promised():
-            self._violate(f"{self.promised} was protected and little enough was lost, yet: {reason}")
+            self._violate("recoverable", f"{self.promised} was protected and little enough was lost, yet: {reason}")
 
     def must_survive(self) -> bool:
         """Whether what was lost since the promised snapshot began is within the promise."""
@@ -192,7 +208,6 @@ class Oracle:
 
     def check_arena(self, arena: MemoryPath, slots: int) -> None:
         """At rest: sealed slots are whole but for flipped bits, and no memory is held that serves nothing."""
-        self.checks["arena"] += 1
         seen: set[str] = set()
         free: Counter[str] = Counter()
         for path in sorted(arena.glob("*.*.safetensors")) + sorted(arena.glob("*.*.parity")):
@@ -203,13 +218,16 @@ class Oracle:
                 continue
             data = json.loads(record.read_text())
             snapshot: Snapshot = (data["snapshot"][0], data["snapshot"][1])
+            self.checks["once"] += 1
             if f"{pool} {snapshot}" in seen:
-                self._violate(f"{arena.name} holds {pool} of {snapshot} twice")
+                self._violate("once", f"{arena.name} holds {pool} of {snapshot} twice")
             seen.add(f"{pool} {snapshot}")
             if data["kind"] == "shard" and not self._flips[snapshot]:
+                self.checks["whole"] += 1
                 content = self._contents.get(snapshot, {}).get(data["coord"])
                 if content is None or content not in path.read_bytes():
-                    self._violate(f"{path.name} is sealed and holds other bytes than its trainer had")
+                    self._violate("whole", f"{path.name} is sealed and holds other bytes than its trainer had")
         for pool, count in free.items():
+            self.checks["memory"] += 1
             if count > slots:
-                self._violate(f"{arena.name} keeps {count} free slots of {pool}, and {slots} were asked for")
+                self._violate("memory", f"{arena.name} keeps {count} free slots of {pool}, and {slots} were asked for")

@@ -74,6 +74,7 @@ class SeedPlan:
         quiet: how many snapshots are to become protected in the quiet that follows; 0: the job must only come back.
         final: what is done then; one of `FINALS`.
         generations: how many protected snapshots are kept.
+        order, span, turns: how tasks take turns, see `holdfast.chaos.sim.turns`; what `turns` is the seed of.
     """
 
     seed: int
@@ -98,6 +99,9 @@ class SeedPlan:
     quiet: int
     final: str
     generations: int
+    order: str
+    span: int
+    turns: int
 
 
 FINALS = ("stop", "stop", "stop", "finish", "lose", "lose", "lose twice", "lose too many", "regroup")
@@ -246,6 +250,9 @@ def draw(seed: int) -> SeedPlan:
         final=pick.choice(size.finals),
         quiet=pick.choice(size.quiet),
         generations=pick.choice((1, 1, 1, 2)),
+        order=pick.choice(("uniform", "uniform", "uniform", "priorities")),
+        span=2 * size.span,
+        turns=seed,
     )
 
 

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.chaos.sim.faults import Faults
-from holdfast.chaos.sim.plan import draw
-from holdfast.chaos.sim.scheduler import Scheduler
-from holdfast.chaos.sim.tasks import Violation
+from holdfast.chaos.sim.plan import SeedPlan, draw
+from holdfast.chaos.sim.scheduler import BEGAN_S, Moment, Scheduler
+from holdfast.chaos.sim.tasks import Violated, Violation
+from holdfast.chaos.sim.tripwires import wired
+from holdfast.chaos.sim.turns import Priorities, Turns, Uniform
 from holdfast.chaos.sim.world import World
+from holdfast.smp_daemon.shared.errors import ConfigError
 
 LIFE_DEADLINE_S = 7200.0
 """A life of the job comes to its end within so much simulated time, whatever happens."""
@@ -32,10 +35,16 @@ _runs = itertools.count(1)
 
 @dataclass(slots=True)
 class SeedReport:
-    """What one seed did."""
+    """What one seed did.
+
+    Attributes:
+        violations: the first is what ended the run.
+        checks: how often each of `holdfast.chaos.sim.checks` looked at something.
+        history: see `Scheduler`.
+    """
 
     seed: int
-    violations: list[str]
+    violations: list[Violated]
     awaits: int
     turns: int
     fingerprint: int
@@ -44,21 +53,45 @@ class SeedReport:
     hits: Counter[str] = field(default_factory=Counter)
     crashes: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
+    history: list[Moment] = field(default_factory=list)
 
 
 def simulate(seed: int, trace: Callable[[str], None] | None = None) -> SeedReport:
-    """Run one seed. Call it within `chaos.sim.seams.installed`, always from the same thread."""
-    plan = draw(seed)
-    scheduler = Scheduler(f"turns {seed}", plan.chance)
-    scheduler.trace = trace
+    """Run one seed; see `play`."""
+    return play(draw(seed), trace=trace)
+
+
+def order_of(plan: SeedPlan) -> Turns:
+    """In which tasks take turns, as drawn."""
+    seed = f"turns {plan.turns}"
+    return Priorities(seed, plan.span) if plan.order == "priorities" else Uniform(seed, plan.chance)
+
+
+def play(
+    plan: SeedPlan,
+    order: Turns | None = None,
+    *,
+    trace: Callable[[str], None] | None = None,
+    telling: bool = False,
+) -> SeedReport:
+    """Run a plan. Call it within `chaos.sim.seams.installed`, always from the same thread.
+
+    Args:
+        order: of turns, instead of the plan's.
+        trace: is given a line for everything that happens.
+        telling: report the history.
+    """
+    scheduler = Scheduler(f"world {plan.seed}", order or order_of(plan))
+    scheduler.trace, scheduler.telling = trace, telling
     world = World(plan, scheduler)
     if trace is not None:
         logging.disable(logging.NOTSET)
     try:
-        _Driver(world).drive()
+        with wired():
+            _Driver(world).drive()
     except Violation as violation:
         if not scheduler.violations:
-            scheduler.violations.append(str(violation))
+            scheduler.violate(*violation.violated)
     finally:
         scheduler.unwind()
         if trace is not None:
@@ -66,16 +99,17 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None) -> SeedRepor
         if next(_runs) % COLLECT_EVERY == 0:
             gc.collect()
     return SeedReport(
-        seed,
+        plan.seed,
         list(scheduler.violations),
         scheduler.awaits,
         scheduler.turns,
         scheduler.fingerprint,
-        scheduler.now - 1000.0,
+        scheduler.now - BEGAN_S,
         world.faults,
         world.hits,
         world.crashes,
         world.oracle.checks,
+        scheduler.history,
     )
 
 
@@ -120,9 +154,11 @@ class _Driver:
         if any(trainer.outcome != "done" for trainer in world.trainers if trainer.outcome):
             self._stop_life()
         self._until(lambda: all(trainer.outcome for trainer in world.trainers), limit, self._stop_life)
+        world.oracle.checks["ends"] += 1
         entered = [trainer for trainer in world.trainers if trainer.entered]
         world.oracle.check_same(trainer.restored for trainer in entered)
         self._check()
+        world.oracle.checks["bug"] += 1
         return {trainer.outcome for trainer in world.trainers}
 
     def _stop_life(self) -> None:
@@ -143,7 +179,8 @@ class _Driver:
             self._check()
             if self._scheduler.now > limit:
                 waiting = "; ".join(self._scheduler.blocked_tasks())
-                raise Violation(f"a life of the job does not end within {LIFE_DEADLINE_S:.0f} s: {waiting}")
+                message = f"a life of the job does not end within {LIFE_DEADLINE_S:.0f} s: {waiting}"
+                raise Violation("ends", message)
             world.changed.wait_for(happened, 30.0)
             if act is not None and not happened():
                 act()
@@ -162,7 +199,7 @@ class _Driver:
 
     def _check(self) -> None:
         if self._scheduler.violations:
-            raise Violation(self._scheduler.violations[0])
+            raise Violation(*self._scheduler.violations[0])
 
     # ------------------------------------------------------------------ the end
 
@@ -203,10 +240,17 @@ class _Driver:
             self._scheduler.thaw(process)
         self._pass(CALM_S)
         for process in self._faults.zombies:
-            self._scheduler.kill(process)
+            self._scheduler.kill(process, ends=True)
         self._replace(True)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Have an SMP on every node: in quiet, each comes up."""
         for node in self._world.up():
-            self._world.ensure_smp(node)
+            try:
+                self._world.ensure_smp(node)
+            except ConfigError as error:
+                raise Violation("returns", f"in quiet, {error}") from error
 
     def _lose(self, count: int) -> None:
         world = self._world
@@ -217,18 +261,20 @@ class _Driver:
         """The job must come back, and go on. False if it rightly does not."""
         world = self._world
         before = world.oracle.promised
-        for node in world.up():
-            world.ensure_smp(node)
+        self._serve()
         outcomes = self._live(steps * self._plan.every if steps else 0, quiet=True)
         errors = [trainer.error for trainer in world.trainers if trainer.error is not None]
         if "unrecoverable" in outcomes and outcomes <= {"unrecoverable", "killed"}:
             world.oracle.unrecoverable(str(errors[0]))
             self._check()
             return False
+        world.oracle.checks["returns"] += 1
         if outcomes != {"done"}:
-            raise Violation(f"{when}, in quiet, the job ends with {outcomes}: {errors}")
-        if progress and world.oracle.promised in (None, before):
-            raise Violation(f"{when}, in quiet, nothing becomes protected")
+            raise Violation("returns", f"{when}, in quiet, the job ends with {outcomes}: {errors}")
+        if progress:
+            world.oracle.checks["progress"] += 1
+            if world.oracle.promised in (None, before):
+                raise Violation("progress", f"{when}, in quiet, nothing becomes protected")
         return True
 
     def _end(self, finish: bool) -> None:
@@ -239,16 +285,18 @@ class _Driver:
         if finish:
             outcomes = self._live(1, quiet=True, ends=True)
             if outcomes != {"done"}:
-                raise Violation(f"the job does not end well: {outcomes}")
+                raise Violation("returns", f"the job does not end well: {outcomes}")
             nodes = {trainer.node.name: trainer.node for trainer in world.trainers}
             left = [name for name, node in nodes.items() if node.arena.exists()]
+            world.oracle.checks["free"] += 1
             if left:
-                raise Violation(f"the job has ended, and its memory on {left} is not free")
+                raise Violation("free", f"the job has ended, and its memory on {left} is not free")
         for node in world.up():
             if node.smp is not None:
                 node.smp.stopped.set()
         self._pass(REST_S)
         waiting = self._scheduler.blocked_tasks()
         stuck = [line for line in waiting if not line.startswith("driver/")]
+        world.oracle.checks["rest"] += 1
         if stuck:
-            raise Violation(f"nothing is left to do, and these still wait: {'; '.join(stuck)}")
+            raise Violation("rest", f"nothing is left to do, and these still wait: {'; '.join(stuck)}")

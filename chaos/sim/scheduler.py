@@ -1,7 +1,7 @@
-"""Who runs next, and what time it is: tasks take turns, one at a time, in an order drawn from a seed.
+"""Who runs next, and what time it is: tasks take turns, one at a time, in an order that is decided elsewhere (`turns`).
 
 A task is a thread of the code under test. It runs until it blocks, or until it comes to an *await*, a place where
-threads could take turns, and the draw says so. When nobody can run, the clock jumps to the next timer; so an hour of
+threads could take turns, and the order says so. When nobody can run, the clock jumps to the next timer; so an hour of
 deadlines takes a moment.
 
 A process that is killed stops where it stands: none of its tasks ever goes on, as after SIGKILL, and no ``finally`` of
@@ -12,21 +12,38 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import random
+import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
 from greenlet import getcurrent, greenlet
 
-from holdfast.chaos.sim.tasks import Killed, SimProcess, Task, Violation
+from holdfast.chaos.sim.tasks import Killed, SimProcess, Task, Violated, Violation
+from holdfast.chaos.sim.turns import Turns
+
+BEGAN_S = 1_000.0
+"""What the clock shows when a run begins."""
 
 DEFAULT_TURNS = 400_000
 """A run that takes more turns than this does not come to rest."""
 
 WORD = (1 << 64) - 1
+SIMULATION = str(Path(__file__).parent)
+HOLDFAST = str(Path(__file__).parent.parent.parent)
 
 _active: Scheduler | None = None
+
+
+class Moment(NamedTuple):
+    """What happened; `at_s`: of simulated time."""
+
+    at_s: float
+    who: str
+    what: str
 
 
 def active() -> Scheduler:
@@ -39,26 +56,29 @@ class Scheduler:
     """One run.
 
     Args:
-        seed: everything is drawn from it.
-        chance: how likely it is, at an await, that another task goes on.
+        seed: what machines and networks do is drawn from it.
+        order: decides whose turn it is.
 
     Attributes:
         fingerprint: of all turns so far: who took each, and at which await. Two runs of a seed have the same.
+        history: what matters of what happened, in words, if `telling`.
     """
 
-    def __init__(self, seed: str, chance: float, turns: int = DEFAULT_TURNS) -> None:
+    def __init__(self, seed: str, order: Turns, most_turns: int = DEFAULT_TURNS) -> None:
         global _active
         _active = self
         self.random = random.Random(seed)
-        self.now = 1_000.0
+        self.now = BEGAN_S
         self.awaits = 0
         self.turns = 0
         self.fingerprint = 0
-        self.violations: list[str] = []
+        self.violations: list[Violated] = []
         self.trace: Callable[[str], None] | None = None
+        self.telling = False
+        self.history: list[Moment] = []
         self.unwinding = False
-        self._most_turns = turns
-        self._chance = chance
+        self._most_turns = most_turns
+        self._order = order
         self._ready: list[Task] = []
         self._timers: list[tuple[float, int, Task | None, int, Callable[[], None] | None]] = []
         self._numbers = itertools.count()
@@ -103,6 +123,8 @@ class Scheduler:
                 task.token += 1
                 self._ready.append(task)
         tasks.clear()
+        if self._order.eager:
+            self._switch_at = self.next_stop = self.awaits + 1
 
     def sleep(self, seconds: float) -> None:
         """Wait so long."""
@@ -120,6 +142,8 @@ class Scheduler:
         process.live_tasks += 1
         self._tasks.append(task)
         self._ready.append(task)
+        if self._order.eager:
+            self._switch_at = self.next_stop = self.awaits + 1
         return task
 
     # ------------------------------------------------------------------ for the driver and its faults
@@ -130,11 +154,14 @@ class Scheduler:
         self._planned.sort(key=lambda item: -item[0])
         self.next_stop = min(self.next_stop, awaits)
 
-    def kill(self, process: SimProcess) -> None:
-        """SIGKILL."""
+    def kill(self, process: SimProcess, *, ends: bool = False) -> None:
+        """SIGKILL; `ends`: or its end."""
         if not process.alive:
             return
-        self.note(f"{process} is killed")
+        if ends:
+            self.note(f"{process} ends")
+        else:
+            self.tell(process, "is killed")
         process.alive = False
         process.frozen = False
         for action in list(process.on_death.values()):
@@ -143,12 +170,12 @@ class Scheduler:
 
     def freeze(self, process: SimProcess) -> None:
         """SIGSTOP."""
-        self.note(f"{process} stands still")
+        self.tell(process, "stands still")
         process.frozen = True
 
     def thaw(self, process: SimProcess) -> None:
         """SIGCONT."""
-        self.note(f"{process} goes on")
+        self.tell(process, "goes on")
         process.frozen = False
         self._ready += process.frozen_tasks
         process.frozen_tasks = []
@@ -159,15 +186,21 @@ class Scheduler:
             self._ready.append(self.current)
             self._give_way(self.current)
 
-    def violate(self, message: str) -> None:
-        """Note what must not happen; the driver ends the run."""
-        self.note(f"VIOLATION: {message}")
-        self.violations.append(message)
+    def violate(self, check: str, message: str) -> None:
+        """Note what must not happen, and which of `holdfast.chaos.sim.checks` says so; the driver ends the run."""
+        self.tell(f"VIOLATION of {check!r}:", message.splitlines()[0])
+        self.violations.append(Violated(check, message))
 
     def note(self, message: str) -> None:
         """A line of the trace."""
         if self.trace is not None:
-            self.trace(f"{self.now - 1000:10.4f} #{self.awaits:<6} {self.current!r:24} {message}")
+            self.trace(f"{self.now - BEGAN_S:10.4f} #{self.awaits:<6} {self.current!r:24} {message}")
+
+    def tell(self, who: object, what: str) -> None:
+        """A line of the trace, and of the history."""
+        self.note(f"{who} {what}")
+        if self.telling:
+            self.history.append(Moment(self.now - BEGAN_S, str(who), what))
 
     def blocked_tasks(self, process: SimProcess | None = None) -> list[str]:
         """Where tasks that have not ended wait."""
@@ -202,7 +235,7 @@ class Scheduler:
             if not self.unwinding:
                 task.failure = error
                 last = "".join(traceback.format_exception(error))
-                self.violate(f"{task!r} ended by {type(error).__name__}: {error}\n{last}")
+                self.violate("bug", f"{task!r} ended by {type(error).__name__}: {error}\n{last}")
         task.done = True
         task.process.live_tasks -= 1
 
@@ -218,8 +251,7 @@ class Scheduler:
         return scheduler, task
 
     def _draw_stop(self) -> None:
-        gap = -math.log(1.0 - self.random.random()) / self._chance if self._chance else 1e9
-        self._switch_at = self.awaits + 1 + int(gap)
+        self._switch_at = self._order.next_switch(self.awaits)
         self.next_stop = min(self._switch_at, self._planned[-1][0]) if self._planned else self._switch_at
 
     def stop_here(self) -> None:
@@ -234,6 +266,10 @@ class Scheduler:
         switch = self.awaits >= self._switch_at
         self._draw_stop()
         if process.alive and not process.frozen:
+            if switch:
+                self._order.gave_way(task, self.awaits)
+                if self.telling:
+                    self.tell(task, f"{'is slow' if process.slow_s else 'gives way'} in {_place()}")
             if process.slow_s:
                 self.block("a slow node", self.random.random() * process.slow_s)
                 return
@@ -255,7 +291,7 @@ class Scheduler:
         if self.unwinding:
             raise Killed
         if task is self._main and self.violations:
-            raise Violation(self.violations[0])
+            raise Violation(*self.violations[0])
 
     def _pick(self) -> Task:
         """Whose turn it is. Fires timers, and moves the clock, while nobody can run."""
@@ -265,10 +301,10 @@ class Scheduler:
         ready = self._ready
         while True:
             while ready:
-                if len(ready) > 1:
-                    index = int(self.random.random() * len(ready))
-                    ready[index], ready[-1] = ready[-1], ready[index]
-                task = ready.pop()
+                index = self._order.pick(ready) if len(ready) > 1 else 0
+                if index and self.telling:
+                    self.tell(ready[index], f"goes on before {ready[0]}")
+                task = ready.pop(index)
                 process = task.process
                 if not process.alive:
                     continue
@@ -293,7 +329,7 @@ class Scheduler:
         """The driver is to give up: it is woken where it waits, and finds the violation."""
         if not self.violations:
             what = "nobody can ever go on" if self.turns <= self._most_turns else "no rest after so many turns"
-            self.violations.append(f"{what} ({self.turns}): " + "; ".join(self.blocked_tasks()))
+            self.violations.append(Violated("rest", f"{what} ({self.turns}): " + "; ".join(self.blocked_tasks())))
         self._main.blocked = False
         self._main.token += 1
         return self._main
@@ -301,6 +337,14 @@ class Scheduler:
 
 IDLE: list[greenlet] = []
 """Stacks without a task, also of earlier runs: a new one costs as much as some turns."""
+
+
+def _place() -> str:
+    """Where in the code under test the current task is."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (SIMULATION in frame.f_code.co_filename or HOLDFAST not in frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code.co_qualname if frame is not None else "its end"
 
 
 def _serve(scheduler: Scheduler, task: Task) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from greenlet import greenlet
 
@@ -11,8 +12,22 @@ class Killed(BaseException):
     """Ends a task of a process that is gone, once the run is over. Nothing of holdfast catches it."""
 
 
+class Violated(NamedTuple):
+    """What must never happen has happened; `check`: which of `holdfast.chaos.sim.checks` says so."""
+
+    check: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.check!r}: {self.message.splitlines()[0]}"
+
+
 class Violation(Exception):
-    """What must never happen has happened; the message says what."""
+    """Ends a run that has broken the promise; its arguments are those of `Violated`."""
+
+    def __init__(self, check: str, message: str) -> None:
+        super().__init__(check, message)
+        self.violated = Violated(check, message)
 
 
 class SimProcess:

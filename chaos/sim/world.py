@@ -29,6 +29,8 @@ from holdfast.snapshot.session import Checks
 JOB = "job"
 START_DEADLINE_S = 60.0
 DRAIN_DEADLINE_S = 60.0
+AGAIN_S = 0.5
+"""After an SMP did not come up, another is started."""
 
 
 class SimNode:
@@ -139,6 +141,8 @@ class World:
             if not (node.starting and node.smp_process is not None and node.smp_process.alive):
                 self._start(node)
             self.changed.wait_for(lambda: node.serves or not node.starting, 1.0)
+            if not node.serves:
+                scheduler.sleep(AGAIN_S)
 
     def _start(self, node: SimNode) -> None:
         process = SimProcess(f"{node.name}.smp", node.host)
@@ -159,13 +163,13 @@ class World:
             node.error = str(error)
             node.starting = False
             self.scheduler.note(f"the SMP of {node.name} does not come up: {error}")
-            self.scheduler.kill(process)
+            self.scheduler.kill(process, ends=True)
             return
         node.smp, node.starting = smp, False
         self.changed.notify()
         smp.stopped.wait()
         smp.close()
-        self.scheduler.kill(process)
+        self.scheduler.kill(process, ends=True)
 
     def _smp_gone(self, node: SimNode, process: SimProcess) -> None:
         if node.smp_process is process:
@@ -180,15 +184,15 @@ class World:
         """Its memory and all that runs on it is gone; `silent`: and nobody is told."""
         if not node.up:
             return
-        self.scheduler.note(f"{node.name} is lost")
+        self.scheduler.tell(node.name, "is lost")
         node.up = False
         self.oracle.node_lost(node.name)
         if silent:
             self.network.lose_host(node.host)
         for process in node.trainers:
-            self.scheduler.kill(process)
+            self.scheduler.kill(process, ends=True)
         if node.smp_process is not None:
-            self.scheduler.kill(node.smp_process)
+            self.scheduler.kill(node.smp_process, ends=True)
         self.network.lose_host(node.host)
         self.disk.remove(str(node.base))
         if not any((each.arena / "node.json").exists() for each in self.up()):
@@ -249,10 +253,10 @@ class World:
             self._train_steps(trainer, circle, steps, floor, quiet, ends)
             trainer.outcome = "done"
         except (HoldfastError, TrainingLost) as error:
-            self.scheduler.note(f"ends: {type(error).__name__}: {error}")
+            self.scheduler.tell(f"dp{trainer.rank}", f"ends: {type(error).__name__}: {error}")
             trainer.error = error
             trainer.outcome = "unrecoverable" if isinstance(error, Unrecoverable) else "failed"
-        self.scheduler.kill(trainer.process)
+        self.scheduler.kill(trainer.process, ends=True)
 
     def _train_steps(
         self, trainer: SimTrainer, circle: Circle, steps: int, floor: Snapshot | None, quiet: bool, ends: bool
@@ -280,7 +284,7 @@ class World:
             restored = hook.restored.snapshot
             trainer.restored, trainer.entered, trainer.hook = restored, True, hook
             self._note_promise(hook._session.protecting.ledger.sure)
-            self.scheduler.note(f"restored {restored} ({hook.restored.how}), epoch {hook.restored.epoch}")
+            self.scheduler.tell(coord, _beginning(hook))
             if trainer.outcome != "hangs":  # else it goes on where nobody listens any more
                 self.oracle.restored(coord, restored, loaded[-1] if loaded else None)
                 self.oracle.check_floor(coord, restored, floor)
@@ -297,14 +301,17 @@ class World:
                 hook.after_step()
             hook.begin()
             if quiet and steps:
+                self.oracle.checks["progress"] += 1
                 if not hook.drain(DRAIN_DEADLINE_S):
-                    self.scheduler.violate(f"{coord}: in quiet, not every snapshot becomes protected")
+                    self.scheduler.violate("progress", f"{coord}: in quiet, not every snapshot becomes protected")
                 hook.before_step()
                 hook.after_step()
                 hook.begin()
 
     def _note_promise(self, sure: SnapshotId | None) -> None:
         if sure is not None:
+            if self.oracle.promised is None or (sure.epoch, sure.step) > self.oracle.promised:
+                self.scheduler.tell("the job", f"is told that {sure} is protected")
             self.oracle.protected(sure)
 
     # ------------------------------------------------------------------ what the seams ask for
@@ -320,3 +327,10 @@ class World:
         if Hooks.is_due(point):
             self.at_point(point, self.scheduler.current.process)
             self.scheduler.yield_if_dead()
+
+
+def _beginning(hook: SnapshotHook) -> str:
+    restored = hook.restored
+    if restored.snapshot is None:
+        return f"begins from nothing, in epoch {restored.epoch}"
+    return f"goes on from {restored.snapshot} ({restored.how}), in epoch {restored.epoch}"

@@ -37,11 +37,13 @@ class Complaints:
     """Logs what came from an address that was not let in: once, then at most every `COMPLAIN_EVERY_S`. Thread-safe."""
 
     def __init__(self, system: System = MACHINE) -> None:
+        self._system = system
         self._lock = system.Lock()  # guards `_said`; innermost
         self._said: dict[str, tuple[float, int]] = {}
 
-    def note(self, source: str, why: object, now_s: float) -> bool:
+    def note(self, source: str, why: object) -> bool:
         """Count it; whether it was logged."""
+        now_s = self._system.monotonic()
         with self._lock:
             at, count = self._said.pop(source, (float("-inf"), 0))
             due = now_s - at >= COMPLAIN_EVERY_S
@@ -91,7 +93,7 @@ class Authenticator:
                     check_client(sock, self._credentials.token, self._job)
                 return sock
             except (ProtocolError, EOFError, OSError) as error:
-                self._complaints.note(source, error, time.monotonic())
+                self._complaints.note(source, error)
                 if isinstance(error, NoToken):
                     _say(
                         sock,
@@ -109,14 +111,14 @@ class Authenticator:
                 _end(sock)
 
     def _of_this_user(self, sock: socket.socket) -> socket.socket | None:
-        limit = time.monotonic() + HANDSHAKE_DEADLINE_S
+        limit = self._system.monotonic() + HANDSHAKE_DEADLINE_S
         while True:
             try:
                 if self._system.is_of_this_user(sock):
                     return sock
-                self._complaints.note(str(sock.getpeername()[0]), "it is another user's process", time.monotonic())
+                self._complaints.note(str(sock.getpeername()[0]), "it is another user's process")
             except OSError as error:
-                if error.errno in SCARCE and time.monotonic() < limit and not self._closed.wait(ASK_AGAIN_S):
+                if error.errno in SCARCE and self._system.monotonic() < limit and not self._closed.wait(ASK_AGAIN_S):
                     continue
                 log.debug("a connection ended at once: %s", error)
             sock.close()

@@ -7,7 +7,6 @@ checked by gRPC, and the name in them here.
 from __future__ import annotations
 
 import ipaddress
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -52,7 +51,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
                     self._verifier.verify_request(request, sign)
             except ProtocolError as error:
                 if not isinstance(error, WrongServer):
-                    self._complaints.note(_host(context.peer()), error, time.monotonic())
+                    self._complaints.note(_host(context.peer()), error)
                 if self._verifier is not None:
                     context.set_trailing_metadata(((SERVER_KEY, self._verifier.name),))
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, f"not let in: {error}")

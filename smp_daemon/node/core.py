@@ -133,6 +133,7 @@ class Core:
             self.settings.deadlines,
             OnHang(self.settings.on_hang, job, node) if self.settings.on_hang else None,
             self.recoveries.lost,
+            system,
         )
         self.buffers = BufferPool(system)
         self.drainer = Draining(job, system, self.inventory, self.monitor.move)

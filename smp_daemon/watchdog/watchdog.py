@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import select
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from dataclasses import dataclass, field
 from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, TrainerPhase
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.pidfds import await_end, is_running
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.watchdog.liveness import Deadlines, Health, Heartbeat, WatchedTrainer, judge, median_step
 from holdfast.smp_daemon.watchdog.on_hang import OnHang
 
@@ -61,8 +60,10 @@ class Watchdog:
         deadlines: Deadlines,
         on_hang: OnHang | None,
         on_death: Callable[[str], None] = lambda coord: None,
+        system: System = MACHINE,
     ) -> None:
         """`on_death`: called with the coordinate of a trainer that has died; it must not block."""
+        self._system = system
         self._board = board
         self._deadlines = deadlines
         self._on_hang = on_hang
@@ -70,8 +71,8 @@ class Watchdog:
         # Guards which trainers and connections there are, and what was read of them. Threads of connections and the
         # watching thread take it, for moments, and take no other lock under it but that of a log: connections are hung
         # up, and `on_death` and `on_hang` called, without it. `_changed` is notified when somebody may have left.
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._lock = system.Lock()
+        self._changed = system.Condition(self._lock)
         self._seen: dict[str, _Watched] = {}
         self._callers: dict[int, list[Callable[[], None]]] = {}
         self._closed = False
@@ -82,7 +83,7 @@ class Watchdog:
         """Watch, in a thread of its own until `close`."""
         self._stirred = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._watching = True
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._system.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
         """Watch no longer."""
@@ -107,7 +108,7 @@ class Watchdog:
             if before is not None:
                 _close(before)
             self._board().heartbeat(row, TrainerPhase.START, 0)
-            seen = self._seen[coord] = _Watched(pid, coord, row, time.monotonic(), hang_up)
+            seen = self._seen[coord] = _Watched(pid, coord, row, self._system.monotonic(), hang_up)
             seen.connected = hang_up is not None
             if self._watching:
                 seen.pidfd = _open(pid)
@@ -130,20 +131,20 @@ class Watchdog:
         stopped, hangs, or is ending, and none that is here anew, as all that survive a start are before the next one
         joins. Those that cannot be seen from here, as in another pid namespace, do not count.
         """
-        limit = time.monotonic() + deadline_s
+        limit = self._system.monotonic() + deadline_s
         with self._lock:
             while not self._closed:
                 other = self._other_at_work(pid)
                 if other is None and not self._somebody_to_note():
                     return None
-                left = limit - time.monotonic()
+                left = limit - self._system.monotonic()
                 if left <= 0:
                     return other
                 self._changed.wait(min(left, LOOK_AGAIN_S))  # that a process is stopped, or is ending, no event tells
         return None
 
     def _other_at_work(self, pid: int) -> WatchedTrainer | None:
-        now = time.monotonic()
+        now = self._system.monotonic()
         here_anew = {pid, *(seen.pid for seen in self._seen.values() if not seen.joined)}
         for _, seen in sorted(self._seen.items()):
             if (
@@ -204,7 +205,7 @@ class Watchdog:
 
     def trainers(self) -> list[WatchedTrainer]:
         """How they are, by coordinate. Those that have died stay until they are back, or the SMP ends."""
-        now = time.monotonic()
+        now = self._system.monotonic()
         with self._lock:
             return [self._report(seen, now) for _, seen in sorted(self._seen.items())]
 
@@ -241,7 +242,7 @@ class Watchdog:
 
     def _look(self) -> None:
         """Read every heartbeat; log, once, what became of whom."""
-        now = time.monotonic()
+        now = self._system.monotonic()
         news = []
         with self._lock:
             for seen in self._seen.values():

@@ -1,0 +1,330 @@
+"""Builds of holdfast that are broken on purpose, for the simulation: each names the check that must notice it.
+
+``python -m tests.sim_mutants`` says for each how many seeds it takes, and what else they found.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+from holdfast.chaos.sim.plan import DrawnFault, Gap, SeedPlan, draw
+from holdfast.chaos.sim.run import play
+from holdfast.chaos.sim.seams import installed
+from holdfast.chaos.sim.system import SYSTEM
+from holdfast.smp_daemon.coding.scrub import Scrubber
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.plan import candidates, plan_restore
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.codings import Codings
+from holdfast.smp_daemon.storage.holdings import Holdings
+from holdfast.smp_daemon.storage.parity import ParityGathering
+from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotPool, SlotState
+from holdfast.smp_daemon.storage.store import Store
+from holdfast.snapshot.resume import restore
+from holdfast.snapshot.step.copier import Copier, CopyJob
+from holdfast.snapshot.step.ledger import Ledger
+
+SEEDS = 150
+"""Within so many, one must notice."""
+
+Change = tuple[Any, str, Any]
+"""Whose attribute is replaced (a class, or a module's name), which, and by what."""
+
+
+def as_drawn(plan: SeedPlan) -> SeedPlan:
+    """No seed needs to be made for it."""
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class SimMutant:
+    """One broken build.
+
+    Attributes:
+        what: what it does wrong.
+        sign: the check of `holdfast.chaos.sim.checks` that must notice it.
+        focus: makes of a drawn plan one in which it can show, where that is rare.
+    """
+
+    what: str
+    sign: str
+    changes: tuple[Change, ...]
+    focus: Callable[[SeedPlan], SeedPlan] = as_drawn
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the block the build is broken. What is replaced must be there."""
+        with ExitStack() as stack:
+            for owner, attribute, new in self.changes:
+                whole = isinstance(owner, str)
+                stack.enter_context(
+                    patch(f"{owner}.{attribute}", new) if whole else patch.object(owner, attribute, new)
+                )
+            yield
+
+
+# ---------------------------------------------------------------------- plans in which it can show
+
+
+def _bits_flip(plan: SeedPlan) -> SeedPlan:
+    """A bit flips in what is stored, and then all trainers are killed."""
+    faults = (DrawnFault("flip-stored", awaits=1500), DrawnFault("kill-trainers", awaits=1600))
+    return replace(plan, lives=(faults,), gaps=(Gap(0.0, True),), steps=3, flip_chance=0.0)
+
+
+def _lost_twice(plan: SeedPlan) -> SeedPlan:
+    return replace(plan, final="lose twice", flip_chance=0.0)
+
+
+def _lost(plan: SeedPlan) -> SeedPlan:
+    return replace(plan, final="lose", flip_chance=0.0)
+
+
+def _too_much_lost(plan: SeedPlan) -> SeedPlan:
+    """More than parity makes up for, and some of those who know what was protected are left."""
+    return replace(plan, nodes=3, ranks=(0, 1, 2), lengths=(100, 120, 140), protect="2+1", final="lose too many")
+
+
+def _zombies(plan: SeedPlan) -> SeedPlan:
+    """Trainers hang, are taken for dead, and go on while the next life is at work."""
+    lives = tuple((DrawnFault("zombie-trainer", awaits=awaits),) for awaits in (700, 900))
+    return replace(plan, lives=lives, gaps=(Gap(0.0, True),) * 2, steps=3)
+
+
+def _killed(plan: SeedPlan) -> SeedPlan:
+    """All trainers are killed while a second snapshot is sealed here and there, and not yet protected."""
+    faults = (DrawnFault("kill-trainers", point="seal.done", nth=3 + plan.seed % 3),)
+    return replace(plan, every=1, steps=3, lives=(faults,), gaps=(Gap(0.0, True),))
+
+
+def _ends_well(plan: SeedPlan) -> SeedPlan:
+    return replace(plan, final="finish")
+
+
+# ---------------------------------------------------------------------- what is broken
+
+_accumulate = ParityGathering.accumulate
+_restored = Ledger.restored
+_commit = SlotFilePool.commit
+_settle = Store._settle
+_fill = Copier._fill
+_exchange = vars(restore)["_exchange"]
+_join = Store.join
+_adopt = Arena.adopt
+_reserve = Arena.reserve
+
+
+def _ignore_keep(self: SlotPool, keep: Any, before: Any) -> list[Any]:
+    return [s for s in self.slots if s.state is SlotState.SEALED and s.snapshot is not None and s.snapshot < before]
+
+
+def _settle_at_once(self: Store, snapshot: Any) -> None:
+    with self.changed:
+        progress = self._progress.get(snapshot)
+        if progress is not None and progress.outcome is SnapshotOutcome.PENDING:
+            progress.outcome = SnapshotOutcome.PROTECTED
+            self.board.post(snapshot.step, SnapshotOutcome.PROTECTED)
+            self.changed.notify_all()
+
+
+def _forget_the_older(slots: int, snapshot: Any, older: Any, **more: Any) -> Ledger:
+    return _restored(slots, snapshot, None, **more)
+
+
+def _oldest_first(inventories: Any, protected: Any) -> list[Any]:
+    return sorted(candidates(inventories, None))
+
+
+def _accumulate_badly(self: ParityGathering, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
+    _accumulate(self, stripe, position, unit, unit_digest)
+    if self.complete and unit.nbytes:
+        self._unit(stripe)[:1] = bytes([self._unit(stripe)[0] ^ 1])
+
+
+def _one_step_behind(client: SmpClient, agreement: Any, coord: str, options: Any) -> Any:
+    """One node hears nothing of the newest snapshot, if there is an older one."""
+    inventories, coords, everyones = _exchange(client, agreement, coord, options)
+    held = sorted({snapshot for inventory in inventories for snapshot, _ in inventory.shards})
+    if client.node != min(coords.values()) or len(held) < 2:
+        return inventories, coords, everyones
+    older = [
+        replace(each, protected=None, shards=frozenset(shard for shard in each.shards if shard[0] != held[-1]))
+        for each in inventories
+    ]
+    return older, coords, everyones
+
+
+def _settle_and_spoil(self: Store, snapshot: SnapshotId) -> None:
+    _settle(self, snapshot)
+    with self.changed:
+        progress = self._progress.get(snapshot)
+        if progress is not None and progress.outcome is SnapshotOutcome.PROTECTED:
+            for pool in self.arena.shards.values():
+                if slot := pool.find(snapshot, SlotState.SEALED):
+                    view = pool.view(slot)
+                    at = 8 + int.from_bytes(view[:8], "little")
+                    view[at : at + 1] = bytes([view[at] ^ 1])
+
+
+def _fill_badly(self: Copier, job: CopyJob, slot: memoryview) -> None:
+    offsets = [piece.offset for piece in job.moving]
+    _fill(self, job, slot)
+    for offset in offsets:
+        slot[offset : offset + 1] = bytes([slot[offset] ^ 1])
+
+
+def _commit_twice(self: SlotFilePool, slot: Any, record: Any) -> None:
+    _commit(self, slot, record)
+    another = self.create(slot.bytes)
+    self.view(another)[:] = self.view(slot)
+    another.state, another.snapshot = SlotState.WRITING, slot.snapshot
+    _commit(self, another, record)
+
+
+def _reserve_more(self: Arena, wanted: dict[Any, tuple[int, int]]) -> None:
+    _reserve(self, {pool: (length, count + 2) for pool, (length, count) in wanted.items()})
+
+
+def _raise_on_first_join(self: Store, epoch: int, start: Any = None) -> None:
+    _join(self, epoch, start)
+    if epoch > 1:
+        raise ZeroDivisionError("a bug")
+
+
+def _refuse_what_is_there(self: Arena) -> Iterator[Any]:
+    found = list(_adopt(self))
+    if any(pool.suffix == "parity" for pool, _, _ in found):
+        raise ConfigError("this arena is not liked")
+    return iter(found)
+
+
+def _never(*arguments: Any, **options: Any) -> None:
+    """Do nothing."""
+
+
+def _wait_for_ever(*arguments: Any) -> None:
+    SYSTEM.Event().wait()
+
+
+def _forget_what_was_protected(inventories: Any, *rest: Any) -> Any:
+    return plan_restore([replace(inventory, protected=None) for inventory in inventories], *rest)
+
+
+PLAN = "holdfast.smp_daemon.shared.plan"
+RESTORE = "holdfast.snapshot.resume.restore"
+
+MUTANTS: dict[str, SimMutant] = {
+    "oldest-first": SimMutant(
+        "the plan takes the oldest snapshot, whatever is protected", "promise", ((PLAN, "candidates", _oldest_first),)
+    ),
+    "keep-ignored": SimMutant(
+        "the slot of the protected snapshot is freed", "kept", ((SlotPool, "outdated", _ignore_keep),)
+    ),
+    "older-forgotten": SimMutant(
+        "what was protected is given up for what was restored", "kept", ((Ledger, "restored", _forget_the_older),)
+    ),
+    "sealed-is-protected": SimMutant(
+        "what is sealed counts as protected", "recoverable", ((Store, "_settle", _settle_at_once),), _lost
+    ),
+    "no-epochs": SimMutant(
+        "no epoch is checked and none fences",
+        "fenced",
+        ((Store, "check_epoch", _never), (Store, "join", _never)),
+    ),
+    "old-writers": SimMutant(
+        "who writes for an earlier epoch is let in",
+        "epoch",
+        ((Store, "check_epoch", _never), (Arena, "fence", _never)),
+        _zombies,
+    ),
+    "bad-parity": SimMutant(
+        "a bit of parity is wrong", "recoverable", ((ParityGathering, "accumulate", _accumulate_badly),), _lost
+    ),
+    "no-parity": SimMutant("parity is never committed", "progress", ((Codings, "_commit_parity", _never),)),
+    "no-fence": SimMutant(
+        "the next step does not wait for the copy",
+        "sealed",
+        ((CopyJob, "fence", lambda job, patience_s, deadline_s: True),),
+    ),
+    "no-repair": SimMutant(
+        "lost parity is not repaired",
+        "recoverable",
+        (("holdfast.smp_daemon.local", "repair_parity", lambda *arguments: 0),),
+        _lost_twice,
+    ),
+    "no-digests": SimMutant(
+        "digests are not compared",
+        "restored",
+        (
+            (Holdings, "damaged_units", lambda self, key: []),
+            ("holdfast.smp_daemon.shared.client.RecoveredShard", "matches", lambda self, unit: True),
+        ),
+        _bits_flip,
+    ),
+    "one-is-behind": SimMutant(
+        "one node does not hear of the newest snapshot",
+        "together",
+        ((RESTORE, "_exchange", _one_step_behind),),
+        _killed,
+    ),
+    "spoilt-in-its-slot": SimMutant(
+        "what is protected is written to once more", "whole", ((Store, "_settle", _settle_and_spoil),)
+    ),
+    "spoilt-copy": SimMutant("a copy is off by a bit", "sealed", ((Copier, "_fill", _fill_badly),)),
+    "held-twice": SimMutant(
+        "what is sealed is sealed in two slots", "once", ((SlotFilePool, "commit", _commit_twice),)
+    ),
+    "more-slots": SimMutant("two slots more are made than asked for", "memory", ((Arena, "reserve", _reserve_more),)),
+    "not-retired": SimMutant("the arena stays when the job is over", "free", ((Store, "retire", _never),), _ends_well),
+    "promise-forgotten": SimMutant(
+        "what is known to be protected is forgotten at a restart",
+        "floor",
+        ((RESTORE, "plan_restore", _forget_what_was_protected),),
+        _too_much_lost,
+    ),
+    "restore-hangs": SimMutant(
+        "trainers wait for ever while they restore", "ends", ((RESTORE, "_say_what_is_lost", _wait_for_ever),), _lost
+    ),
+    "smp-hangs": SimMutant("an SMP that is to end waits for ever", "rest", ((Scrubber, "close", _wait_for_ever),)),
+    "a-bug": SimMutant("a thread meets an error that nobody expects", "bug", ((Store, "join", _raise_on_first_join),)),
+    "arena-refused": SimMutant(
+        "a new SMP does not take an arena with parity", "returns", ((Arena, "adopt", _refuse_what_is_there),)
+    ),
+}
+"""By name."""
+
+
+def noticed(mutant: SimMutant, seeds: range) -> tuple[int | None, Counter[str]]:
+    """The first of the seeds that the mutant's own check speaks at; and how often others did before."""
+    others: Counter[str] = Counter()
+    with mutant.applied():
+        for seed in seeds:
+            found = [violation.check for violation in play(mutant.focus(draw(seed))).violations]
+            if mutant.sign in found:
+                return seed, others
+            others.update(found[:1])
+    return None, others
+
+
+def main() -> None:
+    """Search, print."""
+    with installed():
+        for name in sys.argv[1:] or MUTANTS:
+            mutant, began = MUTANTS[name], time.perf_counter()
+            seed, others = noticed(mutant, range(4 * SEEDS))
+            seconds = time.perf_counter() - began
+            print(f"{name:20} {mutant.sign:12} {seed} {seconds:.1f} s {dict(others)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
