@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,12 +43,12 @@ class OwnSmp:
         coord: str,
         *,
         start: bool,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] | None = None,
         system: System = MACHINE,
     ) -> None:
         self._arena, self._job, self._coord = arena, job, coord
         self._start = start
-        self._now = now
+        self._now = now or system.monotonic
         self._pause_s = LEAST_PAUSE_S
         self._not_before_s = 0.0
         self._system = system

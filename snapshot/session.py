@@ -146,9 +146,10 @@ class Session:
             rank.smp.another,
             rank.agreement,
             restored.notes,
+            rank.system,
         )
         statistics.interval = self.intervals.policy.interval
-        self.capture = Capture(adapter, rank.agreement, rank.engine, options.job, rank.coord)
+        self.capture = Capture(adapter, rank.agreement, rank.engine, options.job, rank.coord, rank.system)
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, progress, statistics)
         self.position = Position(step, restored.loop)
         self.capture.notes = self.intervals.notes

@@ -11,6 +11,7 @@ CHECKS = {
     "epoch": "nothing is sealed on a node that is in another epoch",
     "sealed": "what is sealed is what its trainer had",
     "kept": "the newest protected snapshot is not given up",
+    "exact": "a job that went on begins each step with what it once began it with, bit for bit",
     "restored": "what is restored is what was captured, bit for bit",
     "promise": "a protected snapshot comes back while no more is lost than its parity makes up for",
     "floor": "what a node that is left knows to be protected is never undone",

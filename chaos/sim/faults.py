@@ -168,6 +168,7 @@ class Faults:
     def _grow(self) -> None:
         self._count("grow-state")
         self._world.scheduler.tell("the state", "grows")
+        self._world.oracle.changes()
         lengths = self._world.lengths
         for rank in range(len(lengths)):
             lengths[rank] += 17

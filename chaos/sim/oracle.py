@@ -10,12 +10,32 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.chaos.sim.memory import MemoryPath
 
 Snapshot = tuple[int, int]
 """(epoch, step); later ones are greater."""
+
+
+class Content(Protocol):
+    """A rank's whole state. Equal ones are alike to the last bit."""
+
+    def missing(self, slot: bytes) -> str:
+        """What a slot has not, or has otherwise; empty: nothing."""
+        ...
+
+    def differing(self, other: Any) -> list[str]:
+        """What is not the same in both."""
+        ...
+
+    def of_a_new_rank(self, before: Any) -> Content:
+        """What a rank goes on with that was not there when the snapshot was taken, of which this is the first rank's.
+
+        Args:
+            before: what that rank had when it was last there; None: it never was.
+        """
+        ...
 
 
 class Oracle:
@@ -28,18 +48,21 @@ class Oracle:
 
     def __init__(self, violate: Callable[[str, str], None]) -> None:
         self._violate = violate
-        self._contents: dict[Snapshot, dict[str, bytes]] = {}
+        self._contents: dict[Snapshot, dict[str, Content]] = {}
         self._losses: list[str] = []
         self._losses_before: dict[Snapshot, int] = {}
         self._flips: Counter[Snapshot] = Counter()
         self._layouts: dict[int, list[dict[str, Any]]] = {}
+        self._varies = False
+        self._parents: dict[int, Snapshot] = {}
+        self._course: dict[tuple[int, str], Content] = {}
         self._sealed: set[tuple[Snapshot, str]] = set()
         self.promised: Snapshot | None = None
         self.checks: Counter[str] = Counter()
 
     # ------------------------------------------------------------------ what it is told
 
-    def captured(self, snapshot: Snapshot, coord: str, content: bytes) -> None:
+    def captured(self, snapshot: Snapshot, coord: str, content: Content) -> None:
         """A trainer takes a snapshot of its state."""
         snapshot = (snapshot[0], snapshot[1])
         known = self._contents.setdefault(snapshot, {})
@@ -48,6 +71,12 @@ class Oracle:
         if coord in known:
             self._violate("fenced", f"two trainers write {coord} of snapshot {snapshot}: the older is not fenced")
         known[coord] = content
+        usual = content if self._varies else self._course.setdefault((snapshot[1], coord), content)
+        self.checks["exact"] += usual is not content
+        if usual != content:
+            self._violate(
+                "exact", f"{coord} begins step {snapshot[1]} with other {_some(content, usual)} than it once did"
+            )
 
     def protected(self, snapshot: Snapshot) -> None:
         """The job was told that this snapshot is protected on every node."""
@@ -73,6 +102,8 @@ class Oracle:
         for layout in self._layouts.get(snapshot[0], []):
             names = {node["name"] for node in layout["nodes"]}
             taken: set[str] = set()
+            if {shard["coord"] for node in layout["nodes"] for shard in node["shards"]} != places.keys():
+                return  # other ranks read what they need, and nobody repairs
             for node in layout["nodes"]:
                 here = {places[shard["coord"]] for shard in node["shards"]}
                 if len(here) != 1 or here & taken or not (here == {node["name"]} or here.isdisjoint(names)):
@@ -85,10 +116,15 @@ class Oracle:
         """No node is left that ever heard of the job: it begins anew, and nobody can know."""
         self.promised = None
         self._contents.clear()
+        self._parents.clear()
         self._losses_before.clear()
         self._flips.clear()
         self._layouts.clear()
         self._sealed.clear()
+
+    def changes(self) -> None:
+        """The job has another state, or other ranks, than before: one that goes back does not come by the same states."""
+        self._varies = True
 
     def bit_flipped(self, snapshot: Snapshot) -> None:
         """A bit of this snapshot's bytes or parity was flipped where it lies."""
@@ -117,8 +153,8 @@ class Oracle:
         self.checks["sealed"] += 1
         if content is None:
             self._violate("sealed", f"{coord} of {snapshot} is sealed, and no trainer ever had it")
-        elif content not in slot:
-            self._violate("sealed", f"{coord} of {snapshot} is sealed with other bytes than its trainer had")
+        elif missing := content.missing(slot):
+            self._violate("sealed", f"{coord} of {snapshot} is sealed, and its trainer had other {missing}")
 
     def given_up(self, snapshot: Snapshot, what: str) -> None:
         """An SMP frees a sealed slot of a shard, because the trainers say that they need it no more."""
@@ -130,19 +166,30 @@ class Oracle:
 
     # ------------------------------------------------------------------ what it judges
 
-    def restored(self, coord: str, snapshot: Snapshot | None, content: bytes | None) -> None:
-        """A trainer goes on from this snapshot, or from nothing."""
+    def restored(self, coord: str, epoch: int, snapshot: Snapshot | None, content: Content | None) -> None:
+        """A trainer goes on from this snapshot, or from nothing; with `epoch` begins what it goes on to."""
         if snapshot is not None:
             snapshot = (snapshot[0], snapshot[1])
-            known = self._contents.get(snapshot, {}).get(coord)
+            self._parents[epoch] = snapshot
+            known = self._expected(coord, snapshot)
             self.checks["restored"] += 1
             if content != known:
-                self._violate("restored", f"{coord} is restored from {snapshot} with bytes that it never had")
+                self._violate("restored", f"{coord} is restored from {snapshot}, and had other {_some(content, known)}")
         if self.promised is None or not self.must_survive():
             return
         self.checks["promise"] += 1
         if snapshot is None or snapshot < self.promised:
             self._violate("promise", f"{coord} is restored from {snapshot}, although {self.promised} was protected")
+
+    def _expected(self, coord: str, snapshot: Snapshot) -> Content | None:
+        shards = self._contents.get(snapshot, {})
+        if coord in shards or not shards:
+            return shards.get(coord)
+        before: Content | None = None
+        earlier: Snapshot | None = snapshot
+        while before is None and (earlier := self._parents.get(earlier[0])) is not None:
+            before = self._contents.get(earlier, {}).get(coord)
+        return shards[min(shards)].of_a_new_rank(before)
 
     def check_floor(self, coord: str, snapshot: Snapshot | None, floor: Snapshot | None) -> None:
         """Whatever was lost: what a node that is left knows to be protected is never undone."""
@@ -225,9 +272,16 @@ class Oracle:
             if data["kind"] == "shard" and not self._flips[snapshot]:
                 self.checks["whole"] += 1
                 content = self._contents.get(snapshot, {}).get(data["coord"])
-                if content is None or content not in path.read_bytes():
-                    self._violate("whole", f"{path.name} is sealed and holds other bytes than its trainer had")
+                missing = content.missing(path.read_bytes()) if content is not None else "shards"
+                if missing:
+                    self._violate("whole", f"{path.name} is sealed, and its trainer had other {missing}")
         for pool, count in free.items():
             self.checks["memory"] += 1
             if count > slots:
                 self._violate("memory", f"{arena.name} keeps {count} free slots of {pool}, and {slots} were asked for")
+
+
+def _some(content: Content | None, known: Content | None) -> str:
+    if content is None or known is None:
+        return "shards"
+    return ", ".join(content.differing(known)[:4])

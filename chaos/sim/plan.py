@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from holdfast.smp_daemon.shared.failpoints import FAILPOINTS, PERSIST_FAILPOINTS
 
+OF_MODULES = 1 / 40
+"""Of all seeds, so many have trainers of real modules."""
+
 POINTS_HERE = (
     *(point for point in FAILPOINTS if point not in PERSIST_FAILPOINTS),
     "seal.digest",
@@ -53,6 +56,57 @@ class DrawnFault:
     nth: int = 1
 
 
+KINDS_OF_STATE = (
+    "buffers",
+    "dropout",
+    "numpy",
+    "python",
+    "own generator",
+    "loader",
+    "schedule",
+    "average",
+    "clamped",
+    "written by data",
+    "other memory",
+    "plain values",
+    "extra state",
+    "bfloat16",
+    "strided",
+    "frozen",
+    "thaws",
+    "scaler",
+    "evaluation",
+    "two optimizers",
+)
+"""What a script with real modules may have, see `holdfast.chaos.sim.modules`; each seed draws some."""
+
+OPTIMIZERS = ("sgd", "adamw", "rmsprop", "adagrad")
+PACES = ("steady", "steady", "budget", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnState:
+    """What trainers of real modules have.
+
+    Attributes:
+        kinds: some of `KINDS_OF_STATE`.
+        optimizer: one of `OPTIMIZERS`.
+        replicated: all ranks hold the same weights, and average gradients.
+        declared: the loop says where its steps begin.
+        thaws: the step after which a frozen layer is trained, if `kinds` says so: optimizer state is added.
+        sizes: how many ranks each life has in turn, on the same nodes; empty: as many as the plan says.
+        pace: of `PACES`: a snapshot every so many steps whatever it costs; within the default budget; or ``auto``.
+    """
+
+    kinds: tuple[str, ...]
+    optimizer: str
+    replicated: bool
+    declared: bool
+    thaws: int
+    sizes: tuple[int, ...]
+    pace: str
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
     """What happens between two lives: `seconds` pass, with or without a replacement for lost nodes."""
@@ -70,6 +124,7 @@ class SeedPlan:
         lengths: of each rank's state, in bytes.
         chance: how likely a task gives way at an await.
         step_s: most that a training step takes.
+        state: of real modules; None: a few bytes in place of modules, which is a hundred times as fast.
         lives, gaps: the faults of each start of the job, and what follows it.
         quiet: how many snapshots are to become protected in the quiet that follows; 0: the job must only come back.
         final: what is done then; one of `FINALS`.
@@ -94,6 +149,7 @@ class SeedPlan:
     break_chance: float
     steps: int
     step_s: float
+    state: DrawnState | None
     lives: tuple[tuple[DrawnFault, ...], ...]
     gaps: tuple[Gap, ...]
     quiet: int
@@ -218,6 +274,29 @@ SIZES = (SMALL,) * 50 + (RECOVERING,) * 5 + (REGROUPING,) + (MEDIUM,) * 3 + (LAR
 
 def draw(seed: int) -> SeedPlan:
     """The plan of `seed`."""
+    plan = _draw(seed)
+    pick = random.Random(f"state {seed}")
+    return plan if pick.random() >= OF_MODULES else with_modules(plan, pick)
+
+
+def with_modules(plan: SeedPlan, pick: random.Random) -> SeedPlan:
+    """The same with trainers of real modules, whose state is drawn."""
+    count = pick.randint(1, len(KINDS_OF_STATE) // 2)
+    replicated = pick.random() < 0.5
+    elastic = replicated and pick.random() < 0.5
+    state = DrawnState(
+        kinds=tuple(sorted(pick.sample(KINDS_OF_STATE, count))),
+        optimizer=pick.choice(OPTIMIZERS),
+        replicated=replicated,
+        declared=pick.random() < 0.5,
+        thaws=pick.choice((1, 2, 3)),
+        sizes=tuple(pick.randint(1, plan.nodes + 1) for _ in range(3)) if elastic else (),
+        pace=pick.choice(PACES),
+    )
+    return replace(plan, state=state, unit_bytes=pick.choice((1024, 4096)))
+
+
+def _draw(seed: int) -> SeedPlan:
     pick = random.Random(f"plan {seed}")
     size = pick.choice(SIZES)
     nodes = pick.choice(size.nodes)
@@ -245,6 +324,7 @@ def draw(seed: int) -> SeedPlan:
         break_chance=pick.choice((0.0, 0.0, 0.01)) * size.hazard,
         steps=pick.choice(size.steps),
         step_s=pick.choice((0.0, 0.0, 0.05)),
+        state=None,
         lives=lives,
         gaps=tuple(Gap(pick.choice(size.gaps), pick.random() < size.replaced) for _ in lives),
         final=pick.choice(size.finals),

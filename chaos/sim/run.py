@@ -206,7 +206,8 @@ class _Driver:
     def _quiet(self) -> None:
         world, final = self._world, self._plan.final
         self._calm()
-        if not self._recover(self._plan.quiet, "after the faults", progress=self._plan.quiet > 0):
+        steady = self._plan.state is None or self._plan.state.pace == "steady"
+        if not self._recover(self._plan.quiet, "after the faults", progress=self._plan.quiet > 0 and steady):
             return
         if final in ("lose", "lose twice"):
             self._lose(world.oracle.survivable())

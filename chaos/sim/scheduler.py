@@ -15,7 +15,8 @@ import itertools
 import random
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -77,6 +78,7 @@ class Scheduler:
         self.telling = False
         self.history: list[Moment] = []
         self.unwinding = False
+        self._unbroken = False
         self._most_turns = most_turns
         self._order = order
         self._ready: list[Task] = []
@@ -104,6 +106,7 @@ class Scheduler:
         """Wait until `wake`, at most `timeout` seconds; whether it was woken."""
         if self.unwinding:
             raise Killed
+        assert not self._unbroken, "a task blocks where it must not give way"
         task = self.current
         task.token += 1
         task.blocked = True
@@ -145,6 +148,15 @@ class Scheduler:
         if self._order.eager:
             self._switch_at = self.next_stop = self.awaits + 1
         return task
+
+    @contextmanager
+    def without_awaits(self) -> Iterator[None]:
+        """Within the block the task goes on, whatever it passes; it must not block."""
+        self._unbroken = True
+        try:
+            yield
+        finally:
+            self._unbroken = False
 
     # ------------------------------------------------------------------ for the driver and its faults
 
@@ -258,6 +270,8 @@ class Scheduler:
         """The rest of `point`, where something is to be done."""
         if self.unwinding:
             raise Killed
+        if self._unbroken:
+            return
         while self._planned and self._planned[-1][0] <= self.awaits:
             _, action = self._planned.pop()
             action()
@@ -290,6 +304,8 @@ class Scheduler:
                 following.stack.switch(self, following)
         if self.unwinding:
             raise Killed
+        if task.on_turn is not None:
+            task.on_turn()
         if task is self._main and self.violations:
             raise Violation(*self.violations[0])
 

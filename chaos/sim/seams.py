@@ -17,12 +17,15 @@ from unittest.mock import patch
 import holdfast.smp_daemon.service  # noqa: F401  # so that every module to patch is there
 from holdfast.chaos.sim import trainer
 from holdfast.chaos.sim.memory import Disk, MemoryPath
+from holdfast.chaos.sim.modules import Generators, ObservedCapture, SteppingEngine
 from holdfast.chaos.sim.scheduler import active
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import PART, digest_units, kind_of
 from holdfast.smp_daemon.storage.arena import SHARD_SUFFIX, Arena
+from holdfast.snapshot import session
 from holdfast.snapshot.protecting import Protecting
+from holdfast.snapshot.resume import restore
 
 PAGE_BYTES = 64
 """Headers of slot files are padded to this, so that a shard is a few hundred bytes."""
@@ -34,7 +37,8 @@ class Hooks:
     failpoint: Callable[[str, int], None]
     start_smp: Callable[[MemoryPath], None]
     agreement: Callable[[], Any]
-    captured: Callable[[Any, str, bytes], None]
+    captured: Callable[[Any, str, Any], None]
+    begun: Callable[[Any, str], None]
     committed: Callable[[MemoryPath, str, Any], None]
     given_up: Callable[[Any, str], None]
     promised: Callable[[Any], None]
@@ -93,6 +97,28 @@ def _start_smp(job: str, node: str, arena: MemoryPath, **options: object) -> Non
     Hooks.start_smp(arena)
 
 
+load, Capture, Boundary = restore._load, session.Capture, session.Boundary
+
+
+def _load(attempt: Any, agreement: Any, adapter: Any, engine: Any) -> Any:
+    """`restore._load`; of a few bytes, by `trainer.load`."""
+    return (trainer.load if isinstance(adapter, trainer.SimAdapter) else load)(attempt, agreement, adapter, engine)
+
+
+def _capture(adapter: Any, *arguments: Any) -> Any:
+    """`Capture`, which the oracle listens to; of a few bytes, `trainer.SimCapture`."""
+    if isinstance(adapter, trainer.SimAdapter):
+        return trainer.SimCapture(adapter, *arguments)
+    capture = ObservedCapture(adapter, *arguments)
+    capture.on_begin = lambda snapshot, coord: Hooks.begun(snapshot, coord)
+    return capture
+
+
+def _boundary(optimizers: Any, *arguments: Any) -> Any:
+    """`Boundary`; where nobody steps, `trainer.SimBoundary`."""
+    return Boundary(optimizers, *arguments) if optimizers else trainer.SimBoundary()
+
+
 @contextmanager
 def _without_collector() -> Iterator[None]:
     enabled = gc.isenabled()
@@ -122,16 +148,17 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.shared.records._failpoint": _record_point,
         "holdfast.snapshot.resume.arrange.choose_unit_bytes": lambda longest, data: Hooks.unit_bytes(longest, data),
         "holdfast.snapshot.connect.start_smp": _start_smp,
-        "holdfast.snapshot.resume.restore._load": trainer.load,
+        "holdfast.snapshot.resume.restore._load": _load,
         "holdfast.snapshot.session.Protecting": _ObservedProtecting,
-        "holdfast.snapshot.session.Capture": trainer.SimCapture,
-        "holdfast.snapshot.session.Boundary": trainer.SimBoundary,
-        "holdfast.snapshot.rank.choose_engine": lambda devices: trainer.SimEngine(),
+        "holdfast.snapshot.session.Capture": _capture,
+        "holdfast.snapshot.session.Boundary": _boundary,
+        "holdfast.snapshot.rank.choose_engine": lambda devices: SteppingEngine() if devices else trainer.SimEngine(),
         "holdfast.snapshot.rank.default_agreement": lambda: Hooks.agreement(),
         "holdfast.chaos.sim.trainer.captured": lambda *what: Hooks.captured(*what),
     }
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
+        stack.enter_context(Generators.kept())
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable()
         stack.callback(failpoints.observe, None)

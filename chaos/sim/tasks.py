@@ -52,16 +52,31 @@ class Task:
 
     Attributes:
         number: which of the run's tasks it is.
+        on_turn: called when it goes on after others had their turn; None: nothing is.
         stack: where it runs; None until it is first its turn. Those of tasks that have ended are used again.
     """
 
-    __slots__ = ("blocked", "done", "failure", "name", "number", "process", "stack", "token", "where", "woken", "work")
+    __slots__ = (
+        "blocked",
+        "done",
+        "failure",
+        "name",
+        "number",
+        "on_turn",
+        "process",
+        "stack",
+        "token",
+        "where",
+        "woken",
+        "work",
+    )
 
     def __init__(self, process: SimProcess, name: str, number: int, work: Callable[[], None]) -> None:
         self.process = process
         self.name = name
         self.number = number
         self.work = work
+        self.on_turn: Callable[[], None] | None = None
         self.stack: greenlet | None = None
         self.done = self.blocked = self.woken = False
         self.token = 0

@@ -1,8 +1,8 @@
-"""A trainer whose state is a few hundred bytes: the production hook around a small training loop.
+"""The collectives of simulated trainers, and trainers whose state is a few hundred bytes, so that many can be run.
 
 `snapshot.hook.SnapshotHook`, its ledger, copier, outcomes, restore and reservation are the production ones. What they
 reach through interfaces is small here: `SimAdapter` (state), `SimCapture` and `SimEngine` (copying it), `SimMember`
-(collectives).
+(collectives). Trainers of real modules, `chaos.sim.modules`, have the last of them alone.
 """
 
 from __future__ import annotations
@@ -83,8 +83,11 @@ class SimMember:
     def patiently(self, work: Callable[[], T]) -> T:
         return work()
 
-    def spread(self, sets: object, pieces: object, nodes: object) -> None:
-        """Nothing is replicated."""
+    def spread(self, sets: object, pieces: Sequence[tuple[int, torch.Tensor]], nodes: object) -> None:
+        turn = self._post({at: tensor.clone() for at, (rank, tensor) in enumerate(pieces) if rank == self.rank})
+        everyones = self._collect(turn)
+        for at, (rank, tensor) in enumerate(pieces):
+            tensor.copy_(everyones[rank][at])
 
     def leave(self) -> None:
         """Whoever leaves ends soon: training has lost the others, too."""
@@ -111,10 +114,26 @@ class SimMember:
         return values
 
 
+class Bytes(bytes):
+    """A rank's whole state."""
+
+    def missing(self, slot: bytes) -> str:
+        """What of it is not in a slot; empty: nothing."""
+        return "" if self in slot else "its bytes"
+
+    def differing(self, other: bytes) -> list[str]:
+        """What is not the same in both."""
+        return [] if self == other else ["bytes"]
+
+    def of_a_new_rank(self, before: Bytes | None) -> Bytes:
+        """There are none."""
+        raise AssertionError("a job of bytes has always the same ranks")
+
+
 class SimAdapter:
     """One rank's state: bytes that each step makes of the ones before."""
 
-    def __init__(self, coord: str, length: int, secret: str, on_load: Callable[[SnapshotId, bytes], None]) -> None:
+    def __init__(self, coord: str, length: int, secret: str, on_load: Callable[[SnapshotId, Bytes], None]) -> None:
         self.coord = coord
         self.live = bytearray(_expand(f"{secret} {coord}".encode(), length))
         self.step = 0
@@ -136,7 +155,7 @@ class SimAdapter:
 
     def take_over(self, snapshot: SnapshotId, content: bytes) -> None:
         """Restored."""
-        self._on_load(snapshot, content)
+        self._on_load(snapshot, Bytes(content))
         self.live = bytearray(content)
         self.step = snapshot.step
 
@@ -178,12 +197,14 @@ class SimBoundary:
 class SimCapture:
     """`snapshot.step.capture.Capture` of a `SimAdapter`."""
 
-    def __init__(self, adapter: SimAdapter, agreement: SimMember, engine: SimEngine, job: str, coord: str) -> None:
+    def __init__(
+        self, adapter: SimAdapter, agreement: SimMember, engine: SimEngine, job: str, coord: str, system: object
+    ) -> None:
         self._adapter = adapter
         self._job = job
         self._coord = coord
         self._form: SlotFormat | None = None
-        self.on_begin: Callable[[SnapshotId, str, bytes], None] = captured
+        self.on_begin: Callable[[SnapshotId, str, Bytes], None] = captured
 
     def plan(self, snapshot: SnapshotId) -> SlotFormat:
         self._form = _form(self._job, self._coord, len(self._adapter.live))
@@ -213,7 +234,7 @@ class SimCapture:
         form, live = self._form, self._adapter.live
         if form is None or form.offsets[LEAF][1].bytes != len(live):
             raise LayoutChanged("the state has another length")
-        self.on_begin(snapshot, self._coord, bytes(live))
+        self.on_begin(snapshot, self._coord, Bytes(live))
         piece = SlotTensor(live, form.offsets[LEAF][0], len(live))  # type: ignore[arg-type]  # for `SimEngine` alone
         return CopyJob(
             snapshot,
@@ -235,7 +256,7 @@ class SimCapture:
         """Nothing was staged."""
 
 
-def captured(snapshot: SnapshotId, coord: str, content: bytes) -> None:
+def captured(snapshot: SnapshotId, coord: str, content: Bytes) -> None:
     """Told of every snapshot that begins; the oracle listens here (see `chaos.sim.seams`)."""
     raise RuntimeError("nobody listens")
 

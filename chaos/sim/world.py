@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from holdfast.chaos.sim.memory import Disk, MemoryPath
+from holdfast.chaos.sim.modules import Script
 from holdfast.chaos.sim.network import Network, use
-from holdfast.chaos.sim.oracle import Oracle, Snapshot
+from holdfast.chaos.sim.oracle import Content, Oracle, Snapshot
 from holdfast.chaos.sim.plan import SeedPlan
 from holdfast.chaos.sim.scheduler import Scheduler
 from holdfast.chaos.sim.seams import Hooks
 from holdfast.chaos.sim.system import SYSTEM
 from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Signal
-from holdfast.chaos.sim.trainer import Circle, SimAdapter, SimMember, TrainingLost
+from holdfast.chaos.sim.trainer import Bytes, Circle, SimAdapter, SimMember, TrainingLost
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unrecoverable
@@ -29,6 +31,7 @@ from holdfast.snapshot.session import Checks
 JOB = "job"
 START_DEADLINE_S = 60.0
 DRAIN_DEADLINE_S = 60.0
+DEFAULT_BUDGET = 0.01
 AGAIN_S = 0.5
 """After an SMP did not come up, another is started."""
 
@@ -100,7 +103,9 @@ class World:
         self.faults: Counter[str] = self.network.counts
         self.at_point: Callable[[str, SimProcess], None] = lambda point, process: None
         self._named = 0
+        self._lives = 0
         self._members: dict[SimProcess, SimMember] = {}
+        self._scripts: dict[SimProcess, Script] = {}
         self._hook_up()
         for _ in range(plan.nodes):
             self.add_node()
@@ -110,6 +115,7 @@ class World:
         Hooks.start_smp = self._start_by_trainer
         Hooks.agreement = self._agreement
         Hooks.captured = self.oracle.captured
+        Hooks.begun = self._note_begun
         Hooks.committed = self._committed
         Hooks.given_up = self.oracle.given_up
         Hooks.promised = self._note_promise
@@ -217,14 +223,15 @@ class World:
             ends: after so many steps the job is done for good.
         """
         up = self.up()
-        circle = Circle(len(self.plan.ranks))
+        ranks = self._ranks_of_a_life()
+        circle = Circle(len(ranks))
         self.circle = circle
         self.trainers = []
         spare = [node for node in up if node not in self.seats.values()]
-        for number in sorted(set(self.plan.ranks)):
+        for number in sorted(set(ranks)):
             if not (number in self.seats and self.seats[number].up):
                 self.seats[number] = spare.pop(0) if spare else up[number % len(up)]
-        for rank, number in enumerate(self.plan.ranks):
+        for rank, number in enumerate(ranks):
             node = self.seats[number]
             trainer = SimTrainer(rank, node, SimProcess(f"{node.name}.t{rank}", node.host))
             self.trainers.append(trainer)
@@ -234,6 +241,15 @@ class World:
         for trainer in self.trainers:
             work = partial(self._train, trainer, circle, steps, floor, quiet, ends)
             self.scheduler.spawn(trainer.process, "train", work)
+
+    def _ranks_of_a_life(self) -> Sequence[int]:
+        """By rank, the number of the node it starts on."""
+        sizes = self.plan.state.sizes if self.plan.state is not None else ()
+        self._lives += 1
+        if not sizes:
+            return self.plan.ranks
+        self.oracle.changes()
+        return [rank % self.plan.nodes for rank in range(sizes[self._lives % len(sizes)])]
 
     def kill_trainer(self, trainer: SimTrainer) -> None:
         """SIGKILL."""
@@ -262,51 +278,101 @@ class World:
         self, trainer: SimTrainer, circle: Circle, steps: int, floor: Snapshot | None, quiet: bool, ends: bool
     ) -> None:
         plan, rank = self.plan, trainer.rank
-        coord = f"dp{rank}"
-        loaded: list[bytes] = []
-        adapter: Any = SimAdapter(
-            coord, self.lengths[rank], str(plan.seed), lambda snapshot, content: loaded.append(content)
-        )
         self._members[trainer.process] = SimMember(circle, rank)
         arena: Any = trainer.node.base  # what stands for a path here
+        state = plan.state
+        pace = state.pace if state is not None else "steady"
         options = Options(
             job=JOB,
-            every=plan.every,
+            every="auto" if pace == "auto" else plan.every,
             protect=plan.protect,
             domains="",
             slots=plan.slots,
             generations=plan.generations,
             keep=not ends,
             arena=arena,
-            overhead_budget=0.0,
+            overhead_budget=0.0 if pace == "steady" else DEFAULT_BUDGET,
+            elastic=state is not None and bool(state.sizes),
         )
+        train = self._train_bytes if state is None else self._train_modules
+        train(trainer, circle, options, steps, floor, quiet and steps > 0)
+
+    def _train_bytes(
+        self, trainer: SimTrainer, circle: Circle, options: Options, steps: int, floor: Snapshot | None, drains: bool
+    ) -> None:
+        rank, coord = trainer.rank, f"dp{trainer.rank}"
+        loaded: list[Bytes] = []
+        adapter: Any = SimAdapter(
+            coord, self.lengths[rank], str(self.plan.seed), lambda snapshot, content: loaded.append(content)
+        )
+        meet = self._meeting(circle, rank)
         with _Hook(adapter, options) as hook:
-            restored = hook.restored.snapshot
-            trainer.restored, trainer.entered, trainer.hook = restored, True, hook
-            self._note_promise(hook._session.protecting.ledger.sure)
-            self.scheduler.tell(coord, _beginning(hook))
-            if trainer.outcome != "hangs":  # else it goes on where nobody listens any more
-                self.oracle.restored(coord, restored, loaded[-1] if loaded else None)
-                self.oracle.check_floor(coord, restored, floor)
-            for turn in range(steps):
+            self._note_restored(trainer, hook, floor, loaded[-1] if loaded else None)
+            for _ in range(steps):
                 hook.begin()
-                self.scheduler.sleep(plan.step_s * self.scheduler.random.random())
-                circle.post(("step", turn), rank, adapter.step)
-                if circle.collect(("step", turn)) is None:
-                    raise TrainingLost("another rank is gone")
+                self._work_a_while()
+                meet(adapter.step)
                 hook.before_step()
                 if len(adapter.live) != self.lengths[rank]:
                     adapter.resize(self.lengths[rank])
                 adapter.train()
                 hook.after_step()
             hook.begin()
-            if quiet and steps:
-                self.oracle.checks["progress"] += 1
-                if not hook.drain(DRAIN_DEADLINE_S):
-                    self.scheduler.violate("progress", f"{coord}: in quiet, not every snapshot becomes protected")
+            if drains:
+                self._drain(hook, coord)
                 hook.before_step()
                 hook.after_step()
                 hook.begin()
+
+    def _train_modules(
+        self, trainer: SimTrainer, circle: Circle, options: Options, steps: int, floor: Snapshot | None, drains: bool
+    ) -> None:
+        coord = f"dp{trainer.rank}"
+        drawn = self.plan.state
+        assert drawn is not None
+        meet = self._meeting(circle, trainer.rank)
+        script = Script(drawn, self.plan.seed, trainer.rank, meet, self._work_a_while)
+        self._scripts[trainer.process] = script
+        with script.hook(options, SYSTEM) as hook:
+            self._note_restored(trainer, hook, floor, script.state() if hook.restored.snapshot else None)
+            script.train(hook, steps, partial(self._drain, hook, coord) if drains else None)
+
+    def _meeting(self, circle: Circle, rank: int) -> Callable[[Any], list[Any]]:
+        """How the steps of this life bring ranks together."""
+        turns = itertools.count()
+
+        def meet(value: Any) -> list[Any]:
+            turn = ("step", next(turns))
+            circle.post(turn, rank, value)
+            everyones = circle.collect(turn)
+            if everyones is None:
+                raise TrainingLost("another rank is gone")
+            return everyones
+
+        return meet
+
+    def _work_a_while(self) -> None:
+        self.scheduler.sleep(self.plan.step_s * self.scheduler.random.random())
+
+    def _note_restored(
+        self, trainer: SimTrainer, hook: SnapshotHook, floor: Snapshot | None, content: Content | None
+    ) -> None:
+        restored, coord = hook.restored.snapshot, f"dp{trainer.rank}"
+        trainer.restored, trainer.entered, trainer.hook = restored, True, hook
+        self._note_promise(hook._session.protecting.ledger.sure)
+        self.scheduler.tell(coord, _beginning(hook))
+        if trainer.outcome != "hangs":  # else it goes on where nobody listens any more
+            self.oracle.restored(coord, hook.restored.epoch, restored, content)
+            self.oracle.check_floor(coord, restored, floor)
+
+    def _drain(self, hook: SnapshotHook, coord: str) -> None:
+        self.oracle.checks["progress"] += 1
+        if not hook.drain(DRAIN_DEADLINE_S):
+            self.scheduler.violate("progress", f"{coord}: in quiet, not every snapshot becomes protected")
+
+    def _note_begun(self, snapshot: SnapshotId, coord: str) -> None:
+        """A snapshot is taken of a script."""
+        self.oracle.captured(snapshot, coord, self._scripts[self.scheduler.current.process].at_the_boundary())
 
     def _note_promise(self, sure: SnapshotId | None) -> None:
         if sure is not None:

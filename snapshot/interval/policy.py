@@ -15,6 +15,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.interval.durations import parse_duration
 from holdfast.snapshot.interval.failures import from_profile
@@ -80,6 +81,7 @@ class IntervalController:
         connect: Callable[[], SmpClient],
         agreement: Agreement,
         notes: Mapping[str, Any],
+        system: System = MACHINE,
     ) -> None:
         """Snapshots can be taken from now on. A collective call with ``"auto"``.
 
@@ -109,7 +111,7 @@ class IntervalController:
             self._online.agree(-agreement.minimum([-self._online.interval])()[0])
         else:
             self.policy = Governor(budget, every)
-        self._watch = Watch(connect) if self._online is not None or recording is not None else None
+        self._watch = Watch(connect, system) if self._online is not None or recording is not None else None
         self._boundary_s: float | None = None
         self._stalled_s = 0.0
         self._say()

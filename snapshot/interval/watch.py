@@ -7,14 +7,14 @@ It has a connection of its own to the SMP, in which it waits; neither the traini
 from __future__ import annotations
 
 import queue
-import threading
-import time
+from collections import deque
 from collections.abc import Callable
 
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.interval.samples import Timing
 from holdfast.snapshot.step.copier import CopyJob
 
@@ -30,14 +30,15 @@ log = get_log(__name__)
 class Watch:
     """Times snapshots. `sealed` and `say` may be called from any thread; all else is the training thread's."""
 
-    def __init__(self, connect: Callable[[], SmpClient]) -> None:
+    def __init__(self, connect: Callable[[], SmpClient], system: System = MACHINE) -> None:
         """`connect`: a connection to this node's SMP; called in the watching thread, again if the SMP went away."""
         self._connect = connect
+        self._monotonic = system.monotonic
         self._client: SmpClient | None = None
-        self._hurry = threading.Event()
-        self._jobs: queue.SimpleQueue[CopyJob | str | None] = queue.SimpleQueue()
-        self._timings: queue.SimpleQueue[Timing] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="holdfast-watch", daemon=True)
+        self._hurry = system.Event()
+        self._jobs: queue.SimpleQueue[CopyJob | str | None] = system.SimpleQueue()
+        self._timings: deque[Timing] = deque()
+        self._thread = system.Thread(target=self._run, name="holdfast-watch", daemon=True)
         self._thread.start()
 
     def sealed(self, job: CopyJob) -> None:
@@ -51,7 +52,7 @@ class Watch:
 
     def take(self) -> list[Timing]:
         """What became known since the last call. Never blocks."""
-        return [self._timings.get_nowait() for _ in range(self._timings.qsize())]
+        return [self._timings.popleft() for _ in range(len(self._timings))]
 
     def close(self, deadline_s: float, *, wait: bool) -> None:
         """End; blocks. With `wait` not before what is open is timed, too. Raises `DeadlineExceeded`."""
@@ -77,14 +78,14 @@ class Watch:
         self._hang_up()
 
     def _time(self, client: SmpClient, job: CopyJob) -> None:
-        limit_s = time.monotonic() + AWAIT_DEADLINE_S
+        limit_s = self._monotonic() + AWAIT_DEADLINE_S
         outcome, over_s = SnapshotOutcome.PENDING, 0.0
         while outcome is SnapshotOutcome.PENDING and over_s < limit_s and not self._hurry.is_set():
             outcome = client.await_outcome(job.snapshot, SLICE_S)
-            over_s = time.monotonic()
+            over_s = self._monotonic()
         if outcome is not SnapshotOutcome.PROTECTED:
             return
-        self._timings.put(
+        self._timings.append(
             Timing(
                 job.snapshot.step,
                 job.filled_s - job.begun_s,

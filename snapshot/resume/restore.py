@@ -322,6 +322,7 @@ class _Attempt:
         self.rewind: Callable[[], None] = lambda: None
         self.node = client.node
         self._client = client
+        self.system = client.system
         self._sources = plan.sources
         self._coord = coord
         self._taken: set[int] = set()
@@ -358,7 +359,7 @@ class _Attempt:
             ProtocolError: it is not what a trainer wrote for this snapshot.
         """
         slot = self.shard.view
-        check_ranges(self.shard, [(0, min(slot.nbytes, PAGE_BYTES))], self.repair, self._client.system)
+        check_ranges(self.shard, [(0, min(slot.nbytes, PAGE_BYTES))], self.repair, self.system)
         header = min(8 + int.from_bytes(slot[:8], "little"), slot.nbytes)
         self._check_and_take([(0, header)])
         form, _ = read_format(slot)
@@ -386,7 +387,7 @@ class _Attempt:
         failpoint("restore.middle", self.snapshot.step)
 
     def _check_and_take(self, ranges: list[tuple[int, int]]) -> None:
-        check_ranges(self.shard, ranges, self.repair, self._client.system)
+        check_ranges(self.shard, ranges, self.repair, self.system)
         self._taken |= units_of(self.shard, ranges)
 
 
@@ -427,7 +428,10 @@ def _load(attempt: _Attempt, agreement: Agreement, adapter: Adapter, engine: Cop
     tensors = {item.name: item.tensor for item in live}
     pieces = place_tensors(form, _own(tensors, held, shared))
     failure = failure_of(
-        lambda: load_checked(engine, pieces, attempt.shard, attempt.repair, midway=attempt.midway), HoldfastError
+        lambda: load_checked(
+            engine, pieces, attempt.shard, attempt.repair, midway=attempt.midway, system=attempt.system
+        ),
+        HoldfastError,
     )
     if agreement.minimum([int(failure is None)])() == [1]:
         if gathering is not None:

@@ -16,6 +16,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.errors import LayoutChanged
@@ -53,8 +54,17 @@ class Capture:
         notes: asked for plain values that stand in the record beside the state, if it gives some.
     """
 
-    def __init__(self, adapter: Adapter, agreement: Agreement, engine: CopyEngine, job: str, coord: str) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        agreement: Agreement,
+        engine: CopyEngine,
+        job: str,
+        coord: str,
+        system: System = MACHINE,
+    ) -> None:
         self._adapter = adapter
+        self._system = system
         self._agreement = agreement
         self._engine = engine
         self._job = job
@@ -165,6 +175,7 @@ class Capture:
             witness=Witness(self._engine, placed.subjects, snapshot.step),
             reshaped=placed.manifest.reshaped,
             release=[partial(self._staging.give_back, staged)],
+            system=self._system,
         )
 
     def entered(self) -> None:
