@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections import Counter
@@ -14,10 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from holdfast.chaos.sim.plan import DrawnFault, Gap, SeedPlan, draw
+import torch
+
+from holdfast.chaos.sim import modules
+from holdfast.chaos.sim.plan import DrawnFault, DrawnState, Gap, SeedPlan, draw
 from holdfast.chaos.sim.run import play
 from holdfast.chaos.sim.seams import installed
 from holdfast.chaos.sim.system import SYSTEM
+from holdfast.integrations.adapters.base import BaseAdapter
+from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
@@ -30,7 +36,15 @@ from holdfast.smp_daemon.storage.holdings import Holdings
 from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotPool, SlotState
 from holdfast.smp_daemon.storage.store import Store
+from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.resume import restore
+from holdfast.snapshot.state import live, rng, streams, tracked
+from holdfast.snapshot.state.flags import Flags
+from holdfast.snapshot.state.manifest import Manifest
+from holdfast.snapshot.state.optimizers import OptimizerState
+from holdfast.snapshot.state.replicas import Gathering
+from holdfast.snapshot.step.boundary import Boundary
+from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import Copier, CopyJob
 from holdfast.snapshot.step.ledger import Ledger
 
@@ -109,6 +123,32 @@ def _killed(plan: SeedPlan) -> SeedPlan:
 
 def _ends_well(plan: SeedPlan) -> SeedPlan:
     return replace(plan, final="finish")
+
+
+def _with_state(
+    *kinds: str, declared: bool = False, replicated: bool = False, sizes: tuple[int, ...] = ()
+) -> Callable[[SeedPlan], SeedPlan]:
+    """Of real modules, on two nodes that nothing happens to: the job ends, and goes on once more."""
+    state = DrawnState(kinds, "adamw", replicated, declared, 1, sizes, "steady")
+
+    def plan(drawn: SeedPlan) -> SeedPlan:
+        lives = 2 if sizes else 1
+        quiet = replace(drawn, flip_chance=0.0, break_chance=0.0, lives=((),) * lives, final="stop")
+        two = replace(quiet, nodes=2, ranks=(0, 1), lengths=(40, 40), protect="1+1", every=1, quiet=1)
+        two = replace(two, gaps=(Gap(0.0, True),) * lives)
+        return replace(two, state=state, steps=3, unit_bytes=4096, slots=3, generations=1)
+
+    return plan
+
+
+_KILLED: dict[str, Any] = {
+    "lives": ((DrawnFault("kill-process", point="copy.middle", nth=5),),),
+    "gaps": (Gap(0.0, True),),
+}
+
+
+def _two_slots(plan: SeedPlan) -> SeedPlan:
+    return replace(_killed(plan), slots=2, generations=1, steps=4, flip_chance=0.0)
 
 
 # ---------------------------------------------------------------------- what is broken
@@ -220,6 +260,47 @@ def _forget_what_was_protected(inventories: Any, *rest: Any) -> Any:
     return plan_restore([replace(inventory, protected=None) for inventory in inventories], *rest)
 
 
+_tensors = TorchAdapter.tensors
+_begin = Capture.begin
+_load_extra = BaseAdapter.load
+
+
+def _tensors_of_one_change(self: TorchAdapter) -> Iterator[live.LiveTensor]:
+    """As if forward changed no buffer."""
+    return (replace(item, change=live.Change.STEP) for item in _tensors(self))
+
+
+def _without_scalers(self: BaseAdapter, early: Any, late: Any, fixed: Any) -> None:
+    held, self._extra = self._extra, {}
+    _load_extra(self, early, late, fixed)
+    self._extra = held
+
+
+def _forward_of_any_mode(self: Boundary, module: Any, given: Any) -> None:
+    """An evaluation begins a step, too."""
+    self._forwards += 1
+    self._running.append(self._forwards)
+    with torch.enable_grad():  # all tasks share one thread, and so one such mode
+        self._listener.on_forward(self._forwards, given)
+
+
+def _begin_and_draw(self: Capture, *arguments: Any, **options: Any) -> CopyJob:
+    job = _begin(self, *arguments, **options)
+    random.uniform(0, 1)
+    return job
+
+
+def _all_alike(ranks: Any) -> set[str]:
+    return set(ranks[0])
+
+
+def _nobody_is_carried(old: Any, new: Any, carried: Any) -> dict[str, dict[str, str]]:
+    return {coord: {} for coord in new}
+
+
+BLIND: tuple[Change, ...] = ((Witness, "check", _never), (Witness, "changed", lambda self: []))
+"""Nobody looks whether state changed while it was copied."""
+
 PLAN = "holdfast.smp_daemon.shared.plan"
 RESTORE = "holdfast.snapshot.resume.restore"
 
@@ -299,6 +380,112 @@ MUTANTS: dict[str, SimMutant] = {
     "a-bug": SimMutant("a thread meets an error that nobody expects", "bug", ((Store, "join", _raise_on_first_join),)),
     "arena-refused": SimMutant(
         "a new SMP does not take an arena with parity", "returns", ((Arena, "adopt", _refuse_what_is_there),)
+    ),
+    "two-slots": SimMutant(
+        "two slots are thought to be enough",
+        "kept",
+        (("holdfast.snapshot.options", "MIN_SLOTS", 2), ("holdfast.snapshot.step.ledger", "MIN_SLOTS", 2)),
+        _two_slots,
+    ),
+    # ------------------------------------------------------------------ of what is captured of real modules
+    "torn-unseen": SimMutant(
+        "what a step writes to before optim.step() is not noticed",
+        "sealed",
+        BLIND,
+        _with_state("written in a step"),
+    ),
+    "other-memory-unseen": SimMutant(
+        "a parameter that was given other memory is copied from where it was",
+        "sealed",
+        ((Manifest, "has_moved", lambda self: False), *BLIND),
+        _with_state("other memory"),
+    ),
+    "buffers-with-the-rest": SimMutant(
+        "buffers are copied while forward changes them",
+        "sealed",
+        ((TorchAdapter, "tensors", _tensors_of_one_change), *BLIND),
+        _with_state("buffers"),
+    ),
+    "evaluation-begins-a-step": SimMutant(
+        "an evaluation with borrowed weights is taken for the next step",
+        "sealed",
+        ((Boundary, "_forward", _forward_of_any_mode), (Capture, "changed", lambda self, copy: (False, False))),
+        _with_state("evaluation", "average"),
+    ),
+    "generators-left-alone": SimMutant(
+        "random generators are not restored",
+        "restored",
+        ((rng, "restore", _never),),
+        _with_state("dropout", declared=True),
+    ),
+    "batch-read-before-the-mark": SimMutant(
+        "what reading a batch changes is captured once it was read",
+        "returns",
+        (("holdfast.integrations.adapters.base", "settles_late", lambda part: True),),
+        _with_state("loader"),
+    ),
+    "schedules-left-alone": SimMutant(
+        "schedules are not restored",
+        "restored",
+        (("torch.optim.lr_scheduler.LRScheduler", "load_state_dict", _never),),
+        _with_state("schedule"),
+    ),
+    "options-left-alone": SimMutant(
+        "an optimizer's options are not restored",
+        "restored",
+        ((OptimizerState, "load", _never),),
+        _with_state("schedule"),
+    ),
+    "scalers-left-alone": SimMutant(
+        "gradient scalers are not restored",
+        "restored",
+        ((BaseAdapter, "load", _without_scalers),),
+        _with_state("scaler"),
+    ),
+    "flags-left-alone": SimMutant(
+        "a layer that was thawed is frozen again",
+        "restored",
+        ((Flags, "load", _never),),
+        _with_state("thaws"),
+    ),
+    "extra-state-left-alone": SimMutant(
+        "what modules keep beside tensors is not restored",
+        "restored",
+        ((modules.Counter, "set_extra_state", _never),),
+        _with_state("extra state"),
+    ),
+    "tracked-left-alone": SimMutant(
+        "tracked values are not restored", "restored", ((tracked, "load", _never),), _with_state("plain values")
+    ),
+    "average-forgotten": SimMutant(
+        "tracked tensors are not captured",
+        "restored",
+        ((BaseAdapter, "_tracked_tensors", lambda self: iter(())),),
+        _with_state("average"),
+    ),
+    "parts-not-gathered": SimMutant(
+        "replicas do not give each other what each kept",
+        "restored",
+        ((Gathering, "fill", _never),),
+        _with_state("clamped", replicated=True),
+    ),
+    "all-draw-alike": SimMutant(
+        "who comes back to a single rank takes over its generators",
+        "restored",
+        ((streams, "alike", _all_alike),),
+        _with_state("dropout", replicated=True, sizes=(2, 2, 1)),
+    ),
+    "streams-dropped": SimMutant(
+        "where the generators of a rank that is gone stopped is forgotten",
+        "restored",
+        (("holdfast.snapshot.resume.elastic", "stream_owners", _nobody_is_carried),),
+        _with_state("dropout", replicated=True, sizes=(3, 3, 2)),
+    ),
+    "a-draw-of-ours": SimMutant(
+        "to take a snapshot draws from a generator of the loop",
+        "exact",
+        ((Capture, "begin", _begin_and_draw),),
+        lambda plan: replace(_with_state("numpy", declared=True)(plan), **_KILLED),
     ),
 }
 """By name."""

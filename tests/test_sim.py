@@ -23,6 +23,7 @@ from holdfast.chaos.sim.seams import installed
 from holdfast.chaos.sim.shrink import shrink, tell
 from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Condition, Event, Lock, SimpleQueue, ThreadPoolExecutor
+from holdfast.chaos.sim.trainer import Bytes
 from holdfast.chaos.sim.turns import ORDERS, Recorder, Replayed, Uniform
 from holdfast.smp_daemon.storage.store import Store
 from tests.sim_mutants import MUTANTS, noticed
@@ -264,21 +265,21 @@ def _layout(parity: int, *groups: tuple[str, ...]) -> dict[str, object]:
 def _oracle(found: list[str], parity: int, *groups: tuple[str, ...]) -> Oracle:
     oracle = Oracle(lambda check, message: found.append(check))
     oracle.committed(MemoryPath(Disk(), "", "layout-1-0.json"), "layout", _layout(parity, *groups))
-    oracle.captured((1, 1), "dp0", b"one")
-    oracle.captured((1, 2), "dp0", b"two")
+    oracle.captured((1, 1), "dp0", Bytes(b"one"))
+    oracle.captured((1, 2), "dp0", Bytes(b"two"))
     oracle.protected((1, 2))
     return oracle
 
 
 def test_an_older_snapshot_than_the_protected_one_is_a_violation() -> None:
     found: list[str] = []
-    _oracle(found, 1, ("a", "b")).restored("dp0", (1, 1), b"one")
+    _oracle(found, 1, ("a", "b")).restored("dp0", 2, (1, 1), Bytes(b"one"))
     assert found == ["promise"]
 
 
 def test_other_bytes_than_the_trainer_had_are_a_violation() -> None:
     found: list[str] = []
-    _oracle(found, 1, ("a", "b")).restored("dp0", (1, 2), b"tow")
+    _oracle(found, 1, ("a", "b")).restored("dp0", 2, (1, 2), Bytes(b"tow"))
     assert found == ["restored"]
 
 
@@ -305,7 +306,7 @@ def test_what_came_of_unneeded_losses_is_no_violation_but_undoing_what_a_node_kn
     oracle = _oracle(found, 1, ("a", "b"))
     oracle.node_lost("a")
     oracle.node_lost("b")
-    oracle.restored("dp0", None, None)
+    oracle.restored("dp0", 2, None, None)
     assert not found
     oracle.check_floor("dp0", None, (1, 2))
     assert found == ["floor"]

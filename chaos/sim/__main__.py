@@ -98,6 +98,7 @@ def summary(total: SeedTotals, first: int, wall_s: float) -> dict[str, Any]:
             p: {"hits": total.hits[p], "crashes": total.crashes[p]} for p in sorted({*POINTS_HERE, *total.hits})
         },
         "checks": {check: total.checks[check] for check in CHECKS},
+        "states": dict(sorted(total.states.items())),
     }
 
 
@@ -112,6 +113,7 @@ def lines(result: dict[str, Any]) -> Iterable[str]:
     yield "checks, and how often each looked at something:"
     for check, count in result["checks"].items():
         yield f"{check:12} {count:>12,}  {CHECKS[check]}"
+    yield "of real modules: " + ", ".join(f"{kind} {count:,}" for kind, count in result["states"].items())
     yield f"{'point':24} {'hits':>10} {'crashes':>8}"
     for point, counts in result["points"].items():
         yield f"{point:24} {counts['hits']:>10,} {counts['crashes']:>8,}"

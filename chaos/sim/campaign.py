@@ -25,6 +25,10 @@ BATCH_DEADLINE_S = 600.0
 """A batch takes seconds; what takes this long hangs."""
 
 
+COUNTED = ("faults", "hits", "crashes", "checks", "states")
+"""What of a `SeedReport` is added up."""
+
+
 @dataclass(slots=True)
 class SeedTotals:
     """What many seeds did together. `cpu_s` is time of a processor, not simulated."""
@@ -39,6 +43,7 @@ class SeedTotals:
     hits: Counter[str] = field(default_factory=Counter)
     crashes: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: SeedReport) -> None:
         """Count one seed."""
@@ -46,7 +51,7 @@ class SeedTotals:
         self.awaits += report.awaits
         self.turns += report.turns
         self.simulated_s += report.simulated_s
-        for name in ("faults", "hits", "crashes", "checks"):
+        for name in COUNTED:
             getattr(self, name).update(getattr(report, name))
         if report.violations:
             self.failures[report.seed] = report.violations[0]
@@ -55,7 +60,7 @@ class SeedTotals:
         """Count what other seeds did."""
         for name in ("seeds", "awaits", "turns", "simulated_s", "cpu_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("faults", "hits", "crashes", "checks"):
+        for name in COUNTED:
             getattr(self, name).update(getattr(other, name))
         self.failures.update(other.failures)
 

@@ -7,7 +7,6 @@ Nothing of holdfast's capture and restore is replaced here. What is not real is 
 from __future__ import annotations
 
 import json
-import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,6 +55,7 @@ class Generators:
 
     def hold(self) -> None:
         """From now on this process draws."""
+        assert torch.is_grad_enabled(), "a task gave way where gradients are off, which goes for the whole thread"
         before = Generators._holder
         if before is self:
             return
@@ -174,7 +174,7 @@ class Loader:
         self.order = list(state["order"])
 
 
-class Script:
+class SimScript:
     """One rank's: it makes all anew in each life, enters the hook, and trains.
 
     Args:
@@ -182,6 +182,9 @@ class Script:
         seed: of its first weights, the same on all ranks if they are replicas, and of its generators.
         meet: how its ranks average gradients.
         sleep: for some of a step's time.
+
+    Attributes:
+        boundary: its state as the turn of the loop began that is under way.
     """
 
     def __init__(self, drawn: DrawnState, seed: int, rank: int, meet: Meet, sleep: Callable[[], None]) -> None:
@@ -196,9 +199,7 @@ class Script:
         self._model: nn.Module = Replica(self._net) if drawn.replicated else self._net
         self._samples = torch.randn(SAMPLES, WIDTH)
         self._optimizers = _optimizers(drawn, self._net)
-        self._schedule = (
-            torch.optim.lr_scheduler.StepLR(self._optimizers[0], 2, 0.5) if "schedule" in kinds else None
-        )
+        self._schedule = torch.optim.lr_scheduler.StepLR(self._optimizers[0], 2, 0.5) if "schedule" in kinds else None
         self._average = (
             {name: p.detach().clone() for name, p in self._net.named_parameters()} if "average" in kinds else None
         )
@@ -208,7 +209,7 @@ class Script:
         self._loader = Loader() if "loader" in kinds else None
         self._own = torch.Generator() if "own generator" in kinds else None
         self._losses: list[float] = []
-        self._top: dict[str, bytes] = {}
+        self.boundary = State({})
         seeded = random.Random(f"data {seed} {rank}").getrandbits(31)
         torch.manual_seed(seeded)
         np.random.seed(seeded)
@@ -219,7 +220,7 @@ class Script:
     def hook(self, options: Options, system: Any) -> SnapshotHook:
         """``InMemorySnapshot(model, optim, ...)``, and what it is told to track."""
         extra = {"loader": self._loader, "scaler": self._scaler}
-        adapter = _Adapter(self._model, self._optimizers, self._schedule, extra)
+        adapter = _NumberedAdapter(self._model, self._optimizers, self._schedule, extra)
         adapter.coord = self.coord
         hook = SnapshotHook(adapter, options)
         hook.system = system
@@ -234,13 +235,15 @@ class Script:
     def train(self, snap: SnapshotHook, steps: int, drain: Callable[[], None] | None) -> None:
         """So many steps more; and one more, in which all that was taken is drained, if that is asked for."""
         for turn in range(steps + (drain is not None)):
-            self._top = self._early()
+            self.boundary = self.state()
             if self._drawn.declared:
                 snap.begin()
             number = snap.step
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
-            loss = self._model(self._batch()).square().mean()
+            loss = self._model(self._batch()).square().sum()
+            if "written in a step" in self._kinds:
+                self._net.last.bias.data.add_(0.125)
             self._sleep()
             with active().without_awaits():  # the engine of autograd is one for all who share a thread
                 (loss if self._scaler is None else self._scaler.scale(loss)).backward()
@@ -255,7 +258,7 @@ class Script:
             if self._scaler is not None:
                 self._scaler.update()
             self._between(number + 1, float(loss.detach()))
-        self._top = self._early()
+        self.boundary = self.state()
 
     def _batch(self) -> torch.Tensor:
         if self._loader is not None:
@@ -315,19 +318,15 @@ class Script:
     # ------------------------------------------------------------------ what it has in its hands
 
     def state(self) -> State:
-        """All of it as it is now, read by other means than holdfast's; as a turn of the loop begins."""
+        """All of it as it is now, read by other means than holdfast's."""
         return State({**self._late(), **self._early()})
-
-    def at_the_boundary(self) -> State:
-        """As the step began that is under way, before its batch was read."""
-        return State({**self._late(), **self._top})
 
     def _early(self) -> dict[str, bytes]:
         """What reading a batch changes."""
-        numbers, keys = random.getstate(), np.random.get_state()
+        _, numbers, *others = np.random.get_state()
         return {
-            "python's generator": pickle.dumps(numbers),
-            "numpy's generator": pickle.dumps(keys),
+            "python's generator": repr(random.getstate()).encode(),
+            "numpy's generator": np.asarray(numbers).tobytes() + repr(others).encode(),
             "torch's generator": _bytes(torch.get_rng_state()),
             "own generator": b"" if self._own is None else _bytes(self._own.get_state()),
             "loader": b"" if self._loader is None else repr(self._loader.order).encode(),
@@ -397,7 +396,7 @@ class State:
             first, last = leaf["data_offsets"]
             held = slot[begin + first : begin + last]
             if not any(held in part for part in self.parts.values() if part is not None):
-                return name
+                return str(name)
         return ""
 
     def differing(self, other: State) -> list[str]:
@@ -410,7 +409,7 @@ class State:
 
     def of_a_new_rank(self, before: State | None) -> State:
         """All as the first rank has it, but for its generators: those go on where they were. New ones are anything."""
-        return State(self.parts | {name: None if before is None else before.parts[name] for name in STREAMS})
+        return State({**self.parts, **{name: None if before is None else before.parts[name] for name in STREAMS}})
 
     def _is_alike(self, other: State, name: str) -> bool:
         mine, its = self.parts.get(name, b""), other.parts.get(name, b"")
@@ -426,7 +425,7 @@ TENSORS = ("model", "optim", "tracked")
 # ---------------------------------------------------------------------- where the oracle looks
 
 
-class _Adapter(TorchAdapter):
+class _NumberedAdapter(TorchAdapter):
     """A rank knows its number from the launcher."""
 
     coord = ""

@@ -123,7 +123,7 @@ class Oracle:
         self._sealed.clear()
 
     def changes(self) -> None:
-        """The job has another state, or other ranks, than before: one that goes back does not come by the same states."""
+        """The job has another state or other ranks than before, so one that goes back comes by other states."""
         self._varies = True
 
     def bit_flipped(self, snapshot: Snapshot) -> None:
@@ -186,9 +186,10 @@ class Oracle:
         if coord in shards or not shards:
             return shards.get(coord)
         before: Content | None = None
-        earlier: Snapshot | None = snapshot
-        while before is None and (earlier := self._parents.get(earlier[0])) is not None:
+        earlier = self._parents.get(snapshot[0])
+        while before is None and earlier is not None:
             before = self._contents.get(earlier, {}).get(coord)
+            earlier = self._parents.get(earlier[0])
         return shards[min(shards)].of_a_new_rank(before)
 
     def check_floor(self, coord: str, snapshot: Snapshot | None, floor: Snapshot | None) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.smp_daemon.shared.failpoints import FAILPOINTS, PERSIST_FAILPOINTS
 
 OF_MODULES = 1 / 40
 """Of all seeds, so many have trainers of real modules."""
+
+OF_MANY_RANKS = 1 / 1000
+MANY_RANKS = ((8, 2), (8, 8), (16, 2), (16, 4), (32, 1), (64, 1))
+"""So many nodes, and ranks on each."""
 
 POINTS_HERE = (
     *(point for point in FAILPOINTS if point not in PERSIST_FAILPOINTS),
@@ -37,7 +42,8 @@ KINDS = (
     "flip-stored",
     "grow-state",
 )
-"""What a seed draws from the catalogue, `chaos.faults`. Their order is part of what each seed stands for."""
+"""What a seed draws from the catalogue, `chaos.faults`: from a few of them, so that some seeds have many of a kind.
+Their order is part of what each seed stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ KINDS_OF_STATE = (
     "average",
     "clamped",
     "written by data",
+    "written in a step",
     "other memory",
     "plain values",
     "extra state",
@@ -105,6 +112,11 @@ class DrawnState:
     thaws: int
     sizes: tuple[int, ...]
     pace: str
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether a snapshot may rightly be given up by name: the loop writes to what is being copied."""
+        return "written in a step" in self.kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +288,18 @@ def draw(seed: int) -> SeedPlan:
     """The plan of `seed`."""
     plan = _draw(seed)
     pick = random.Random(f"state {seed}")
-    return plan if pick.random() >= OF_MODULES else with_modules(plan, pick)
+    which = pick.random()
+    if which < OF_MODULES:
+        return with_modules(plan, pick)
+    return with_many_ranks(plan, pick) if which < OF_MODULES + OF_MANY_RANKS else plan
+
+
+def with_many_ranks(plan: SeedPlan, pick: random.Random) -> SeedPlan:
+    """The same of a large job; it does little, as each of its steps takes long."""
+    nodes, mates = pick.choice(MANY_RANKS)
+    ranks = tuple(node for node in range(nodes) for _ in range(mates))
+    lengths = tuple(pick.randint(40, 400) for _ in ranks)
+    return replace(plan, nodes=nodes, ranks=ranks, lengths=lengths, steps=min(plan.steps, 2), quiet=1)
 
 
 def with_modules(plan: SeedPlan, pick: random.Random) -> SeedPlan:
@@ -301,9 +324,12 @@ def _draw(seed: int) -> SeedPlan:
     size = pick.choice(SIZES)
     nodes = pick.choice(size.nodes)
     ranks = tuple(node for node in range(nodes) for _ in range(pick.choice(size.mates) if nodes < 4 else 1))
+    kinds = pick.sample(KINDS, pick.randint(2, len(KINDS)))
     lives = tuple(
         (() if life else size.opening)
-        + tuple(_fault(pick, size, later=life > 0 or size is REGROUPING) for _ in range(pick.choice(size.faults)))
+        + tuple(
+            _fault(pick, size, kinds, later=life > 0 or size is REGROUPING) for _ in range(pick.choice(size.faults))
+        )
         for life in range(pick.choice(size.lives))
     )
     return SeedPlan(
@@ -329,17 +355,17 @@ def _draw(seed: int) -> SeedPlan:
         gaps=tuple(Gap(pick.choice(size.gaps), pick.random() < size.replaced) for _ in lives),
         final=pick.choice(size.finals),
         quiet=pick.choice(size.quiet),
-        generations=pick.choice((1, 1, 1, 2)),
+        generations=pick.choice((1, 1, 1, 2, 3)),
         order=pick.choice(("uniform", "uniform", "uniform", "priorities")),
         span=2 * size.span,
         turns=seed,
     )
 
 
-def _fault(pick: random.Random, size: Size, *, later: bool) -> DrawnFault:
+def _fault(pick: random.Random, size: Size, kinds: Sequence[str], *, later: bool) -> DrawnFault:
     if pick.random() < 0.5:
         kind = pick.choice(("kill-process", "kill-process", "kill-process", "lose-node"))
         if later and pick.random() < 0.5:
             return DrawnFault(kind, point=pick.choice(size.later))
         return DrawnFault(kind, point=pick.choice(POINTS_HERE), nth=pick.choice((1, 1, 2, 3, 5)))
-    return DrawnFault(pick.choice(KINDS), awaits=int(pick.random() ** 2 * size.span))
+    return DrawnFault(pick.choice(kinds), awaits=int(pick.random() ** 2 * size.span))

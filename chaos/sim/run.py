@@ -30,6 +30,9 @@ REST_S = 700.0
 COLLECT_EVERY = 8
 """After so many runs the memory of those that are over is given back."""
 
+FREEZE_AFTER = (COLLECT_EVERY, 8 * COLLECT_EVERY)
+"""After so many runs all that is imported as it is needed is there, and is not looked at by the collector again."""
+
 _runs = itertools.count(1)
 
 
@@ -40,6 +43,7 @@ class SeedReport:
     Attributes:
         violations: the first is what ended the run.
         checks: how often each of `holdfast.chaos.sim.checks` looked at something.
+        states: what its trainers had, of real modules.
         history: see `Scheduler`.
     """
 
@@ -53,6 +57,7 @@ class SeedReport:
     hits: Counter[str] = field(default_factory=Counter)
     crashes: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)
     history: list[Moment] = field(default_factory=list)
 
 
@@ -96,8 +101,7 @@ def play(
         scheduler.unwind()
         if trace is not None:
             logging.disable()
-        if next(_runs) % COLLECT_EVERY == 0:
-            gc.collect()
+        _collect(next(_runs))
     return SeedReport(
         plan.seed,
         list(scheduler.violations),
@@ -109,8 +113,24 @@ def play(
         world.hits,
         world.crashes,
         world.oracle.checks,
+        _states(plan),
         scheduler.history,
     )
+
+
+def _states(plan: SeedPlan) -> Counter[str]:
+    state = plan.state
+    if state is None:
+        return Counter()
+    sharing = "replicas" if state.replicated else "shards"
+    return Counter((*state.kinds, state.optimizer, state.pace, "elastic" if state.sizes else sharing))
+
+
+def _collect(runs: int) -> None:
+    if runs % COLLECT_EVERY == 0:
+        gc.collect()
+        if runs in FREEZE_AFTER:
+            gc.freeze()
 
 
 class _Driver:
@@ -206,7 +226,8 @@ class _Driver:
     def _quiet(self) -> None:
         world, final = self._world, self._plan.final
         self._calm()
-        steady = self._plan.state is None or self._plan.state.pace == "steady"
+        state = self._plan.state
+        steady = state is None or (state.pace == "steady" and not state.gives_up)
         if not self._recover(self._plan.quiet, "after the faults", progress=self._plan.quiet > 0 and steady):
             return
         if final in ("lose", "lose twice"):

@@ -23,9 +23,9 @@ from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import PART, digest_units, kind_of
 from holdfast.smp_daemon.storage.arena import SHARD_SUFFIX, Arena
-from holdfast.snapshot import session
 from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.resume import restore
+from holdfast.snapshot.step.boundary import Boundary
 
 PAGE_BYTES = 64
 """Headers of slot files are padded to this, so that a shard is a few hundred bytes."""
@@ -97,7 +97,7 @@ def _start_smp(job: str, node: str, arena: MemoryPath, **options: object) -> Non
     Hooks.start_smp(arena)
 
 
-load, Capture, Boundary = restore._load, session.Capture, session.Boundary
+load = restore._load
 
 
 def _load(attempt: Any, agreement: Any, adapter: Any, engine: Any) -> Any:

@@ -119,7 +119,7 @@ class Bytes(bytes):
 
     def missing(self, slot: bytes) -> str:
         """What of it is not in a slot; empty: nothing."""
-        return "" if self in slot else "its bytes"
+        return "" if slot.find(self) >= 0 else "bytes"
 
     def differing(self, other: bytes) -> list[str]:
         """What is not the same in both."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.chaos.sim.memory import Disk, MemoryPath
-from holdfast.chaos.sim.modules import Script
+from holdfast.chaos.sim.modules import SimScript
 from holdfast.chaos.sim.network import Network, use
 from holdfast.chaos.sim.oracle import Content, Oracle, Snapshot
 from holdfast.chaos.sim.plan import SeedPlan
@@ -105,7 +105,7 @@ class World:
         self._named = 0
         self._lives = 0
         self._members: dict[SimProcess, SimMember] = {}
-        self._scripts: dict[SimProcess, Script] = {}
+        self._scripts: dict[SimProcess, SimScript] = {}
         self._hook_up()
         for _ in range(plan.nodes):
             self.add_node()
@@ -249,7 +249,13 @@ class World:
         if not sizes:
             return self.plan.ranks
         self.oracle.changes()
-        return [rank % self.plan.nodes for rank in range(sizes[self._lives % len(sizes)])]
+        # Who comes to a new node alone can hear of no other: nodes that were there before are taken first.
+        seats = sorted(range(self.plan.nodes), key=lambda number: (not self._remembers(number), number))
+        return [seats[rank % len(seats)] for rank in range(sizes[self._lives % len(sizes)])]
+
+    def _remembers(self, number: int) -> bool:
+        node = self.seats.get(number)
+        return node is not None and node.up and (node.arena / "node.json").exists()
 
     def kill_trainer(self, trainer: SimTrainer) -> None:
         """SIGKILL."""
@@ -321,6 +327,7 @@ class World:
             if drains:
                 self._drain(hook, coord)
                 hook.before_step()
+                adapter.train()
                 hook.after_step()
                 hook.begin()
 
@@ -331,7 +338,7 @@ class World:
         drawn = self.plan.state
         assert drawn is not None
         meet = self._meeting(circle, trainer.rank)
-        script = Script(drawn, self.plan.seed, trainer.rank, meet, self._work_a_while)
+        script = SimScript(drawn, self.plan.seed, trainer.rank, meet, self._work_a_while)
         self._scripts[trainer.process] = script
         with script.hook(options, SYSTEM) as hook:
             self._note_restored(trainer, hook, floor, script.state() if hook.restored.snapshot else None)
@@ -366,13 +373,16 @@ class World:
             self.oracle.check_floor(coord, restored, floor)
 
     def _drain(self, hook: SnapshotHook, coord: str) -> None:
+        drained = hook.drain(DRAIN_DEADLINE_S)
+        if self.plan.state is not None and self.plan.state.gives_up:
+            return
         self.oracle.checks["progress"] += 1
-        if not hook.drain(DRAIN_DEADLINE_S):
+        if not drained:
             self.scheduler.violate("progress", f"{coord}: in quiet, not every snapshot becomes protected")
 
     def _note_begun(self, snapshot: SnapshotId, coord: str) -> None:
         """A snapshot is taken of a script."""
-        self.oracle.captured(snapshot, coord, self._scripts[self.scheduler.current.process].at_the_boundary())
+        self.oracle.captured(snapshot, coord, self._scripts[self.scheduler.current.process].boundary)
 
     def _note_promise(self, sure: SnapshotId | None) -> None:
         if sure is not None:
