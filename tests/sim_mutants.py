@@ -115,6 +115,11 @@ def _zombies(plan: SeedPlan) -> SeedPlan:
     return replace(plan, lives=lives, gaps=(Gap(0.0, True),) * 2, steps=3)
 
 
+def _restless(plan: SeedPlan) -> SeedPlan:
+    """Tasks give way at every fifth await."""
+    return replace(plan, order="uniform", chance=0.2, steps=4, every=1)
+
+
 def _killed(plan: SeedPlan) -> SeedPlan:
     """All trainers are killed while a second snapshot is sealed here and there, and not yet protected."""
     faults = (DrawnFault("kill-trainers", point="seal.done", nth=3 + plan.seed % 3),)
@@ -336,6 +341,7 @@ MUTANTS: dict[str, SimMutant] = {
         "the next step does not wait for the copy",
         "sealed",
         ((CopyJob, "fence", lambda job, patience_s, deadline_s: True),),
+        _restless,
     ),
     "no-repair": SimMutant(
         "lost parity is not repaired",

@@ -120,7 +120,7 @@ def test_a_seed_that_fails_becomes_a_history_of_ten_lines_and_a_file_that_plays_
     seed, _ = noticed(mutant, range(SEEDS_OF_MUTANTS))
     assert seed is not None
     with mutant.applied():
-        case = shrink(draw(seed))
+        case = shrink(mutant.focus(draw(seed)))
         assert len(tell(case)) <= 10
         assert len(case.deviations) <= 3
         case.write(path)
