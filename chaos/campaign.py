@@ -18,7 +18,7 @@ from holdfast.chaos.drill import TARGET
 from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.scenario import WORKLOAD, Scenario
-from holdfast.chaos.verdict import ScenarioVerdict, judge
+from holdfast.chaos.verdict import CHECKS, ScenarioVerdict, judge
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.paths import arena_base
 
@@ -160,6 +160,7 @@ def summary(verdicts: Iterable[ScenarioVerdict], seconds: float) -> dict[str, An
         "lost_protected_steps": sum(verdict.lost_protected_steps for verdict in ran),
         "hangs": sum(verdict.hang for verdict in ran),
         "leaks": sum(len(verdict.leaks) for verdict in ran),
+        "checks": {check: sum(verdict.checks[check] for verdict in ran) for check in CHECKS},
         "failed": sum(not verdict.held for verdict in ran),
         "seconds": round(seconds, 1),
         "replay": [verdict.replay for verdict in ran if verdict.replay],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,13 +13,38 @@ from holdfast.chaos.drill import compare, steps_done_again
 from holdfast.chaos.scenario import Scenario
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 
+PROMISES = {
+    "ends": "the job ends in time",
+    "refuses": "if more is lost than parity makes up for, the job says so and does not start anew",
+    "returns": "else it comes back from every fault, and ends well",
+    "result": "every loss, every gradient and the final state are those of the undisturbed job, bit for bit",
+    "together": "all ranks of a start go on from the same step",
+    "kept": "no step that was protected is lost",
+    "again": "no more finished steps are done again than may be",
+    "persisted": "if memory is lost, what was persisted comes back",
+    "whole": "no shard is damaged unless a bit was flipped",
+    "smps": "an SMP ends by the signal that it is sent",
+    "leaks": "nothing is left behind",
+    "expected": "no SMP meets an error that it does not expect",
+}
+"""What is checked of the product, by name. A build that is broken on purpose names what must notice it."""
+
+TRIALS = {
+    "struck": "every fault that was asked for was done",
+    "met": "what impairs a network met packets",
+    "seen": "a clock that was set was read",
+}
+"""What is checked of the trial itself: a fault that does nothing shows nothing."""
+
+CHECKS = PROMISES | TRIALS
+
 
 @dataclass(frozen=True, slots=True)
 class ScenarioVerdict:
     """One scenario.
 
     Attributes:
-        problems: empty if everything is as it must be.
+        breaches: which of `CHECKS` found what; empty if everything is as it must be.
         asked, injected: faults, counting each target.
         restarts: how often the job was started again.
         steps_again: finished steps that had to be done again, at each restart.
@@ -26,10 +53,11 @@ class ScenarioVerdict:
         hang: it did not end in time.
         leaks: what was left behind.
         history: what happened.
+        checks: how often each of `CHECKS` looked at something.
     """
 
     scenario: Scenario
-    problems: tuple[str, ...]
+    breaches: tuple[tuple[str, str], ...]
     asked: int
     injected: int
     restarts: int
@@ -42,16 +70,29 @@ class ScenarioVerdict:
     history: History = field(compare=False, repr=False)
     replay: str = ""
     skipped: str = ""
+    checks: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What was found, in words."""
+        return tuple(text for _, text in self.breaches)
 
     @property
     def held(self) -> bool:
         """Whether all is well."""
-        return not self.problems
+        return not self.breaches
 
     def to_json(self) -> dict[str, Any]:
         """For reports; without the history."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("scenario", "history")}
-        return {"scenario": self.scenario.name, **data, "faults": [asdict(fault) for fault in self.scenario.faults]}
+        left_out = ("scenario", "history", "breaches")
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
+        told = {"problems": self.problems, "broken": [check for check, _ in self.breaches]}
+        return {
+            "scenario": self.scenario.name,
+            **data,
+            **told,
+            "faults": [asdict(fault) for fault in self.scenario.faults],
+        }
 
 
 def judge(
@@ -67,58 +108,85 @@ def judge(
     injected = sum(max(1, len(event["targets"])) for event in disturbed.of("fault"))
     lost = lost_protected(disturbed)
     hang = isinstance(failure, DeadlineExceeded)
-    problems, wrong = [], False
-    if hang:
-        problems.append(f"it did not end: {str(failure).splitlines()[0]}")
-    elif scenario.beyond_parity:
-        if failure is None:
-            problems.append("it ended as if nothing had happened, although more was lost than parity makes up for")
-        elif "Unrecoverable" not in str(failure):
-            problems.append(f"it failed, but not with Unrecoverable: {_last_line(failure)}")
-    elif failure is not None:
-        problems.append(f"it failed: {_last_line(failure)}")
-    else:
-        difference = compare(undisturbed, disturbed)
-        wrong = bool(difference)
-        problems += [difference] * wrong
-    if started := torn(disturbed):
-        problems.append(started)
-        wrong = True
+    found = Findings()
+    found.look("ends", f"it did not end: {str(failure).splitlines()[0]}" if hang else "")
+    if scenario.beyond_parity and not hang:
+        found.look("refuses", _not_refused(failure))
+    elif not hang:
+        found.look("returns", "" if failure is None else f"it failed: {_last_line(failure)}")
+    difference = compare(undisturbed, disturbed) if failure is None and not scenario.beyond_parity else ""
+    if failure is None and not scenario.beyond_parity:
+        found.look("result", difference)
+    started = torn(disturbed)
+    if disturbed.of("started"):
+        found.look("together", started)
     again = tuple(steps_done_again(disturbed, n) for n in range(1, len(disturbed.restarts) + 1))
     tiers = [event.get("tier") for event in disturbed.of("started")]
-    if scenario.from_storage and failure is None and len(disturbed.restarts) == 1 and "persisted" not in tiers:
-        problems.append("it did not come back from what was persisted")
-    if max(again, default=0) > scenario.again and not scenario.from_storage:
-        problems.append(f"{max(again)} finished steps had to be done again; {scenario.again} at most may")
-    flipped = any(fault.kind.startswith("flip-") for fault in scenario.faults)
-    if not flipped and any(event["how"] == "repaired" for event in disturbed.of("started")):
-        problems.append("a shard was damaged although nothing had flipped a bit")
-    if lost and not scenario.from_storage:
-        problems.append(f"{lost} protected steps were lost")
-    if injected != scenario.asked:
-        problems.append(f"{scenario.asked} faults were asked for, {injected} were done")
+    if scenario.from_storage and failure is None and len(disturbed.restarts) == 1:
+        found.look("persisted", "" if "persisted" in tiers else "it did not come back from what was persisted")
+    if again and not scenario.from_storage:
+        too_many = max(again) > scenario.again
+        text = f"{max(again)} finished steps had to be done again; {scenario.again} at most may"
+        found.look("again", text if too_many else "")
+        found.look("kept", f"{lost} protected steps were lost" if lost else "")
+    if again and not any(fault.kind.startswith("flip-") for fault in scenario.faults):
+        damaged = any(event["how"] == "repaired" for event in disturbed.of("started"))
+        found.look("whole", "a shard was damaged although nothing had flipped a bit" if damaged else "")
+    if scenario.asked or injected:
+        text = f"{scenario.asked} faults were asked for, {injected} were done"
+        found.look("struck", text if injected != scenario.asked else "")
     if failure is None:
-        idle = [event["fault"] for event in disturbed.of("impaired") if not event["packets"]]
-        problems += [f"{kind} met no packet" for kind in idle]
-        problems += [f"no trainer saw its clock {ahead_s} s ahead" for ahead_s in unseen_jumps(scenario, disturbed)]
-    problems += [f"an SMP outlived {by} and had to be killed" for by in outlived(disturbed)]
-    problems += [f"left behind: {leak}" for leak in leaks]
-    problems += [f"an error that an SMP did not expect: {text}" for text in disturbed.tracebacks]
+        for event in disturbed.of("impaired"):
+            found.look("met", "" if event["packets"] else f"{event['fault']} met no packet")
+        unseen = unseen_jumps(scenario, disturbed)
+        for jump in jumps(scenario):
+            found.look("seen", f"no trainer saw its clock {jump} s ahead" if jump in unseen else "")
+    outliving = outlived(disturbed)
+    found.look_at_each("smps", [f"an SMP outlived {by} and had to be killed" for by in outliving])
+    found.look_at_each("leaks", [f"left behind: {leak}" for leak in leaks])
+    bugs = [f"an error that an SMP did not expect: {text}" for text in disturbed.tracebacks]
+    found.look_at_each("expected", bugs)
     return ScenarioVerdict(
         scenario,
-        tuple(problems),
+        tuple(found.breaches),
         scenario.asked,
         injected,
         len(disturbed.restarts),
         again,
         lost,
-        wrong,
+        bool(difference or started),
         hang,
         leaks,
         seconds,
         disturbed,
-        replay if problems else "",
+        replay if found.breaches else "",
+        checks=found.checks,
     )
+
+
+class Findings:
+    """What checks have looked at, and found."""
+
+    def __init__(self) -> None:
+        self.checks: Counter[str] = Counter()
+        self.breaches: list[tuple[str, str]] = []
+
+    def look(self, check: str, breach: str) -> None:
+        """One of `CHECKS` has looked at something; `breach`: what it found; empty: all is well."""
+        self.checks[check] += 1
+        if breach:
+            self.breaches.append((check, breach))
+
+    def look_at_each(self, check: str, breaches: Sequence[str]) -> None:
+        """It has looked at whatever there is."""
+        self.checks[check] += 1
+        self.breaches += [(check, breach) for breach in breaches]
+
+
+def _not_refused(failure: HoldfastError | None) -> str:
+    if failure is None:
+        return "it ended as if nothing had happened, although more was lost than parity makes up for"
+    return "" if "Unrecoverable" in str(failure) else f"it failed, but not with Unrecoverable: {_last_line(failure)}"
 
 
 def lost_protected(history: History) -> int:
@@ -146,8 +214,14 @@ def unseen_jumps(scenario: Scenario, history: History) -> list[int]:
     Trainers report by both clocks; before the first fault, the wall clock is this machine's.
     """
     seen = [event["wall"] - event["at"] for event in history.events if "wall" in event]
-    wanted = [fault.amount for fault in scenario.faults if fault.kind == "jump-clock"]
-    return [amount for amount in wanted if not any(abs(each - seen[0] - amount) < abs(amount) / 2 for each in seen)]
+    return [
+        amount for amount in jumps(scenario) if not any(abs(each - seen[0] - amount) < abs(amount) / 2 for each in seen)
+    ]
+
+
+def jumps(scenario: Scenario) -> list[int]:
+    """By how much its faults set clocks ahead, in seconds."""
+    return [fault.amount for fault in scenario.faults if fault.kind == "jump-clock"]
 
 
 def torn(history: History) -> str:

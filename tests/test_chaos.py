@@ -33,7 +33,7 @@ from holdfast.chaos.scenario import (
 )
 from holdfast.chaos.sim import plan as sim_plan
 from holdfast.chaos.user import command as user_command
-from holdfast.chaos.verdict import judge, lost_protected, torn
+from holdfast.chaos.verdict import CHECKS, judge, lost_protected, torn
 from holdfast.cli.chaos import shard
 from holdfast.cli.chaos_report import markdown, page
 from holdfast.cli.main import main
@@ -396,7 +396,9 @@ def test_figures_count_what_ran_and_reports_show_it() -> None:
         "failed": 1,
         "seconds": 2.0,
         "replay": ["again"],
+        "checks": {check: good.checks[check] + bad.checks[check] for check in CHECKS},
     }
+    assert figures["checks"]["result"] == 2
     Checker().feed(page([good, bad], figures))
     assert "1 protected steps were lost" in markdown([good, bad], figures)
 

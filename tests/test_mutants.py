@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.chaos.campaign import Campaign
+from holdfast.chaos.verdict import PROMISES
 from tests.deadlines import DEADLINE_S
 from tests.mutants import ENV, MUTANTS
 from tests.sampling import chosen
@@ -22,4 +23,9 @@ def test_a_broken_build_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -
     if verdict.skipped:
         pytest.skip(verdict.skipped)
     assert not verdict.held, f"{mutant.what}: nobody noticed"
-    assert any(mutant.sign in problem for problem in verdict.problems), verdict.problems
+    said = [text for check, text in verdict.breaches if check == mutant.sign and mutant.says in text]
+    assert said, verdict.breaches
+
+
+def test_every_promise_is_known_to_be_checked() -> None:
+    assert {mutant.sign for mutant in MUTANTS.values()} == set(PROMISES)

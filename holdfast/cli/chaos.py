@@ -183,7 +183,7 @@ def shard(scenarios: Sequence[Any], text: str) -> Sequence[Any]:
 def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
     from holdfast.chaos.campaign import Campaign, summary
     from holdfast.chaos.scenario import replay_command, to_json
-    from holdfast.cli.chaos_report import markdown, page
+    from holdfast.cli.chaos_report import markdown, page, told
 
     scenarios = shard(scenarios, parsed.shard)
     console = Console(stderr=parsed.json == "-", highlight=False)
@@ -203,7 +203,9 @@ def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
             console.print(f"interrupted; {len(scenarios) - len(verdicts)} scenarios were not run")
     figures = summary(verdicts, time.monotonic() - began)
     console.print()
-    console.print(", ".join(f"{name.replace('_', ' ')} {count}" for name, count in figures.items() if name != "replay"))
+    *plain, (_, checks) = told(figures)
+    console.print(", ".join(f"{name} {value}" for name, value in plain))
+    console.print(f"checks, and how often each looked at something: {checks}")
     for command in figures["replay"]:
         console.print(f"to see it again: {command}", style="red")
     cases = [{**verdict.to_json(), "definition": to_json(verdict.scenario)} for verdict in verdicts]

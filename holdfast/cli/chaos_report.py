@@ -36,9 +36,7 @@ small { opacity: .75; } svg { display: block; } code { font-size: .9em; }
 def page(verdicts: Sequence[ScenarioVerdict], figures: Mapping[str, Any]) -> str:
     """The whole page."""
     rows = "\n".join(_row(verdict) for verdict in verdicts)
-    counts = ", ".join(
-        f"{escape(name.replace('_', ' '))} <b>{figures[name]}</b>" for name in figures if name != "replay"
-    )
+    counts = ", ".join(f"{escape(name)} <b>{escape(value)}</b>" for name, value in told(figures))
     legend = " ".join(
         f'<span style="color:{colour}">■</span> {name.replace("_", " ")}' for name, colour in COLOURS.items()
     )
@@ -57,7 +55,7 @@ Bars: seconds of each recovery: {legend}.</small></p>
 def markdown(verdicts: Sequence[ScenarioVerdict], figures: Mapping[str, Any]) -> str:
     """A table, and the figures above it."""
     lines = ["# What was broken, and what came of it", "", _when(), ""]
-    lines += [f"* {name.replace('_', ' ')}: {figures[name]}" for name in figures if name != "replay"]
+    lines += [f"* {name}: {value}" for name, value in told(figures)]
     lines += ["", "| scenario | faults | restarts | steps again | seconds | verdict |", "|---|---|---:|---:|---:|---|"]
     for verdict in verdicts:
         kinds = ", ".join(f"{f.kind} {'+'.join(map(str, f.targets))}".strip() for f in verdict.scenario.faults)
@@ -65,6 +63,13 @@ def markdown(verdicts: Sequence[ScenarioVerdict], figures: Mapping[str, Any]) ->
         cells = (verdict.scenario.name, kinds, verdict.restarts, again, f"{verdict.seconds:.1f}", result(verdict))
         lines.append("| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in cells) + " |")
     return "\n".join([*lines, ""])
+
+
+def told(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures by name, in words; of checks, how often each looked at something."""
+    checks = ", ".join(f"{check} {count}" for check, count in figures["checks"].items())
+    plain = {name: str(value) for name, value in figures.items() if name not in ("replay", "checks")}
+    return [(name.replace("_", " "), value) for name, value in (plain | {"checks": checks}).items()]
 
 
 def result(verdict: ScenarioVerdict) -> str:

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.chaos.scenario import Scenario, choose
@@ -22,9 +22,12 @@ class Mutant:
     Attributes:
         what: what it does wrong.
         scenario: the name of the one that shows it.
-        sign: part of the problem that must be reported.
+        sign: which of `holdfast.chaos.verdict.CHECKS` must notice it.
+        says: part of what it then says.
+        hook: options of the hook, beside the scenario's.
         break_it: does the damage; imports what it changes.
-        in_smp: whether SMPs are broken, too. Others need not import torch for it, which takes them seconds.
+        in_smp: whether SMPs are broken. Others need not import torch for it, which takes them seconds.
+        in_trainer: whether trainers are.
     """
 
     what: str
@@ -32,11 +35,14 @@ class Mutant:
     sign: str
     break_it: Callable[[], None]
     in_smp: bool = False
+    in_trainer: bool = True
+    says: str = ""
+    hook: Mapping[str, object] = field(default_factory=dict)
 
     def shown_by(self) -> Scenario:
         """The scenario."""
         (found,) = choose(self.scenario)
-        return found
+        return replace(found, hook={**found.hook, **self.hook})
 
 
 def apply(name: str) -> None:
@@ -106,13 +112,13 @@ def _digests_are_not_compared() -> None:
 def _every_rank_plans_alone() -> None:
     from holdfast.snapshot.resume import restore
 
-    exchange = restore.exchange
+    exchange: Any = vars(restore)["_exchange"]
 
-    def alone(client: Any, agreement: Any, coord: str) -> Any:
-        inventories, coords = exchange(client, agreement, coord)
-        return [inventory for inventory in inventories if inventory.node == client.node], coords
+    def alone(client: Any, agreement: Any, coord: str, options: Any) -> Any:
+        inventories, coords, everyones = exchange(client, agreement, coord, options)
+        return [inventory for inventory in inventories if inventory.node == client.node], coords, everyones
 
-    _replace(restore, "exchange", alone)
+    _replace(restore, "_exchange", alone)
 
 
 def _what_was_promised_is_forgotten() -> None:
@@ -127,9 +133,14 @@ def _what_was_promised_is_forgotten() -> None:
 
 
 def _lost_parity_is_not_repaired() -> None:
-    from holdfast.snapshot.resume import restore
+    from holdfast.smp_daemon import local
+    from holdfast.smp_daemon.shared.failpoints import failpoint
 
-    _replace(restore, "repair_parity", lambda client, plan, coords, coord: None)
+    def repair_parity(store: Any, sources: Any, group: int, position: int) -> int:
+        failpoint("repair_parity.done", sources.snapshot.step)
+        return 0
+
+    _replace(local, "repair_parity", repair_parity)
 
 
 # ---------------------------------------------------------------------- the SMP
@@ -190,69 +201,193 @@ def _never_ends() -> None:
     _replace(Smp, "finish", lambda self: None)
 
 
+def _one_node_is_behind() -> None:
+    from holdfast.snapshot.resume import restore
+
+    exchange: Any = vars(restore)["_exchange"]
+
+    def behind(client: Any, agreement: Any, coord: str, options: Any) -> Any:
+        inventories, coords, everyones = exchange(client, agreement, coord, options)
+        held = sorted({snapshot for inventory in inventories for snapshot, _ in inventory.shards})
+        if client.node != min(coords.values()) or len(held) < 2:
+            return inventories, coords, everyones
+        older = [
+            replace(each, protected=None, shards=frozenset(shard for shard in each.shards if shard[0] != held[-1]))
+            for each in inventories
+        ]
+        return older, coords, everyones
+
+    _replace(restore, "_exchange", behind)
+
+
+def _protected_slots_are_written_to() -> None:
+    from holdfast.smp_daemon.shared.board import SnapshotOutcome
+    from holdfast.smp_daemon.storage.pool import SlotState
+    from holdfast.smp_daemon.storage.store import Store
+
+    settle = Store._settle
+    spoilt: set[Any] = set()
+
+    def spoil(self: Store, snapshot: Any) -> None:
+        settle(self, snapshot)
+        progress = self._progress.get(snapshot)
+        is_protected = progress is not None and progress.outcome is SnapshotOutcome.PROTECTED
+        if not self.node.endswith("1") or not is_protected or snapshot in spoilt:
+            return
+        spoilt.add(snapshot)
+        for pool in self.arena.shards.values():
+            if slot := pool.find(snapshot, SlotState.SEALED):
+                view = pool.view(slot)
+                middle = view.nbytes // 2
+                view[middle : middle + 1] = bytes([view[middle] ^ 1])
+
+    _replace(Store, "_settle", spoil)
+
+
+def _storage_is_not_looked_at() -> None:
+    from holdfast.snapshot.resume.choice import Course
+
+    _replace(Course, "choose_persisted", lambda self, answers: None)
+
+
+def _signals_are_not_heard() -> None:
+    import signal
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _replace(signal, "signal", lambda number, handler: None)
+
+
+def _told_too_early_and_forgotten() -> None:
+    _protected_as_soon_as_sealed()
+    _what_was_promised_is_forgotten()
+
+
+def _an_error_that_nobody_expects() -> None:
+    from holdfast.smp_daemon.storage.store import Store
+
+    goes_on = Store.goes_on
+
+    def raising(self: Store, epoch: int, coord: str) -> None:
+        goes_on(self, epoch, coord)
+        if epoch == 2 and coord == "dp0":
+            raise ZeroDivisionError("a bug")
+
+    _replace(Store, "goes_on", raising)
+
+
 MUTANTS: dict[str, Mutant] = {
     "no-fence": Mutant(
         "the optimizer does not wait for the copy, and nobody looks whether it is torn",
         "a-copy-is-held",
-        "",
+        "result",
         _no_fence,
     ),
     "sealed-too-early": Mutant(
-        "a slot is sealed before all of it is copied", "restored-and-killed-again", "", _sealed_before_it_is_copied
+        "a slot is sealed before all of it is copied",
+        "restored-and-killed-again",
+        "result",
+        _sealed_before_it_is_copied,
     ),
     "no-random-generators": Mutant(
-        "random generators are not restored", "killed-in-a-copy", "loss of rank", _random_generators_are_left_alone
+        "random generators are not restored",
+        "killed-in-a-copy",
+        "returns",
+        _random_generators_are_left_alone,
+        says="the random generator of torch",
     ),
-    "no-schedule": Mutant("schedules are not restored", "killed-in-a-copy", "", _schedules_are_left_alone),
+    "no-schedule": Mutant("schedules are not restored", "killed-in-a-copy", "result", _schedules_are_left_alone),
     "no-tracked-values": Mutant(
-        "state tracked by name is not restored", "killed-in-a-copy", "", _tracked_values_are_left_alone
+        "state tracked by name is not restored",
+        "killed-in-a-copy",
+        "returns",
+        _tracked_values_are_left_alone,
+        says="tracked 'seen'",
     ),
     "no-digests": Mutant(
         "digests are not compared at restore",
-        "bits-in-a-shard-that-is-restored",
-        "",
+        "a-bit-in-a-shard",
+        "result",
         _digests_are_not_compared,
         in_smp=True,
     ),
     "every-rank-alone": Mutant(
-        "ranks do not agree on what to restore", "a-node-in-a-copy", "", _every_rank_plans_alone
+        "ranks do not agree on what to restore", "a-node-in-a-copy", "returns", _every_rank_plans_alone
     ),
     "promise-forgotten": Mutant(
         "beyond parity, the job starts anew",
         "beyond-one-parity",
-        "as if nothing had happened",
+        "refuses",
         _what_was_promised_is_forgotten,
+        says="as if nothing had happened",
     ),
     "no-healing": Mutant(
-        "a lost node's parity is not computed again", "another-as-soon-as-repaired", "", _lost_parity_is_not_repaired
+        "a lost node's parity is not computed again",
+        "another-as-soon-as-repaired",
+        "returns",
+        _lost_parity_is_not_repaired,
+        in_smp=True,
+        says="Unrecoverable",
     ),
     "protected-too-early": Mutant(
         "a snapshot counts as protected before it is encoded",
         "a-node-after-a-seal",
-        "",
+        "returns",
         _protected_as_soon_as_sealed,
         in_smp=True,
+        says="Unrecoverable",
     ),
     "protected-slot-freed": Mutant(
         "the protected slot is freed for the next copy",
         "killed-in-a-copy",
-        "",
+        "returns",
         _the_protected_slot_is_freed,
         in_smp=True,
+        says="Unrecoverable",
     ),
-    "parity-of-nothing": Mutant("zeros are accumulated into parity", "a-node", "", _parity_of_nothing, in_smp=True),
+    "parity-of-nothing": Mutant(
+        "zeros are accumulated into parity", "a-node", "again", _parity_of_nothing, in_smp=True
+    ),
     "unchecked-on-arrival": Mutant(
         "a unit that comes for parity is not compared with its digest",
         "bits-flip-in-flight",
-        "",
+        "returns",
         _units_are_not_checked_on_arrival,
         in_smp=True,
+        says="Unrecoverable",
     ),
     "arena-left-behind": Mutant(
-        "the arena stays when the job is over", "pause", "left behind", _the_arena_is_left_behind, in_smp=True
+        "the arena stays when the job is over", "pause", "leaks", _the_arena_is_left_behind, in_smp=True
     ),
     "a-new-smp-forgets": Mutant(
-        "a new SMP does not take over its arena", "smp-and-trainer", "", _a_new_smp_forgets, in_smp=True
+        "a new SMP does not take over its arena", "smp-and-trainer", "returns", _a_new_smp_forgets, in_smp=True
     ),
-    "an-smp-stays": Mutant("an SMP does not end with the job", "pause", "", _never_ends, in_smp=True),
+    "an-smp-stays": Mutant(
+        "an SMP does not end with the job", "pause", "ends", _never_ends, in_smp=True, says="did not end within"
+    ),
+    "told-too-early": Mutant(
+        "a snapshot counts as protected before it is encoded, and that is forgotten at a restart",
+        "a-node-after-a-seal",
+        "kept",
+        _told_too_early_and_forgotten,
+        in_smp=True,
+    ),
+    "one-is-behind": Mutant(
+        "one rank restores an older snapshot",
+        "terminated",
+        "together",
+        _one_node_is_behind,
+        hook={"generations": 2},
+    ),
+    "spoilt-in-its-slot": Mutant(
+        "what is protected is written to", "killed-in-a-copy", "whole", _protected_slots_are_written_to, in_smp=True
+    ),
+    "not-persisted": Mutant(
+        "nobody looks at what is persisted", "every-node-lost", "persisted", _storage_is_not_looked_at
+    ),
+    "deaf-smp": Mutant(
+        "an SMP does not hear SIGTERM", "smp-terminated", "smps", _signals_are_not_heard, in_smp=True, in_trainer=False
+    ),
+    "a-bug": Mutant(
+        "a thread of an SMP meets an error", "killed-in-a-copy", "expected", _an_error_that_nobody_expects, in_smp=True
+    ),
 }

@@ -1,6 +1,6 @@
 """Breaks the process that imports it, as a trainer of a broken build."""
 
-from tests.mutants import applied, apply
+from tests.mutants import MUTANTS, applied, apply
 
-if name := applied():
+if (name := applied()) and MUTANTS[name].in_trainer:
     apply(name)
