@@ -67,7 +67,7 @@ def show(console: Console, account: Account) -> None:
     console.print()
     console.print(f"[bold]megatron-core GPT[/], tensor parallel 2 x data parallel {ranks // 2}, bf16, dropout")
     console.print(
-        f"{plan.nodes} nodes x {plan.ranks_per_node} ranks, a snapshot every step, "
+        f"{plan.nodes} nodes x {plan.ranks_per_node} ranks, {_how_often(account)}, "
         f"protect {plan.protect}, seed {plan.seed}"
     )
     console.print(f"loss {account.losses[0]:.4f} → {account.losses[-1]:.4f}   {_spark(account.losses)}")
@@ -87,10 +87,21 @@ def _verdicts(account: Account) -> list[tuple[bool, str]]:
     identical = f"all {steps} losses and the final state of all {ranks} ranks: identical to the last bit"
     return [
         (account.identical, identical if account.identical else f"NOT identical: {account.difference}"),
-        (lost <= 1, f"{lost or 'no'} finished step{'s' * (lost > 1)} had to be done again after a kill"),
+        (
+            lost <= 1 or account.plan.defaults,
+            f"{lost or 'no'} finished step{'s' * (lost > 1)} had to be done again after a kill",
+        ),
         (account.disk_bytes_written == 0, f"{account.disk_bytes_written:,} bytes written to disk"),
         (not account.leaks, "nothing left behind" if not account.leaks else "; ".join(account.leaks)),
     ]
+
+
+def _how_often(account: Account) -> str:
+    if not account.plan.defaults or account.held_up is None:
+        return "a snapshot every step"
+    return (
+        f"a snapshot every {account.interval} steps at the rarest, the loop held up {account.held_up:.1%} of its time"
+    )
 
 
 def _table(recoveries: list[DemoRecovery]) -> Table:

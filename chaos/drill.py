@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import os
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from holdfast.chaos.runner import Event
 from holdfast.chaos.trainer import Trainer
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.snapshot.hook import SnapshotHook
+from holdfast.snapshot.interval.policy import DEFAULT_BUDGET
 
 TARGET = "holdfast.chaos.drill:train"
 DRAIN_DEADLINE_S = 2.0
@@ -57,7 +59,8 @@ def train() -> None:
 
     Arguments: ``job`` (``module:Class``), ``seed``, ``steps``, ``snapshots``; and, if wanted, ``options`` of the job,
     ``hook`` options, and ``drain``: wait for each snapshot in the middle of the step after it, as steps that take no
-    time would leave most of them out; a number: up to that step. Such a job calls `middle` once a step.
+    time would leave most of them out; a number: up to that step. Such a job calls `middle` once a step. ``defaults``:
+    the hook has the options that a user has who gives none; else it takes a snapshot at every step, whatever it costs.
     """
     trainer = Trainer.from_environment()
     args = trainer.args
@@ -74,7 +77,8 @@ def go_through(args: Mapping[str, Any], report: Callable[..., None]) -> None:
     with ExitStack() as stack:
         snap: SnapshotHook | None = None
         if args["snapshots"]:
-            snap = stack.enter_context(job.protect(start=False, overhead_budget=0, **args.get("hook", {})))
+            budget = {"overhead_budget": DEFAULT_BUDGET if args.get("defaults") else 0}
+            snap = stack.enter_context(job.protect(start=False, **(budget | args.get("hook", {}))))
             restored = snap.restored
             report(
                 "started",
@@ -85,6 +89,7 @@ def go_through(args: Mapping[str, Any], report: Callable[..., None]) -> None:
                 tier=restored.tier,
                 passed_over=restored.passed_over,
             )
+        began_s = time.monotonic()
         for step in range(snap.step if snap else 0, args["steps"]):
 
             def middle(number: int = step + 1) -> None:
@@ -99,8 +104,21 @@ def go_through(args: Mapping[str, Any], report: Callable[..., None]) -> None:
                 step=step + 1,
                 loss="none" if loss is None else loss.hex(),
                 protected=snap.protected_step if snap else None,
+                interval=snap.statistics.interval if snap else None,
             )
-        report("end", digests=digests(job.state()))
+        held_up = snap.statistics.stall_s / (time.monotonic() - began_s) if snap else None
+        report("end", digests=digests(job.state()), held_up=held_up)
+
+
+def longest_interval(history: History) -> int:
+    """The most steps that there were from one snapshot to the next; 0: nobody said."""
+    return max((event.get("interval") or 0 for event in history.of("step")), default=0)
+
+
+def most_held_up(history: History) -> float | None:
+    """The part of the last start's time for which the hook held up the loop, of the rank where it was most; None: it
+    did not end."""
+    return max((event["held_up"] for event in history.of("end") if "held_up" in event), default=None)
 
 
 def drains(drain: bool | int, step: int) -> bool:

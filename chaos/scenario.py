@@ -47,6 +47,8 @@ class Scenario:
         again: most finished steps that may have to be done again after a restart.
         drain: whether each step waits for the snapshot before it, or up to which one, see `chaos.drill.train`; without
             it most snapshots of such short steps are left out.
+        defaults: the job runs with the hook's own options and waits for nothing, as a user would start it: how often
+            snapshots are taken follows from what they cost. Else one is taken at every step.
         quick: part of the short cut that the test suite runs.
     """
 
@@ -66,6 +68,7 @@ class Scenario:
     renumber: bool = False
     again: int = 3
     drain: bool | int = True
+    defaults: bool = False
     quick: bool = True
 
     @property
@@ -236,7 +239,13 @@ WIRED_SHARE = 0.1
 
 
 def draw(
-    seed: int, faults: int, *, double: bool = False, beyond: bool = False, profile: FailureProfile | None = None
+    seed: int,
+    faults: int,
+    *,
+    double: bool = False,
+    beyond: bool = False,
+    defaults: bool = False,
+    profile: FailureProfile | None = None,
 ) -> Scenario:
     """A scenario of so many faults on a small cluster; the same for the same arguments.
 
@@ -247,7 +256,10 @@ def draw(
             nodes at once as parity makes up for.
         double: each fault that ends the job is followed by another one during the recovery from it.
         beyond: the last fault takes more nodes of a group than it has parity.
+        defaults: see `Scenario`; what strikes are kills in the middle of steps, and in the end lost nodes.
     """
+    if defaults:
+        return _with_defaults(seed, faults)
     if not 1 <= faults <= 20:
         raise ConfigError(f"{faults} faults: choose 1 to 20")
     source = random.Random(f"{seed} {faults} {double} {beyond} {profile.name if profile else ''}")
@@ -282,6 +294,22 @@ def draw(
     )
 
 
+def _with_defaults(seed: int, faults: int) -> Scenario:
+    """Nobody knows when parity is whole again, so nodes are lost once."""
+    source = random.Random(f"{seed} {faults} defaults")
+    nodes, protect = source.choice([(3, "auto"), (4, "2+2"), (4, "copies:2")])
+    gap = 30
+    found = []
+    for number in range(faults - 1):
+        target, step = source.randrange(nodes), 20 + gap * number + source.randrange(gap // 2)
+        kind = source.choice(("kill-trainer", "segv-trainer", "kill-smp", "pause-smp", "hang-trainer"))
+        found.append(Fault(f"rank{target}", "train.step", step, kind, (target,), for_s=source.uniform(0.1, 0.4)))
+    steps = 20 + gap * faults
+    found.append(_lose(source, nodes, parse_protect(protect).parity, steps - gap // 2))
+    name, what = f"seed-{seed}-{faults}-defaults", f"{faults} faults drawn from seed {seed}: at the default settings"
+    return Scenario(name, what, tuple(found), nodes=nodes, protect=protect, steps=steps, seed=seed, defaults=True)
+
+
 def several(
     first: int,
     count: int,
@@ -289,23 +317,27 @@ def several(
     *,
     double: bool = False,
     beyond: bool = False,
+    defaults: bool = False,
     profile: FailureProfile | None = None,
 ) -> Iterator[Scenario]:
     """So many scenarios from consecutive seeds: of the way that is asked for (see `draw`), or `mixed`."""
-    if not (double or beyond or profile):
+    if not (double or beyond or defaults or profile):
         yield from mixed(first, count)
         return
     for seed in range(first, first + count):
-        yield draw(seed, faults, double=double, beyond=beyond, profile=profile)
+        yield draw(seed, faults, double=double, beyond=beyond, defaults=defaults, profile=profile)
 
 
 def mixed(first: int, count: int) -> Iterator[Scenario]:
-    """So many scenarios from consecutive seeds: every fifth with double faults, every twentieth beyond parity."""
+    """So many scenarios from consecutive seeds: every fifth with double faults, every twentieth beyond parity, every
+    tenth at the default settings."""
     for seed in range(first, first + count):
         if seed % 20 == 7:
             yield draw(seed, 2, beyond=True)
         elif seed % 5 == 0:
             yield draw(seed, 3, double=True)
+        elif seed % 10 == 3:
+            yield draw(seed, 4, defaults=True)
         else:
             yield draw(seed, 4)
 
@@ -324,7 +356,9 @@ def replay_command(scenario: Scenario) -> str:
     if match is None:
         return f"holdfast chaos run {scenario.name}"
     seed, faults, kind = match.groups()
-    how = {"single": "", "double": " --double", "beyond-parity": " --beyond"}.get(kind, f" --profile {kind}")
+    how = {"single": "", "double": " --double", "beyond-parity": " --beyond", "defaults": " --defaults"}.get(
+        kind, f" --profile {kind}"
+    )
     return f"holdfast chaos run --seed {seed} --faults {faults}{how}"
 
 

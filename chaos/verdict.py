@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.chaos.cluster import History
-from holdfast.chaos.drill import compare, steps_done_again
+from holdfast.chaos.drill import compare, longest_interval, most_held_up, steps_done_again
 from holdfast.chaos.scenario import Scenario
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 
@@ -53,6 +53,9 @@ class ScenarioVerdict:
         hang: it did not end in time.
         leaks: what was left behind.
         history: what happened.
+        interval: the longest that there was from one snapshot to the next, in steps.
+        held_up: the part of the last start's time for which the hook held up the loop, on the rank where it was most;
+            None: it did not end.
         checks: how often each of `CHECKS` looked at something.
     """
 
@@ -70,6 +73,8 @@ class ScenarioVerdict:
     history: History = field(compare=False, repr=False)
     replay: str = ""
     skipped: str = ""
+    interval: int = 0
+    held_up: float | None = None
     checks: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -127,7 +132,8 @@ def judge(
     if again and not scenario.from_storage:
         too_many = max(again) > scenario.again
         text = f"{max(again)} finished steps had to be done again; {scenario.again} at most may"
-        found.look("again", text if too_many else "")
+        if not scenario.defaults:
+            found.look("again", text if too_many else "")
         found.look("kept", f"{lost} protected steps were lost" if lost else "")
     if again and not any(fault.kind.startswith("flip-") for fault in scenario.faults):
         damaged = any(event["how"] == "repaired" for event in disturbed.of("started"))
@@ -160,6 +166,8 @@ def judge(
         seconds,
         disturbed,
         replay if found.breaches else "",
+        interval=longest_interval(disturbed),
+        held_up=most_held_up(disturbed),
         checks=found.checks,
     )
 

@@ -82,6 +82,14 @@ def test_a_drawn_scenario_ends_as_it_must(running: Campaign, seed: int, how: dic
 
 
 @pytest.mark.cluster
+def test_at_the_default_settings_it_is_as_exact_and_told_how_often_snapshots_were_taken(running: Campaign) -> None:
+    verdict = running.run(draw(4, 3, defaults=True), "")
+    assert verdict.problems == ()
+    assert verdict.interval >= 1 and verdict.held_up is not None
+    assert not verdict.checks["again"]
+
+
+@pytest.mark.cluster
 @pytest.mark.parametrize(("name", "status"), [("smp-crashes", -signal.SIGSEGV), ("smp-terminated", -signal.SIGTERM)])
 def test_an_smp_ends_by_the_signal_that_it_was_sent(running: Campaign, name: str, status: int) -> None:
     (scenario,) = choose(name)
@@ -160,7 +168,8 @@ def test_the_campaign_is_large_enough() -> None:
 
 
 def test_the_same_seed_draws_the_same_scenario() -> None:
-    ways: list[dict[str, Any]] = [{}, {"double": True}, {"beyond": True}, {"profile": PROFILES["ft-hsdp"]}]
+    ways: list[dict[str, Any]] = [{}, {"double": True}, {"beyond": True}, {"defaults": True}]
+    ways.append({"profile": PROFILES["ft-hsdp"]})
     for how in ways:
         assert draw(5, 3, **how) == draw(5, 3, **how)
         assert draw(5, 3, **how) != draw(6, 3, **how)

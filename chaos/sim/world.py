@@ -25,13 +25,13 @@ from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unrecoverable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.hook import SnapshotHook
+from holdfast.snapshot.interval.policy import DEFAULT_BUDGET
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.session import Checks
 
 JOB = "job"
 START_DEADLINE_S = 60.0
 DRAIN_DEADLINE_S = 60.0
-DEFAULT_BUDGET = 0.01
 AGAIN_S = 0.5
 """After an SMP did not come up, another is started."""
 

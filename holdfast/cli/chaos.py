@@ -42,6 +42,7 @@ def add(commands: Any) -> None:
     run.add_argument("--faults", type=int, default=4, help="in a drawn scenario (default 4)")
     run.add_argument("--double", action="store_true", help="drawn: each is followed by one during the recovery")
     run.add_argument("--beyond", action="store_true", help="drawn: the last takes more than parity makes up for")
+    run.add_argument("--defaults", action="store_true", help="drawn: with the hook's own options, as users start it")
     run.add_argument("--profile", help="drawn: as a published study saw failures: llama3, ft-hsdp, rsc-1, ...")
     run.add_argument(
         "--count", type=int, default=1, help="drawn: so many, from consecutive seeds; of all kinds unless said"
@@ -97,14 +98,16 @@ def run_scenarios(parsed: argparse.Namespace) -> int:
         return _run_command(parsed)
     mix = profile(parsed.profile) if parsed.profile else None
     if parsed.seed is None:
-        if parsed.double or parsed.beyond or mix or parsed.count != 1:
-            raise ConfigError("--double, --beyond, --profile and --count are for drawn scenarios: say --seed, too")
+        if parsed.double or parsed.beyond or parsed.defaults or mix or parsed.count != 1:
+            raise ConfigError(
+                "--double, --beyond, --defaults, --profile and --count are for drawn scenarios: say --seed, too"
+            )
         return _run(parsed, choose(parsed.scenarios or "quick"))
     if parsed.scenarios:
         raise ConfigError(f"--seed draws a scenario; leave out {parsed.scenarios!r}, or --seed")
     if parsed.count < 1:
         raise ConfigError(f"--count {parsed.count}: draw at least one")
-    how = {"double": parsed.double, "beyond": parsed.beyond, "profile": mix}
+    how = {"double": parsed.double, "beyond": parsed.beyond, "defaults": parsed.defaults, "profile": mix}
     if parsed.count > 1:
         return _run(parsed, list(several(parsed.seed, parsed.count, parsed.faults, **how)))
     return _run(parsed, [draw(parsed.seed, parsed.faults, **how)])
@@ -116,7 +119,15 @@ def _run_command(parsed: argparse.Namespace) -> int:
     from holdfast.chaos.user.command import CommandPlan
     from holdfast.chaos.user.run import run
 
-    if parsed.scenarios or parsed.beyond or parsed.profile or parsed.count != 1 or parsed.html or parsed.markdown:
+    if (
+        parsed.scenarios
+        or parsed.beyond
+        or parsed.defaults
+        or parsed.profile
+        or parsed.count != 1
+        or parsed.html
+        or parsed.markdown
+    ):
         raise ConfigError(
             "a command of your own takes --seed, --faults, --double, --steps, --nodes, --other, --ignore, --deadline, "
             "--json"
@@ -227,7 +238,10 @@ def line(verdict: Any) -> str:
     again = sum(verdict.steps_again)
     if verdict.scenario.beyond_parity:
         return f"[green]failed loudly[/], as it must: {name} ({verdict.injected} faults, {verdict.seconds:.1f} s)"
+    settings = ""
+    if verdict.scenario.defaults and verdict.held_up is not None:
+        settings = f"a snapshot every {verdict.interval} steps at the rarest, held up {verdict.held_up:.1%}, "
     return (
         f"[green]identical[/] {name} ({verdict.injected} faults, {verdict.restarts} restarts, {again} steps again, "
-        f"{verdict.seconds:.1f} s)"
+        f"{settings}{verdict.seconds:.1f} s)"
     )

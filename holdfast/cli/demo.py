@@ -35,6 +35,12 @@ def add(commands: Any) -> None:
         metavar="trainer:RANK[+RANK...]@STEP|node:INDEX[+INDEX...]@STEP",
         help="what to kill in the middle of which step; may be repeated (default: a trainer, then a node)",
     )
+    demo.add_argument(
+        "--defaults",
+        action="store_true",
+        help="with the hook's own options, as InMemorySnapshot(model, optim) is written: snapshots as often as the "
+        "overhead budget allows; how many steps are lost is told, and any number will do",
+    )
     demo.add_argument("--no-kill", action="store_true", help="kill nothing")
     add_json(demo)
     demo.set_defaults(run=_run)
@@ -46,7 +52,9 @@ def _run(parsed: argparse.Namespace) -> int:
     from holdfast.chaos.demo import DemoPlan, run
     from holdfast.chaos.demo_view import DemoProgress, show
 
-    plan = DemoPlan(parsed.nodes, parsed.ranks, parsed.steps, parsed.seed, parsed.protect, _kills(parsed))
+    plan = DemoPlan(
+        parsed.nodes, parsed.ranks, parsed.steps, parsed.seed, parsed.protect, _kills(parsed), parsed.defaults
+    )
     console = Console(stderr=parsed.json == "-", highlight=False)
     with DemoProgress(console, plan) as progress:
         account = run(plan, progress.tell)

@@ -28,6 +28,7 @@ from holdfast.snapshot.interval.watch import Watch
 from holdfast.snapshot.step.copier import CopyJob
 
 MTBF_ENV = "HOLDFAST_MTBF"
+DEFAULT_BUDGET = 0.01
 PUBLISHED = "ft-hsdp"
 """How often nodes fail as long as nothing else is known; see `snapshot.interval.profiles`."""
 
@@ -227,7 +228,7 @@ def mtbf_from_environment() -> float | None:
 
 def budget_from_environment() -> float:
     """``HOLDFAST_OVERHEAD_BUDGET``, or 1 %; 0 means that there is none. Raises `ConfigError`."""
-    text = os.environ.get("HOLDFAST_OVERHEAD_BUDGET", "0.01")
+    text = os.environ.get("HOLDFAST_OVERHEAD_BUDGET", str(DEFAULT_BUDGET))
     try:
         return float(text)
     except ValueError:
