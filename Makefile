@@ -11,6 +11,7 @@
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
 # make bench-load   a lost node's state from memory over shaped links, against a file server: ten minutes, as root
+# make proof   the tests that prove what README and docs promise, and a table of what came of each
 # make docs    write the reference out of the code, build the documentation, check every link: build/docs/index.html
 
 PYTHON ?= python3.11
@@ -18,7 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow check matrix chaos loops fuzz stall bench-service bench-load docs clean setup
+.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -71,6 +72,9 @@ bench-service: setup
 bench-load: setup
 	$(BIN)/python benchmarks/load.py --json benchmarks/results/load-$$(date +%F).json \
 		--markdown benchmarks/results/load-$$(date +%F).md
+
+proof: setup
+	@$(BIN)/python -m tests.proof
 
 docs: setup
 	@$(BIN)/python docs/generate.py

@@ -35,7 +35,40 @@ def pages() -> dict[str, str]:
         del os.environ[name]  # commands take defaults from them
     sys.path.insert(0, str(ROOT))
     made = {"reference-python.md": python, "reference-commands.md": commands, "reference-environment.md": environment}
+    made["proof.md"] = proof
     return {name: NOTE + "\n\n".join(part for part in make() if part).rstrip() + "\n" for name, make in made.items()}
+
+
+# ---------------------------------------------------------------------- proof
+
+
+def proof() -> Iterator[str]:
+    promises = importlib.import_module("tests.promises")
+    broken = importlib.import_module("tests.broken_builds")
+    yield "# What proves it"
+    yield (
+        "Each line is a promise, as it stands in the README or in these pages, and the tests that fail if it is not "
+        "kept. `make proof` runs all of them and prints this table with what came of each."
+    )
+    found = promises.proofs()
+    for page in dict.fromkeys(promise.page for promise in promises.PROMISES.values()):
+        link = page.removeprefix("docs/") if page.startswith("docs/") else f"../{page}"
+        yield f"## [{page}]({link})"
+        rows = [(name, promise) for name, promise in promises.PROMISES.items() if promise.page == page]
+        yield "\n".join(
+            ["| promise | proved by |", "|---|---|", *(_row(promise, found[name]) for name, promise in rows)]
+        )
+    yield "## Builds that are broken on purpose"
+    yield (
+        "An oracle that cannot fail proves nothing. Each of these builds is wrong in one place, and is noticed by the "
+        "check that is named, in `make test` or `make slow`."
+    )
+    yield "\n".join(["| where | build | what is wrong | noticed by |", "|---|---|---|---|", *broken.rows()])
+
+
+def _row(promise: Any, tests: list[Any]) -> str:
+    said = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", promise.text).strip("| ").replace(" | ", ": ").replace("|", "")
+    return f"| {said} | {'<br>'.join(f'`{test.file}` {test.test}' for test in tests)} |"
 
 
 # ---------------------------------------------------------------------- Python

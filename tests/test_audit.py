@@ -65,6 +65,7 @@ def test_a_job_that_tracks_all_of_its_state_is_exact() -> None:
         ),
     ],
 )
+@pytest.mark.proves("forgotten")
 def test_what_was_forgotten_is_named(job: str, piece: str, ranks: int, name: str) -> None:
     report = audit(job, f"without={piece}", ranks=ranks)
     named = [each.name for each in report.differences if each.kind in ("not restored", "absent")]

@@ -82,6 +82,7 @@ def test_a_drawn_scenario_ends_as_it_must(running: Campaign, seed: int, how: dic
 
 
 @pytest.mark.cluster
+@pytest.mark.proves("demo")
 def test_at_the_default_settings_it_is_as_exact_and_told_how_often_snapshots_were_taken(running: Campaign) -> None:
     verdict = running.run(draw(4, 3, defaults=True), "")
     assert verdict.problems == ()

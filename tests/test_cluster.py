@@ -55,6 +55,7 @@ def assert_whole(history: History, ranks: int, *, least: int, steps: int = STEPS
 
 
 @pytest.mark.parametrize("point", ["copy.before", "copy.middle", "copy.done", "train.step"])
+@pytest.mark.proves("trainers-die")
 def test_a_trainer_killed_at_any_point_of_a_copy_leaves_a_whole_step(launcher: Launcher, point: str) -> None:
     cluster = make(launcher)
     cluster.kill_trainer(1, at=point, step=5)
@@ -66,6 +67,7 @@ def test_a_trainer_killed_at_any_point_of_a_copy_leaves_a_whole_step(launcher: L
 @pytest.mark.parametrize(
     "point", ["copy.before", "copy.middle", "copy.done", "train.step", "seal.done", "encode.middle"]
 )
+@pytest.mark.proves("nodes-are-lost")
 def test_a_node_lost_at_any_point_is_rebuilt(launcher: Launcher, point: str) -> None:
     cluster = make(launcher)
     cluster.kill_node(1, at=point, step=5)
@@ -93,6 +95,7 @@ def test_a_node_lost_while_another_is_rebuilt_is_beyond_one_parity_and_says_so(l
 
 
 @pytest.mark.parametrize("protect", ["2+2", "copies:2"])
+@pytest.mark.proves("nodes-are-lost")
 def test_two_nodes_of_one_group_lost_at_once_are_within_two_parities(launcher: Launcher, protect: str) -> None:
     cluster = make(launcher, nodes=4, protect=protect)
     cluster.kill_node(1, 2, at="train.step", step=6)
@@ -117,6 +120,7 @@ def test_two_nodes_lost_in_the_middle_of_an_encoding_cost_that_snapshot_only(lau
     assert_whole(history, 5, least=3)
 
 
+@pytest.mark.proves("too-many-are-lost")
 def test_three_nodes_of_one_group_are_beyond_two_parities_and_say_so(launcher: Launcher) -> None:
     cluster = make(launcher, nodes=4, protect="2+2")
     cluster.kill_node(0, 1, 3, at="train.step", step=6)
@@ -133,6 +137,7 @@ def test_a_node_lost_before_it_rebuilt_anything_costs_nothing(launcher: Launcher
     assert_whole(history, 3, least=3)
 
 
+@pytest.mark.proves("sealed-only")
 def test_an_unfinished_encoding_is_never_used(launcher: Launcher) -> None:
     cluster = make(launcher)
     cluster.freeze("smp0", at="encode.middle", step=4)
@@ -142,6 +147,7 @@ def test_an_unfinished_encoding_is_never_used(launcher: Launcher) -> None:
     assert history.of("started", generation=1)[0]["step"] == 3
 
 
+@pytest.mark.proves("sealed-only")
 def test_a_sealed_but_unencoded_step_survives_the_trainer_but_not_the_node(launcher: Launcher) -> None:
     cluster = make(launcher)
     cluster.freeze("smp2", at="seal.done", step=4)
@@ -150,6 +156,7 @@ def test_a_sealed_but_unencoded_step_survives_the_trainer_but_not_the_node(launc
     assert_whole(history, 3, least=3)
 
 
+@pytest.mark.proves("renumbered")
 def test_ranks_renumbered_over_the_same_nodes_find_their_shards(launcher: Launcher) -> None:
     cluster = make(launcher, place=lambda generation, rank: (rank + generation) % 3)
     cluster.kill_trainer(0, at="train.step", step=5)
@@ -158,6 +165,7 @@ def test_ranks_renumbered_over_the_same_nodes_find_their_shards(launcher: Launch
     assert {e["how"] for e in history.of("started", generation=1)} == {"fetched"}
 
 
+@pytest.mark.proves("renumbered")
 def test_ranks_renumbered_and_a_node_lost_at_once(launcher: Launcher) -> None:
     cluster = make(launcher, nodes=4, place=lambda generation, rank: (rank + generation) % 4)
     cluster.kill_node(2, at="train.step", step=5)
@@ -166,6 +174,7 @@ def test_ranks_renumbered_and_a_node_lost_at_once(launcher: Launcher) -> None:
     assert sorted(e["how"] for e in history.of("started", generation=1)) == ["fetched", "fetched", "fetched", "rebuilt"]
 
 
+@pytest.mark.proves("repaired-parity")
 def test_a_second_node_may_be_lost_once_the_first_is_repaired(launcher: Launcher) -> None:
     cluster = make(launcher, nodes=4)
     cluster.kill_node(0, at="train.step", step=5)
@@ -183,6 +192,7 @@ def test_nodes_of_different_groups_may_be_lost_at_once(launcher: Launcher) -> No
     assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "rebuilt", "rebuilt"]
 
 
+@pytest.mark.proves("too-many-are-lost")
 def test_two_nodes_of_one_group_are_beyond_one_parity_and_the_error_names_them(launcher: Launcher) -> None:
     cluster = make(launcher, nodes=4)
     cluster.kill_node(1, 2, at="train.step", step=6)
@@ -203,6 +213,7 @@ def test_a_job_that_fails_says_which_smp_had_ended_by_itself(launcher: Launcher)
         cluster.run()
 
 
+@pytest.mark.proves("an-smp-dies")
 def test_an_smp_that_dies_is_replaced_in_its_arena_without_the_trainers_noticing(launcher: Launcher) -> None:
     cluster = make(launcher)
     cluster.kill_smp(1, at="train.step", step=4)
@@ -279,6 +290,7 @@ def test_access_times_are_no_writes_and_snapshots_would_be() -> None:
     assert [beyond_access_times(count) for count in (0, 4096, 16 * 4096, 17 * 4096)] == [0, 0, 0, 17 * 4096]
 
 
+@pytest.mark.proves("no-disk")
 def test_a_job_that_writes_to_disk_is_noticed(launcher: Launcher, tmp_path: Path) -> None:
     cluster = VirtualCluster(
         launcher,

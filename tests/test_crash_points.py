@@ -93,6 +93,7 @@ def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield made
 
 
+@pytest.mark.proves("every-failpoint")
 def test_every_point_has_its_test() -> None:
     here = [*STARTING, *TRAINING, *GROWING, *LEAVING, *RECOVERING, *REGROUPING, *FINISHING]
     assert sorted([*here, *PERSIST_FAILPOINTS]) == sorted(SMP_FAILPOINTS)  # for these there are scenarios
@@ -149,6 +150,7 @@ def test_trainers_train_on_while_their_smp_dies_again_and_again(ground: Ground, 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("point", [*TRAINING, *GROWING])
+@pytest.mark.proves("an-smp-dies")
 def test_trainers_train_on_when_their_smp_dies(ground: Ground, launcher: Launcher, point: str, times: int) -> None:
     survive(ground, launcher, [point], times)
 

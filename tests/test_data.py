@@ -285,6 +285,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.proves("mid-epoch")
 def test_a_loop_goes_on_where_it_was(kind: str) -> None:
     steps = check(over(SOURCES[kind]))
     assert len(steps) > PASSES
@@ -332,6 +333,7 @@ WORKERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", WORKERS)
+@pytest.mark.proves("mid-epoch")
 def test_a_loop_with_workers_goes_on_where_it_was(kind: str) -> None:
     check(over(WORKERS[kind], passes=2), 0, 3, 5, 6, 8)
 

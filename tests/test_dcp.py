@@ -35,6 +35,7 @@ def run(launcher: Launcher, arena: Path, mode: str, world: int, **args: Any) -> 
     return cluster.run().of("end")
 
 
+@pytest.mark.proves("dcp")
 def test_what_four_ranks_saved_two_and_eight_load(launcher: Launcher, arena: Path) -> None:
     saved = run(launcher, arena, "save", 4, saves=3)
     for world in (2, 8, 4):
@@ -45,6 +46,7 @@ def test_what_four_ranks_saved_two_and_eight_load(launcher: Launcher, arena: Pat
             assert end["notes"] == {"step": 3, "text": "xxx", "nested": {"numbers": [1, 2, 2]}}
 
 
+@pytest.mark.proves("dcp")
 def test_a_lost_node_is_computed_from_parity(launcher: Launcher, arena: Path) -> None:
     saved = run(launcher, arena, "save", 4, saves=2)
     (lost,) = [leftover for leftover in find_leftovers(arena) if leftover.arena.parent.name == "node1"]

@@ -59,6 +59,7 @@ def run(
         pytest.param(0, "fp32", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.proves("deepspeed")
 def test_a_job_that_is_started_again_goes_on_bit_for_bit(
     launcher: Launcher, arena: Path, stage: int, precision: str
 ) -> None:

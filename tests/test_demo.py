@@ -44,6 +44,7 @@ def disturbed(launcher: Launcher) -> History:
 
 
 @pytest.mark.cluster
+@pytest.mark.proves("demo", "no-disk")
 def test_a_megatron_gpt_survives_a_trainer_and_a_node_bit_for_bit(undisturbed: History, disturbed: History) -> None:
     result = account(PLAN, undisturbed, disturbed, seconds=1.0)
     assert result.identical, result.difference

@@ -133,6 +133,7 @@ class TestANodeThatIsDrained:
         ("nodes", "protect", "leaver"),
         [(4, "3+1", 1), pytest.param(5, "3+2", 0, marks=SLOW), pytest.param(3, "copies:1", 2, marks=SLOW)],
     )
+    @pytest.mark.proves("a-node-must-go")
     def test_is_not_missed_and_neither_is_one_more(
         self, ground: Ground, nodes: int, protect: str, leaver: int, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -148,6 +149,7 @@ class TestANodeThatIsDrained:
         smps[other].lose()
         come_back(run, smps, [leaver, other])
 
+    @pytest.mark.proves("a-node-must-go")
     def test_leaves_its_bytes_to_a_spare(self, ground: Ground) -> None:
         smps, run = started(ground, 4, "3+1")
         spare = ground.smp("spare")

@@ -74,6 +74,7 @@ def one(events: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=SLOW)])
+@pytest.mark.proves("streams")
 def test_a_job_goes_on_with_three_of_four_ranks_and_with_four_again(fleet: Callable[..., Fleet], kind: str) -> None:
     job = fleet(kind)
     before = one(job.run(4, 4).of("end"), 4)
@@ -97,6 +98,7 @@ def test_a_job_goes_on_with_three_of_four_ranks_and_with_four_again(fleet: Calla
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=SLOW), "fsdp"])
+@pytest.mark.proves("cut-and-back")
 def test_without_a_step_in_between_all_is_as_if_it_had_never_been_cut(fleet: Callable[..., Fleet], kind: str) -> None:
     job = fleet(kind)
     before = one(job.run(4, 3).of("end"), 4)
@@ -128,6 +130,7 @@ def test_whoever_is_killed_on_the_way_loses_nothing(fleet: Callable[..., Fleet])
     assert one(job.run(3, 6).of("started"), 3) == one(history.of("end"), 3)
 
 
+@pytest.mark.proves("streams")
 def test_who_comes_back_to_a_single_rank_draws_its_own_numbers(fleet: Callable[..., Fleet]) -> None:
     job = fleet("ddp")
     before = one(job.run(2, 3).of("end"), 2)

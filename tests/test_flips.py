@@ -86,6 +86,7 @@ def scrub_all(run: Run) -> dict[str, int]:
 
 
 @sampled("flips", few=1_000, whole=10_000)
+@pytest.mark.proves("bits-flip")
 def test_flips_at_rest_are_all_noticed_and_mended(ground: Ground, flips: int) -> None:
     source = random.Random(SEED)
     smps = ground.smps(4)
@@ -131,6 +132,7 @@ def test_more_flips_in_a_stripe_than_parity_are_noticed_and_not_mended_into_some
             run[coord].recover(plan)
 
 
+@pytest.mark.proves("bits-flip")
 def test_flips_are_mended_when_a_job_is_restored(ground: Ground) -> None:
     source = random.Random(SEED)
     smps = ground.smps(4)
@@ -188,6 +190,7 @@ def test_a_flip_on_the_way_into_parity_is_refused(ground: Ground) -> None:
 
 
 @sampled("times", few=5, whole=40)
+@pytest.mark.proves("checked-on-arrival")
 def test_a_flip_on_the_way_to_a_new_node_is_noticed_and_the_unit_computed_from_others(
     ground: Ground, times: int
 ) -> None:

@@ -89,6 +89,7 @@ def smp_pid(arena: Path) -> int:
     return owner.pid
 
 
+@pytest.mark.proves("trainers-die")
 def test_a_killed_process_goes_on_bit_for_bit(arena: Path) -> None:
     status, undisturbed = run_script(stop=-1)
     assert status == 0
@@ -156,6 +157,7 @@ def test_only_every_nth_step_is_taken(arena: Path) -> None:
         assert snap.statistics.taken == 3
 
 
+@pytest.mark.proves("never-waits")
 def test_without_a_free_slot_steps_are_skipped_rather_than_waited_for(arena: Path) -> None:
     model, optim = small()
     with InMemorySnapshot(model, optim, slots=3) as snap:
@@ -186,6 +188,7 @@ def test_extra_state_comes_back(arena: Path) -> None:
         assert fresh.seen == {"samples": 64, "order": (3, 1, 2)}
 
 
+@pytest.mark.proves("all-or-refused")
 def test_another_model_is_refused_before_anything_is_written(arena: Path) -> None:
     model, optim = small(4)
     with InMemorySnapshot(model, optim, keep=True) as snap:
@@ -542,6 +545,7 @@ if not child:
     assert done.stdout.split() == ["6", "5", "0"], done.stderr
 
 
+@pytest.mark.proves("budget")
 def test_the_interval_grows_where_snapshots_cost_more_than_their_budget(arena: Path) -> None:
     model, optim = small()
     with InMemorySnapshot(model, optim, protect="none", overhead_budget=1e-6) as snap:

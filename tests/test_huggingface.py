@@ -118,6 +118,7 @@ train = partial(run, SCRIPT)
         pytest.param("average", [10, 17], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.proves("hugging-face")
 def test_a_killed_run_goes_on_bit_for_bit(arena: Path, kind: str, stops: list[int]) -> None:
     status, undisturbed = train(-1, kind, protected=False)
     assert status == 0

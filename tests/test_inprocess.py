@@ -104,6 +104,7 @@ def check(events: list[list[Event]], kills: dict[int, list[Any]]) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.slow  # four processes that import torch
+@pytest.mark.proves("survivors")
 def test_survivors_keep_their_processes_and_go_on_bit_for_bit() -> None:
     kills = {0: [1, "middle", 4]}
     events = survive("middle", kills)
@@ -127,6 +128,7 @@ def test_survivors_keep_their_processes_and_go_on_bit_for_bit() -> None:
     ],
     ids=["rank 0", "after a step", "one after the other", "again at once"],
 )
+@pytest.mark.proves("survivors")
 def test_whoever_dies_and_whenever(kills: dict[int, list[Any]]) -> None:
     check(survive("slow", kills), kills)
 

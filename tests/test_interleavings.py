@@ -659,12 +659,14 @@ def zombies(count: int) -> Iterator[Plan]:
 
 
 @pytest.mark.parametrize("block", chosen(range(BLOCKS), [0]))
+@pytest.mark.proves("any-instruction")
 def test_what_comes_back_is_one_whole_step_and_no_protected_one_is_lost(block: int) -> None:
     with world() as made:
         run(made, drawn(SEED + block * COUNT, COUNT, cold=block % 2 == 1))
     assert COUNT < 100 or made.seen.keys() >= {"zombies", *(f"ended at {role}" for role in (*GATES, "the last step"))}
 
 
+@pytest.mark.proves("fenced")
 def test_a_trainer_that_hangs_and_wakes_up_late_writes_into_nothing() -> None:
     with world() as made:
         for _ in range(20):  # where the machine is busy, many come to their end before they would hang
@@ -705,6 +707,7 @@ def test_a_restored_snapshot_takes_the_place_of_the_protected_one_only_when_it_i
         made.live(Plan("step 1, or a younger one, comes back"))
 
 
+@pytest.mark.proves("never-older")
 def test_a_snapshot_that_was_never_promised_and_cannot_be_had_gives_way_to_the_one_that_was() -> None:
     def encode(protector: Protector, *work: Any) -> None:
         if protector._store.node != "node0":

@@ -154,6 +154,7 @@ fit = partial(run, SCRIPT)
         pytest.param("manual", [13], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.proves("lightning")
 def test_a_killed_fit_goes_on_bit_for_bit(arena: Path, kind: str, stops: list[int]) -> None:
     status, undisturbed = fit(-1, kind)
     assert status == 0

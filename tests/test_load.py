@@ -86,6 +86,7 @@ def stopped(*smps: SmpProcess) -> Iterator[Callable[[], None]]:
         go_on()
 
 
+@pytest.mark.proves("stragglers")
 def test_a_helper_that_stops_in_the_middle_is_not_waited_for(ground: Ground) -> None:
     loss = Loss(ground, "3+2")
     plan = loss.plan()
@@ -99,6 +100,7 @@ def test_a_helper_that_stops_in_the_middle_is_not_waited_for(ground: Ground) -> 
     assert loss.run["dp4"].client.counters()["units_requested_again"] > 0
 
 
+@pytest.mark.proves("stragglers")
 def test_a_holder_that_stops_in_the_middle_is_not_waited_for(ground: Ground) -> None:
     loss = Loss(ground, "3+2")
     plan = loss.plan()

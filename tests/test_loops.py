@@ -126,6 +126,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 @sampled("seeds", few=12, whole=50)
+@pytest.mark.proves("all-or-refused", "exact-or-given-up")
 def test_seeds_are_identical_or_refused_by_name(tmp_path: Path, seeds: int) -> None:
     file, report = tmp_path / "loops.json", tmp_path / "loops.md"
     arguments = ["--seeds", str(seeds), "--first", str(FIRST), "--jobs", "2"]

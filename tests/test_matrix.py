@@ -26,6 +26,7 @@ COVERING = (
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("cell", chosen(choose("quick"), choose(";".join(COVERING))), ids=lambda cell: cell.name)
+@pytest.mark.proves("frameworks")
 def test_a_job_that_is_killed_goes_on_to_the_last_bit(launcher: Launcher, cell: Cell) -> None:
     verdict = drill(launcher, cell, seed=1234)
     assert verdict.difference == ""

@@ -60,6 +60,7 @@ def undisturbed(**args: Any) -> tuple[list[Any], list[Any]]:
         (("step", 7), 7),  # right after an evaluation
     ],
 )
+@pytest.mark.proves("megatron-lm")
 def test_a_killed_run_goes_on_bit_for_bit(arena: Path, kill: tuple[Any, ...], again: int) -> None:
     everything, end = undisturbed()
     before, none = run(kill)

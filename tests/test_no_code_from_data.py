@@ -61,6 +61,7 @@ def found(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.proves("no-code")
 def test_nothing_is_named_that_makes_code_of_data(room: str) -> None:
     for path in (path for name, path in PRODUCT.items() if name.partition(".")[0] == room):
         relative = str(path.relative_to(ROOT))
@@ -83,6 +84,7 @@ def test_the_check_sees_what_it_is_for(tmp_path: Path, line: str) -> None:
     assert found(path)
 
 
+@pytest.mark.proves("no-code")
 def test_an_smp_imports_no_module_that_unpickles_for_it() -> None:
     """By import graph: of our own modules that an SMP's process has loaded once it serves, none has `pickle` in it."""
     code = (

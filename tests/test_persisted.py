@@ -83,6 +83,7 @@ def starts(history: History, generation: int = 1) -> set[tuple[int, str, str]]:
     return {(e["step"], e["tier"], e["how"]) for e in history.of("started", generation=generation)}
 
 
+@pytest.mark.proves("storage")
 def test_a_job_that_loses_every_node_goes_on_from_what_was_persisted(
     launcher: Launcher, place: Path, undisturbed: History
 ) -> None:
@@ -126,6 +127,7 @@ def test_damaged_ones_are_passed_over_down_to_one_that_is_whole(
     assert compare(undisturbed, history) == ""
 
 
+@pytest.mark.proves("memory-before-storage")
 def test_more_than_parity_covers_is_made_up_for(launcher: Launcher, place: Path, undisturbed: History) -> None:
     cluster = make(launcher, place)
     cluster.kill_node(1, 2, at="train.step", step=LOST_AT)
@@ -142,6 +144,7 @@ def test_more_than_parity_covers_is_made_up_for(launcher: Launcher, place: Path,
     assert history.leaks == []
 
 
+@pytest.mark.proves("memory-before-storage")
 def test_what_memory_still_has_is_taken_first(launcher: Launcher, place: Path, undisturbed: History) -> None:
     cluster = make(launcher, place)
     cluster.kill_node(1, at="train.step", step=LOST_AT)

@@ -102,6 +102,7 @@ def test_every_connection_cut_again_and_again_only_delays(ground: Ground) -> Non
     assert (snapshot, "dp2") in run["dp2"].client.inventory().shards
 
 
+@pytest.mark.proves("checked-on-arrival")
 def test_a_unit_damaged_on_its_way_is_sent_again(ground: Ground) -> None:
     smps = ground.smps(2)
     run = run_on(smps, [[50_000]] * 2)

@@ -39,6 +39,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.slow  # a Ray cluster of four processes a node takes minutes to start where others want the processors
+@pytest.mark.proves("ray")
 def test_an_actor_is_killed_and_the_other_goes_on_in_the_same_process(launcher: Launcher, folder: Path) -> None:
     expected = undisturbed(launcher, 2)
     with VirtualRay(2, folder) as cluster:
@@ -121,6 +122,7 @@ def test_what_a_function_held_is_forgotten_with_its_error() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.proves("ray")
 def test_what_is_done_to_ray_changes_no_bit(name: str, launcher: Launcher, folder: Path) -> None:
     verdict = run(name, undisturbed(launcher, SCENARIOS[name].nodes), folder)
     assert verdict.difference == "", verdict.line()

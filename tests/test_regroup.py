@@ -253,6 +253,7 @@ def started(
 
 class TestSurvivors:
     @pytest.mark.parametrize(("nodes", "protect"), [(4, "3+1"), (5, "3+1"), (3, "copies:1")])
+    @pytest.mark.proves("regroup")
     def test_protect_themselves_anew_so_that_another_node_may_be_lost(
         self, ground: Ground, nodes: int, protect: str
     ) -> None:

@@ -354,6 +354,7 @@ def declared_after_drawing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("arena")
+@pytest.mark.proves("start-up-may-draw")
 def test_whatever_start_up_draws_a_loop_that_says_where_its_steps_begin_is_exact() -> None:
     trial(declared_after_drawing, Dropping)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,15 @@ from holdfast.chaos.sim.campaign import again
 from holdfast.chaos.sim.checks import CHECKS
 from holdfast.chaos.sim.memory import Disk, MemoryMmap, MemoryOs, MemoryPath
 from holdfast.chaos.sim.oracle import Oracle
-from holdfast.chaos.sim.plan import POINTS_HERE, draw
+from holdfast.chaos.sim.plan import (
+    KINDS_OF_STATE,
+    MANY_RANKS,
+    POINTS_HERE,
+    DrawnState,
+    draw,
+    with_many_ranks,
+    with_modules,
+)
 from holdfast.chaos.sim.run import order_of, play, simulate
 from holdfast.chaos.sim.scheduler import Scheduler
 from holdfast.chaos.sim.seams import installed
@@ -39,9 +49,41 @@ def simulation() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("first", range(SEEDS.start, SEEDS.stop, 10))
+@pytest.mark.proves("any-instruction")
 def test_the_promise_holds_for_every_seed(simulation: None, first: int) -> None:
     for seed in range(first, first + 10):
         assert not simulate(seed).violations, command.replay(seed)
+
+
+@pytest.mark.proves("exact-or-given-up")
+@pytest.mark.parametrize("first", range(0, 60, 15))
+def test_the_promise_holds_for_state_of_every_class(simulation: None, first: int) -> None:
+    states = Counter[str]()
+    for seed in range(first, first + 15):
+        report = play(with_modules(draw(seed), random.Random(f"state {seed}")))
+        assert not report.violations, f"seed {seed}: {report.violations[0]}"
+        states += report.states
+    assert len(states) > 20
+
+
+def _state(seed: int) -> DrawnState:
+    state = with_modules(draw(seed), random.Random(f"state {seed}")).state
+    assert state is not None
+    return state
+
+
+def test_every_class_of_state_is_drawn() -> None:
+    drawn = {kind for seed in range(60) for kind in _state(seed).kinds}
+    assert drawn == set(KINDS_OF_STATE)
+
+
+def test_large_worlds_are_drawn_and_hold(simulation: None) -> None:
+    plan = with_many_ranks(draw(3), random.Random(3))
+    assert (
+        len(plan.ranks) in {nodes * mates for nodes, mates in MANY_RANKS}
+        and max(nodes * mates for nodes, mates in MANY_RANKS) == 64
+    )
+    assert not play(plan).violations
 
 
 @pytest.mark.parametrize("seed", [3468, 117012, 2002339, 4033424])

@@ -201,6 +201,7 @@ def fail_at(step: int, error: BaseException, **options: int) -> None:
         train_until(step, error, **options)
 
 
+@pytest.mark.proves("crash-loops")
 def test_the_same_failure_at_the_same_step_is_refused_until_it_is_allowed(arena: Path) -> None:
     fail_at(3, ValueError("the loss is nan"))  # goes back to nothing
     for _ in range(3):  # to step 3, and comes no further

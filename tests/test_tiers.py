@@ -105,6 +105,7 @@ def test_memory_is_given_up_after_so_many_attempts_and_says_why() -> None:
     assert course.given_up == f"recovery failed {ATTEMPTS} times; last: reason {ATTEMPTS - 1}"
 
 
+@pytest.mark.proves("never-older")
 def test_only_what_was_never_promised_is_passed_over_in_memory() -> None:
     course = Course()
     course.failed(in_memory(NEW), "gone", damaged=False)

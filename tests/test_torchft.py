@@ -73,6 +73,7 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+@pytest.mark.proves("torchft")
 def test_what_was_sent_is_received(pair: tuple[MemoryTransport[Any], MemoryTransport[Any]]) -> None:
     healthy, back = pair
     sent = state()
@@ -217,6 +218,7 @@ class Replica:
 
 
 @pytest.mark.slow
+@pytest.mark.proves("torchft")
 def test_a_replica_that_is_killed_comes_back_with_the_same_weights(arena: Path) -> None:
     from torchft.coordination import LighthouseServer
 

@@ -75,6 +75,7 @@ def results(tmp_path: Path, how: str) -> list[list[str]]:
 
 
 @pytest.mark.slow  # and tests/test_user_command.py kills one by one
+@pytest.mark.proves("trainers-die")
 def test_a_killed_run_that_is_launched_again_goes_on_bit_for_bit(arena: Path, tmp_path: Path) -> None:
     undisturbed = results(tmp_path, "undisturbed")
     assert not (arena / "run").exists()

@@ -255,9 +255,12 @@ class SimScript:
                     optimizer.step()
                 else:
                     self._scaler.step(optimizer)
+            skipped = False
             if self._scaler is not None:
+                before = self._scaler.get_scale()
                 self._scaler.update()
-            self._between(number + 1, float(loss.detach()))
+                skipped = self._scaler.get_scale() < before
+            self._between(number + 1, float(loss.detach()), skipped)
         self.boundary = self.state()
 
     def _batch(self) -> torch.Tensor:
@@ -280,10 +283,10 @@ class SimScript:
             for gradient, all_of_it in zip(mine, zip(*everyones, strict=True), strict=True):
                 gradient.copy_(torch.stack(all_of_it).mean(0))
 
-    def _between(self, step: int, loss: float) -> None:
-        """What scripts do between two steps."""
+    def _between(self, step: int, loss: float, skipped: bool) -> None:
+        """What scripts do between two steps; `skipped`: no optimizer has stepped, as gradients were infinite."""
         kinds = self._kinds
-        if self._schedule is not None:
+        if self._schedule is not None and not skipped:
             self._schedule.step()
         self._losses = [*self._losses[-3:], loss]
         with torch.no_grad():

@@ -189,12 +189,14 @@ TRAINER_OPERATIONS = (
 
 
 @pytest.mark.parametrize("op", TRAINER_OPERATIONS)
+@pytest.mark.proves("older-epochs")
 def test_a_trainer_of_an_older_epoch_writes_nothing(untouched: Zombie, op: str) -> None:
     message, error = untouched.trainer_says[op]
     assert ask(untouched.victim.local, {"op": op, **message}).get("error") == error
 
 
 @pytest.mark.parametrize("op", sorted(operations(PeerBulk)))
+@pytest.mark.proves("older-epochs")
 def test_an_smp_of_an_older_epoch_writes_nothing(untouched: Zombie, op: str) -> None:
     message, error = untouched.smp_says[op]
     payload = bytes(100) if op == "accumulate" else b""
@@ -262,6 +264,7 @@ print(json.dumps(said), flush=True)
 """
 
 
+@pytest.mark.proves("fenced")
 def test_a_trainer_that_was_stopped_and_goes_on_writes_nothing(zombie: Zombie) -> None:
     victim = zombie.victim
     run, smp = victim.run, victim.smp

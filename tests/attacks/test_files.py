@@ -122,6 +122,7 @@ def change(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.proves("spoilt-files")
 def test_what_was_spoilt_while_no_smp_ran_comes_back(damaged: Damaged, damage: str) -> None:
     damaged.spoil(DAMAGE[damage])
 
@@ -157,6 +158,7 @@ def test_a_slot_that_is_cut_under_a_running_smp_costs_that_smp_at_most(damaged: 
     damaged.comes_back()
 
 
+@pytest.mark.proves("scrub")
 def test_bits_that_flip_under_a_running_smp_are_mended(damaged: Damaged) -> None:
     flip_many(shard_file(damaged.smp, damaged.snapshot, "dp0"))
     found = damaged.run["dp0"].client.scrub()

@@ -67,6 +67,7 @@ def nobody_says(kind: str, where: str, data: bytes) -> str:
 QUESTION = frame(json.dumps({"op": "inventory", "job": JOB}).encode())
 
 
+@pytest.mark.proves("other-users")
 def test_the_socket_and_its_directory_are_this_users_alone(victim: Victim) -> None:
     assert stat.S_IMODE(victim.local.stat().st_mode) == 0o600
     assert stat.S_IMODE(victim.smp.arena.stat().st_mode) == 0o700
@@ -77,6 +78,7 @@ def test_the_socket_and_its_directory_are_this_users_alone(victim: Victim) -> No
 
 
 @as_root
+@pytest.mark.proves("other-users")
 def test_another_user_cannot_even_reach_the_socket(victim: Victim) -> None:
     assert nobody_says("unix", str(victim.local), QUESTION) == "PermissionError"
 
@@ -97,6 +99,7 @@ def test_nor_talk_over_it_if_its_modes_are_opened(victim: Victim) -> None:
 
 @as_root
 @pytest.mark.parametrize("what", ["shard", "accumulate", "adopt"])
+@pytest.mark.proves("other-users")
 def test_nor_use_the_port_for_bulk_on_loopback(victim: Victim, what: str) -> None:
     host, port = victim.smp.bulk
     data = frame(json.dumps({"op": what, "job": JOB}).encode())

@@ -80,6 +80,7 @@ def test_guesses_are_wrong_slow_and_logged_once(guarded: Guarded) -> None:
     assert (smp.arena / "smp.log").read_text().count("was not let in") == 1
 
 
+@pytest.mark.proves("other-hosts")
 def test_messages_without_a_token_are_not_read(guarded: Guarded) -> None:
     with dial(guarded.smps[0].bulk) as sock:
         sock.sendall(frame(b'{"op":"shard","job":"testrun"}') + bytes(1 << 12))
@@ -182,6 +183,7 @@ def test_grpc_calls_without_a_right_signature_are_refused(guarded: Guarded, sign
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+@pytest.mark.proves("other-hosts")
 def test_requests_of_strangers_are_not_read(guarded: Guarded) -> None:
     """A call is refused by its head. Eight MiB that come with each of 64 calls at a time would be half a GiB."""
     with grpc.insecure_channel("{}:{}".format(*guarded.smps[0].control)) as channel:
