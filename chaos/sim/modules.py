@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -42,11 +42,15 @@ Meet = Callable[[Any], list[Any]]
 
 
 class Generators:
-    """The global random generators of Python, NumPy and torch, as one simulated process has them."""
+    """The global random generators of Python, NumPy and torch, as one simulated process has them.
 
-    _holder: Generators | None = None
+    All processes share one thread, and so these: what one of them had is kept while others draw.
+    """
+
+    _holder: ClassVar[Generators | None] = None
 
     def __init__(self, seed: str) -> None:
+        self._states: tuple[Any, ...] | None = None  # while another process draws
         number = random.Random(seed).getrandbits(31)
         self.hold()
         random.seed(number)
@@ -64,8 +68,6 @@ class Generators:
         Generators._holder = self
         if self._states is not None:
             _put_back(self._states)
-
-    _states: tuple[Any, ...] | None = None
 
     @classmethod
     @contextmanager
