@@ -193,7 +193,13 @@ class Oracle:
         return shards[min(shards)].of_a_new_rank(before)
 
     def check_floor(self, coord: str, snapshot: Snapshot | None, floor: Snapshot | None) -> None:
-        """Whatever was lost: what a node that is left knows to be protected is never undone."""
+        """Whatever was lost: what a node that is left knows to be protected is never undone.
+
+        If the job goes on from something newer than it was promised, and nobody who is left knows of that promise, they
+        may keep another snapshot in its place: what they know of takes it over.
+        """
+        if snapshot is not None and self.promised is not None and (snapshot[0], snapshot[1]) > self.promised:
+            self.promised = self.promised if floor is not None and floor >= self.promised else floor
         if floor is None:
             return
         self.checks["floor"] += 1
