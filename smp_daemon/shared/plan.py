@@ -135,9 +135,29 @@ def choose_sources(inventories: Sequence[Inventory], snapshot: SnapshotId) -> So
 
     That is the first of: every byte can be recovered and no parity is missing; every byte can be recovered; the newest.
     """
-    known = {key: layout for inv in inventories for key, layout in inv.layouts.items() if key[0] == snapshot.epoch}
-    choices = [sources_of(inventories, snapshot, known[key]) for key in sorted(known, reverse=True)]
-    return max(choices, key=_merit, default=None)
+    best: list[Sources] = []
+    for those in _by_start(inventories, snapshot.epoch):
+        known = {key: layout for inv in those for key, layout in inv.layouts.items() if key[0] == snapshot.epoch}
+        choices = [sources_of(those, snapshot, known[key]) for key in sorted(known, reverse=True)]
+        best += [max(choices, key=_merit)] if choices else []
+    return best[0] if len(best) == 1 else max(best, key=lambda sources: not undecodable(sources), default=None)
+
+
+def _by_start(inventories: Sequence[Inventory], epoch: int) -> list[Sequence[Inventory]]:
+    """Who may have taken part in one start of the job, for each start that began this epoch; the largest first.
+
+    There is more than one if a start could not reach any node of the one before, as when that had other ranks or was
+    cut off: both then count from what they know, and their snapshots have the same names and are not the same. The
+    layouts with which they began tell them apart.
+    """
+    began = {layout.digest: layout for inv in inventories if (layout := inv.layouts.get((epoch, 0))) is not None}
+    if len(began) < 2:
+        return [inventories]
+    largest_first = sorted(began, key=lambda digest: (-len(began[digest].nodes), digest))
+    return [
+        [inv for inv in inventories if inv.layouts.get((epoch, 0), began[digest]).digest == digest]
+        for digest in largest_first
+    ]
 
 
 def _merit(sources: Sources) -> tuple[bool, bool]:
