@@ -307,8 +307,8 @@ def _layout(parity: int, *groups: tuple[str, ...]) -> dict[str, object]:
 def _oracle(found: list[str], parity: int, *groups: tuple[str, ...]) -> Oracle:
     oracle = Oracle(lambda check, message: found.append(check))
     oracle.committed(MemoryPath(Disk(), "", "layout-1-0.json"), "layout", _layout(parity, *groups))
-    oracle.captured((1, 1), "dp0", Bytes(b"one"))
-    oracle.captured((1, 2), "dp0", Bytes(b"two"))
+    oracle.captured((1, 1), "dp0", Bytes(b"one"), "a")
+    oracle.captured((1, 2), "dp0", Bytes(b"two"), "a")
     oracle.protected((1, 2))
     return oracle
 

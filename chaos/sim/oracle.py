@@ -54,6 +54,7 @@ class Oracle:
         self._flips: Counter[Snapshot] = Counter()
         self._layouts: dict[int, list[dict[str, Any]]] = {}
         self._varies = False
+        self._writers: dict[Snapshot, dict[str, str]] = {}
         self._parents: dict[int, Snapshot] = {}
         self._course: dict[tuple[int, str], Content] = {}
         self._sealed: set[tuple[Snapshot, str]] = set()
@@ -62,9 +63,13 @@ class Oracle:
 
     # ------------------------------------------------------------------ what it is told
 
-    def captured(self, snapshot: Snapshot, coord: str, content: Content) -> None:
-        """A trainer takes a snapshot of its state."""
+    def captured(self, snapshot: Snapshot, coord: str, content: Content, node: str) -> None:
+        """A trainer on this node takes a snapshot of its state."""
         snapshot = (snapshot[0], snapshot[1])
+        writers = self._writers.setdefault(snapshot, {})
+        if writers and all(writer in self._losses for writer in writers.values()):
+            self._forget(snapshot)  # nobody who is left has heard of the start that took it
+        self._writers[snapshot][coord] = node
         known = self._contents.setdefault(snapshot, {})
         self._losses_before.setdefault(snapshot, len(self._losses))
         self.checks["fenced"] += 1
@@ -77,6 +82,13 @@ class Oracle:
             self._violate(
                 "exact", f"{coord} begins step {snapshot[1]} with other {_some(content, usual)} than it once did"
             )
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        """Another one has taken its name."""
+        self._writers[snapshot] = {}
+        self._contents.pop(snapshot, None)
+        self._losses_before.pop(snapshot, None)
+        self._sealed = {key for key in self._sealed if key[0] != snapshot}
 
     def protected(self, snapshot: Snapshot) -> None:
         """The job was told that this snapshot is protected on every node."""
@@ -116,6 +128,7 @@ class Oracle:
         """No node is left that ever heard of the job: it begins anew, and nobody can know."""
         self.promised = None
         self._contents.clear()
+        self._writers.clear()
         self._parents.clear()
         self._losses_before.clear()
         self._flips.clear()

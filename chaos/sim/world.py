@@ -114,7 +114,7 @@ class World:
         Hooks.failpoint = self._failpoint
         Hooks.start_smp = self._start_by_trainer
         Hooks.agreement = self._agreement
-        Hooks.captured = self.oracle.captured
+        Hooks.captured = self._note_captured
         Hooks.begun = self._note_begun
         Hooks.committed = self._committed
         Hooks.given_up = self.oracle.given_up
@@ -382,7 +382,12 @@ class World:
 
     def _note_begun(self, snapshot: SnapshotId, coord: str) -> None:
         """A snapshot is taken of a script."""
-        self.oracle.captured(snapshot, coord, self._scripts[self.scheduler.current.process].boundary)
+        self._note_captured(snapshot, coord, self._scripts[self.scheduler.current.process].boundary)
+
+    def _note_captured(self, snapshot: SnapshotId, coord: str, content: Content) -> None:
+        host = self.scheduler.current.process.host
+        node = next(node.name for node in self.nodes if node.host == host)
+        self.oracle.captured(snapshot, coord, content, node)
 
     def _note_promise(self, sure: SnapshotId | None) -> None:
         if sure is not None:
