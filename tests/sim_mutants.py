@@ -38,6 +38,7 @@ from holdfast.smp_daemon.storage.pool import SlotFilePool, SlotPool, SlotState
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.resume import restore
+from holdfast.snapshot.resume.choice import Course
 from holdfast.snapshot.state import live, rng, streams, tracked
 from holdfast.snapshot.state.flags import Flags
 from holdfast.snapshot.state.manifest import Manifest
@@ -150,6 +151,19 @@ _KILLED: dict[str, Any] = {
     "lives": ((DrawnFault("kill-process", point="copy.middle", nth=5),),),
     "gaps": (Gap(0.0, True),),
 }
+
+
+def _stored(plan: SeedPlan) -> SeedPlan:
+    """Something is persisted, and then all that memory has is lost."""
+    return replace(
+        plan,
+        persist_s=0.1,
+        steps=4,
+        every=1,
+        flip_chance=0.0,
+        final="lose too many",
+        gaps=(Gap(1.0, True),) * len(plan.lives),
+    )
 
 
 def _two_slots(plan: SeedPlan) -> SeedPlan:
@@ -386,6 +400,12 @@ MUTANTS: dict[str, SimMutant] = {
     "a-bug": SimMutant("a thread meets an error that nobody expects", "bug", ((Store, "join", _raise_on_first_join),)),
     "arena-refused": SimMutant(
         "a new SMP does not take an arena with parity", "returns", ((Arena, "adopt", _refuse_what_is_there),)
+    ),
+    "storage-forgotten": SimMutant(
+        "nobody looks at what is persisted",
+        "persisted",
+        ((Course, "choose_persisted", lambda self, answers: None),),
+        _stored,
     ),
     "two-slots": SimMutant(
         "two slots are thought to be enough",

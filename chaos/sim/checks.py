@@ -14,6 +14,7 @@ CHECKS = {
     "exact": "a job that went on begins each step with what it once began it with, bit for bit",
     "restored": "what is restored is what was captured, bit for bit",
     "promise": "a protected snapshot comes back while no more is lost than its parity makes up for",
+    "persisted": "if memory has nothing, what was persisted comes back",
     "floor": "what a node that is left knows to be protected is never undone",
     "together": "all trainers go on from the same snapshot",
     "recoverable": "nobody is told that nothing can be had while enough is left",

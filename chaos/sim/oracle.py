@@ -54,6 +54,7 @@ class Oracle:
         self._flips: Counter[Snapshot] = Counter()
         self._layouts: dict[int, list[dict[str, Any]]] = {}
         self._varies = False
+        self._stored: Snapshot | None = None
         self._writers: dict[Snapshot, dict[str, str]] = {}
         self._parents: dict[int, Snapshot] = {}
         self._course: dict[tuple[int, str], Content] = {}
@@ -127,6 +128,8 @@ class Oracle:
     def all_lost(self) -> None:
         """No node is left that ever heard of the job: it begins anew, and nobody can know."""
         self.promised = None
+        if self._stored is not None:
+            return  # but storage does
         self._contents.clear()
         self._writers.clear()
         self._parents.clear()
@@ -138,6 +141,12 @@ class Oracle:
     def changes(self) -> None:
         """The job has another state or other ranks than before, so one that goes back comes by other states."""
         self._varies = True
+
+    def stored(self, step: int) -> None:
+        """An SMP has seen that the newest snapshot of this step is whole on storage."""
+        known = [snapshot for snapshot in self._contents if snapshot[1] == step]
+        if known:
+            self._stored = max(known) if self._stored is None else max(self._stored, *known)
 
     def bit_flipped(self, snapshot: Snapshot) -> None:
         """A bit of this snapshot's bytes or parity was flipped where it lies."""
@@ -179,8 +188,18 @@ class Oracle:
 
     # ------------------------------------------------------------------ what it judges
 
-    def restored(self, coord: str, epoch: int, snapshot: Snapshot | None, content: Content | None) -> None:
-        """A trainer goes on from this snapshot, or from nothing; with `epoch` begins what it goes on to."""
+    def restored(
+        self, coord: str, epoch: int, snapshot: Snapshot | None, content: Content | None, persisted: bool = False
+    ) -> None:
+        """A trainer goes on from this snapshot, or from nothing; with `epoch` begins what it goes on to.
+
+        Args:
+            persisted: it was read from storage.
+        """
+        if self._stored is not None and (persisted or snapshot is None):
+            self.checks["persisted"] += 1
+            if snapshot is None or (snapshot[0], snapshot[1]) < self._stored:
+                self._violate("persisted", f"{coord} is restored from {snapshot}, although {self._stored} is stored")
         if snapshot is not None:
             snapshot = (snapshot[0], snapshot[1])
             self._parents[epoch] = snapshot

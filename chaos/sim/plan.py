@@ -11,6 +11,8 @@ from holdfast.smp_daemon.shared.failpoints import FAILPOINTS, PERSIST_FAILPOINTS
 OF_MODULES = 1 / 40
 """Of all seeds, so many have trainers of real modules."""
 
+OF_STORAGE = 1 / 20
+STORED_FINALS = ("stop", "lose", "lose too many", "lose too many")
 OF_MANY_RANKS = 1 / 1000
 MANY_RANKS = ((8, 2), (8, 8), (16, 2), (16, 4), (32, 1), (64, 1))
 """So many nodes, and ranks on each."""
@@ -19,7 +21,7 @@ POINTS_HERE = (
     *(point for point in FAILPOINTS if point not in PERSIST_FAILPOINTS),
     "seal.digest",
 )
-"""Every named place at which a process may be killed. Nothing is persisted."""
+"""Every named place at which a process may be killed, where nothing is persisted."""
 
 RECOVERY = ("restore.before", "restore.middle", "rebuild.middle", "repair_parity.done")
 """Points that only a job which comes back reaches: struck more often in lives that are not the first."""
@@ -136,6 +138,7 @@ class SeedPlan:
         lengths: of each rank's state, in bytes.
         chance: how likely a task gives way at an await.
         step_s: most that a training step takes.
+        persist_s: how often a snapshot is persisted, at most; 0: none is.
         state: of real modules; None: a few bytes in place of modules, which is a hundred times as fast.
         lives, gaps: the faults of each start of the job, and what follows it.
         quiet: how many snapshots are to become protected in the quiet that follows; 0: the job must only come back.
@@ -161,6 +164,7 @@ class SeedPlan:
     break_chance: float
     steps: int
     step_s: float
+    persist_s: float
     state: DrawnState | None
     lives: tuple[tuple[DrawnFault, ...], ...]
     gaps: tuple[Gap, ...]
@@ -291,7 +295,18 @@ def draw(seed: int) -> SeedPlan:
     which = pick.random()
     if which < OF_MODULES:
         return with_modules(plan, pick)
-    return with_many_ranks(plan, pick) if which < OF_MODULES + OF_MANY_RANKS else plan
+    if which < OF_MODULES + OF_MANY_RANKS:
+        return with_many_ranks(plan, pick)
+    return with_storage(plan, pick) if which < OF_MODULES + OF_MANY_RANKS + OF_STORAGE else plan
+
+
+def with_storage(plan: SeedPlan, pick: random.Random) -> SeedPlan:
+    """The same with a place where snapshots are persisted; in half of them a process dies there."""
+    fault = DrawnFault("kill-process", point=pick.choice(PERSIST_FAILPOINTS), nth=pick.choice((1, 2, 3)))
+    first, *others = plan.lives
+    lives = ((*first, fault), *others) if pick.random() < 0.5 else plan.lives
+    persist_s = pick.choice((0.1, 0.1, 30.0))
+    return replace(plan, persist_s=persist_s, lives=lives, steps=max(plan.steps, 3), final=pick.choice(STORED_FINALS))
 
 
 def with_many_ranks(plan: SeedPlan, pick: random.Random) -> SeedPlan:
@@ -350,6 +365,7 @@ def _draw(seed: int) -> SeedPlan:
         break_chance=pick.choice((0.0, 0.0, 0.01)) * size.hazard,
         steps=pick.choice(size.steps),
         step_s=pick.choice((0.0, 0.0, 0.05)),
+        persist_s=0.0,
         state=None,
         lives=lives,
         gaps=tuple(Gap(pick.choice(size.gaps), pick.random() < size.replaced) for _ in lives),

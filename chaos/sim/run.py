@@ -301,8 +301,9 @@ class _Driver:
 
     def _end(self, finish: bool) -> None:
         world = self._world
+        slots = self._plan.slots + self._plan.generations - 1 + bool(self._plan.persist_s)
         for node in world.up():
-            world.oracle.check_arena(node.arena, self._plan.slots + self._plan.generations - 1)
+            world.oracle.check_arena(node.arena, slots)
         self._check()
         if finish:
             outcomes = self._live(1, quiet=True, ends=True)

@@ -50,6 +50,7 @@ class SimSystem(System):
     SimpleQueue: Any = threads.SimpleQueue
     Pool: Any = threads.ThreadPoolExecutor
     monotonic = staticmethod(threads.monotonic)
+    time = staticmethod(threads.monotonic)
 
     socket: Any = SimSocket
     is_of_this_user = staticmethod(lambda sock: True)

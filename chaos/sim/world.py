@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import fsspec
+
 from holdfast.chaos.sim.memory import Disk, MemoryPath
 from holdfast.chaos.sim.modules import SimScript
 from holdfast.chaos.sim.network import Network, use
@@ -21,15 +23,18 @@ from holdfast.chaos.sim.tasks import SimProcess
 from holdfast.chaos.sim.threads import Signal
 from holdfast.chaos.sim.trainer import Bytes, Circle, SimAdapter, SimMember, TrainingLost
 from holdfast.smp_daemon.node.core import Settings
+from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unrecoverable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.interval.policy import DEFAULT_BUDGET
 from holdfast.snapshot.options import Options
+from holdfast.snapshot.resume.choice import PERSISTED
 from holdfast.snapshot.session import Checks
 
 JOB = "job"
+PLACE = "memory://storage"
 START_DEADLINE_S = 60.0
 DRAIN_DEADLINE_S = 60.0
 AGAIN_S = 0.5
@@ -106,6 +111,9 @@ class World:
         self._lives = 0
         self._members: dict[SimProcess, SimMember] = {}
         self._scripts: dict[SimProcess, SimScript] = {}
+        storage = fsspec.filesystem("memory")
+        storage.store.clear()
+        storage.pseudo_dirs[:] = [""]
         self._hook_up()
         for _ in range(plan.nodes):
             self.add_node()
@@ -162,6 +170,7 @@ class World:
             backend="numpy" if self.plan.seed % 2 else "auto",
             regroup_after_s=self.plan.regroup_after_s,
             rebuild=self.plan.rebuild,
+            persist=PersistOptions(PLACE, self.plan.persist_s) if self.plan.persist_s else None,
         )
         try:
             smp = Smp(JOB, node.name, node.arena, node.host, settings=settings, system=SYSTEM)  # type: ignore[arg-type]
@@ -369,8 +378,10 @@ class World:
         self._note_promise(hook._session.protecting.ledger.sure)
         self.scheduler.tell(coord, _beginning(hook))
         if trainer.outcome != "hangs":  # else it goes on where nobody listens any more
-            self.oracle.restored(coord, hook.restored.epoch, restored, content)
-            self.oracle.check_floor(coord, restored, floor)
+            persisted = hook.restored.tier == PERSISTED
+            self.oracle.restored(coord, hook.restored.epoch, restored, content, persisted)
+            if not persisted:  # to undo what was protected is what storage is asked for
+                self.oracle.check_floor(coord, restored, floor)
 
     def _drain(self, hook: SnapshotHook, coord: str) -> None:
         drained = hook.drain(DRAIN_DEADLINE_S)
@@ -405,6 +416,8 @@ class World:
 
     def _failpoint(self, point: str, step: int) -> None:
         self.hits[point] += 1
+        if point == "persist.done":
+            self.oracle.stored(step)
         if Hooks.is_due(point):
             self.at_point(point, self.scheduler.current.process)
             self.scheduler.yield_if_dead()

@@ -108,7 +108,7 @@ class Core:
             self.peers, Pacer(self.settings.bandwidth), self.settings.turns, self.settings.priority, system
         )
         self._scrubber = Scrubber(Pacer(self.settings.scrub), self.settings.priority, system)
-        self.persister = Persister(self.settings.persist, self.settings.priority)
+        self.persister = Persister(self.settings.persist, self.settings.priority, system)
         self.monitor = Monitor(
             self.peers, self.settings.regroup_after_s, self.settings.rebuild, lambda: self.trainers, system
         )

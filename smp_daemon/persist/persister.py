@@ -12,8 +12,6 @@ is let go, the failure is counted and shown, and nothing more is begun until tha
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +28,7 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.holdings import ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
@@ -66,8 +65,9 @@ class TierState:
 class Persister:
     """The tier on one node. Every method is thread-safe, and only those that say so touch the storage."""
 
-    def __init__(self, options: PersistOptions | None, priority: str = "normal") -> None:
+    def __init__(self, options: PersistOptions | None, priority: str = "normal", system: System = MACHINE) -> None:
         """`options`: None: the tier is off. `priority`: see `smp_daemon.shared.priority`. Raises `ConfigError`."""
+        self.system = system
         self._options = options
         self._priority = priority
         self._place: PersistPlace | None = open_place(options.url) if options else None
@@ -75,8 +75,8 @@ class Persister:
         # Guards the order and the state. Threads of trainers' connections take it in `order`, with the store's lock
         # held; so whoever has it must not take the store's. The persisting thread waits on it, and the thread that
         # writes says under it how that went. Storage is never touched with it.
-        self._changed = threading.Condition()
-        self._closed = threading.Event()
+        self._changed = system.Condition()
+        self._closed = system.Event()
         self._order: tuple[SnapshotId, Layout] | None = None
         self._accepted: SnapshotId | None = None
         self._episodes = Episodes(log)
@@ -99,7 +99,7 @@ class Persister:
         self._store = store
         store.board.post_due(False)
         if self._options is not None:
-            threading.Thread(target=self._run, args=(self._options,), name="persist", daemon=True).start()
+            self.system.Thread(target=self._run, args=(self._options,), name="persist", daemon=True).start()
 
     def close(self) -> None:
         """Give up what is at hand; returns at once."""
@@ -176,9 +176,9 @@ class Persister:
     # ------------------------------------------------------------------ writing
 
     def _run(self, options: PersistOptions) -> None:
-        due_s = time.monotonic()  # at once: were a new node due later, replacing nodes would put it off for all
+        due_s = self.system.monotonic()  # at once: were a new node due later, replacing nodes would put it off for all
         while (order := self._await_order(due_s)) is not None:
-            due_s = time.monotonic() + options.every_s
+            due_s = self.system.monotonic() + options.every_s
             self._watch(_Work(self, options, *order))
 
     def _await_order(self, due_s: float) -> tuple[SnapshotId, Layout] | None:
@@ -189,7 +189,7 @@ class Persister:
                     order, self._order = self._order, None
                     self._say(state="writing")
                     return order
-                wait_s = due_s - time.monotonic()
+                wait_s = due_s - self.system.monotonic()
                 if wait_s <= 0 and self._state is not None and self._state.state != "due":
                     self._say(state="due")
                     self._store.board.post_due(True)
@@ -198,11 +198,11 @@ class Persister:
 
     def _watch(self, work: _Work) -> None:
         """Have it done, and give it up if the storage hangs; returns once its thread has ended."""
-        thread = threading.Thread(target=work.run, name="persist-write", daemon=True)
+        thread = self.system.Thread(target=work.run, name="persist-write", daemon=True)
         thread.start()
         while thread.is_alive() and not self._closed.is_set():
-            thread.join(max(0.0, work.moved_s + STUCK_S - time.monotonic()))
-            if thread.is_alive() and time.monotonic() >= work.moved_s + STUCK_S:
+            thread.join(max(0.0, work.moved_s + STUCK_S - self.system.monotonic()))
+            if thread.is_alive() and self.system.monotonic() >= work.moved_s + STUCK_S:
                 work.cancelled.set()
                 self._store.let_go(work.snapshot)
                 self._fail(work.snapshot, f"the storage has not answered for {STUCK_S:.0f} s", state="stuck")
@@ -212,7 +212,7 @@ class Persister:
 
     def _done(self, snapshot: SnapshotId, stored: int) -> None:
         self._store.counters.add(snapshots_persisted=1, bytes_persisted=stored)
-        self._say(persisted=snapshot, at_s=time.time(), problem="")
+        self._say(persisted=snapshot, at_s=self.system.time(), problem="")
         log.info("%s is persisted; this node wrote %d bytes", snapshot, stored)
         self._episodes.end("persist", "snapshots are persisted again: %s", snapshot, extra=about(snapshot))
 
@@ -240,8 +240,9 @@ class _Work:
 
     def __init__(self, persister: Persister, options: PersistOptions, snapshot: SnapshotId, layout: Layout) -> None:
         self.snapshot = snapshot
-        self.moved_s = time.monotonic()
-        self.cancelled = threading.Event()
+        self._monotonic = persister.system.monotonic
+        self.moved_s = self._monotonic()
+        self.cancelled = persister.system.Event()
         self._persister = persister
         self._options = options
         self._layout = layout
@@ -279,17 +280,17 @@ class _Work:
 
     def _await_others(self) -> None:
         """Until it is whole. Whoever writes its part last makes it count, so giving up here loses nothing."""
-        limit = time.monotonic() + max(self._options.every_s, STUCK_S)
+        limit = self._monotonic() + max(self._options.every_s, STUCK_S)
         wait_s = LOOK_FIRST_S
         while missing := publish(self._persister._its_place, self._layout, self.snapshot):
             self._moved()
-            if time.monotonic() > limit:
+            if self._monotonic() > limit:
                 raise PlaceError(f"{', '.join(missing[:8])} have not written their part")
             self._wait(wait_s)
             wait_s = min(2 * wait_s, LOOK_MOST_S)
 
     def _pace(self, count: int) -> None:
-        wait_s = self._persister._pacer.wait_s(count, time.monotonic())
+        wait_s = self._persister._pacer.wait_s(count, self._monotonic())
         while wait_s > 0:  # by a slow rate, not by slow storage
             self._moved()
             self._wait(min(wait_s, STUCK_S / 2))
@@ -298,7 +299,7 @@ class _Work:
         self._moved()
 
     def _moved(self) -> None:
-        self.moved_s = time.monotonic()
+        self.moved_s = self._monotonic()
 
     def _wait(self, seconds: float) -> None:
         if self._persister._closed.wait(seconds) or self.cancelled.is_set():

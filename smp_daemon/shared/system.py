@@ -37,6 +37,7 @@ class System:
     SimpleQueue = queue.SimpleQueue
     Pool = ThreadPoolExecutor
     monotonic = staticmethod(time.monotonic)
+    time = staticmethod(time.time)
 
     socket = socket.socket
     is_of_this_user = staticmethod(is_of_this_user)
