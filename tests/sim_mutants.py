@@ -26,7 +26,6 @@ from holdfast.integrations.adapters.base import BaseAdapter
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
-from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import candidates, plan_restore
@@ -48,6 +47,7 @@ from holdfast.snapshot.step.boundary import Boundary
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import Copier, CopyJob
 from holdfast.snapshot.step.ledger import Ledger
+from tests.mutants import forgetting_what_was_promised, one_node_behind
 
 SEEDS = 150
 """Within so many, one must notice."""
@@ -177,7 +177,8 @@ _restored = Ledger.restored
 _commit = SlotFilePool.commit
 _settle = Store._settle
 _fill = Copier._fill
-_exchange = vars(restore)["_exchange"]
+_one_node_behind = one_node_behind(vars(restore)["_exchange"])
+_forget_what_was_protected = forgetting_what_was_promised(plan_restore)
 _join = Store.join
 _adopt = Arena.adopt
 _reserve = Arena.reserve
@@ -208,19 +209,6 @@ def _accumulate_badly(self: ParityGathering, stripe: int, position: int, unit: m
     _accumulate(self, stripe, position, unit, unit_digest)
     if self.complete and unit.nbytes:
         self._unit(stripe)[:1] = bytes([self._unit(stripe)[0] ^ 1])
-
-
-def _one_step_behind(client: SmpClient, agreement: Any, coord: str, options: Any) -> Any:
-    """One node hears nothing of the newest snapshot, if there is an older one."""
-    inventories, coords, everyones = _exchange(client, agreement, coord, options)
-    held = sorted({snapshot for inventory in inventories for snapshot, _ in inventory.shards})
-    if client.node != min(coords.values()) or len(held) < 2:
-        return inventories, coords, everyones
-    older = [
-        replace(each, protected=None, shards=frozenset(shard for shard in each.shards if shard[0] != held[-1]))
-        for each in inventories
-    ]
-    return older, coords, everyones
 
 
 def _settle_and_spoil(self: Store, snapshot: SnapshotId) -> None:
@@ -273,10 +261,6 @@ def _never(*arguments: Any, **options: Any) -> None:
 
 def _wait_for_ever(*arguments: Any) -> None:
     SYSTEM.Event().wait()
-
-
-def _forget_what_was_protected(inventories: Any, *rest: Any) -> Any:
-    return plan_restore([replace(inventory, protected=None) for inventory in inventories], *rest)
 
 
 _tensors = TorchAdapter.tensors
@@ -375,7 +359,7 @@ MUTANTS: dict[str, SimMutant] = {
     "one-is-behind": SimMutant(
         "one node does not hear of the newest snapshot",
         "together",
-        ((RESTORE, "_exchange", _one_step_behind),),
+        ((RESTORE, "_exchange", _one_node_behind),),
         _killed,
     ),
     "spoilt-in-its-slot": SimMutant(
@@ -477,7 +461,7 @@ MUTANTS: dict[str, SimMutant] = {
     "extra-state-left-alone": SimMutant(
         "what modules keep beside tensors is not restored",
         "restored",
-        ((modules.Counter, "set_extra_state", _never),),
+        ((modules.CallCounter, "set_extra_state", _never),),
         _with_state("extra state"),
     ),
     "tracked-left-alone": SimMutant(

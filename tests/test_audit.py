@@ -60,7 +60,6 @@ def test_a_job_that_tracks_all_of_its_state_is_exact() -> None:
                 ("pool", "lost", 3, "self.lost['up']"),
                 ("pool", "order", 1, "self.order"),
                 ("shared_host", "rows", 1, "self.rows"),
-                ("zero", "moments", 2, "optim.state[0]['exp_avg']"),
             ]
         ),
     ],

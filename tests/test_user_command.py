@@ -14,8 +14,19 @@ import pytest
 
 from holdfast.audit import Notes, Values, read
 from holdfast.chaos.faults import CATALOGUE
-from holdfast.chaos.user.command import FIRST_STEP, IN_A_RECOVERY, CommandFault, CommandPlan, draw, judge
+from holdfast.chaos.user.command import (
+    FIRST_STEP,
+    IN_A_RECOVERY,
+    STEP,
+    CommandFault,
+    CommandPlan,
+    CommandRun,
+    CommandVerdict,
+    draw,
+    judge,
+)
 from holdfast.chaos.user.nodes import CommandNode
+from holdfast.chaos.verdict import CHECKS
 from holdfast.cli.main import main
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
@@ -33,39 +44,60 @@ def notes(first: int, last: int, *, epoch: int = 1, protected: int = 0, loss: st
 WHOLE = [notes(0, 10)]
 
 
-class TestAJudgement:
-    def judged(self, *processes: Notes) -> tuple[tuple[int, ...], int, list[str]]:
-        report, again, lost, problems = judge(WHOLE, WHOLE, [processes], (), 10)
-        assert report.exact or problems
-        return again, lost, problems
+def judged(*ranks: list[Notes], ignore: tuple[str, ...] = (), **seen: Any) -> CommandVerdict:
+    """Of ranks that all computed `WHOLE` when nothing was done to them."""
+    plan = CommandPlan(("train",), 0, faults=1, steps=10, ignore=ignore)
+    return judge(plan, WHOLE * len(ranks), WHOLE * len(ranks), CommandRun(ranks, **seen))
 
+
+class TestAJudgement:
     def test_finds_nothing_wrong_with_what_went_on_from_the_protected_step(self) -> None:
-        assert self.judged(notes(0, 6, protected=4), notes(4, 10, epoch=2)) == ((1,), 0, [])
+        fault = CommandFault("kill-trainer", 0, STEP, 6)
+        verdict = judged([notes(0, 6, protected=4), notes(4, 10, epoch=2)], asked=(fault,), injected=(fault,))
+        assert (verdict.steps_again, verdict.lost_protected_steps, verdict.breaches) == ((1,), 0, ())
+        looked = {"ends": 1, "returns": 2, "result": 1, "together": 2, "kept": 1, "struck": 1, "leaks": 1}
+        assert verdict.checks == looked
+        assert looked.keys() <= CHECKS.keys()
+
+    def test_does_not_count_what_there_was_nothing_to_look_at_for(self) -> None:
+        verdict = judged([notes(0, 10)])
+        assert not verdict.checks.keys() & {"kept", "struck"}
 
     def test_counts_protected_steps_that_did_not_come_back(self) -> None:
-        again, lost, problems = self.judged(notes(0, 6, protected=5), notes(3, 10, epoch=2))
-        assert (again, lost, problems) == ((2,), 2, ["2 protected steps were lost"])
+        verdict = judged([notes(0, 6, protected=5), notes(3, 10, epoch=2)])
+        assert (verdict.steps_again, verdict.lost_protected_steps) == ((2,), 2)
+        assert verdict.breaches == (("kept", "2 protected steps were lost"),)
 
     def test_finds_what_was_computed_differently(self) -> None:
-        _, _, problems = self.judged(notes(0, 6), notes(4, 10, epoch=2, loss=" or so"))
-        assert problems == ["6 values differ, as loss of rank 0 in step 5 (computed)"]
+        verdict = judged([notes(0, 6), notes(4, 10, epoch=2, loss=" or so")])
+        assert verdict.breaches == (("result", "6 values differ, as loss of rank 0 in step 5 (computed)"),)
 
     def test_finds_what_was_restored_differently(self) -> None:
         other = notes(4, 10, epoch=2)
         other.values[4] = {"weights": "of step 3"}
-        assert self.judged(notes(0, 6), other)[2] == ["1 values differ, as weights of rank 0 in step 4 (not restored)"]
+        verdict = judged([notes(0, 6), other])
+        assert verdict.problems == ("1 values differ, as weights of rank 0 in step 4 (not restored)",)
 
     def test_finds_ranks_that_did_not_come_to_the_end(self) -> None:
-        assert self.judged(notes(0, 9))[2] == ["ranks [0] did not come to step 10"]
-        assert judge(WHOLE, WHOLE, [], (), 10)[3] == ["1 ranks trained undisturbed, and 0 with faults"]
+        assert judged([notes(0, 9)]).breaches == (("returns", "ranks [0] did not come to step 10"),)
+
+    def test_finds_ranks_that_are_missing(self) -> None:
+        verdict = judge(CommandPlan(("train",), 0), WHOLE, WHOLE, CommandRun([]))
+        assert verdict.breaches == (("result", "1 ranks trained undisturbed, and 0 with faults"),)
 
     def test_finds_ranks_that_started_at_different_steps(self) -> None:
-        two = [WHOLE[0], WHOLE[0]]
-        ranks = [[notes(0, 6), notes(4, 10, epoch=2)], [notes(0, 6), notes(5, 10, epoch=2)]]
-        assert judge(two, two, ranks, (), 10)[3] == ["ranks started at different steps: [4, 5]"]
+        verdict = judged([notes(0, 6), notes(4, 10, epoch=2)], [notes(0, 6), notes(5, 10, epoch=2)])
+        assert verdict.breaches == (("together", "ranks started at different steps: [4, 5]"),)
 
     def test_leaves_out_what_is_not_to_matter(self) -> None:
-        assert judge(WHOLE, WHOLE, [[notes(0, 10, loss="!")]], ("lo.s",), 10)[3] == []
+        assert not judged([notes(0, 10, loss="!")], ignore=("lo.s",)).breaches
+
+    def test_finds_how_it_ended(self) -> None:
+        fault = CommandFault("kill-trainer", 0, STEP, 6)
+        assert judged([notes(0, 6)], hang=True).breaches == (("ends", "it did not end within 600 s"),)
+        assert judged([notes(0, 10)], failure="status 1").breaches == (("returns", "it ended with status 1"),)
+        assert judged([notes(0, 10)], leaks=("7 sleep",)).breaches == (("leaks", "left behind: process 7 sleep"),)
+        assert judged([notes(0, 10)], asked=(fault,)).breaches == (("struck", "1 faults were asked for, 0 were done"),)
 
 
 class TestADraw:

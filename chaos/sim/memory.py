@@ -262,7 +262,6 @@ class MemoryMmap:
     MADV_DONTDUMP = mmap.MADV_DONTDUMP
     MADV_HUGEPAGE = mmap.MADV_HUGEPAGE
     MAP_SHARED = mmap.MAP_SHARED
-    MAP_POPULATE = mmap.MAP_POPULATE
 
     @staticmethod
     def mmap(file: File, length: int, flags: int = 0) -> Mapped:

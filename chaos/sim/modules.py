@@ -22,7 +22,7 @@ from holdfast.chaos.sim.plan import DrawnState
 from holdfast.chaos.sim.scheduler import active
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.step.capture import Capture
@@ -94,7 +94,7 @@ def _put_back(states: tuple[Any, ...]) -> None:
 # ---------------------------------------------------------------------- what a user's script is made of
 
 
-class Counter(nn.Module):
+class CallCounter(nn.Module):
     """Counts how often it runs, and keeps that beside tensors."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Net(nn.Module):
         if "dropout" in kinds:
             layers.append(nn.Dropout(0.3))
         if "extra state" in kinds:
-            layers.append(Counter())
+            layers.append(CallCounter())
         self.thawing: nn.Linear | None = None
         if "thaws" in kinds or "frozen" in kinds:
             self.thawing = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -350,7 +350,7 @@ class SimScript:
                     for key, value in optimizer.state.get(parameter, {}).items():
                         found[f"optimizer {number}, group {at}, {place}, {key}"] = value
         for name, module in self._net.named_modules():
-            if isinstance(module, Counter):
+            if isinstance(module, CallCounter):
                 found[f"{name} has run"] = module.count
         for name, tensor in (self._average or {}).items():
             found[f"average of {name}"] = tensor
@@ -453,8 +453,9 @@ class ObservedCapture(Capture):
 class SteppingEngine(CpuEngine):
     """`CpuEngine`, with awaits before, in the middle and after."""
 
-    def mark(self) -> None:
+    def mark(self) -> Transfer:
         active().point()
+        return super().mark()
 
     def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         half = len(pieces) // 2

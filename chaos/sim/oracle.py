@@ -17,6 +17,9 @@ from holdfast.chaos.sim.memory import MemoryPath
 Snapshot = tuple[int, int]
 """(epoch, step); later ones are greater."""
 
+NONE: Snapshot = (0, 0)
+"""Older than any."""
+
 
 class Content(Protocol):
     """A rank's whole state. Equal ones are alike to the last bit."""
@@ -67,8 +70,8 @@ class Oracle:
     def captured(self, snapshot: Snapshot, coord: str, content: Content, node: str) -> None:
         """A trainer on this node takes a snapshot of its state."""
         snapshot = (snapshot[0], snapshot[1])
-        writers = self._writers.setdefault(snapshot, {})
-        if writers and all(writer in self._losses for writer in writers.values()):
+        writers = set(self._writers.setdefault(snapshot, {}).values())
+        if writers and writers <= set(self._losses) and not self._began_together(snapshot[0], writers | {node}):
             self._forget(snapshot)  # nobody who is left has heard of the start that took it
         self._writers[snapshot][coord] = node
         known = self._contents.setdefault(snapshot, {})
@@ -83,6 +86,10 @@ class Oracle:
             self._violate(
                 "exact", f"{coord} begins step {snapshot[1]} with other {_some(content, usual)} than it once did"
             )
+
+    def _began_together(self, epoch: int, nodes: set[str]) -> bool:
+        """Whether these nodes took part in one start of the job."""
+        return any(nodes <= {each["name"] for each in layout["nodes"]} for layout in self._layouts.get(epoch, []))
 
     def _forget(self, snapshot: Snapshot) -> None:
         """Another one has taken its name."""
@@ -230,12 +237,13 @@ class Oracle:
         If the job goes on from something newer than it was promised, and nobody who is left knows of that promise, they
         may keep another snapshot in its place: what they know of takes it over.
         """
-        if snapshot is not None and self.promised is not None and (snapshot[0], snapshot[1]) > self.promised:
-            self.promised = self.promised if floor is not None and floor >= self.promised else floor
+        restored = None if snapshot is None else (snapshot[0], snapshot[1])
+        if restored is not None and self.promised is not None and (floor or NONE) < self.promised < restored:
+            self.promised = floor
         if floor is None:
             return
         self.checks["floor"] += 1
-        if snapshot is None or (snapshot[0], snapshot[1]) < floor:
+        if restored is None or restored < floor:
             self._violate(
                 "floor", f"{coord} is restored from {snapshot}, although a node knows that {floor} was protected"
             )

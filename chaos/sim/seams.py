@@ -110,7 +110,7 @@ def _capture(adapter: Any, *arguments: Any) -> Any:
     if isinstance(adapter, trainer.SimAdapter):
         return trainer.SimCapture(adapter, *arguments)
     capture = ObservedCapture(adapter, *arguments)
-    capture.on_begin = lambda snapshot, coord: Hooks.begun(snapshot, coord)
+    capture.on_begin = Hooks.begun
     return capture
 
 
@@ -152,7 +152,7 @@ def installed() -> Iterator[None]:
         "holdfast.snapshot.session.Protecting": _ObservedProtecting,
         "holdfast.snapshot.session.Capture": _capture,
         "holdfast.snapshot.session.Boundary": _boundary,
-        "holdfast.snapshot.rank.choose_engine": lambda devices: SteppingEngine() if devices else trainer.SimEngine(),
+        "holdfast.snapshot.rank.DeviceEngines": lambda devices: SteppingEngine() if devices else trainer.SimEngine(),
         "holdfast.snapshot.rank.default_agreement": lambda: Hooks.agreement(),
         "holdfast.chaos.sim.trainer.captured": lambda *what: Hooks.captured(*what),
     }

@@ -66,6 +66,9 @@ class SimSystem(System):
         """Nobody owns an arena."""
         self._locks.clear()
 
+    def populate(self, mapped: object) -> None:
+        """All memory is there."""
+
     def flock(self, file: Any, how: int) -> None:
         """The lock of an arena: a simulated process lets go of it when it dies."""
         process = active().current.process

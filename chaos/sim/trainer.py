@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, Pr
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot
 from holdfast.snapshot.collective.agreement import AgreementLost, Result, T
-from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
+from holdfast.snapshot.copy.engines import CpuEngine, Sample, SlotTensor
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.resume.loading import load_checked
 from holdfast.snapshot.state.steppers import Steppers
@@ -201,6 +201,7 @@ class SimCapture:
         self, adapter: SimAdapter, agreement: SimMember, engine: SimEngine, job: str, coord: str, system: object
     ) -> None:
         self._adapter = adapter
+        self._engine = engine
         self._job = job
         self._coord = coord
         self._form: SlotFormat | None = None
@@ -246,6 +247,7 @@ class SimCapture:
             len(live),
             (),
             lambda inputs: json.dumps({"step": snapshot.step}).encode(),
+            self._engine.mark(),
             system=SYSTEM,
         )
 
@@ -267,12 +269,26 @@ def _form(job: str, coord: str, length: int) -> SlotFormat:
 
 
 class SimEngine:
-    """`snapshot.copy.engines.CopyEngine` for bytes: each piece in two halves, and awaits before, between and after."""
+    """`snapshot.copy.engines.CopyEngine` for bytes, and its `Transfer`: each piece in two halves, and awaits before,
+    between and after."""
 
     queues = False
 
-    def mark(self) -> None:
+    def enter_thread(self) -> None:
+        """Threads are alike."""
+
+    def capturing(self) -> bool:
+        return False
+
+    def prepare(self, slots: Sequence[memoryview], turn: object) -> None:
+        """A mapped slot is ready."""
+
+    def cover(self, devices: object) -> None:
+        """There is one."""
+
+    def mark(self) -> SimEngine:
         active().point()
+        return self
 
     def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         for piece in pieces:
@@ -283,11 +299,20 @@ class SimEngine:
                 active().point()
                 slot[piece.offset + begin : piece.offset + end] = live[begin:end]
 
-    def fence(self) -> None:
+    def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
+        raise NotImplementedError("copies of plain bytes have no witness")
+
+    def guard(self) -> None:
         """Nothing is under way once `copy` has returned."""
+
+    def fence(self) -> None:
+        """Nothing is under way."""
 
     def finish(self) -> None:
         active().point()
+
+    def settle(self) -> None:
+        """Nothing is under way."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -10,12 +10,14 @@ the verdict; `holdfast.chaos.user.run` does it.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.audit import AuditReport, Notes, compare_rank, together
 from holdfast.chaos.faults import CATALOGUE
+from holdfast.chaos.verdict import Findings
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 FIRST_STEP = 3
@@ -93,48 +95,76 @@ class CommandPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class CommandRun:
+    """What was seen of the run with faults.
+
+    Attributes:
+        notes: of each rank, its processes.
+        injected: what was done, in order.
+        starts: how often the command was started.
+        hang: it did not end in time.
+        failure: how it ended in the end, in words, if badly.
+        leaks: processes that it left behind.
+    """
+
+    notes: Sequence[Sequence[Notes]]
+    asked: tuple[CommandFault, ...] = ()
+    injected: tuple[CommandFault, ...] = ()
+    starts: int = 1
+    hang: bool = False
+    failure: str = ""
+    leaks: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class CommandVerdict:
     """What came of it.
 
     Attributes:
-        injected: what was done, in order.
-        starts: how often the command was started; `epochs`: how often the job was.
+        run: what was seen.
+        epochs: how often the job was started.
         steps_again: finished steps that had to be done again, at each new epoch.
         report: what was compared, and what differed.
-        problems: empty if everything is as it must be.
+        breaches: which of `verdict.CHECKS` found what; empty if everything is as it must be.
+        checks: how often each of them looked at something.
     """
 
-    asked: tuple[CommandFault, ...]
-    injected: tuple[CommandFault, ...]
-    starts: int
+    run: CommandRun
     epochs: int
     steps_again: tuple[int, ...]
     lost_protected_steps: int
-    hang: bool
-    leaks: tuple[str, ...]
-    seconds: float
     report: AuditReport
-    problems: tuple[str, ...]
+    breaches: tuple[tuple[str, str], ...]
+    checks: Counter[str]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What was found, in words."""
+        return tuple(text for _, text in self.breaches)
 
     def to_json(self, replay: str) -> dict[str, Any]:
         """For ``--json``, with the keys of a campaign; `replay`: how to run it again."""
+        run = self.run
         return {
-            "faults_asked": len(self.asked),
-            "faults_injected": len(self.injected),
+            "faults_asked": len(run.asked),
+            "faults_injected": len(run.injected),
             "scenarios": 1,
             "wrong_states": int(not self.report.exact),
             "lost_protected_steps": self.lost_protected_steps,
-            "hangs": int(self.hang),
-            "leaks": len(self.leaks),
-            "failed": int(bool(self.problems)),
-            "seconds": round(self.seconds, 1),
-            "replay": [replay] if self.problems else [],
-            "starts": self.starts,
+            "hangs": int(run.hang),
+            "leaks": len(run.leaks),
+            "failed": int(bool(self.breaches)),
+            "seconds": round(run.seconds, 1),
+            "checks": dict(self.checks),
+            "replay": [replay] if self.breaches else [],
+            "starts": run.starts,
             "epochs": self.epochs,
             "steps_again": self.steps_again,
             "values_compared": self.report.compared,
-            "injected": [asdict(fault) for fault in self.injected],
+            "injected": [asdict(fault) for fault in run.injected],
             "problems": self.problems,
+            "broken": [check for check, _ in self.breaches],
         }
 
 
@@ -159,53 +189,58 @@ def draw(
     return tuple(found)
 
 
-def judge(
-    first: Sequence[Notes],
-    second: Sequence[Notes],
-    disturbed: Sequence[Sequence[Notes]],
-    ignore: Sequence[str],
-    last: int,
-) -> tuple[AuditReport, tuple[int, ...], int, list[str]]:
-    """Compare all processes of all ranks: differences, steps done again, protected steps lost, problems. Pure.
-
-    Args:
-        first, second: of each rank, undisturbed.
-        disturbed: of each rank, its processes.
-        last: the step that every rank must have computed.
-    """
-    problems = []
-    if len(first) != len(disturbed):
-        return (
-            AuditReport((), 0, ()),
-            (),
-            0,
-            [f"{len(first)} ranks trained undisturbed, and {len(disturbed)} with faults"],
-        )
-    reports = [
-        compare_rank(rank, first[rank], second[rank], process, ignore)
-        for rank, processes in enumerate(disturbed)
-        for process in processes
-        if process.values
-    ]
-    report = together(reports)
-    if not report.exact:
-        one = report.differences[0]
-        problems.append(
-            f"{len(report.differences)} values differ, as {one.name} of rank {one.rank} in step {one.step} ({one.kind})"
-        )
-    everything = [process for processes in disturbed for process in processes]
+def judge(plan: CommandPlan, first: Sequence[Notes], second: Sequence[Notes], run: CommandRun) -> CommandVerdict:
+    """The verdict on what was seen, beside the two undisturbed runs of each rank. Pure."""
+    found = Findings()
+    found.look("ends", f"it did not end within {plan.deadline_s:.0f} s" if run.hang else "")
+    short = [rank for rank, processes in enumerate(run.notes) if max(processes[-1].computed, default=0) < plan.steps]
+    if not run.hang:
+        found.look("returns", f"it ended with {run.failure}" if run.failure else "")
+        found.look("returns", f"ranks {short} did not come to step {plan.steps}" if short else "")
+    report = _compared(first, second, run.notes, plan.ignore)
+    if report is None:
+        found.look("result", f"{len(first)} ranks trained undisturbed, and {len(run.notes)} with faults")
+    elif report.compared:
+        found.look("result", _first_difference(report))
+    everything = [process for processes in run.notes for process in processes]
+    epochs = sorted({process.epoch for process in everything})
     again, lost = [], 0
-    for epoch in sorted({process.epoch for process in everything}):
+    for epoch in epochs:
         starts = {process.start for process in everything if process.epoch == epoch}
         before = [process for process in everything if process.epoch < epoch]
-        if len(starts) > 1:
-            problems.append(f"ranks started at different steps: {sorted(starts)}")
+        found.look("together", f"ranks started at different steps: {sorted(starts)}" if len(starts) > 1 else "")
         if before:
             again.append(max(0, max(max(p.values, default=0) for p in before) - min(starts)))
             lost = max(lost, max(p.protected for p in before) - min(starts))
-    if lost:
-        problems.append(f"{lost} protected steps were lost")
-    short = [rank for rank, processes in enumerate(disturbed) if max(processes[-1].computed, default=0) < last]
-    if short:
-        problems.append(f"ranks {short} did not come to step {last}")
-    return report, tuple(again), lost, problems
+    if again:
+        found.look("kept", f"{lost} protected steps were lost" if lost else "")
+    asked, done = len(run.asked), len(run.injected)
+    if asked:
+        found.look("struck", f"{asked} faults were asked for, {done} were done" if done < asked else "")
+    if not run.failure:
+        found.look_at_each("leaks", [f"left behind: process {leak}" for leak in run.leaks])
+    nothing = AuditReport((), 0, ())
+    return CommandVerdict(run, len(epochs), tuple(again), lost, report or nothing, tuple(found.breaches), found.checks)
+
+
+def _compared(
+    first: Sequence[Notes], second: Sequence[Notes], disturbed: Sequence[Sequence[Notes]], ignore: Sequence[str]
+) -> AuditReport | None:
+    """Every process of every rank, with what the undisturbed ones computed; None if there are not as many ranks."""
+    if len(first) != len(disturbed):
+        return None
+    return together(
+        [
+            compare_rank(rank, first[rank], second[rank], process, ignore)
+            for rank, processes in enumerate(disturbed)
+            for process in processes
+            if process.values
+        ]
+    )
+
+
+def _first_difference(report: AuditReport) -> str:
+    if report.exact:
+        return ""
+    one = report.differences[0]
+    return f"{len(report.differences)} values differ, as {one.name} of rank {one.rank} in step {one.step} ({one.kind})"

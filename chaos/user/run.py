@@ -21,6 +21,7 @@ from holdfast.chaos.user.command import (
     STEP,
     CommandFault,
     CommandPlan,
+    CommandRun,
     CommandVerdict,
     draw,
     judge,
@@ -128,31 +129,21 @@ class _Disturbed(Runner):
             finally:
                 self.expire(float("inf"))  # what stands still goes on, so that it can end
                 self.hang_up()
-        report, again, lost, found = judge(first, second, read(notes), self._plan.ignore, self._plan.steps)
-        problems: list[str] = []
-        if hang:
-            problems.append(f"it did not end within {self._plan.deadline_s:.0f} s")
-        elif any(statuses):
+        failure = ""
+        if any(statuses) and not hang:
             said = tail(self._folder / "log")[-600:]
-            problems.append(f"it ended with status {', '.join(map(str, statuses))} in the end: {said}")
-        problems += found
-        if len(self._injected) < len(self._faults):
-            problems.append(f"{len(self._faults)} faults were asked for, {len(self._injected)} were done")
-        problems += [f"left behind: process {leak}" for leak in leaks]
-        epochs = len({process.epoch for processes in read(notes) for process in processes})
-        return CommandVerdict(
+            failure = f"status {', '.join(map(str, statuses))} in the end: {said}"
+        seen = CommandRun(
+            read(notes),
             tuple(self._faults),
             tuple(self._injected),
             starts,
-            epochs,
-            again,
-            lost,
             hang,
+            failure,
             leaks,
             time.monotonic() - began,
-            report,
-            tuple(problems),
         )
+        return judge(self._plan, first, second, seen)
 
     def _leaks(self) -> tuple[str, ...]:
         left = [process for node in self._nodes for process in node.processes()]

@@ -119,15 +119,8 @@ def _run_command(parsed: argparse.Namespace) -> int:
     from holdfast.chaos.user.command import CommandPlan
     from holdfast.chaos.user.run import run
 
-    if (
-        parsed.scenarios
-        or parsed.beyond
-        or parsed.defaults
-        or parsed.profile
-        or parsed.count != 1
-        or parsed.html
-        or parsed.markdown
-    ):
+    for_scenarios = (parsed.scenarios, parsed.beyond, parsed.defaults, parsed.profile, parsed.html, parsed.markdown)
+    if any(for_scenarios) or parsed.count != 1:
         raise ConfigError(
             "a command of your own takes --seed, --faults, --double, --steps, --nodes, --other, --ignore, --deadline, "
             "--json"
@@ -147,12 +140,15 @@ def _run_command(parsed: argparse.Namespace) -> int:
     console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
     console.print(f"seed {seed}")
     verdict = run(plan, lambda text: console.print(text, markup=False))
+    seen = verdict.run
     options = [f"--seed {seed} --faults {plan.faults} --steps {plan.steps}", *["--double"] * plan.double]
     options += [f"--nodes {plan.nodes}"] * (plan.nodes > 1)
     options += [f"--other {shlex.quote(plan.other)}"] * bool(plan.other)
     options += [f"--ignore {shlex.quote(pattern)}" for pattern in plan.ignore]
     replay = f"holdfast chaos run {' '.join(options)} -- {shlex.join(plan.command)}"
     write_json(parsed.json, verdict.to_json(replay))
+    looked = ", ".join(f"{check} {count}" for check, count in verdict.checks.items())
+    console.print(f"checks, and how often each looked at something: {looked}")
     for problem in verdict.problems:
         console.print(f"FAILED: {problem}", style="red", markup=False)
     if verdict.problems:
@@ -161,7 +157,7 @@ def _run_command(parsed: argparse.Namespace) -> int:
         return 1
     again = sum(verdict.steps_again)
     console.print(
-        f"identical: {len(verdict.injected)} faults, {verdict.starts - 1} times started again, {again} steps done "
+        f"identical: {len(seen.injected)} faults, {seen.starts - 1} times started again, {again} steps done "
         f"again, {verdict.report.compared:,} values compared"
     )
     return 0

@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         "--defaults",
         action="store_true",
         help="with the hook's own options, as InMemorySnapshot(model, optim) is written: snapshots as often as the "
-        "overhead budget allows; how many steps are lost is told, and any number will do",
+        "overhead budget allows; how many steps are lost is reported, and does not fail the demo",
     )
     demo.add_argument("--no-kill", action="store_true", help="kill nothing")
     add_json(demo)
