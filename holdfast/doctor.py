@@ -28,8 +28,9 @@ from holdfast.ec import choose_codec, describe_auto
 from holdfast.ec.backends import BACKENDS
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV
 from holdfast.smp_daemon.shared.paths import arena_base
-from holdfast.smp_daemon.storage.pool import MADV_POPULATE_WRITE, SHMEM_HUGE
-from holdfast.snapshot.copy.cuda import REGISTER_BYTES
+from holdfast.smp_daemon.shared.populate import populate
+from holdfast.smp_daemon.storage.pool import SHMEM_HUGE
+from holdfast.snapshot.copy.pages import REGISTER_BYTES
 from holdfast.snapshot.copy.runs import streams
 
 MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bold red")}
@@ -224,7 +225,7 @@ def _loaded(prefix: str) -> str | None:
 def _can_populate() -> bool:
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         try:
-            page.madvise(MADV_POPULATE_WRITE)
+            populate(page)
         except OSError:
             return False
     return True

@@ -139,6 +139,7 @@ class MemoryWriter(StorageWriter):
         """Let go of the SMP. With ``keep=False`` the checkpoint is given up, and the SMPs end: a collective call."""
         if not keep:
             self._memory.finish(self._writer.epoch)
+        self._writer.close()
         self._memory.close()
 
 

@@ -140,6 +140,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         """Let go of the SMP. With ``keep=False`` the checkpoint is given up, and the SMPs end: a collective call."""
         if not keep:
             self._memory.finish(self._writer.epoch)
+        self._writer.close()
         self._memory.close()
 
     def _share(self, record: Mapping[str, Any]) -> None:

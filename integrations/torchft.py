@@ -133,6 +133,7 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
         """Give the memory back: the SMP ends, and who still reads from it fails. Idempotent."""
         if not self._over:
             self._over = True
+            self._let_go()
             self._client.finish(self._client.inventory().epoch)
 
     def _inventory(self) -> Inventory:
@@ -140,10 +141,15 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
         try:
             return self._client.inventory()
         except SmpUnavailable:
-            self._writer = None
+            self._let_go()
             self._client.close()
             self._client = connect(self._arena, self._job, start=self._start)
             return self._client.inventory()
+
+    def _let_go(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     def _decode(self, record: dict[str, Any], slot: memoryview, form: SlotFormat) -> T:
         """The state, its tensors over `slot`. Raises `StateMismatch`, see `recv_checkpoint`."""

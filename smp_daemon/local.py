@@ -25,6 +25,7 @@ from holdfast.smp_daemon.shared.messages import (
     AskInventory,
     AskPersisted,
     AskPersistedLayout,
+    AskSlots,
     AskUnit,
     Await,
     Begin,
@@ -47,6 +48,7 @@ from holdfast.smp_daemon.shared.messages import (
     Scrub,
     Seal,
     SlotFile,
+    SlotFiles,
     Stop,
     Suspect,
     TrainerRequest,
@@ -57,6 +59,7 @@ from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.starts import KILLED, TrainerEnd
 from holdfast.smp_daemon.shared.transport import Message, MessageStream
 from holdfast.smp_daemon.shared.uids import peer_of
+from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool
 
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
 """How many digests of units a message has room for, beside its other fields."""
@@ -87,6 +90,7 @@ class TrainerConversation:
             AskInventories: self._inventories,
             Join: self._join,
             Configure: lambda request: self._store.configure(request.layout),
+            AskSlots: self._slots,
             Begin: self._begin,
             Seal: self._seal,
             Abandon: self._abandon,
@@ -177,6 +181,7 @@ class TrainerConversation:
         self._store.join(request.epoch, request.start)
         if self._coord is not None:
             self._store.goes_on(request.epoch, self._coord)
+            self._store.place(self._coord, request.near)
             self._smp.watchdog.joined(self._pid, self._coord)
         self._epoch = request.epoch
 
@@ -184,8 +189,11 @@ class TrainerConversation:
         snapshot, coord = request.snapshot, request.coord
         pool, slot = self._store.begin(snapshot, coord, request.keep, request.protected)
         self._writing = {begun for begun in self._writing if begun[0] in request.keep} | {(snapshot, coord)}
-        path = pool.path(slot)
-        return SlotFile(file=path.name, inode=path.stat().st_ino, bytes=slot.bytes)
+        return _slot_file(pool, slot)
+
+    def _slots(self, request: AskSlots) -> SlotFiles:
+        found = self._store.slots(request.epoch, request.coord)
+        return SlotFiles(slots=tuple(_slot_file(pool, slot) for pool, slot in found))
 
     def _seal(self, request: Seal) -> None:
         self._store.seal(request.snapshot, request.coord, request.protected)
@@ -324,3 +332,8 @@ def checked_peer(sock: socket.socket) -> int:
     if uid != os.getuid():
         raise ConfigError(f"process {pid} of user {uid} may not use this SMP")
     return pid
+
+
+def _slot_file(pool: SlotFilePool, slot: Slot) -> SlotFile:
+    path = pool.path(slot)
+    return SlotFile(file=path.name, inode=path.stat().st_ino, bytes=slot.bytes)

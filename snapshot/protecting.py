@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.board import SnapshotOutcome, TrainerPhase
@@ -24,7 +25,7 @@ from holdfast.snapshot.interval.policy import IntervalController
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.arrange import coordinate_key
-from holdfast.snapshot.resume.reserve import reserve
+from holdfast.snapshot.resume.reserve import node_turn, reserve
 from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.state.replicas import ReplicasDiffer
 from holdfast.snapshot.step.capture import Capture
@@ -347,12 +348,21 @@ class Protecting:
             self._options.protection,
             self._options.slots_with_generations,
             rank.domains,
+            prepare=lambda slots: rank.engine.prepare(slots, self._turn),
         )
         self._intervals.placed(self.layout)
         self.index = [shard.coord for shard in self.layout.node(rank.client.node).shards].index(rank.coord)
         self.episodes.end("layout", "memory is reserved anew: snapshots are taken from step %d on", self._progress.step)
         if self.layout.coords[0] == rank.coord:
             self.copier.say(self._intervals.plan_in_words())
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Of this rank, among those of its node. It takes a while until all are through, and this process is alive."""
+        progress = self._progress
+        self._rank.client.heartbeat(progress.phase, progress.step)
+        with node_turn(self._rank.client):
+            yield
 
     # ------------------------------------------------------------------ the copier's threads
 

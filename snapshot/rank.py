@@ -6,7 +6,8 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import default_agreement
 from holdfast.snapshot.connect import warn_of_stale_store
-from holdfast.snapshot.copy.devices import choose_engine
+from holdfast.snapshot.copy.devices import DeviceEngines, numa_node
+from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.own_smp import OwnSmp
 from holdfast.snapshot.resume.arrange import parse_domains
@@ -33,7 +34,9 @@ class Rank:
         self.coord = adapter.coordinate()
         self.domains = parse_domains(options.domains, self.coord)
         self.smp = OwnSmp(options.job_arena, options.job, self.coord, start=options.start, system=system)
-        self.engine = choose_engine({item.tensor.device for item in adapter.tensors()})
+        devices = {item.tensor.device for item in adapter.tensors()}
+        self.engine: CopyEngine = DeviceEngines(devices)
+        self.client.near = numa_node(devices)
 
     @property
     def client(self) -> SmpClient:
@@ -41,7 +44,11 @@ class Rank:
         return self.smp.client
 
     def close(self) -> None:
-        """Give all of it back. No collective call; the SMP stays."""
+        """Give all of it back. No collective call; the SMP stays.
+
+        Raises:
+            DeadlineExceeded: a device still writes to a slot. The SMP is not told, which would give the slot to others.
+        """
         self.engine.close()
         self.smp.close()
         self.agreement.close()

@@ -163,7 +163,7 @@ class Session:
         if restored.snapshot is not None:
             self._first.rewind = restored.rewind
         self._beginning = Beginning()
-        self._batch = Batch()
+        self._batch = Batch(rank.engine)
         self._stepped = False  # an optimizer has stepped since the last step ended
         self._stepping = False  # the first optimizer of the step is about to step, and none has
         self._marked = False  # data was read, or a step declared, for the first time
@@ -388,8 +388,6 @@ class Session:
         if self._batch.known or self._beginning.has_backward:
             self._be_sure(copy)
         in_time = copy.fence(0.0 if self._smp_is_slow else PATIENCE_S, self._options.deadline_s)
-        if in_time:
-            self.rank.engine.fence()
         self._smp_is_slow = not in_time
         self.capture.let_go()
 

@@ -61,3 +61,13 @@ void holdfast_copy(const struct run *runs, size_t count) {
     for (size_t i = 0; i < count; i++) copy(runs[i].target, runs[i].source, runs[i].bytes);
     settle();
 }
+
+/* Hands a table of runs to a function that only queues copies, such as cuMemcpyAsync; stops at the first failure. */
+int holdfast_queue(int (*copy_async)(void *, const void *, size_t, void *), const struct run *runs, size_t count,
+                   void *stream) {
+    for (size_t i = 0; i < count; i++) {
+        int code = copy_async(runs[i].target, runs[i].source, runs[i].bytes, stream);
+        if (code) return code;
+    }
+    return 0;
+}

@@ -14,10 +14,10 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.plan import newest_protected, newest_whole
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.copy.devices import choose_engine
+from holdfast.snapshot.copy.devices import DeviceEngines
 from holdfast.snapshot.copy.tensors import leaf_of
 from holdfast.snapshot.resume.arrange import Protection
-from holdfast.snapshot.resume.reserve import reserve
+from holdfast.snapshot.resume.reserve import node_turn, reserve
 from holdfast.snapshot.resume.restore import exchange
 from holdfast.snapshot.state.record import place_tensors, plan_format
 
@@ -61,6 +61,7 @@ class SlotWriter:
         agreement.minimum([1])()
         self._layout: Layout | None = None
         self._capacity = 0
+        self._engine = DeviceEngines()
 
     def write(self, tensors: Mapping[str, torch.Tensor], record: bytes) -> SnapshotId:
         """Copy tensors and a record into a slot, and wait until every node has protected its own. A collective call;
@@ -70,6 +71,7 @@ class SlotWriter:
             HoldfastError: a rank could not; then what was written before is still there.
         """
         leaves = [leaf_of(name, tensor) for name, tensor in tensors.items()]
+        self._engine.cover({tensor.device for tensor in tensors.values()})
         form = plan_format(self._job, self._coord, leaves, len(record))
         self._reserve(form)
         self._step += 1
@@ -83,6 +85,10 @@ class SlotWriter:
             raise problem or HoldfastError("another rank could not write its part; see its error")
         self._kept = self._protected = snapshot
         return snapshot
+
+    def close(self) -> None:
+        """Let go of the slots. No collective call; what was written stays."""
+        self._engine.close()
 
     def _reserve(self, form: SlotFormat) -> None:
         """Have a layout into which `form` fits on every rank."""
@@ -101,6 +107,7 @@ class SlotWriter:
             form.total_bytes,
             self._protection,
             SLOTS,
+            prepare=lambda slots: self._engine.prepare(slots, lambda: node_turn(self._client)),
         )
         self._capacity = form.total_bytes
 
@@ -109,20 +116,18 @@ class SlotWriter:
     ) -> None:
         keep = {each for each in (self._kept, self._protected) if each is not None}
         slot = self._client.begin(snapshot, self._coord, keep, self._protected)
-        engine = choose_engine({tensor.device for tensor in tensors.values()})
+        transfer = self._engine.mark()
         try:
             slot[: len(form.header)] = form.header
             write_stamp(slot, snapshot)
-            engine.mark()
-            engine.copy(place_tensors(form, tensors.items()), slot, lambda count: None)
-            engine.finish()
+            transfer.copy(place_tensors(form, tensors.items()), slot, lambda count: None)
+            transfer.finish()
             offset, capacity = form.record
             slot[offset : offset + capacity] = record.ljust(capacity)
         except BaseException:
+            transfer.settle()  # or the SMP would give the slot away while a device still writes to it
             self._client.abandon(snapshot, self._coord)
             raise
-        finally:
-            engine.close()
         self._client.seal(snapshot, self._coord, self._protected)
         outcome = self._client.await_outcome(snapshot, self._deadline_s)
         if outcome is not SnapshotOutcome.PROTECTED:

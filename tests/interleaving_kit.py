@@ -31,7 +31,7 @@ from holdfast.smp_daemon.shared.records import digest_units, write_json
 from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 from holdfast.snapshot.collective.agreement import Alone, Result, T
-from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.step.copier import CopyJob
 from tests.deadlines import DEADLINE_S
 
@@ -226,8 +226,9 @@ class MortalEngine(CpuEngine):
         super().__init__()
         self._halves: dict[int, tuple[Sequence[SlotTensor], list[tuple[SlotTensor]]]] = {}
 
-    def mark(self) -> None:
+    def mark(self) -> Transfer:
         current_life().gate()
+        return self
 
     def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         life = current_life()

@@ -25,7 +25,18 @@ ROOMS = (
     *(f"snapshot.{room}" for room in ("collective", "copy", "state", "step", "resume", "interval")),
     *("snapshot", "integrations.adapters", "holdfast", "integrations", "integrations.ray"),
     *("planner", "planner.fleet", "export"),
-    *("chaos.network", "chaos", "chaos.sim", "chaos.user", "chaos.loops", "chaos.ray", "bench", "cli", "examples"),
+    *(
+        "chaos.network",
+        "chaos.device",
+        "chaos",
+        "chaos.sim",
+        "chaos.user",
+        "chaos.loops",
+        "chaos.ray",
+        "bench",
+        "cli",
+        "examples",
+    ),
 )
 """Lowest first: a room imports itself and those before it."""
 

@@ -20,7 +20,7 @@ from holdfast.smp_daemon.shared.errors import HoldfastError, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import RECORD, read_format, read_stamp
 from holdfast.snapshot.collective.agreement import Alone
-from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.tensors import read_leaf
@@ -74,8 +74,9 @@ class Noting(CpuEngine):
         self.before_copy: Callable[[], None] = lambda: None
         self.after_copy: Callable[[], None] = lambda: None
 
-    def mark(self) -> None:
+    def mark(self) -> Transfer:
         self.on_mark()
+        return self
 
     def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
         self.before_copy()

@@ -37,7 +37,9 @@ def record(inputs: str | None) -> bytes:
 def job(tensor: torch.Tensor | None = None, step: int = 1, engine: CpuEngine | None = None) -> CopyJob:
     moving = place_tensors(FORM, [("w", torch.zeros(4096) if tensor is None else tensor)])
     witness = Witness(engine or CpuEngine(), Subjects(moving), step)
-    return CopyJob(SnapshotId(1, step), "dp0", (), None, FORM, moving, 4 * 4096, (), record, witness=witness)
+    return CopyJob(
+        SnapshotId(1, step), "dp0", (), None, FORM, moving, 4 * 4096, (), record, engine or CpuEngine(), witness=witness
+    )
 
 
 class Together:
@@ -144,12 +146,15 @@ def test_the_fence_may_be_passed_again() -> None:
 
 
 def test_what_the_state_was_is_looked_at_before_it_may_change() -> None:
-    """Where bytes may still be under way, the copy thread has not looked by then."""
+    """Where bytes may still be under way, what the step did until then counts, and nothing that follows."""
     tensor = torch.zeros(4096)
-    made = job(tensor)
+    engine = CpuEngine()
+    engine.queues = True
+    made = job(tensor, engine=engine)
     witness = made.witness
     assert witness is not None
     made.read()
+    witness.look(engine)
     made.copied.set()
     slot = memoryview(bytearray(FORM.total_bytes))
     assert made.fence(0.0, DEADLINE_S)
@@ -158,6 +163,7 @@ def test_what_the_state_was_is_looked_at_before_it_may_change() -> None:
     with pytest.raises(StateChanged):
         again = job(tensor).witness
         assert again is not None
+        again.look(engine)
         again.check(slot)  # which has zeros
 
 
@@ -252,6 +258,7 @@ class Rig:
 
     def submit(self, made: CopyJob) -> CopyJob:
         made.sure.set()
+        made.transfer = self.engine.mark()
         self.copier.submit(made)
         return made
 
@@ -326,6 +333,23 @@ def test_a_loop_waits_for_a_copy_that_reads_its_state(rig: Rig) -> None:
     made.check()
     offset, _ = FORM.offsets["w"]
     assert set(torch.frombuffer(rig.slots.slot, dtype=torch.float32, count=4096, offset=offset).tolist()) == {3.0}
+
+
+def test_a_slot_that_a_device_may_still_write_to_is_never_given_back_and_no_other_is_asked_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck() -> None:
+        raise DeadlineExceeded("cuda:0 did not get on with a transfer for 60 s")
+
+    monkeypatch.setattr(rig.engine, "finish", stuck)
+    monkeypatch.setattr(rig.engine, "settle", stuck)
+    for step in (1, 2):
+        made = rig.submit(job(step=step))
+        made.fence(DEADLINE_S, DEADLINE_S)
+        assert made.done.wait(DEADLINE_S)
+        assert "a device may still write to a slot: cuda:0 did not get on" in str(made.error)
+    assert [each.step for each in rig.slots.begun] == [1]
+    assert rig.slots.abandoned == rig.slots.unused == rig.slots.sealed == []
 
 
 def test_a_copy_that_outlasts_its_deadline_is_not_sealed(rig: Rig) -> None:

@@ -1,8 +1,4 @@
-"""State on a device goes into slots and comes back, whatever the order in which the device does its work.
-
-`FakeCuda` stands in for CUDA: work is queued per stream, done only when somebody waits for it, and then in the order
-that is worst for the test. Memory of the device is gone as soon as nobody holds it.
-"""
+"""State on a device goes into slots and comes back, whatever the order in which the device does its work."""
 
 from __future__ import annotations
 
@@ -11,22 +7,26 @@ import mmap
 import random
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.chaos.device import standin
+from holdfast.chaos.device.queues import EAGER, LAZY
+from holdfast.chaos.device.standin import ImaginedCuda, ImaginedRuntime
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.snapshot.copy import cuda, cuda_runtime
+from holdfast.smp_daemon.shared.system import MACHINE
+from holdfast.snapshot.copy import cuda, cuda_runtime, pages, runs
 from holdfast.snapshot.copy.cuda import CudaEngine, chunks
-from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, DeviceStream, TorchRuntime
-from holdfast.snapshot.copy.engines import CopyEngine, CpuEngine, SlotTensor
+from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
+from holdfast.snapshot.copy.pages import Pages
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import StateChanged, Subjects, Witness
 from tests.deadlines import DEADLINE_S
@@ -36,207 +36,49 @@ quick = settings(deadline=None, derandomize=True, max_examples=120)
 PAGE = mmap.PAGESIZE
 CHUNK = PAGE // 4
 RANGE = 2 * PAGE
-ORDERS = ["compute first", "side first", 1, 2, 3]
-
-
-class Memory(bytearray):
-    """Device memory: freed with the last tensor over it."""
-
-
-@dataclass(eq=False)
-class FakeEvent:
-    passed: bool = False
-
-    def query(self) -> bool:
-        return self.passed
-
-
-@dataclass(eq=False)
-class FakeStream:
-    cuda: FakeCuda
-    work: deque[tuple[FakeEvent | None, Callable[[], None]]] = field(default_factory=deque)
-
-    def record_event(self) -> FakeEvent:
-        self.cuda.raise_fault()
-        event = FakeEvent()
-        self.work.append((None, lambda: setattr(event, "passed", True)))
-        return event
-
-    def wait_event(self, event: DeviceEvent) -> None:
-        self.cuda.raise_fault()
-        assert isinstance(event, FakeEvent)
-        self.work.append((event, lambda: None))
-
-    @property
-    def ready(self) -> bool:
-        return bool(self.work) and (self.work[0][0] is None or self.work[0][0].passed)
-
-
-class FakeCuda:
-    """A device with a compute stream and side streams; `order` says who goes first: a name, or a seed."""
-
-    def __init__(self, order: str | int = "compute first") -> None:
-        self.device = torch.device("cpu")
-        self.order = order
-        self.random = random.Random(order)
-        self.compute = FakeStream(self)
-        self.streams = [self.compute]
-        self.local = threading.local()
-        self.memory: dict[int, Callable[[], Memory | None]] = {}
-        self.ranges: dict[int, int] = {}
-        self.log: list[tuple[str, int]] = []
-        self.refused: Callable[[int], bool] = lambda nth: False
-        self.on_unregister: Callable[[], None] = lambda: None
-        self.copies = 0
-        self.done = 0
-        self.fail_at: int | None = None
-        self.fault = ""
-        self.stuck = False
-
-    # ------------------------------------------------------------------ for tests
-
-    def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """A copy of `like` in device memory."""
-        made = self._allocate(like, strong=False)
-        return made.copy_(like)
-
-    def later(self, work: Callable[[], object]) -> None:
-        """Queue a computation on the compute stream."""
-        self.compute.work.append((None, lambda: (work(), None)[1]))
-
-    def run(self, until: FakeEvent | None = None) -> None:
-        """Work until `until` has passed, or there is nothing that can be done."""
-        ordered = self.streams if self.order == "compute first" else self.streams[::-1]
-        while not self.stuck and not (until and until.passed):
-            ready = [stream for stream in ordered if stream.ready]
-            if not ready:
-                return
-            stream = self.random.choice(ready) if isinstance(self.order, int) else ready[0]
-            stream.work.popleft()[1]()
-            self.done += 1
-
-    def raise_fault(self) -> None:
-        if self.fault:
-            raise RuntimeError(self.fault)
-
-    # ------------------------------------------------------------------ `Runtime`
-
-    def current_stream(self) -> DeviceStream:
-        assert self._here() is self.compute, "asked for while the side stream was current"
-        return self.compute
-
-    def lowest_stream(self) -> DeviceStream:
-        self.streams.append(FakeStream(self))
-        return self.streams[-1]
-
-    @contextmanager
-    def on(self, stream: DeviceStream) -> Iterator[None]:
-        before, self.local.stream = self._here(), stream
-        try:
-            yield
-        finally:
-            self.local.stream = before
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.raise_fault()
-        to, read = self._handle(target), self._handle(source)
-        self.copies += 1
-        number = self.copies
-
-        def transfer() -> None:
-            if number == self.fail_at:
-                self.fault = "an illegal memory access was encountered"
-            if not self.fault:
-                to().copy_(read())
-
-        self._here().work.append((None, transfer))
-
-    def scratch(self, like: torch.Tensor) -> torch.Tensor:
-        assert self._here() is not self.compute
-        assert like.nbytes <= CHUNK
-        return self._allocate(like, strong=True)
-
-    def pinned(self, count: int) -> torch.Tensor:
-        self._on_device()
-        made = torch.zeros(count, dtype=torch.uint8)
-        self.ranges[made.data_ptr()] = count
-        return made
-
-    def wait(self, event: DeviceEvent) -> None:
-        self._on_device()
-        assert isinstance(event, FakeEvent)
-        self.run(event)
-        self.raise_fault()
-        if not event.passed:
-            raise DeadlineExceeded("the device is stuck")
-
-    def register(self, address: int, count: int) -> int:
-        self._on_device()
-        assert address % PAGE == count % PAGE == 0
-        assert 0 < count <= RANGE
-        nth = sum(kind != "unregister" for kind, _ in self.log)
-        if address in self.ranges or self.refused(nth):
-            self.log.append(("refuse", address))
-            return 2
-        self.log.append(("register", address))
-        self.ranges[address] = count
-        return 0
-
-    def unregister(self, address: int) -> int:
-        self._on_device()
-        self.on_unregister()
-        self.log.append(("unregister", address))
-        return 0 if self.ranges.pop(address, None) else 1
-
-    # ------------------------------------------------------------------ inside
-
-    def _here(self) -> FakeStream:
-        stream = getattr(self.local, "stream", self.compute)
-        assert isinstance(stream, FakeStream)
-        return stream
-
-    def _on_device(self) -> None:
-        assert self._here() is not self.compute, "this thread's current device is not set"
-
-    def _allocate(self, like: torch.Tensor, strong: bool) -> torch.Tensor:
-        memory = Memory(b"\xdd" * max(like.itemsize, like.nbytes))
-        storage = torch.frombuffer(memory, dtype=like.dtype).untyped_storage()
-        made = torch.empty(0, dtype=like.dtype)
-        made.set_(storage, 0, like.shape, like.contiguous().stride())  # no view, which would hold its base
-        self.memory[made.data_ptr()] = (lambda: memory) if strong else weakref.ref(memory)
-        return made
-
-    def _handle(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The tensor at the time of the call, if its memory is still there and the device can reach it."""
-        alive = self.memory.get(tensor.untyped_storage().data_ptr())
-        if alive is None:
-            return lambda: self._reachable(tensor)
-        form = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.is_conj())
-
-        def restored() -> torch.Tensor:
-            memory = alive()
-            assert memory is not None, "device memory was freed while its copy was queued"
-            dtype, shape, stride, offset, conj = form
-            plain = torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride, offset)
-            return plain.conj() if conj else plain
-
-        return restored
-
-    def _reachable(self, tensor: torch.Tensor) -> torch.Tensor:
-        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        inside = [a for a, count in self.ranges.items() if a <= start and stop <= a + count]
-        assert inside, "host memory that is not within one registered range"
-        return tensor
+ORDERS = [LAZY, EAGER, 1, 2, 3]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(cuda, "REGISTER_BYTES", RANGE)
+    monkeypatch.setattr(pages, "REGISTER_BYTES", RANGE)
+    monkeypatch.setattr(standin, "STUCK_S", 0.01)
+
+
+@pytest.fixture(params=["registered", "ring"])
+def gpu(request: pytest.FixtureRequest) -> Iterator[ImaginedCuda]:
+    """A device that may write to slots, and one that may not."""
+    made = ImaginedCuda()
+    made.refused = lambda nth: request.param == "ring"
+    with made.installed():
+        yield made
+
+
+@pytest.fixture
+def one() -> Iterator[ImaginedCuda]:
+    with ImaginedCuda().installed() as made:
+        yield made
+
+
+def engine_on(gpu: ImaginedCuda) -> CudaEngine:
+    return CudaEngine(ImaginedRuntime(gpu), Pages())
+
+
+def turn() -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def new_slot(count: int = 5 * PAGE) -> memoryview:
     return memoryview(mmap.mmap(-1, count))
+
+
+def prepared(engine: CudaEngine, *slots: memoryview) -> memoryview:
+    """The first of the slots, or a new one, that the device knows."""
+    slots = slots or (new_slot(),)
+    engine.prepare(slots, turn)
+    return slots[0]
 
 
 def no_pause(count: int) -> None:
@@ -245,14 +87,14 @@ def no_pause(count: int) -> None:
 
 def place(*tensors: torch.Tensor, at: int = 64) -> list[SlotTensor]:
     pieces = []
-    for tensor in tensors:
-        pieces.append(SlotTensor(tensor, at, tensor.nbytes))
+    for i, tensor in enumerate(tensors):
+        pieces.append(SlotTensor(tensor, at, tensor.nbytes, f"w{i}"))
         at += tensor.nbytes
     return pieces
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    values = flat(tensor.resolve_conj().resolve_neg().contiguous())
+    values = flat(tensor.cpu().resolve_conj().resolve_neg().contiguous())
     return bytes(values.view(torch.uint8).tolist()) if values.numel() else b""
 
 
@@ -260,259 +102,297 @@ def content(slot: memoryview, pieces: list[SlotTensor]) -> list[bytes]:
     return [bytes(slot[piece.offset : piece.offset + piece.bytes]) for piece in pieces]
 
 
-def assign(live: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    for tensor, value in zip(live, values, strict=True):
-        tensor.copy_(value)
-
-
-def state(fake: FakeCuda) -> list[torch.Tensor]:
+def on_host() -> list[torch.Tensor]:
     """Tensors that are longer than a chunk, cross a registration, are scattered, conjugated, negated or empty."""
     generator = torch.Generator().manual_seed(1)
 
     def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return fake.tensor(torch.randn(shape, generator=generator, dtype=dtype))
+        return torch.randn(shape, generator=generator, dtype=dtype)
 
     return [
         noise(RANGE // 4 + 12),
-        noise(40, 30).t(),
-        noise(4, 700)[:, ::2],
-        noise(40, dtype=torch.complex64).conj(),
+        noise(30, 40),
+        noise(4, 700),
+        noise(40, dtype=torch.complex64),
         noise(0, 3),
         noise(),
-        fake.tensor(torch.arange(7, dtype=torch.uint8)),
+        torch.arange(7, dtype=torch.uint8),
     ]
 
 
-def never(nth: int) -> bool:
-    return False
+def state(gpu: ImaginedCuda) -> list[torch.Tensor]:
+    """The same on the device, some seen in another way."""
+    plain, turned, thinned, conjugated, *rest = [gpu.tensor(tensor) for tensor in on_host()]
+    return [plain, turned.t(), thinned[:, ::2], conjugated.conj(), *rest]
 
 
-def always(nth: int) -> bool:
-    return True
+def copied(engine: CudaEngine, gpu: ImaginedCuda, slot: memoryview) -> None:
+    transfer = engine.mark()
+    transfer.copy(place(gpu.tensor(torch.ones(3))), slot, no_pause)
+    transfer.finish()
 
 
-registered_or_not = pytest.mark.parametrize("refused", [never, always], ids=["registered", "ring"])
-in_any_order = pytest.mark.parametrize("order", ORDERS)
+# ---------------------------------------------------------------------- there and back
 
 
-@in_any_order
-@registered_or_not
-def test_a_slot_holds_the_state_of_its_boundary(order: str | int, refused: Callable[[int], bool]) -> None:
-    fake = FakeCuda(order)
-    fake.refused = refused
-    engine: CopyEngine = CudaEngine(fake)
-    slots = [new_slot(), new_slot()]
-    live = state(fake)
-    pieces = place(*live)
-    for step in range(4):
-        wanted = [tensor * 0 + step + 0.5 if tensor.is_floating_point() else tensor + 1 for tensor in live]
-        fake.later(partial(assign, live, wanted))
-        engine.mark()
-        fake.later(lambda: None)  # forward and backward
-        engine.copy(pieces, slots[step % 2], no_pause)
-        engine.fence()
-        fake.later(lambda: [t.fill_(99) for t in live])
-        engine.finish()
-        assert content(slots[step % 2], pieces) == [bits(tensor) for tensor in wanted]
-        fake.run()
-    engine.close()
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("refused", [False, True], ids=["registered", "ring"])
+@pytest.mark.parametrize("own", [False, True], ids=["default stream", "own stream"])
+def test_a_slot_holds_the_state_of_its_boundary(order: str | int, refused: bool, own: bool) -> None:
+    gpu = ImaginedCuda(order)
+    gpu.refused = lambda nth: refused
+    stream = gpu.queues.stream(0) if own else gpu.defaults[0]
+    with gpu.installed(), gpu.stream(stream):
+        engine = engine_on(gpu)
+        slots = [new_slot(), new_slot()]
+        engine.prepare(slots, turn)
+        live = state(gpu)
+        pieces = place(*live)
+        for step in range(4):
+            for tensor in live:
+                tensor.mul_(2).add_(step)
+            transfer = engine.mark()
+            wanted = [tensor.clone() for tensor in live]
+            transfer.copy(pieces, slots[step % 2], no_pause)
+            transfer.guard()
+            transfer.fence()
+            for tensor in live:
+                tensor.fill_(99)
+            transfer.finish()
+            assert content(slots[step % 2], pieces) == [bits(tensor) for tensor in wanted]
+            for tensor, value in zip(live, wanted, strict=True):
+                tensor.copy_(value)
+        engine.close()
+        assert gpu.registered.keys().isdisjoint(address for kind, address in gpu.log if kind == "register")
 
 
-@in_any_order
-@registered_or_not
-def test_a_load_fills_live_tensors_behind_what_is_queued(order: str | int, refused: Callable[[int], bool]) -> None:
-    fake = FakeCuda(order)
-    fake.refused = refused
-    engine = CudaEngine(fake)
-    live = state(fake)
-    pieces = place(*live)
-    slot = new_slot()
-    slot[:] = random.Random(5).randbytes(slot.nbytes)
-    fake.later(lambda: [t.fill_(7) for t in live])  # still to be initialised
-    engine.load(pieces, slot)
-    assert [bits(tensor) for tensor in live] == content(slot, pieces)
-    fake.run()
-    assert [bits(tensor) for tensor in live] == content(slot, pieces)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("refused", [False, True], ids=["registered", "ring"])
+def test_a_load_fills_live_tensors_behind_what_is_queued(order: str | int, refused: bool) -> None:
+    gpu = ImaginedCuda(order)
+    gpu.refused = lambda nth: refused
+    with gpu.installed():
+        engine = engine_on(gpu)
+        live = state(gpu)
+        pieces = place(*live)
+        slot = prepared(engine)
+        slot[:] = random.Random(5).randbytes(slot.nbytes)
+        for tensor in live:
+            tensor.fill_(7)  # still to be initialised
+        engine.load(pieces, slot)
+        gpu.queues.run()
+        assert [bits(tensor) for tensor in live] == content(slot, pieces)
 
 
-@registered_or_not
-def test_nothing_outside_the_pieces_is_written(refused: Callable[[int], bool]) -> None:
-    fake = FakeCuda()
-    fake.refused = refused
-    engine = CudaEngine(fake)
-    slot = new_slot()
-    pieces = place(fake.tensor(torch.full((3000,), 7, dtype=torch.uint8)), at=100)
-    engine.mark()
-    engine.copy(pieces, slot, no_pause)
-    engine.finish()
+def test_several_threads_fill_a_device_from_memory_that_it_does_not_know(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
+    live = one.tensor(torch.zeros(40 * CHUNK, dtype=torch.uint8))
+    source = np.frombuffer(random.Random(3).randbytes(live.nbytes), np.uint8).copy()
+    live.fill_(9)
+    fill = engine.fill()
+    parts = [(source.ctypes.data + at, live.data_ptr() + at, 700) for at in range(0, live.nbytes, 700)]
+    parts[-1] = (*parts[-1][:2], live.nbytes - (parts[-1][1] - live.data_ptr()))
+    table = runs.make_runs(parts)
+    threads = [threading.Thread(target=fill.take, args=(table[i::5],)) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    fill.finish()
+    assert bits(live) == source.tobytes()
+    assert len(one.registered) <= cuda.RING_BUFFERS
+
+
+def test_nothing_outside_the_pieces_is_written(gpu: ImaginedCuda) -> None:
+    engine = engine_on(gpu)
+    slot = prepared(engine)
+    transfer = engine.mark()
+    transfer.copy(place(gpu.tensor(torch.full((3000,), 7, dtype=torch.uint8)), at=100), slot, no_pause)
+    transfer.finish()
     assert bytes(slot) == bytes(100) + b"\x07" * 3000 + bytes(slot.nbytes - 3100)
 
 
-def test_the_training_thread_neither_blocks_nor_waits_for_the_device() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
-    fake.later(lambda: None)
-    engine.mark()
-    engine.copy(place(*state(fake)), new_slot(), no_pause)
-    engine.fence()
-    assert fake.done == 0
-    engine.finish()
-    assert fake.done > 0
+def test_the_training_thread_neither_blocks_nor_waits_for_the_device(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
+    live = state(one)
+    transfer = engine.mark()
+    transfer.copy(place(*live), prepared(engine), no_pause)
+    sample = engine.sample(place(*live), 1)
+    given = engine.fetch([live[0]])
+    behind = transfer.sample(place(*live), 1)
+    transfer.guard()
+    transfer.fence()
+    assert one.queues.done == 0
+    transfer.finish()
+    assert one.queues.done > 0
+    assert np.array_equal(sample.read(), behind.read())
+    assert given()[0].tobytes() == bits(live[0])
 
 
-def test_a_fence_without_a_new_mark_is_harmless() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
-    live = state(fake)
-    pieces, slot = place(*live), new_slot()
-    engine.fence()
-    engine.mark()
-    engine.copy(pieces, slot, no_pause)
-    engine.fence()
-    engine.finish()
-    engine.fence()
-    assert [bits(tensor) for tensor in live] == content(slot, pieces)
+def test_copies_that_follow_each_other_are_one_run(one: ImaginedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "CHUNK_BYTES", 4 * CHUNK)
+    engine = engine_on(one)
+    whole = one.tensor(torch.arange(3 * CHUNK // 4, dtype=torch.int32))
+    slot = prepared(engine)
+    transfer = engine.mark()
+    before = one.copies
+    pieces = place(*torch.split(whole, 50))
+    transfer.copy(pieces, slot, no_pause)
+    assert one.copies == before + 1
+    transfer.finish()
+    assert b"".join(content(slot, pieces)) == bits(whole)
 
 
-def test_a_copy_that_was_not_queued_as_a_whole_before_the_fence_fails() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
-    slot = new_slot()
-    engine.mark()
-    engine.copy(place(*state(fake)), slot, lambda count: engine_fence_from_training(engine))
+def test_what_comes_late_belongs_to_the_boundary_of_its_job(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
+    live, late = one.tensor(torch.ones(30)), one.tensor(torch.full((30,), 2.0))
+    slot = prepared(engine)
+    first = engine.mark()
+    pieces = place(live, late)
+    first.copy(pieces[:1], slot, no_pause)
+    first.guard()
+    second = engine.mark()  # the next step has begun
+    first.copy(pieces[1:], slot, no_pause)
+    first.fence()
+    first.finish()
+    assert content(slot, pieces) == [bits(live), bits(late)]
+    second.guard()  # nothing that the step changes is copied from here
+    second.fence()
+    second.copy(pieces[1:], slot, no_pause)
+    second.finish()
+
+
+def test_where_all_is_copied_as_the_step_begins_the_fence_has_nothing_to_wait_for(one: ImaginedCuda) -> None:
+    engines = one.engines({torch.device("cuda", 0)})
+    staged = one.tensor(torch.ones(30))
+    pieces, slot = place(staged), new_slot()
+    transfer = engines.mark()
+    transfer.copy((), slot, no_pause)
+    transfer.guard()
+    transfer.fence()
+    transfer.copy(pieces, slot, no_pause)
+    transfer.finish()
+    assert content(slot, pieces) == [bits(staged)]
+    engines.close()
+
+
+def test_a_copy_that_was_not_queued_as_a_whole_before_the_fence_fails(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
+    slot = prepared(engine)
+    transfer = engine.mark()
+    transfer.copy(place(*state(one)), slot, lambda count: fence_from_training(transfer))
     with pytest.raises(HoldfastError, match="may have changed"):
-        engine.finish()
-    engine.mark()
-    engine.fence()
-    with pytest.raises(HoldfastError, match="cannot be copied"):
-        engine.copy(place(*state(fake)), slot, no_pause)
-    engine.mark()
-    engine.copy(place(*state(fake)), slot, no_pause)
-    engine.fence()
-    engine.finish()
+        transfer.finish()
+    transfer = engine.mark()
+    transfer.copy(place(*state(one)), slot, no_pause)
+    transfer.guard()
+    transfer.fence()
+    transfer.finish()
 
 
-def engine_fence_from_training(engine: CudaEngine) -> None:
-    training = threading.Thread(target=engine.fence)
+def fence_from_training(transfer: Transfer) -> None:
+    training = threading.Thread(target=transfer.fence)
     training.start()
     training.join(DEADLINE_S)
     assert not training.is_alive()
 
 
-def test_a_copy_needs_a_boundary() -> None:
-    fake = FakeCuda()
-    with pytest.raises(HoldfastError, match="mark"):
-        CudaEngine(fake).copy(place(*state(fake)), new_slot(), no_pause)
+def test_others_get_their_turn_after_each_chunk(one: ImaginedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(one)
+    queued: list[str] = []
+    runtime = engine.runtime
+    copy_runs = runtime.copy_runs
+    monkeypatch.setattr(runtime, "make_way", lambda: queued.append("way"))
+
+    def noted(table: runs.Runs) -> None:
+        queued.append("copy")
+        copy_runs(table)
+
+    monkeypatch.setattr(runtime, "copy_runs", noted)
+    transfer = engine.mark()
+    seen: list[int] = []
+    tensor = one.tensor(torch.zeros(RANGE + 100, dtype=torch.uint8))
+    transfer.copy(place(tensor, at=0), prepared(engine), seen.append)
+    assert queued == ["copy", "way"] * (RANGE // CHUNK + 1)
+    assert seen == [0] * (RANGE // CHUNK + 1)  # nothing is paced
+    transfer.finish()
 
 
-def test_each_chunk_waits_for_its_pause() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
-    engine.mark()
-    seen: list[tuple[int, int]] = []
-    tensor = fake.tensor(torch.zeros(RANGE + 100, dtype=torch.uint8))
-    engine.copy(place(tensor, at=0), new_slot(), lambda count: seen.append((count, fake.copies)))
-    assert [count for count, _ in seen] == [CHUNK] * (RANGE // CHUNK) + [100]
-    assert [copies for _, copies in seen] == list(range(len(seen)))
-
-
-@registered_or_not
-def test_a_pause_that_raises_ends_the_copy_and_leaves_the_slot_alone(refused: Callable[[int], bool]) -> None:
-    fake = FakeCuda()
-    fake.refused = refused
-    engine = CudaEngine(fake)
-    slot = new_slot()
-    live = fake.tensor(torch.full((RANGE,), 7, dtype=torch.uint8))
+def test_a_pause_that_raises_ends_the_copy_and_once_settled_leaves_the_slot_alone(gpu: ImaginedCuda) -> None:
+    engine = engine_on(gpu)
+    slot = prepared(engine)
+    live = gpu.tensor(torch.full((RANGE,), 7, dtype=torch.uint8))
+    left = 3
 
     def pause(count: int) -> None:
-        if fake.copies == 3:
+        nonlocal left
+        left -= 1
+        if not left:
             raise HoldfastError("given up")
 
-    engine.mark()
+    transfer = engine.mark()
     with pytest.raises(HoldfastError, match="given up"):
-        engine.copy(place(live, at=0), slot, pause)
+        transfer.copy(place(live, at=0), slot, pause)
+    transfer.settle()
     slot[:] = bytes(slot.nbytes)  # somebody else's now
-    fake.run()
+    gpu.queues.run()
     engine.close()
     assert bytes(slot) == bytes(slot.nbytes)
 
 
-@registered_or_not
-def test_what_is_copied_is_held_until_it_is_copied(refused: Callable[[int], bool]) -> None:
-    fake = FakeCuda()
-    fake.refused = refused
-    engine = CudaEngine(fake)
-    slot = new_slot()
-    plain, scattered = fake.tensor(torch.arange(900.0)), fake.tensor(torch.arange(1200.0))
-    scattered = torch.empty(0).set_(scattered.untyped_storage(), 0, (40, 30), (1, 40))
-    live = [plain, scattered, fake.tensor(torch.arange(9.0))]
+def test_what_is_copied_is_held_until_it_is_copied(gpu: ImaginedCuda) -> None:
+    engine = engine_on(gpu)
+    slot = prepared(engine)
+    live = [gpu.tensor(torch.arange(900.0)), gpu.tensor(torch.arange(1200.0).reshape(40, 30)).t()]
     wanted = [bits(tensor) for tensor in live]
     pieces = place(*live)
-    memory = [fake.memory[tensor.untyped_storage().data_ptr()] for tensor in live]
-    engine.mark()
-    engine.copy(pieces, slot, no_pause)
-    for tensor in live:
-        tensor.data = torch.empty(0)  # the training loop lets go of the memory
-    assert None not in [held() for held in memory]
-    engine.finish()
-    assert content(slot, pieces) == wanted
-    assert [held() for held in memory] == [None] * len(memory)
+    transfer = engine.mark()
+    transfer.copy(pieces, slot, no_pause)
+    kept, sizes = content, [(piece.offset, piece.bytes) for piece in pieces]
+    blocks = {gpu.memory.of(tensor) for tensor in live}
+    engine.forget()
+    del pieces, live  # the training loop lets go of the memory
+    for count in (900, 1200):
+        assert gpu.memory.of(gpu.tensor(torch.full((count,), 5.0))) not in blocks
+    transfer.finish()
+    assert [bytes(slot[at : at + count]) for at, count in sizes] == wanted
+    del kept
+    assert gpu.memory.of(gpu.tensor(torch.full((900,), 5.0))) in blocks
 
 
-@registered_or_not
-def test_a_copy_that_nobody_finished_ends_before_the_next_begins(refused: Callable[[int], bool]) -> None:
-    fake = FakeCuda()
-    fake.refused = refused
-    engine = CudaEngine(fake)
-    first, second = new_slot(), new_slot()
-    engine.mark()
-    engine.copy(place(fake.tensor(torch.full((RANGE,), 1, dtype=torch.uint8)), at=0), first, no_pause)
-    engine.mark()
-    engine.copy(place(fake.tensor(torch.full((RANGE,), 2, dtype=torch.uint8)), at=0), second, no_pause)
-    assert bytes(first[:RANGE]) == b"\x01" * RANGE
-    engine.finish()
-    assert bytes(second[:RANGE]) == b"\x02" * RANGE
-
-
-def test_tensors_elsewhere_are_refused_before_anything_is_queued() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
-    engine.mark()
+def test_tensors_elsewhere_are_refused_before_anything_is_queued(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
+    transfer = engine.mark()
     with pytest.raises(ConfigError, match="meta"):
-        engine.copy(place(fake.tensor(torch.zeros(3)), torch.zeros(3, device="meta")), new_slot(), no_pause)
-    assert fake.copies == 0
+        transfer.copy(place(one.tensor(torch.zeros(3)), torch.zeros(3, device="meta")), new_slot(), no_pause)
+    assert one.copies == 0
 
 
 # ---------------------------------------------------------------------- looks at the state
 
 
-def named(*tensors: torch.Tensor) -> tuple[SlotTensor, ...]:
-    pieces = place(*tensors)
-    return tuple(SlotTensor(each.tensor, each.offset, each.bytes, f"w{i}") for i, each in enumerate(pieces))
-
-
-def test_bytes_may_be_under_way_when_a_copy_returns() -> None:
-    assert CudaEngine(FakeCuda()).queues
+def test_bytes_may_be_under_way_when_a_copy_returns(one: ImaginedCuda) -> None:
+    assert engine_on(one).queues
 
 
 @pytest.mark.parametrize("turn", range(12))
-def test_a_sample_is_the_same_bytes_as_of_host_memory(turn: int) -> None:
-    fake = FakeCuda()
-    pieces = place(*state(fake))
-    on_device, on_host = CudaEngine(fake).sample(pieces, turn), CpuEngine().sample(pieces, turn)
+def test_a_sample_is_the_same_bytes_as_of_host_memory(one: ImaginedCuda, turn: int) -> None:
+    plain, turned, thinned, conjugated, *rest = on_host()
+    here = place(plain, turned.t(), thinned[:, ::2], conjugated.conj(), *rest)
+    on_device, of_host = engine_on(one).sample(place(*state(one)), turn), CpuEngine().sample(here, turn)
     for name in ("index", "start", "length", "place"):
-        assert getattr(on_device, name).tolist() == getattr(on_host, name).tolist()
-    looked_at = on_host.place >= 0  # what is conjugated lazily is resolved on the way
-    assert (on_device.read() == on_host.read())[looked_at].all()
+        assert getattr(on_device, name).tolist() == getattr(of_host, name).tolist()
+    assert (on_device.read() == of_host.read()).all()
     assert on_device.read().any(axis=1).sum() >= 3
 
 
 @pytest.mark.parametrize("interval", [1, 2, 4, 8])
-def test_only_so_many_pieces_are_looked_at_a_turn_and_soon_all(monkeypatch: pytest.MonkeyPatch, interval: int) -> None:
+def test_only_so_many_pieces_are_looked_at_a_turn_and_soon_all(
+    one: ImaginedCuda, monkeypatch: pytest.MonkeyPatch, interval: int
+) -> None:
     monkeypatch.setattr(cuda, "SAMPLED", 3)
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
-    pieces = place(*[fake.tensor(torch.full((4,), float(i))) for i in range(8)])
+    engine = engine_on(one)
+    pieces = place(*[one.tensor(torch.full((4,), float(i))) for i in range(8)])
     seen: set[int] = set()
     for turn in range(5, 5 + 24 * interval, interval):
         sample = engine.sample(pieces, turn)
@@ -524,56 +404,43 @@ def test_only_so_many_pieces_are_looked_at_a_turn_and_soon_all(monkeypatch: pyte
     assert seen == set(range(8))
 
 
-def test_a_sample_of_nothing_asks_the_device_nothing() -> None:
-    fake = FakeCuda()
-    for tensors in ((), (fake.tensor(torch.zeros(0, 3)),)):
-        sample = CudaEngine(fake).sample(place(*tensors), 4)
+def test_a_sample_of_nothing_asks_the_device_nothing(one: ImaginedCuda) -> None:
+    for tensors in ((), (one.empty((0, 3), None, torch.float32),)):
+        sample = engine_on(one).sample(place(*tensors), 4)
         assert (len(sample.index), len(sample.read())) == (0, 0)
-    assert not fake.compute.work
+    assert not one.defaults[0].work
 
 
-def test_taking_a_sample_does_not_wait_for_the_device_and_reading_it_does() -> None:
-    fake = FakeCuda()
-    ran: list[bool] = []
-    fake.later(lambda: ran.append(True))
-    sample = CudaEngine(fake).sample(place(*state(fake)), 1)
-    assert not ran
-    sample.read()
-    assert ran
-
-
-def test_a_device_that_fails_while_it_is_looked_at_fails_the_snapshot() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
-    sample = engine.sample(place(*state(fake)), 1)
-    fake.fault = "an illegal memory access"
-    with pytest.raises(HoldfastError, match="a look at the state failed on cpu: an illegal memory access"):
+def test_a_device_that_fails_while_it_is_looked_at_fails_the_snapshot(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
+    live = state(one)
+    sample = engine.sample(place(*live), 1)
+    one.queues.fault = "an illegal memory access"
+    with pytest.raises(HoldfastError, match="a look at the state failed on cuda:0: an illegal memory access"):
         sample.read()
     with pytest.raises(HoldfastError, match="a look at the state failed"):
-        engine.sample(place(*state(fake)), 1)
-    fake.fault = ""
-    fake.stuck = True
+        engine.sample(place(*live), 1)
+    one.queues.fault = ""
+    one.queues.stuck = True
     with pytest.raises(DeadlineExceeded):
-        engine.sample(place(*state(fake)), 1).read()
+        engine.sample(place(*live), 1).read()
 
 
-@registered_or_not
-def test_what_changes_while_it_is_copied_is_named(refused: Callable[[int], bool]) -> None:
-    fake = FakeCuda()
-    fake.refused = refused
-    engine = CudaEngine(fake)
-    live = [fake.tensor(torch.full((n,), 1.0)) for n in (3, 500, 40)]
-    pieces = named(*live)
-    slot = new_slot()
+def test_what_changes_while_it_is_copied_is_named(gpu: ImaginedCuda) -> None:
+    engine = engine_on(gpu)
+    live = [gpu.tensor(torch.full((n,), 1.0)) for n in (3, 500, 40)]
+    pieces = place(*live)
+    slot = prepared(engine)
     for changing in (None, 1):
         witness = Witness(engine, Subjects(pieces), 3)
-        engine.mark()
-        engine.copy(pieces, slot, no_pause)
+        transfer = engine.mark()
+        transfer.copy(pieces, slot, no_pause)
         if changing is not None:
             live[changing].data.fill_(2)
-        witness.look()  # as at the fence: what is queued may be under way
-        engine.fence()
-        engine.finish()
+        witness.look(transfer)
+        transfer.guard()
+        transfer.fence()
+        transfer.finish()
         if changing is None:
             witness.check(slot)
         else:
@@ -581,21 +448,20 @@ def test_what_changes_while_it_is_copied_is_named(refused: Callable[[int], bool]
                 witness.check(slot)
 
 
-def test_a_torn_copy_of_what_was_changed_back_is_named() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
-    live = [fake.tensor(torch.full((500,), 1.0)), fake.tensor(torch.full((20, 30), 1.0)).t()]
-    pieces = named(*live)
-    slot = new_slot()
+def test_a_torn_copy_of_what_was_changed_back_is_named(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
+    live = [one.tensor(torch.full((500,), 1.0)), one.tensor(torch.full((20, 30), 1.0)).t()]
+    pieces = place(*live)
+    slot = prepared(engine)
     witness = Witness(engine, Subjects(pieces), 3)
     for tensor in live:
         tensor.data.fill_(2)
-    engine.mark()
-    engine.copy(pieces, slot, no_pause)
-    engine.finish()
+    transfer = engine.mark()
+    transfer.copy(pieces, slot, no_pause)
+    transfer.finish()
     for tensor in live:
         tensor.data.fill_(1)
-    witness.look()
+    witness.look(engine.mark())
     assert witness.changed() == []
     with pytest.raises(StateChanged, match=r"^w0, w1 changed"):
         witness.check(slot)
@@ -604,44 +470,82 @@ def test_a_torn_copy_of_what_was_changed_back_is_named() -> None:
 # ---------------------------------------------------------------------- registration
 
 
-def copied(engine: CudaEngine, fake: FakeCuda, slot: memoryview) -> None:
-    engine.mark()
-    engine.copy(place(fake.tensor(torch.ones(3))), slot, no_pause)
-    engine.finish()
-
-
-def test_a_slot_is_registered_once_in_ranges() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
+def test_a_slot_is_registered_once_in_pieces_and_in_turns(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
     slot = new_slot(5 * PAGE - 100)
+    inside: list[bool] = []
+    turns = 0
+
+    class Turn:
+        def __enter__(self) -> None:
+            nonlocal turns
+            turns += 1
+
+        def __exit__(self, *error: object) -> None:
+            inside.append(len(one.log) == turns)
+
     for _ in range(3):
-        copied(engine, fake, slot)
-    engine.load(place(fake.tensor(torch.ones(3))), slot)
+        engine.prepare([slot, memoryview(slot)], Turn)
+        copied(engine, one, slot)
     base = torch.frombuffer(slot, dtype=torch.uint8).data_ptr()
-    assert fake.log == [("register", base + start) for start in (0, RANGE, 2 * RANGE)]
-    assert [fake.ranges[address] for _, address in fake.log] == [RANGE, RANGE, PAGE]
+    assert one.log == [("register", base + start) for start in (0, RANGE, 2 * RANGE)]
+    assert [one.registered[address] for _, address in one.log] == [RANGE, RANGE, PAGE]
+    assert inside == [True] * 3
 
 
-def test_the_same_mapping_by_another_name_is_the_same_slot() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
+def test_what_nobody_prepared_goes_through_the_ring_and_is_not_registered_beside_a_step(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
     slot = new_slot()
-    copied(engine, fake, slot)
-    copied(engine, fake, memoryview(slot))
-    assert len(fake.log) == 3
+    copied(engine, one, slot)
+    assert bytes(slot[64:76]) == bits(torch.ones(3))
+    assert not one.log
 
 
-def test_a_refused_registration_is_undone_logged_once_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    fake = FakeCuda()
-    fake.refused = lambda nth: nth >= 2
-    engine = CudaEngine(fake)
+def test_several_devices_register_a_slot_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, known = ImaginedCuda(devices=2), Pages()
+    with gpu.installed():
+        engines = [CudaEngine(ImaginedRuntime(gpu, number), known) for number in range(2)]
+        slot = new_slot()
+        for engine in engines:
+            engine.prepare([slot], turn)
+        assert len(gpu.log) == 3
+        pieces = [place(gpu.tensor(torch.full((9,), float(i)), i), at=100 * i) for i in range(2)]
+        transfers = [engine.mark() for engine in engines]
+        for transfer, some in zip(transfers, pieces, strict=True):
+            transfer.copy(some, slot, no_pause)
+        for transfer in transfers:
+            transfer.finish()
+        assert [content(slot, some) for some in pieces] == [[bits(some[0].tensor)] for some in pieces]
+        with pytest.raises(ConfigError, match="there is state on cuda:1, and here is cuda:0"):
+            engines[0].mark().copy(pieces[1], slot, no_pause)
+
+
+def test_pages_that_somebody_else_has_registered_are_left_to_him(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
+    slot = new_slot()
+    base = torch.frombuffer(slot, dtype=torch.uint8).data_ptr()
+    one.registered[base + RANGE] = RANGE
+    engine.prepare([slot], turn)
+    copied(engine, one, slot)
+    engine.close()
+    assert base + RANGE in one.registered
+    assert [address - base for kind, address in one.log if kind == "register"] == [0, 2 * RANGE]
+
+
+def test_a_refused_registration_is_undone_logged_once_and_not_tried_again(
+    one: ImaginedCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    one.refused = lambda nth: nth >= 2
+    engine = engine_on(one)
     slots = [new_slot(), new_slot()]
     with caplog.at_level(logging.WARNING):
-        for slot in slots:
-            copied(engine, fake, slot)
-            assert bytes(slot[64:76]) == bits(torch.ones(3))
+        for _ in range(2):
+            engine.prepare(slots, turn)
+    for slot in slots:
+        copied(engine, one, slot)
+        assert bytes(slot[64:76]) == bits(torch.ones(3))
     base = torch.frombuffer(slots[0], dtype=torch.uint8).data_ptr()
-    assert fake.log == [
+    assert one.log == [
         ("register", base),
         ("register", base + RANGE),
         ("refuse", base + 2 * RANGE),
@@ -652,101 +556,142 @@ def test_a_refused_registration_is_undone_logged_once_and_not_tried_again(caplog
     assert "error 2" in caplog.text
 
 
-def test_a_slot_that_nobody_holds_is_unregistered_before_its_mapping_goes() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
+def test_a_slot_that_nobody_holds_is_unregistered_before_its_mapping_goes(
+    one: ImaginedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(one)
     mapping = mmap.mmap(-1, PAGE)
     mapped = weakref.ref(mapping)
     old = memoryview(mapping)
     del mapping
-    copied(engine, fake, old)
+    engine.prepare([old], turn)
+    copied(engine, one, old)
     del old
     assert mapped() is not None
     seen: list[bool] = []
-    fake.on_unregister = lambda: seen.append(mapped() is not None)
-    new = new_slot(PAGE)
-    copied(engine, fake, new)
+    unregister = engine.runtime.unregister
+
+    def noted(address: int) -> int:
+        seen.append(mapped() is not None)
+        return unregister(address)
+
+    monkeypatch.setattr(engine.runtime, "unregister", noted)
+    copied(engine, one, prepared(engine, new_slot(PAGE)))
     assert seen == [True]
     assert mapped() is None
-    assert [kind for kind, _ in fake.log] == ["register", "unregister", "register"]
+    assert [kind for kind, _ in one.log] == ["register", "register", "unregister"]
 
 
-def test_a_slot_is_unregistered_only_after_its_last_copy() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
-    old = new_slot()
-    engine.mark()
-    engine.copy(place(*state(fake)), old, no_pause)
+def test_a_slot_is_not_unregistered_while_something_is_under_way_to_it(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
+    old = prepared(engine)
+    transfer = engine.mark()
+    transfer.copy(place(*state(one)), old, no_pause)
     del old
-    copied(engine, fake, new_slot())  # the fake fails a copy into what is not registered
-    assert sum(kind == "unregister" for kind, _ in fake.log) == 3
+    copied(engine, one, prepared(engine))
+    assert not [kind for kind, _ in one.log if kind == "unregister"]
+    transfer.finish()
+    copied(engine, one, prepared(engine))
+    assert [kind for kind, _ in one.log].count("unregister") == 6
 
 
-def test_close_waits_unregisters_everything_and_may_be_called_again() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
+def test_close_waits_unregisters_everything_and_may_be_called_again(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
     mapping = mmap.mmap(-1, 5 * PAGE)
     mapped = weakref.ref(mapping)
     slot = memoryview(mapping)
     del mapping
-    engine.mark()
-    engine.copy(place(fake.tensor(torch.ones(2000))), slot, no_pause)
+    engine.prepare([slot], turn)
+    engine.mark().copy(place(one.tensor(torch.ones(2000))), slot, no_pause)
     engine.close()
     assert bytes(slot[64:8064]) == bits(torch.ones(2000))
-    assert fake.ranges == {}
+    assert one.registered == {}
     engine.close()
-    assert sum(kind == "unregister" for kind, _ in fake.log) == 3
+    assert sum(kind == "unregister" for kind, _ in one.log) == 3
     del slot
     assert mapped() is None
+
+
+# ---------------------------------------------------------------------- captures of graphs
+
+
+def test_threads_of_ours_break_no_capture(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
+    live = one.tensor(torch.ones(500))
+    slot = prepared(engine)
+    transfer = engine.mark()
+
+    def copying() -> None:
+        engine.enter_thread()
+        transfer.copy(place(live), slot, no_pause)
+        transfer.finish()
+
+    def careless() -> None:
+        with pytest.raises(HoldfastError, match="a query during a capture"):
+            transfer.settle()
+
+    for work, ruined in ((copying, ""), (careless, "a query during a capture")):
+        thread = MACHINE.Thread(target=work)
+        if ruined:
+            with pytest.raises(RuntimeError, match=ruined), one.capture():
+                live.mul_(2)
+                thread.start()
+                thread.join(DEADLINE_S)
+            continue
+        with one.capture():
+            assert engine.capturing()
+            live.mul_(2)
+            thread.start()
+            thread.join(DEADLINE_S)
+        assert not engine.capturing()
+        assert bytes(slot[64:68]) == bits(torch.ones(1))
 
 
 # ---------------------------------------------------------------------- errors
 
 
-@registered_or_not
-def test_an_error_of_the_device_surfaces_in_finish(refused: Callable[[int], bool]) -> None:
-    fake = FakeCuda()
-    fake.refused = refused
-    fake.fail_at = 2
-    engine = CudaEngine(fake)
-    engine.mark()
-    engine.copy(place(fake.tensor(torch.zeros(2 * CHUNK, dtype=torch.uint8))), new_slot(), no_pause)
-    engine.fence()
+def test_an_error_of_the_device_surfaces_in_finish(gpu: ImaginedCuda) -> None:
+    engine = engine_on(gpu)
+    slot = prepared(engine)
+    live = gpu.tensor(torch.zeros(2 * CHUNK, dtype=torch.uint8))
+    gpu.fail_at = gpu.copies + 2
+    transfer = engine.mark()
+    transfer.copy(place(live), slot, no_pause)
+    transfer.guard()
+    transfer.fence()
     with pytest.raises(HoldfastError, match="illegal memory access"):
-        engine.finish()
-    engine.mark()  # the device answers nothing any more, and still the training thread hears of it elsewhere
-    engine.fence()
+        transfer.finish()
+    transfer = engine.mark()  # the device answers nothing any more, and the training thread hears of it elsewhere
+    transfer.fence()
     with pytest.raises(HoldfastError, match="illegal memory access"):
-        engine.copy(place(fake.tensor(torch.zeros(3))), new_slot(), no_pause)
+        transfer.copy(place(live), slot, no_pause)
 
 
-def test_a_fence_that_fails_makes_the_copy_fail() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
-    engine.mark()
-    engine.copy(place(*state(fake)), new_slot(), no_pause)
-    fake.fault = "out of memory"
-    engine.fence()
-    fake.fault = ""
+def test_a_fence_that_fails_makes_the_copy_fail(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
+    transfer = engine.mark()
+    transfer.copy(place(*state(one)), prepared(engine), no_pause)
+    transfer.guard()
+    one.queues.fault = "out of memory"
+    transfer.fence()
+    one.queues.fault = ""
     with pytest.raises(HoldfastError, match="out of memory"):
-        engine.finish()
+        transfer.finish()
 
 
-def test_a_device_that_is_stuck_is_noticed_and_its_pages_stay() -> None:
-    fake = FakeCuda()
-    engine = CudaEngine(fake)
-    slot = new_slot()
-    engine.mark()
-    engine.copy(place(*state(fake)), slot, no_pause)
-    fake.stuck = True
-    with pytest.raises(DeadlineExceeded):
-        engine.finish()
-    with pytest.raises(DeadlineExceeded):
-        engine.close()
-    assert len(fake.ranges) == 3
-    fake.stuck = False
+def test_a_device_that_is_stuck_is_noticed_and_its_pages_stay(one: ImaginedCuda) -> None:
+    engine = engine_on(one)
+    slot = prepared(engine)
+    transfer = engine.mark()
+    transfer.copy(place(*state(one)), slot, no_pause)
+    one.queues.stuck = True
+    for wait in (transfer.finish, transfer.settle, engine.close):
+        with pytest.raises(DeadlineExceeded):
+            wait()
+    assert len(one.registered) == 3
+    one.queues.stuck = False
     engine.close()
-    assert fake.ranges == {}
+    assert len(one.registered) == 0
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from holdfast.snapshot.copy.cuda import CudaEngine
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
 from holdfast.snapshot.copy.engines import SlotTensor
+from holdfast.snapshot.copy.pages import Pages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +31,7 @@ class Refusing(TorchRuntime):
 
 @pytest.fixture(params=[TorchRuntime, Refusing], ids=["registered", "ring"])
 def engine(request: pytest.FixtureRequest) -> Iterator[CudaEngine]:
-    made = CudaEngine(request.param(torch.device("cuda", 0)))
+    made = CudaEngine(request.param(torch.device("cuda", 0)), Pages())
     yield made
     made.close()
 
@@ -80,18 +82,20 @@ def test_each_snapshot_is_the_state_of_its_boundary(engine: CudaEngine) -> None:
     live = state()
     pieces = placed(live)
     slot = new_slot(pieces)
+    engine.prepare([slot], nullcontext)
     busy = torch.randn(4096, 4096, device="cuda")
     for step in range(STEPS):
         busy = busy @ busy / 64  # what the state depends on is still being computed at the boundary
         for tensor in live:
             tensor.mul_(0.75).add_(busy[0, 0].nan_to_num() * 0 + step)
-        engine.mark()
+        transfer = engine.mark()
         wanted = [tensor.clone() for tensor in live]
-        engine.copy(pieces, slot, no_pause)
-        engine.fence()
+        transfer.copy(pieces, slot, no_pause)
+        transfer.guard()
+        transfer.fence()
         for tensor in live:
             tensor.zero_()
-        engine.finish()
+        transfer.finish()
         for piece, value in zip(pieces, wanted, strict=True):
             assert torch.equal(in_slot(slot, piece), flat_bytes(value))
         for tensor, value in zip(live, wanted, strict=True):
@@ -102,9 +106,10 @@ def test_a_load_gives_back_every_bit_behind_what_is_queued(engine: CudaEngine) -
     live = state()
     pieces = placed(live)
     slot = new_slot(pieces)
-    engine.mark()
-    engine.copy(pieces, slot, no_pause)
-    engine.finish()
+    engine.prepare([slot], nullcontext)
+    transfer = engine.mark()
+    transfer.copy(pieces, slot, no_pause)
+    transfer.finish()
     busy = torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
         busy = busy @ busy / 64
@@ -119,12 +124,13 @@ def test_memory_of_a_source_is_not_handed_out_while_it_is_copied(engine: CudaEng
     live = torch.full((64 << 20,), 3, dtype=torch.uint8, device="cuda")
     pieces = placed([live])
     slot = new_slot(pieces)
-    engine.mark()
-    engine.copy(pieces, slot, no_pause)
+    engine.prepare([slot], nullcontext)
+    transfer = engine.mark()
+    transfer.copy(pieces, slot, no_pause)
     pieces.clear()
     del live
     torch.full((64 << 20,), 4, dtype=torch.uint8, device="cuda")
-    engine.finish()
+    transfer.finish()
     assert bytes(slot[4096:]) == b"\x03" * (64 << 20)
 
 

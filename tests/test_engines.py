@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.devices import DeviceEngines, _Divided, choose_engine
-from holdfast.snapshot.copy.engines import SAMPLE_BYTES, TABLES, CpuEngine, SlotTensor
+from holdfast.snapshot.copy.devices import DeviceEngines, _Divided
+from holdfast.snapshot.copy.engines import SAMPLE_BYTES, TABLES, CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.copy.tensors import DTYPES, leaf_of, read_leaf
 from tests.test_tensors import bits, random_bits
 
@@ -360,14 +360,18 @@ class Named(CpuEngine):
         super().__init__()
         self._name = name
         self._notes = notes
-        self.parts: list[Sequence[SlotTensor]] = []
+        self.given: list[Sequence[SlotTensor]] = []
 
-    def mark(self) -> None:
+    def mark(self) -> Transfer:
         self._notes.append((self._name, "mark"))
+        return self
 
     def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
-        self.parts.append(pieces)
+        self.given.append(pieces)
         self._notes.append((self._name, "copy", *(p.offset for p in pieces)))
+
+    def guard(self) -> None:
+        self._notes.append((self._name, "guard"))
 
     def fence(self) -> None:
         self._notes.append((self._name, "fence"))
@@ -382,49 +386,64 @@ class Named(CpuEngine):
         self._notes.append((self._name, "close"))
 
 
+META = torch.device("meta")
+
+
 def test_each_device_moves_its_own_pieces_and_all_take_part_in_everything_else() -> None:
     notes: list[tuple[object, ...]] = []
-    host, meta = (Named(name, notes) for name in ("host", "meta"))
-    engines = DeviceEngines({torch.device("cpu"): host, torch.device("meta"): meta})
+    engines = DeviceEngines({META}, lambda device, pages: Named(str(device), notes))
     pieces = tuple(piece(torch.zeros(1, device=device), i) for i, device in enumerate(["cpu", "meta", "meta", "cpu"]))
     slot = memoryview(bytearray(8))
-    engines.mark()
-    engines.copy(pieces, slot, unpaced)
-    engines.fence()
-    engines.finish()
+    transfer = engines.mark()
+    transfer.copy(pieces, slot, unpaced)
+    transfer.guard()
+    transfer.fence()
+    transfer.finish()
     engines.load(pieces, slot)
     engines.close()
     assert notes == [
-        *[(name, "mark") for name in ("host", "meta")],
-        *[("host", "copy", 0, 3), ("meta", "copy", 1, 2)],
-        *[(name, "fence") for name in ("host", "meta")],
-        *[(name, "finish") for name in ("host", "meta")],
-        *[("host", "load", 0, 3), ("meta", "load", 1, 2)],
-        *[(name, "close") for name in ("host", "meta")],
+        *[(name, "mark") for name in ("cpu", "meta")],
+        *[("cpu", "copy", 0, 3), ("meta", "copy", 1, 2)],
+        *[(name, "guard") for name in ("cpu", "meta")],
+        *[(name, "fence") for name in ("cpu", "meta")],
+        *[(name, "finish") for name in ("cpu", "meta")],
+        *[("cpu", "load", 0, 3), ("meta", "load", 1, 2)],
+        *[(name, "close") for name in ("cpu", "meta")],
     ]
 
 
 def test_a_device_is_given_the_same_sequence_for_the_same_pieces() -> None:
     """By which it knows them, and others from them."""
-    host = Named("host", [])
-    engines = DeviceEngines({torch.device("cpu"): host})
+    made: dict[str, Named] = {}
+    engines = DeviceEngines({META}, lambda device, pages: made.setdefault(str(device), Named(str(device), [])))
     slot = memoryview(bytearray(8))
-    pieces = row([torch.zeros(1)])
+
+    def both() -> tuple[SlotTensor, ...]:
+        return tuple(piece(torch.zeros(1, device=device), i) for i, device in enumerate(["cpu", "meta"]))
+
+    pieces = both()
     for _ in range(2):
-        engines.copy(pieces, slot, unpaced)
-    assert host.parts[0] is host.parts[1]
+        engines.mark().copy(pieces, slot, unpaced)
+    assert made["cpu"].given[0] is made["cpu"].given[1]
     for _ in range(5 * TABLES):
-        others = row([torch.zeros(1)])
-        engines.copy(others, slot, unpaced)
-        assert host.parts[-1][0].tensor is others[0].tensor
+        others = both()
+        engines.mark().copy(others, slot, unpaced)
+        assert made["cpu"].given[-1][0].tensor is others[0].tensor
         del others
+
+
+def test_a_device_that_nobody_spoke_of_is_named() -> None:
+    engines = DeviceEngines()
+    pieces = (piece(torch.zeros(1, device="meta"), 0),)
+    with pytest.raises(ConfigError, match="state has come to meta"):
+        engines.sample(pieces, 1)
 
 
 def test_a_sample_of_several_devices_is_one_sample_of_their_pieces() -> None:
     """Two copy engines stand in for two devices; the second's pieces come between the first's."""
     pieces = row([torch.full((n,), i + 1, dtype=torch.uint8) for i, n in enumerate([5, 200, 0, 7, 100])])
     alone = CpuEngine().sample(pieces, 3)
-    engines = DeviceEngines({torch.device("cpu"): CpuEngine(), torch.device("meta"): CpuEngine()})
+    engines = DeviceEngines()
     first, second = ([0, 2, 4], [1, 3])
     divided = _Divided(
         pieces, [(CpuEngine(), tuple(pieces[i] for i in part), np.array(part, np.int64)) for part in (first, second)]
@@ -440,10 +459,9 @@ def test_a_sample_of_several_devices_is_one_sample_of_their_pieces() -> None:
 
 
 def test_several_devices_forget_what_each_remembers() -> None:
-    host = CpuEngine()
-    engines = DeviceEngines({torch.device("cpu"): host})
+    engines = DeviceEngines()
     pieces = row([torch.ones(9)])
-    engines.copy(pieces, memoryview(slot_for(pieces)), unpaced)
+    engines.mark().copy(pieces, memoryview(slot_for(pieces)), unpaced)
     engines.sample(pieces, 1)
     kept = weakref.ref(pieces[0].tensor)
     del pieces
@@ -454,17 +472,9 @@ def test_several_devices_forget_what_each_remembers() -> None:
     assert kept() is None
 
 
-class Queues(CpuEngine):
-    queues = True
-
-
-def test_bytes_may_be_under_way_if_those_of_one_device_may() -> None:
-    assert not DeviceEngines({torch.device("cpu"): CpuEngine()}).queues
-    assert DeviceEngines({torch.device("cpu"): CpuEngine(), torch.device("meta"): Queues()}).queues
-
-
-def test_state_in_host_memory_has_one_engine_and_unknown_devices_none() -> None:
-    assert isinstance(choose_engine({torch.device("cpu")}), CpuEngine)
-    assert isinstance(choose_engine(set()), CpuEngine)
+def test_unknown_devices_have_no_engine() -> None:
+    assert not DeviceEngines({torch.device("cpu")}).queues
     with pytest.raises(ConfigError, match="there is state on meta"):
-        choose_engine({torch.device("cpu"), torch.device("meta")})
+        DeviceEngines({torch.device("cpu"), META})
+    with pytest.raises(ConfigError, match="there is state on meta"):
+        CpuEngine().cover({META})

@@ -25,9 +25,9 @@ from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.engines import LOAD_THREADS, CopyEngine, CpuEngine, SlotTensor
+from holdfast.snapshot.copy.engines import LOAD_THREADS, CpuEngine, SlotTensor
 from holdfast.snapshot.resume import loading, restore
-from holdfast.snapshot.resume.loading import check_ranges, cut, load_checked
+from holdfast.snapshot.resume.loading import check_ranges, load_checked
 from tests.deadlines import DEADLINE_S
 from tests.test_state import SNAPSHOT, toy, whole_slot
 from tests.test_tensors import bits, random_bits
@@ -94,21 +94,6 @@ class Slot:
         )
 
 
-class RemoteEngine:
-    """Any copy engine that is not `CpuEngine`, as far as loading goes: notes what the slot holds when it is asked."""
-
-    def __init__(self) -> None:
-        self.loads: list[tuple[int, bytes]] = []
-
-    def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
-        self.loads.append((len(pieces), bytes(slot)))
-        CpuEngine().load(pieces, slot)
-
-    def as_engine(self) -> CopyEngine:
-        """Itself; nothing else of a copy engine is called."""
-        return cast("CopyEngine", self)
-
-
 def never(units: list[int]) -> None:
     raise AssertionError(f"units {units} are whole")
 
@@ -165,14 +150,16 @@ def test_every_tensor_arrives_bit_for_bit_however_it_lies_across_units(
 
 @quick
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), max_size=8), st.integers(1, 100))
-def test_runs_are_cut_at_the_borders_of_units(drawn: list[tuple[int, int]], unit_bytes: int) -> None:
+def test_runs_are_cut_at_the_borders_of_units_of_sources_or_targets(
+    drawn: list[tuple[int, int]], unit_bytes: int
+) -> None:
     table = runs.make_runs([(source, 10_000 * (i + 1), length) for i, (source, length) in enumerate(drawn)])
-    parts = cut(table, unit_bytes).astype(np.int64).tolist()
-    assert all(source // unit_bytes == (source + length - 1) // unit_bytes for source, _, length in parts)
-    assert [source for source, _, _ in parts] == sorted(source for source, _, _ in parts)
-    moved = sorted((source + i, target + i) for source, target, length in parts for i in range(length))
-    whole = [(source + i, target + i) for source, target, length in table.tolist() for i in range(length)]
-    assert moved == sorted(whole)
+    for column in (0, 1):
+        parts = runs.cut(table, column, unit_bytes).astype(np.int64)
+        first, last = parts[:, column], parts[:, column] + parts[:, 2] - 1
+        assert (first // unit_bytes == last // unit_bytes).all()
+        moved = [(source + i, target + i) for source, target, length in parts.tolist() for i in range(length)]
+        assert moved == [(source + i, target + i) for source, target, length in table.tolist() for i in range(length)]
 
 
 def test_a_piece_beyond_the_slot_is_refused_before_anything_is_written() -> None:
@@ -265,21 +252,18 @@ def test_a_tensor_that_is_no_plain_bytes_waits_until_all_is_whole(lies_in: int) 
 # ---------------------------------------------------------------------- other copy engines
 
 
-def test_another_engine_loads_once_all_units_are_whole() -> None:
-    slot, engine = Slot(), RemoteEngine()
-    slot.damage(0, 8)
-    load_checked(engine.as_engine(), slot.pieces, slot.shard, slot.repair)
-    assert slot.repaired == [[0, 8]]
-    assert engine.loads == [(len(slot.pieces), slot.image)]
-    assert slot.loaded()
-
-
-def test_another_engine_loads_nothing_of_what_cannot_be_mended() -> None:
-    slot, engine = Slot(), RemoteEngine()
+@pytest.mark.parametrize("mended", [True, False])
+def test_what_is_not_plain_is_loaded_once_all_units_are_whole(mended: bool) -> None:
+    slot = Slot()
     slot.damage(UNITS - 1)
+    odd = SlotTensor(torch.zeros(4, 6, dtype=torch.uint8).t(), 0, 24)
+    if mended:
+        load_checked(CpuEngine(), [odd], slot.shard, slot.repair)
+        assert bytes(odd.tensor.flatten().tolist()) == slot.image[:24]
+        return
     with pytest.raises(DamagedSnapshot, match=f"unit {UNITS - 1}, cannot be repaired"):
-        load_checked(engine.as_engine(), slot.pieces, slot.shard, slot.do_not_mend)
-    assert engine.loads == []
+        load_checked(CpuEngine(), [odd], slot.shard, slot.do_not_mend)
+    assert not odd.tensor.any()
 
 
 # ---------------------------------------------------------------------- ranges

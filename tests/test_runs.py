@@ -92,8 +92,8 @@ def test_batches_are_the_same_runs_and_about_as_long_as_the_limit(drawn: tuple[i
         batches = runs.batches(whole)
     assert [step for batch in batches for step in steps(batch)] == steps(whole)
     counts = [int(batch[:, 2].sum()) for batch in batches]
-    assert all(0 < count < 2 * limit for count in counts)
-    assert len(counts) <= -(-sum(length for _, _, length in rows) // limit)
+    assert all(0 < count <= limit for count in counts)
+    assert all(count + int(after[0, 2]) > limit for count, after in zip(counts, batches[1:], strict=False))
 
 
 def test_runs_of_nothing_are_left_out() -> None:

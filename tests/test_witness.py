@@ -37,12 +37,20 @@ class Copying:
         self.slot = memoryview(slot_for(self.pieces))
         self.engine = engine or CpuEngine()
         self.witness = Witness(self.engine, Subjects(self.pieces), turn)
+        self._looked = False
 
     def copy(self, which: slice = slice(None)) -> None:
         self.engine.copy(self.pieces[which], self.slot, unpaced)
 
+    def look(self) -> None:
+        """The copy has read all of it."""
+        self.witness.look(self.engine)
+        self._looked = True
+
     def changed(self) -> list[str]:
-        """What the check names."""
+        """What the check names, if the copy has just read all of it."""
+        if not self._looked:
+            self.look()
         try:
             self.witness.check(self.slot)
         except StateChanged as error:
@@ -140,18 +148,10 @@ def test_what_changes_after_the_look_is_of_the_next_step() -> None:
     tensors = [torch.zeros(5), torch.zeros(5)]
     copying = Copying(*tensors)
     copying.copy()
-    copying.witness.look()
+    copying.look()
     tensors[0].add_(1)
     tensors[1].data.fill_(1)
-    copying.witness.look()
     assert copying.changed() == []
-
-
-def test_without_a_look_the_check_takes_one() -> None:
-    copying = Copying(torch.zeros(5))
-    copying.copy()
-    copying.pieces[0].tensor.add_(1)
-    assert copying.changed() == ["w0"]
 
 
 def test_what_the_slot_has_of_others_is_none_of_it() -> None:
@@ -191,6 +191,7 @@ def test_many_names_are_cut_and_counted() -> None:
     copying.copy()
     for piece in copying.pieces:
         piece.tensor.data.fill_(1)
+    copying.look()
     with pytest.raises(StateChanged, match=r"^w0, w1, w2, w3 and 3 more changed after the step had begun") as raised:
         copying.witness.check(copying.slot)
     assert raised.value.names == tuple(piece.name for piece in copying.pieces)
@@ -367,76 +368,61 @@ def test_where_to_look_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert made.count == 1
 
 
-# ------------------------------------------------------------------ several threads, and devices that fail
+# ------------------------------------------------------------------ devices that are late
 
 
-class Held(CpuEngine):
-    """Samples, from the second on, wait until they are let go."""
+class Delayed(CpuEngine):
+    """What it copies may still be under way afterwards."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-        self.entered = threading.Event()
-        self.free = threading.Event()
-
-    def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
-        self.count += 1
-        if self.count > 1:
-            self.entered.set()
-            assert self.free.wait(DEADLINE_S)
-        return super().sample(pieces, turn)
+    queues = True
 
 
-def test_of_two_threads_that_look_the_second_waits_for_the_first() -> None:
-    """Whoever returns from a look may change the state: all of it was looked at before."""
-    engine = Held()
-    tensor = torch.zeros(5)
-    copying = Copying(tensor, engine=engine)
+@pytest.mark.parametrize("ended", [False, True])
+def test_while_copies_are_under_way_changes_count_until_the_step_ends(ended: bool) -> None:
+    copying = Copying(torch.zeros(5), torch.zeros(5), engine=Delayed())
     copying.copy()
-    coming = threading.Event()
-
-    def second() -> None:
-        coming.set()
-        copying.witness.look()
-        tensor.data.fill_(1)
-
-    threads = [threading.Thread(target=copying.witness.look, daemon=True), threading.Thread(target=second, daemon=True)]
-    threads[0].start()
-    assert engine.entered.wait(DEADLINE_S)
-    threads[1].start()
-    assert coming.wait(DEADLINE_S)
-    engine.free.set()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
-    assert engine.count == 2
-    assert copying.changed() == []
+    copying.look()
+    if ended:
+        copying.witness.end()
+    copying.pieces[0].tensor.add_(1)
+    copying.witness.end()
+    copying.pieces[1].tensor.add_(1)
+    assert copying.changed() == ([] if ended else ["w0"])
 
 
-def test_threads_that_look_and_check_at_once_agree() -> None:
-    engine = CpuEngine()
+def test_a_check_ends_it_if_nobody_has() -> None:
+    copying = Copying(torch.zeros(5), engine=Delayed())
+    copying.copy()
+    copying.look()
+    copying.pieces[0].tensor.add_(1).sub_(1)
+    assert copying.changed() == ["w0"]
+
+
+def test_threads_that_end_and_check_at_once_agree() -> None:
+    engine = Delayed()
     for turn in range(50):
         copying = Copying(torch.zeros(500), torch.zeros(3), turn=turn, engine=engine)
         copying.copy()
-        start = threading.Barrier(3, timeout=DEADLINE_S)
+        copying.look()
+        start = threading.Barrier(2, timeout=DEADLINE_S)
         found: list[list[str]] = []
 
-        def look(copying: Copying = copying, start: threading.Barrier = start) -> None:
+        def end(copying: Copying = copying, start: threading.Barrier = start) -> None:
             start.wait()
-            copying.witness.look()
-            copying.pieces[1].tensor.data.fill_(1)
+            copying.witness.end()
+            copying.pieces[1].tensor.add_(1)
 
         def check(copying: Copying = copying, start: threading.Barrier = start, found: list[list[str]] = found) -> None:
             start.wait()
             found.append(copying.changed())
 
-        threads = [threading.Thread(target=work, daemon=True) for work in (look, check, check)]
+        threads = [threading.Thread(target=work, daemon=True) for work in (end, check)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(DEADLINE_S)
             assert not thread.is_alive()
-        assert found == [[], []]
+        assert found == [[]]
 
 
 class Failing(CpuEngine):
@@ -450,11 +436,10 @@ class Failing(CpuEngine):
         return super().sample(pieces, turn)
 
 
-def test_a_device_that_fails_ends_the_snapshot_and_not_the_loop() -> None:
+def test_a_device_that_fails_ends_the_copy() -> None:
     engine = Failing()
     copying = Copying(torch.zeros(5), engine=engine)
     copying.copy()
     engine.failing = True
-    copying.witness.look()
     with pytest.raises(HoldfastError, match="illegal memory access"):
-        copying.witness.check(copying.slot)
+        copying.look()

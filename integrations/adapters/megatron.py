@@ -19,11 +19,13 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
 from holdfast.integrations.adapters.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
-from holdfast.smp_daemon.shared.errors import StateMismatch
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import Block, set_dtype
 from holdfast.snapshot.state.live import Change, LiveTensor, Stateful, Tree
 from holdfast.snapshot.state.optimizers import OptimizerState
+
+CAST_TO = (torch.bfloat16, torch.float16)
 
 
 class MegatronAdapter(BaseAdapter):
@@ -103,6 +105,12 @@ class MegatronAdapter(BaseAdapter):
     def verify(self) -> None:
         for part in self._parts:
             for name, weight, main in _casts(part):
+                if weight.dtype not in CAST_TO:
+                    raise ConfigError(
+                        f"{name} is kept as {type(weight).__name__} of {weight.dtype}; it cannot be told whether it "
+                        "is the cast of its main parameter: only 16-bit weights are captured so far, so train without "
+                        "--fp8-param-gather"
+                    )
                 if not torch.equal(weight.view(torch.uint8), main.detach().to(weight.dtype).view(torch.uint8)):
                     raise StateMismatch(f"{name}: the model's weight is not the cast of its main parameter")
 
@@ -131,11 +139,8 @@ class MegatronAdapter(BaseAdapter):
 
         def rewind() -> None:
             ours()
-            # Its generators draw from these tensors: they are copied, or the next draws would change what is kept.
-            states = {
-                name: state.clone() if isinstance(state, torch.Tensor) else state for name, state in tracker.items()
-            }
-            tensor_parallel.get_cuda_rng_tracker().set_states(states)
+            live = tensor_parallel.get_cuda_rng_tracker()
+            live.set_states({name: _put_back(live.get_states().get(name), state) for name, state in tracker.items()})
 
         return rewind
 
@@ -163,16 +168,25 @@ def _shards(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, Block]]:
     weights at any element and number the pieces anew; nothing of others, which are alike on all ranks."""
     if not hasattr(part, "shard_fp32_from_float16_groups"):
         return
-    pairs = (
-        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-        (part.model_fp32_groups, part.shard_fp32_groups),
-    )
-    for weights, mains in pairs:
-        for group, shards in zip(weights, mains, strict=True):
-            for weight, main in zip(group, shards, strict=True):
-                if main is not None:
+    # An optimizer that is aware of precision has no main parameters: it steps the shards of the 16-bit weights.
+    mains = [
+        [shard if main is None else main for main, shard in zip(*groups, strict=True)]
+        for groups in zip(part.shard_fp32_from_float16_groups, part.shard_float16_groups, strict=True)
+    ]
+    for weights, shards in ((part.model_float16_groups, mains), (part.model_fp32_groups, part.shard_fp32_groups)):
+        for group, of_group in zip(weights, shards, strict=True):
+            for weight, shard in zip(group, of_group, strict=True):
+                if shard is not None:
                     piece = part._get_model_param_range_map(weight)["param"]
-                    yield weight, main, Block((weight.numel(),), (piece.start,))
+                    yield weight, shard, Block((weight.numel(),), (piece.start,))
+
+
+def _put_back(generator: Any, state: torch.Tensor) -> Any:
+    """What the tracker keeps of a generator, as it was. One that CUDA graphs know is put back in place."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+        return generator
+    return state.clone()  # draws are made from this very tensor, and would change what is kept
 
 
 def _scaler(part: Any) -> Any:
@@ -186,7 +200,8 @@ def _casts(part: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
             for i, weight in enumerate(group):
                 piece = part._get_model_param_range_map(weight)["param"]
                 main = part.shard_fp32_from_float16_groups[g][i]
-                yield f"group {g} parameter {i}", weight.detach().view(-1)[piece.start : piece.end], main.view(-1)
+                if main is not None:
+                    yield f"group {g} parameter {i}", weight.detach().view(-1)[piece.start : piece.end], main.view(-1)
     elif hasattr(part, "fp32_from_float16_groups"):
         for g, group in enumerate(part.float16_groups):
             for i, weight in enumerate(group):

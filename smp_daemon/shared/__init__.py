@@ -23,6 +23,7 @@ __all__ = [
     "pidfds",
     "plain",
     "plan",
+    "populate",
     "priority",
     "records",
     "signatures",

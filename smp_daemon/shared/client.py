@@ -29,6 +29,7 @@ from holdfast.smp_daemon.shared.limits import (
     PROTOCOL_VERSION,
     move_deadline,
 )
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.messages import (
     Abandon,
     Accepted,
@@ -37,6 +38,7 @@ from holdfast.smp_daemon.shared.messages import (
     AskInventory,
     AskPersisted,
     AskPersistedLayout,
+    AskSlots,
     AskUnit,
     Await,
     Begin,
@@ -59,6 +61,7 @@ from holdfast.smp_daemon.shared.messages import (
     Scrub,
     Seal,
     SlotFile,
+    SlotFiles,
     Stop,
     Suspect,
     Verify,
@@ -70,6 +73,8 @@ from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.starts import Start, TrainerEnd
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
+
+log = get_log(__name__)
 
 ANSWER_S = 5.0
 """How much longer than it was told to wait the SMP may take to say that it has."""
@@ -114,6 +119,9 @@ class RecoveredShard:
 class SmpClient:
     """A connection to this node's SMP. Calls from several threads take turns; each blocks for the answer.
 
+    Attributes:
+        near: the NUMA node on which the trainer's slots shall lie, told with `join`; None: any.
+
     Every call raises `SmpUnavailable` if the SMP is gone, `DeadlineExceeded` if it does not answer in time, and
     whatever error the SMP replies with.
     """
@@ -140,6 +148,7 @@ class SmpClient:
         self._stream: SocketStream | None = None
         self._connections = 0
         self._epoch: int | None = None
+        self.near: int | None = None
         self.reconnect()
 
     def reconnect(self, deadline_s: float = CALL_DEADLINE_S) -> None:
@@ -178,7 +187,7 @@ class SmpClient:
             start: if the job starts with it.
             deadline_s: for another thread's call to be over, and for the answer; default that of any call.
         """
-        message = Join(epoch=epoch, start=start)
+        message = Join(epoch=epoch, start=start, near=self.near)
         if deadline_s is None:
             self._call(message)
         else:
@@ -196,6 +205,15 @@ class SmpClient:
         """A slot to write `coord` of `snapshot` into; frees what is not in `keep`."""
         message = Begin(snapshot=snapshot, coord=coord, keep=tuple(keep), protected=protected)
         return self._map(from_plain(SlotFile, self._call(message), "a slot"))
+
+    def slots(self, epoch: int, coord: str) -> list[memoryview]:
+        """All slots that `begin` may give for `coord` in that epoch, mapped. Of others no mapping is kept here. May
+        take as long as touching their pages."""
+        reply = self._call(AskSlots(epoch=epoch, coord=coord), MOVE_DEADLINE_S)
+        there = from_plain(SlotFiles, reply, "the slots of a shard").slots
+        names = {slot.file for slot in there}
+        self._maps = {name: known for name, known in self._maps.items() if name in names}
+        return [self._map(slot) for slot in there]
 
     def seal(self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None) -> None:
         """All bytes are written: have them checked and committed. `protected`: as for `begin`."""
@@ -427,9 +445,13 @@ class SmpClient:
                 raise StaleEpoch(f"the slot {name} was taken away before it was opened")
             if status.st_size != length or length < 1:
                 raise ProtocolError(f"the slot {name} has {status.st_size} bytes, not {length}")
-            mapped = self.system.mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            mapped = self.system.mmap.mmap(fd, length)
         finally:
             files.close(fd)
         mapped.madvise(mmap.MADV_DONTDUMP)
+        try:
+            self.system.populate(mapped)
+        except OSError as error:
+            log.debug("a slot is not touched ahead of time, and the first copy will be slower: %s", error)
         self._maps[name] = (inode, memoryview(mapped))
         return self._maps[name][1]

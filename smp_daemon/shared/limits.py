@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of the messages between trainers and SMPs; both sides must agree."""
 
 MAX_MESSAGE_BYTES = 8 << 20

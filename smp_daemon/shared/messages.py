@@ -72,10 +72,14 @@ class Inventories(Reply, kw_only=True):
 
 
 class Join(Request, tag="join", kw_only=True):
-    """Enter an epoch, and fence older ones. `start`: if the job starts with it."""
+    """Enter an epoch, and fence older ones.
+
+    `start`: if the job starts with it. `near`: on this NUMA node the trainer's slots shall lie.
+    """
 
     epoch: Count
     start: Start | None = None
+    near: Annotated[int, msgspec.Meta(ge=0, lt=1024)] | None = None
 
 
 class Configure(Request, tag="configure", kw_only=True):
@@ -99,6 +103,19 @@ class SlotFile(Reply, kw_only=True):
     file: str
     inode: Count
     bytes: Count
+
+
+class AskSlots(Request, tag="slots", kw_only=True):
+    """Which slots are there for shards of `coord` in that epoch's layout?"""
+
+    epoch: Count
+    coord: Identifier
+
+
+class SlotFiles(Reply, kw_only=True):
+    """Slots."""
+
+    slots: tuple[SlotFile, ...]
 
 
 class Seal(Request, tag="seal", kw_only=True):
@@ -254,6 +271,7 @@ TrainerRequest = (
     | AskInventories
     | Join
     | Configure
+    | AskSlots
     | Begin
     | Seal
     | Abandon

@@ -20,6 +20,7 @@ from typing import Any
 
 from holdfast.smp_daemon.shared.credentials import Credentials, current
 from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.populate import populate
 from holdfast.smp_daemon.shared.uids import is_of_this_user
 
 
@@ -46,6 +47,7 @@ class System:
     mmap: Any = mmap
     flock: Any = staticmethod(fcntl.flock)
     rmtree: Any = staticmethod(shutil.rmtree)
+    populate: Any = staticmethod(populate)
 
     await_end: Any = staticmethod(await_end)
 

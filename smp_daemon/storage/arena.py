@@ -139,6 +139,11 @@ class Arena:
         self._wanted = wanted
         self.settle()
 
+    def reserved(self, pool: SlotFilePool) -> list[Slot]:
+        """The slots that `reserve` was asked for, whatever they hold."""
+        length, _ = self._wanted.get(pool, (None, 0))
+        return [slot for slot in pool.slots if slot.bytes == length]
+
     def settle(self) -> None:
         """Reserve what slots may still take; see `Budget.top_up`."""
         self.budget.top_up()

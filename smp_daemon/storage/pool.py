@@ -22,8 +22,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.system import MACHINE, System
-
-MADV_POPULATE_WRITE = 23
+from holdfast.smp_daemon.storage.numa import prefer
 
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
@@ -121,13 +120,18 @@ class SlotPool:
 
 
 class SlotFilePool(SlotPool):
-    """A slot pool and its files. Slots of other lengths may remain for as long as their snapshots are kept."""
+    """A slot pool and its files. Slots of other lengths may remain for as long as their snapshots are kept.
+
+    Attributes:
+        near: the NUMA node on which new files are made; None: any.
+    """
 
     def __init__(
         self, arena: Path, name: str, suffix: str, budget: Budget, zero: bool, system: System = MACHINE
     ) -> None:
         """`zero`: what is given up is overwritten with zeros."""
         super().__init__(name)
+        self.near: int | None = None
         self._budget = budget
         self._zero = zero
         self._system = system
@@ -168,7 +172,7 @@ class SlotFilePool(SlotPool):
         slot = self.add(length)
         self.record_path(slot).unlink(missing_ok=True)  # of a file that somebody else has deleted
         try:
-            _reserve(self.path(slot), length, self._system)
+            _reserve(self.path(slot), length, self._system, self.near)
         except BaseException:
             self._drop(slot)
             raise
@@ -215,7 +219,7 @@ class SlotFilePool(SlotPool):
         self.discard(slot)
         self._forget(slot)
         try:
-            _reserve(self.path(slot), slot.bytes, self._system)
+            _reserve(self.path(slot), slot.bytes, self._system, self.near)
         except BaseException:  # whoever maps the old file may still hold its memory; `Arena.reserve` makes a new one
             self._drop(slot)
             raise
@@ -258,7 +262,7 @@ def too_small(path: Path, need: int, left: int) -> ArenaTooSmall:
     )
 
 
-def _reserve(path: Path, length: int, system: System) -> None:
+def _reserve(path: Path, length: int, system: System, near: int | None) -> None:
     """A new file of `length` bytes, all of them allocated now: later writes cannot fail with SIGBUS."""
     left = room(path.parent, system)
     if length > left:  # or everything would be filled before that is noticed
@@ -266,6 +270,8 @@ def _reserve(path: Path, length: int, system: System) -> None:
     fd = system.os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         failpoint("slot.opened")
+        if near is not None:
+            _bring_near(fd, length, near, system)
         _populate_huge(fd, length, system)
         system.os.posix_fallocate(fd, 0, length)
     except OSError as error:
@@ -276,6 +282,16 @@ def _reserve(path: Path, length: int, system: System) -> None:
     finally:
         system.os.close(fd)
     failpoint("slot.made")
+
+
+def _bring_near(fd: int, length: int, node: int, system: System) -> None:
+    """Have a new file's pages made on a NUMA node, where they are copied to from a device of that node."""
+    system.os.ftruncate(fd, length)
+    with system.mmap.mmap(fd, length) as mapped:
+        try:
+            prefer(mapped, node)
+        except OSError as error:
+            log.warning("slots are not placed on NUMA node %d: %s", node, error)
 
 
 def _populate_huge(fd: int, length: int, system: System) -> None:
@@ -290,7 +306,7 @@ def _populate_huge(fd: int, length: int, system: System) -> None:
     with system.mmap.mmap(fd, length) as mapped:
         try:
             mapped.madvise(mmap.MADV_HUGEPAGE)
-            mapped.madvise(MADV_POPULATE_WRITE)
+            system.populate(mapped)
         except OSError as error:
             log.debug("no huge pages: %s", error)
 
@@ -311,7 +327,7 @@ def _map(path: Path, length: int, system: System) -> mmap.mmap:
         system.os.close(fd)
     mapped.madvise(mmap.MADV_DONTDUMP)
     try:
-        mapped.madvise(MADV_POPULATE_WRITE)
-    except OSError:
-        log.debug("this kernel does not populate mappings (before Linux 5.14): the first copy will be slower")
+        system.populate(mapped)
+    except OSError as error:
+        log.debug("a slot is not touched ahead of time, and the first use of it will be slower: %s", error)
     return mapped

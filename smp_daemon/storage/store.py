@@ -243,6 +243,22 @@ class Store:
             failpoint("begin.done", snapshot.step)
             return pool, slot
 
+    def place(self, coord: str, near: int | None) -> None:
+        """From now on slots for `coord` are made on that NUMA node; None: on any."""
+        with self.changed:
+            self.arena.shard_pool(coord).near = near
+
+    def slots(self, epoch: int, coord: str) -> list[tuple[SlotFilePool, Slot]]:
+        """What there is of slots that shards of `coord` fit into, whatever they hold.
+
+        Raises:
+            StaleEpoch: of the layout of another epoch.
+        """
+        with self.changed:
+            self.check_epoch(epoch)
+            pool = self.arena.shard_pool(coord)
+            return [(pool, slot) for slot in self.arena.reserved(pool)]
+
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
         """The writer of `coord` is gone or gave up: an unsealed slot becomes free.
 

@@ -70,7 +70,8 @@ class Watchdog:
         self._on_death = on_death
         # Guards which trainers and connections there are, and what was read of them. Threads of connections and the
         # watching thread take it, for moments, and take no other lock under it but that of a log: connections are hung
-        # up, and `on_death` and `on_hang` called, without it. `_changed` is notified when somebody may have left.
+        # up, and `on_death`, `on_hang` and `note_end` called, without it. `_changed` is notified when somebody may have
+        # left.
         self._lock = system.Lock()
         self._changed = system.Condition(self._lock)
         self._seen: dict[str, _Watched] = {}

@@ -1,11 +1,11 @@
 """State on a CUDA device: its way into slot memory and back, beside the computation.
 
-Every call into ``torch.cuda`` stands in `snapshot.copy.cuda_runtime`::
+Every call into CUDA stands in `snapshot.copy.cuda_runtime`::
 
     compute stream   ... optim.step() |ready  forward, backward ........ |wait  optim.step() ...
                                   mark()                             fence()
-    side stream                       |wait  chunk chunk chunk |started
-    copy thread                              copy()                  finish(): waits for `started`
+    our stream                        |wait  chunk chunk chunk sample |guarded
+    copy thread                              copy()            sample(), guard()     finish(): waits for the last
 
 The device writes into the slot's pages by itself; where CUDA will not register them, through pinned buffers. Sources
 are referenced until they are copied, or the caching allocator could hand their memory out.
@@ -13,226 +13,317 @@ are referenced until they are copied, or the caching allocator could hand their 
 
 from __future__ import annotations
 
-import mmap
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
-from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, DeviceStream, Runtime
-from holdfast.snapshot.copy.engines import SAMPLE_BYTES, Places, Sample, SlotTensor, golden
+from holdfast.snapshot.copy import runs
+from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, Runtime
+from holdfast.snapshot.copy.engines import (
+    LOAD_THREADS,
+    SAMPLE_BYTES,
+    CopyEngine,
+    Filling,
+    Places,
+    Sample,
+    SlotTensor,
+    Table,
+    Transfer,
+    address_of,
+    golden,
+    remembered,
+)
+from holdfast.snapshot.copy.pages import REGISTER_BYTES, Pages
+from holdfast.snapshot.copy.ring import Ring
+from holdfast.snapshot.copy.runs import Runs
 from holdfast.snapshot.copy.tensors import flat
 
 CHUNK_BYTES = 32 << 20
-"""Most that is queued at once, and the size of a staging or ring buffer."""
+"""Copies of others wait for no more of ours than this; the size of a buffer of the ring, too."""
 
-REGISTER_BYTES = 1 << 30
-"""Most for one ``cudaHostRegister``: 1 to 2 GB/s, and meanwhile it holds a lock of the driver that launches need."""
-
-RING_BUFFERS = 2
+RING_BUFFERS = LOAD_THREADS + 2
+"""Each thread that fills the device has one, while two are on their way."""
 
 SAMPLED = 256
 """Of so many tensors a few bytes are looked at when a step begins."""
-
-log = get_log(__name__)
-
-
-@dataclass(slots=True)
-class _PendingMark:
-    """One `mark`: `started` is written by the copy thread, the rest by the training thread."""
-
-    ready: DeviceEvent | None = None
-    started: DeviceEvent | None = None
-    error: str = "mark() was not called"
 
 
 class CudaEngine:
     """Moves state between one device and slots; see `snapshot.copy.engines.CopyEngine` for who calls what, and when.
 
-    `mark` and `fence` never block and never raise. When another method raises, nothing is under way any more, unless
-    it is `DeadlineExceeded`: 60 s without progress.
+    `mark` and a transfer's `fence` never block and never raise: what went wrong is said by `copy` or `finish`.
 
     Raises:
         HoldfastError: the device reported an error, of this or of earlier work.
+        DeadlineExceeded: 60 s without progress; what is under way may still go on.
         ConfigError: a piece is on another device.
     """
 
     queues = True
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._side = runtime.lowest_stream()
-        self._pages = _Pages(runtime)
-        self._ring = _Ring(runtime, self._side)
-        self._boundary = self._copied = _PendingMark()
-        self._kept: list[torch.Tensor] = []
-        self._last: DeviceEvent | None = None
+    def __init__(self, runtime: Runtime, pages: Pages) -> None:
+        """`pages`: those of all devices of this process."""
+        self.runtime = runtime
+        self._pages = pages
+        self.stream = runtime.own_stream("copies")
+        self.ring = Ring(runtime, self.stream, RING_BUFFERS, CHUNK_BYTES)
+        self._looks = runtime.own_stream("looks")
+        # Held while a sample is fetched, for as long as that takes: there is one buffer for it, and one stream. Whoever
+        # reads a sample takes it, and no other lock under it.
+        self._looking = threading.Lock()
+        self._look: torch.Tensor | None = None
+        self._tables: dict[int, Table] = {}
+        self._places: dict[int, Places] = {}
+        self._under_way: list[CudaTransfer] = []  # the copy thread's
 
-    def mark(self) -> None:
-        """The state to copy is the state behind all that is queued on the current stream."""
-        self._boundary = _PendingMark(error="")
-        try:
-            self._boundary.ready = self._runtime.current_stream().record_event()
-        except RuntimeError as error:
-            self._boundary.error = str(error)
+    def cover(self, devices: Collection[torch.device]) -> None:
+        if strangers := [str(device) for device in devices if str(device) != str(self.runtime.device)]:
+            raise ConfigError(f"there is state on {', '.join(strangers)}, and here is {self.runtime.device}")
+
+    def enter_thread(self) -> None:
+        with self.reported("a thread"):
+            self.runtime.enter_thread()
+
+    def capturing(self) -> bool:
+        return self.runtime.capturing()
+
+    def prepare(self, slots: Sequence[memoryview], turn: Callable[[], AbstractContextManager[object]]) -> None:
+        with self.on_stream("the registration of slots"):
+            self._pages.prepare(self.runtime, slots, turn)
+
+    def mark(self) -> Transfer:
+        return CudaTransfer(self)
 
     def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
         """As what is queued on the current stream leaves them; of `SAMPLED` pieces at a time, others each turn."""
-        count = len(pieces)
-        first = int(golden(turn, np.array(count))) if count > SAMPLED else 0
-        chosen = np.arange(first, first + min(SAMPLED, count)) % max(1, count)
-        places = Places([pieces[i] for i in chosen.tolist()])
+        places = remembered(self._places, pieces, Places)
         start, length, place = places.at(turn)
-        index = chosen[places.index]
-        found = np.zeros((len(index), SAMPLE_BYTES), np.uint8)
-        if not len(index):
-            return Sample(index, start, length, place, lambda: found)
-        with self._reported("a look at the state"):
-            taken = torch.cat(
-                [
-                    _memory(pieces[i].tensor, s, n)
-                    for i, s, n in zip(index.tolist(), start.tolist(), length.tolist(), strict=True)
-                ]
+        count = len(start)
+        first = int(golden(turn, np.array(count))) if count > SAMPLED else 0
+        rows = np.arange(first, first + min(SAMPLED, count)) % max(1, count)
+        index, start, length, place = places.index[rows], start[rows], length[rows], place[rows]
+        if not len(rows):
+            return Sample(index, start, length, place, lambda: np.zeros((0, SAMPLE_BYTES), np.uint8))
+        with self.reported("a look at the state"):
+            taken = self.runtime.scratch((len(rows), SAMPLE_BYTES), torch.uint8)
+            table = np.stack(
+                [places.address[rows] + start, taken.data_ptr() + SAMPLE_BYTES * np.arange(len(rows)), length]
             )
-            ready = self._runtime.current_stream().record_event()
+            self.runtime.copy_runs(table.T.astype(np.uint64))
+            ready = self.runtime.current_stream().record_event()
 
         def read() -> NDArray[np.uint8]:
-            with self._on_side("a look at the state"):
-                self._runtime.wait(ready)
-            with self._reported("a look at the state"):  # not on the side stream: nothing waits for a copy there
-                content, at = taken.cpu().numpy(), 0
-            for row, n in enumerate(length.tolist()):
-                found[row, :n] = content[at : at + n]
-                at += n
+            found = self._fetch(taken, ready).reshape(-1, SAMPLE_BYTES)
+            found[np.arange(SAMPLE_BYTES) >= length[:, None]] = 0
             return found
 
         return Sample(index, start, length, place, read)
 
-    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
-        """Queue the copies of all pieces, in chunks of at most 32 MiB, calling `pause` before each.
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[np.uint8]]]:
+        with self.reported("a look at the state"):
+            ready = self.runtime.current_stream().record_event()
+        return lambda: [self._fetch(tensor, ready) for tensor in tensors]
 
-        Registers the slot's pages unless they are. They stay registered, and mapped, until `close`, or until a later
-        call finds that nobody else holds the object `slot` any more.
-        """
-        self._copied = boundary = self._boundary
-        with self._on_side("the copy to the slot"):
-            if boundary.ready is None or boundary.error:
-                raise HoldfastError(f"the state of the last boundary cannot be copied: {boundary.error}")
-            self._queue(pieces, slot, boundary.ready, False, pause)
-        boundary.started = self._last
+    def parts(self, pieces: Sequence[SlotTensor]) -> list[tuple[CopyEngine, Sequence[SlotTensor]]]:
+        return [(self, pieces)]
 
-    def fence(self) -> None:
-        """What is queued on the current stream from now on waits for the copy. Call it once `copy` has returned.
-
-        It does not wait for what `copy` has still to queue: `finish` then fails.
-        """
-        boundary = self._boundary
-        if boundary.started is None:
-            boundary.error = boundary.error or "the next step began before the whole copy was queued"
-            return
-        try:
-            self._runtime.current_stream().wait_event(boundary.started)
-        except RuntimeError as error:
-            boundary.error = str(error)
-
-    def finish(self) -> None:
-        """Block until every byte of the last `copy` is in its slot. Raises also if `fence` came too early."""
-        with self._on_side("the copy to the slot"):
-            self._land()
-        if self._copied.error:
-            raise HoldfastError(f"the state may have changed while it was copied: {self._copied.error}")
+    def fill(self) -> Filling:
+        return CudaFilling(self)
 
     def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
-        """Fill live tensors, in place, after all that is queued on the current stream. Blocks until done."""
-        compute = self._runtime.current_stream()
-        with self._on_side("the load from the slot"):
-            self._queue(pieces, slot, compute.record_event(), True, lambda count: None)
-            self._land()
+        filling = CudaFilling(self)
+        base = np.array([address_of(slot), 0, 0], np.uint64)
+        plain = [(piece.offset, piece.tensor.data_ptr(), piece.bytes) for piece in pieces if piece.is_plain]
+        filling.take(runs.make_runs(plain) + base)
+        with self.on_stream("the load from the slot"):
+            for chunk in (chunk for p in pieces if not p.is_plain for chunk in chunks(p, CHUNK_BYTES)):
+                scratch = self.runtime.scratch(chunk.tensor.shape, chunk.tensor.dtype)
+                self.ring.load(runs.make_runs([(chunk.offset, scratch.data_ptr(), chunk.bytes)]) + base)
+                self.runtime.copy(chunk.tensor, scratch)
+        filling.finish()
 
     def forget(self) -> None:
-        """Nothing is remembered of pieces once they are copied."""
+        self._tables.clear()
+        self._places.clear()
 
     def close(self) -> None:
-        """Wait for what is under way, then let go of all slots. May be called again."""
-        with self._on_side("the last transfer"):
-            self._land()
-            self._pages.release()
+        self.forget()
+        for transfer in list(self._under_way):
+            transfer.settle()
+        with self.on_stream("the last transfer"):
+            self.ring.settle()
+            self._pages.release(self.runtime)
 
-    def _queue(
-        self,
-        pieces: Sequence[SlotTensor],
-        slot: memoryview,
-        after: DeviceEvent,
-        inward: bool,
-        pause: Callable[[int], None],
-    ) -> None:
-        if strangers := {str(piece.tensor.device) for piece in pieces} - {str(self._runtime.device)}:
-            raise ConfigError(f"tensors on {strangers} are not moved by the copy engine of {self._runtime.device}")
-        self._land()
-        known = self._pages.of(slot)
-        self._side.wait_event(after)
-        try:
-            for chunk in (chunk for piece in pieces for chunk in chunks(piece, CHUNK_BYTES)):
-                pause(chunk.bytes)
-                self._move(known, chunk, inward)
-        except BaseException:  # nothing may write to a slot that the caller gives back
-            self._last = self._side.record_event()
-            self._land()
-            raise
-        self._last = self._side.record_event()
+    def queue(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
+        """Queue the copies of all pieces on our stream, which is the current one.
 
-    def _move(self, known: _MappedSlot, chunk: SlotTensor, inward: bool) -> None:
-        """Queue one chunk, from the slot if `inward`, else to it. What is not plain is brought in order on the way."""
-        tensor = chunk.tensor
-        self._kept.append(tensor)
-        flat = tensor if chunk.is_plain else self._runtime.scratch(tensor)
-        if flat is not tensor and not inward:
-            self._runtime.copy(flat, tensor)
-        for host, device in _runs(known, chunk, flat):
-            if not known.registered:
-                self._ring.copy(host, device, inward)
-            elif inward:
-                self._runtime.copy(device, host)
-            else:
-                self._runtime.copy(host, device)
-        if flat is not tensor and inward:
-            self._runtime.copy(tensor, flat)
+        Nothing is paced: they take no memory bandwidth of the device worth speaking of, and are done long after this.
+        """
+        table = remembered(self._tables, pieces, lambda some: Table(some, CHUNK_BYTES, REGISTER_BYTES))
+        store = self.runtime.copy_runs if self._pages.has(slot) else self.ring.store
+        base = np.array([0, address_of(slot), 0], np.uint64)
+        for batch in table.batches:
+            pause(0)
+            store(batch + base)
+            self.runtime.make_way()
+        for chunk in (chunk for piece in table.odd for chunk in chunks(piece, CHUNK_BYTES)):
+            pause(0)
+            scratch = self.runtime.scratch(chunk.tensor.shape, chunk.tensor.dtype)
+            self.runtime.copy(scratch, chunk.tensor)
+            rows = runs.make_runs([(scratch.data_ptr(), chunk.offset, chunk.bytes)])
+            store(runs.cut(rows, 1, REGISTER_BYTES) + base)
+            self.runtime.make_way()
 
-    def _land(self) -> None:
-        """Block until what was queued is done, and let go of it."""
-        if self._last is not None:
-            self._runtime.wait(self._last)
-            self._ring.land()
-        self._last = None
-        self._kept.clear()
+    def check(self, pieces: Sequence[SlotTensor]) -> None:
+        """Raises `ConfigError` if a piece is on another device."""
+        self.cover({piece.tensor.device for piece in pieces})
+
+    def began(self, transfer: CudaTransfer) -> None:
+        """It may have something under way from now on."""
+        if transfer not in self._under_way:
+            self._under_way.append(transfer)
+
+    def ended(self, transfer: CudaTransfer) -> None:
+        """It has nothing under way any more."""
+        if transfer in self._under_way:
+            self._under_way.remove(transfer)
+
+    def sweep(self) -> None:
+        """Let go of slots that nobody holds, if nothing is under way to any."""
+        if not self._under_way:
+            self._pages.sweep(self.runtime)
 
     @contextmanager
-    def _on_side(self, what: str) -> Iterator[None]:
-        with self._reported(what), self._runtime.on(self._side):
+    def on_stream(self, what: str) -> Iterator[None]:
+        """Our stream, and our device, are this thread's current ones."""
+        with self.reported(what), self.runtime.on(self.stream):
             yield
 
     @contextmanager
-    def _reported(self, what: str) -> Iterator[None]:
+    def reported(self, what: str) -> Iterator[None]:
+        """An error of the device says what it came from, and where."""
         try:
             yield
         except RuntimeError as error:
-            raise HoldfastError(f"{what} failed on {self._runtime.device}: {error}") from error
+            raise HoldfastError(f"{what} failed on {self.runtime.device}: {error}") from error
+
+    def _fetch(self, tensor: torch.Tensor, ready: DeviceEvent) -> NDArray[np.uint8]:
+        """The bytes of a small contiguous tensor of the device, as they are at `ready`. Blocks."""
+        count = tensor.nbytes
+        with self._looking, self.reported("a look at the state"), self.runtime.on(self._looks):
+            if self._look is None or self._look.numel() < count:
+                self._look = self.runtime.pinned(max(count, SAMPLED * SAMPLE_BYTES))
+            if count:
+                self._looks.wait_event(ready)
+                self.runtime.copy_runs(runs.make_runs([(tensor.data_ptr(), self._look.data_ptr(), count)]))
+                self.runtime.wait(self._looks.record_event())
+            return self._look.numpy()[:count].copy()
 
 
-def _memory(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """So many bytes of a tensor's memory, from its first element's on: whole elements, but of tensors with no gaps."""
-    tensor = tensor.detach()
-    item = tensor.element_size()
-    first = start // item
-    elements = tensor.as_strided((-(-count // item),), (1,), tensor.storage_offset() + first)
-    return elements.resolve_conj().resolve_neg().view(torch.uint8)[:count]
+class CudaTransfer:
+    """The state of one boundary on its way into slots.
+
+    `ready` is written by the training thread; `guarded` and `border` by the copy thread, and read by the training
+    thread, once the job has told it that `guard` has returned; all else is the copy thread's, but for `error`, which
+    the training thread writes, and the copy thread reads.
+    """
+
+    def __init__(self, engine: CudaEngine) -> None:
+        self._engine = engine
+        self._ready: DeviceEvent | None = None
+        self._border: DeviceEvent | None = None
+        self._last: DeviceEvent | None = None
+        self._kept: list[Sequence[SlotTensor]] = []
+        self._guarded = False
+        self._error = ""
+        try:
+            self._ready = engine.runtime.current_stream().record_event()
+        except RuntimeError as error:
+            self._error = str(error)
+
+    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
+        engine = self._engine
+        engine.check(pieces)
+        with engine.on_stream("the copy to the slot"):
+            if self._ready is None or self._error:
+                raise HoldfastError(f"the state of the last boundary cannot be copied: {self._error}")
+            engine.sweep()
+            engine.began(self)
+            if not self._kept:
+                engine.stream.wait_event(self._ready)
+            self._kept.append(pieces)
+            try:
+                engine.queue(pieces, slot, pause)
+            finally:
+                self._last = engine.stream.record_event()
+
+    def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
+        engine = self._engine
+        with engine.on_stream("a look at the state"):
+            try:
+                return engine.sample(pieces, turn)
+            finally:
+                self._last = engine.stream.record_event()
+
+    def guard(self) -> None:
+        self._border, self._guarded = self._last, True
+
+    def fence(self) -> None:
+        if not self._guarded:
+            self._error = self._error or "the next step began before the whole copy was queued"
+        if self._border is None:
+            return  # nothing that changes with the step is copied from here
+        try:
+            self._engine.runtime.current_stream().wait_event(self._border)
+        except RuntimeError as error:
+            self._error = str(error)
+
+    def finish(self) -> None:
+        engine = self._engine
+        with engine.on_stream("the copy to the slot"):
+            if self._last is not None:
+                engine.runtime.wait(self._last)
+            engine.ring.land()
+        asked = bool(self._kept)
+        self._over()
+        if asked and self._error:
+            raise HoldfastError(f"the state may have changed while it was copied: {self._error}")
+
+    def settle(self) -> None:
+        engine = self._engine
+        with engine.on_stream("the copy to the slot"):
+            if self._last is not None:
+                engine.runtime.wait(self._last)
+            engine.ring.settle()
+        self._over()
+
+    def _over(self) -> None:
+        self._kept.clear()
+        self._engine.ended(self)
+
+
+class CudaFilling:
+    """Live tensors that are being filled, behind all that was queued on the current stream when it was made."""
+
+    def __init__(self, engine: CudaEngine) -> None:
+        self._engine = engine
+        with engine.reported("the load from the slot"):
+            before = engine.runtime.current_stream().record_event()
+            engine.stream.wait_event(before)
+
+    def take(self, table: Runs) -> None:
+        with self._engine.on_stream("the load from the slot"):
+            self._engine.ring.load(table)
+
+    def finish(self) -> None:
+        engine = self._engine
+        with engine.on_stream("the load from the slot"):
+            engine.runtime.wait(engine.stream.record_event())
 
 
 def chunks(piece: SlotTensor, limit: int) -> Iterator[SlotTensor]:
@@ -249,101 +340,3 @@ def chunks(piece: SlotTensor, limit: int) -> Iterator[SlotTensor]:
     for first in range(0, tensor.shape[0], count):
         part = tensor[first : first + count] if row <= limit else tensor[first]
         yield from chunks(SlotTensor(part, piece.offset + first * row, part.nbytes), limit)
-
-
-def _runs(known: _MappedSlot, chunk: SlotTensor, device: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The bytes of a chunk, in the slot and on the device, such that none crosses from one registration to the next."""
-    octets = flat(device).view(torch.uint8)
-    start, stop = chunk.offset, chunk.offset + chunk.bytes
-    while start < stop:
-        end = min(stop, start - start % REGISTER_BYTES + REGISTER_BYTES)
-        yield known.host[start:end], octets[start - chunk.offset : end - chunk.offset]
-        start = end
-
-
-@dataclass(frozen=True, slots=True)
-class _MappedSlot:
-    """A mapped slot. `view` keeps the mapping; `user` tells whether anybody else does."""
-
-    view: memoryview
-    user: weakref.ref[memoryview]
-    host: torch.Tensor
-    registered: Sequence[int]
-
-
-class _Pages:
-    """The slots that the device knows. Nothing may be under way when a method is called."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._slots: dict[tuple[int, int], _MappedSlot] = {}
-        self._refused = False
-
-    def of(self, slot: memoryview) -> _MappedSlot:
-        """The slot, registered unless that was refused. Lets go of slots that nobody else holds."""
-        view = memoryview(slot)
-        host = torch.frombuffer(view, dtype=torch.uint8)
-        place = (host.data_ptr(), view.nbytes)
-        known = self._slots.pop(place, None)
-        self.release([other for other, entry in self._slots.items() if entry.user() is None])
-        registered = self._register(*place) if known is None else known.registered
-        self._slots[place] = _MappedSlot(view, weakref.ref(slot), host, registered)
-        return self._slots[place]
-
-    def release(self, places: Iterable[tuple[int, int]] | None = None) -> None:
-        """Unregister slots, all of them by default, and only then let their mappings go."""
-        for place in list(self._slots if places is None else places):
-            self._unregister(self._slots[place].registered)
-            del self._slots[place]
-
-    def _register(self, address: int, count: int) -> list[int]:
-        """The ranges: all, or none if one is refused, now or earlier."""
-        done: list[int] = []
-        for start in range(0, 0 if self._refused else count, REGISTER_BYTES):
-            pages = -(-min(REGISTER_BYTES, count - start) // mmap.PAGESIZE)
-            if code := self._runtime.register(address + start, pages * mmap.PAGESIZE):
-                self._refused = True
-                self._unregister(done)
-                hint = "copies take the slower way through pinned buffers; is locked memory limited here?"
-                log.warning("cudaHostRegister of a slot on %s: error %d; %s", self._runtime.device, code, hint)
-                return []
-            done.append(address + start)
-        return done
-
-    def _unregister(self, addresses: Sequence[int]) -> None:
-        for address in reversed(addresses):
-            if code := self._runtime.unregister(address):
-                log.warning("cudaHostUnregister of a slot on %s: error %d", self._runtime.device, code)
-
-
-class _Ring:
-    """Pinned buffers between the device and memory that it does not know."""
-
-    def __init__(self, runtime: Runtime, side: DeviceStream) -> None:
-        self._runtime = runtime
-        self._side = side
-        self._buffers: deque[torch.Tensor] = deque()
-        self._busy: deque[tuple[DeviceEvent, torch.Tensor, torch.Tensor | None]] = deque()
-
-    def copy(self, host: torch.Tensor, device: torch.Tensor, inward: bool) -> None:
-        """Queue a copy to the device if `inward`, else to the host, where it is once the ring has landed."""
-        self.land(leave=RING_BUFFERS - 1)
-        if len(self._buffers) < RING_BUFFERS:
-            self._buffers.append(self._runtime.pinned(CHUNK_BYTES))
-        self._buffers.rotate(1)
-        buffer = self._buffers[0][: host.numel()]
-        if inward:
-            np.copyto(buffer.numpy(), host.numpy())  # by this thread alone: torch would start others
-            self._runtime.copy(device, buffer)
-        else:
-            self._runtime.copy(buffer, device)
-        self._busy.append((self._side.record_event(), buffer, None if inward else host))
-
-    def land(self, leave: int = 0) -> None:
-        """Block until all but the newest `leave` transfers are complete."""
-        while len(self._busy) > leave:
-            event, buffer, host = self._busy[0]
-            self._runtime.wait(event)
-            if host is not None:
-                np.copyto(host.numpy(), buffer.numpy())
-            self._busy.popleft()

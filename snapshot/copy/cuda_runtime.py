@@ -1,18 +1,25 @@
-"""Every call into ``torch.cuda`` for capture and restore, behind `Runtime`, so that tests can stand in for a device."""
+"""Every call into CUDA for capture and restore, behind `Runtime`, so that tests can stand in for a device."""
 
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.copy import cuda_driver
+from holdfast.snapshot.copy.runs import Runs
 
 DEADLINE_S = 60.0
 POLL_S = 1e-4
+
+FIRST = -1
+"""Priority of our stream: all that it computes is next to nothing, and must not wait behind the blocks of a step."""
 
 log = get_log(__name__)
 
@@ -33,23 +40,41 @@ class DeviceStream(Protocol):
 class Runtime(Protocol):
     """What capture and restore need of CUDA, on one device. Any call may raise an error of the device: RuntimeError.
 
-    `on` makes a stream, and its device, the calling thread's current one: there `copy` is queued, and `scratch` is
+    `enter_thread` is called first in each thread of ours: from then on it uses the device, and breaks no capture of a
+    CUDA graph. `capturing`: whether what is queued on the current stream is recorded, and not done. `own_stream` is one
+    that nobody else is given, the same for the same name.
+    `on` makes a stream, and its device, the calling thread's current one. There `copy` is queued, between tensors of
+    the device, and `copy_runs`: rows of source, target and bytes, on the device or pinned. `scratch` is
     device memory that, once let go, only work queued later on that stream gets. What is copied must stay until it is
-    done. `wait` blocks until an event, or raises `DeadlineExceeded` after 60 s. `register` page-locks host memory and
-    lets the device reach it, `unregister` undoes that; both return 0 or CUDA's error code, and may block for seconds.
+    done. `make_way` lets copies of other streams go before those that are queued next.
+    `wait` blocks until an event, or raises `DeadlineExceeded` after 60 s. `register` page-locks host memory and
+    lets every device reach it, `unregister` undoes that; both return 0 or CUDA's error code, and may block for seconds.
     """
 
     device: torch.device
 
+    def enter_thread(self) -> None: ...
+    def capturing(self) -> bool: ...
     def current_stream(self) -> DeviceStream: ...
-    def lowest_stream(self) -> DeviceStream: ...
+    def own_stream(self, name: str) -> DeviceStream: ...
     def on(self, stream: DeviceStream) -> AbstractContextManager[object]: ...
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
-    def scratch(self, like: torch.Tensor) -> torch.Tensor: ...
+    def copy_runs(self, table: Runs) -> None: ...
+    def make_way(self) -> None: ...
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
     def pinned(self, count: int) -> torch.Tensor: ...
     def wait(self, event: DeviceEvent) -> None: ...
     def register(self, address: int, count: int) -> int: ...
     def unregister(self, address: int) -> int: ...
+
+
+@cache
+def _own_stream(device: torch.device, name: str) -> DeviceStream:
+    """Not one of torch's, which are 32 in all: another library may have got the same. It lives as long as the process,
+    since torch keeps memory for it."""
+    with torch.cuda.device(device):
+        handle = cuda_driver.new_stream(FIRST)
+    return cast(DeviceStream, torch.cuda.ExternalStream(handle, device))  # type: ignore[no-untyped-call]
 
 
 class TorchRuntime:
@@ -59,21 +84,41 @@ class TorchRuntime:
         if device.type != "cuda" or not torch.cuda.is_available():
             raise ConfigError(f"{device} is no usable CUDA device: torch.cuda.is_available() must be true")
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._speck: torch.Tensor | None = None
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.device)  # or the first call would make a context on device 0, of hundreds of MB
+        cuda_driver.relax_captures()
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def current_stream(self) -> DeviceStream:
         return cast(DeviceStream, torch.cuda.current_stream(self.device))
 
-    def lowest_stream(self) -> DeviceStream:
-        return cast(DeviceStream, torch.cuda.Stream(self.device, priority=0))  # type: ignore[no-untyped-call]  # 0 is lowest
+    def own_stream(self, name: str) -> DeviceStream:
+        return _own_stream(self.device, name)
 
-    def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
-        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
+    @contextmanager
+    def on(self, stream: DeviceStream) -> Iterator[None]:
+        # The device first: leaving a stream makes the device current that was so when it was entered.
+        with torch.cuda.device(self.device), torch.cuda.stream(cast(torch.cuda.Stream, stream)):
+            yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
-    def scratch(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, device=self.device)
+    def copy_runs(self, table: Runs) -> None:
+        cuda_driver.queue_copies(table, torch.cuda.current_stream(self.device).cuda_stream)
+
+    def make_way(self) -> None:
+        # Copies that follow each other on a stream are one piece of work to the copy engine; a kernel parts them.
+        if self._speck is None:
+            self._speck = torch.zeros(1, device=self.device)
+        self._speck.zero_()
+
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def pinned(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)

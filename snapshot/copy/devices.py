@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,40 +15,92 @@ from numpy.typing import NDArray
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy.cuda import CudaEngine
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
-from holdfast.snapshot.copy.engines import CopyEngine, CpuEngine, Sample, SlotTensor, remembered
+from holdfast.snapshot.copy.engines import CopyEngine, CpuEngine, Filling, Sample, SlotTensor, Transfer, remembered
+from holdfast.snapshot.copy.pages import Pages
+
+HOST = torch.device("cpu")
+PCI = Path("/sys/bus/pci/devices")
 
 
-def choose_engine(devices: Collection[torch.device]) -> CopyEngine:
-    """A copy engine for state on these devices.
+def numa_node(devices: Collection[torch.device]) -> int | None:
+    """To which NUMA node the CUDA devices among these are attached; None: to several, to none, or nobody knows."""
+    found = {_node_of(torch.cuda.get_device_properties(device)) for device in devices if device.type == "cuda"}
+    return found.pop() if len(found) == 1 else None
 
-    Raises:
-        ConfigError: there is state on a device of another kind than CPU and CUDA.
-    """
-    host = CpuEngine()
-    others = {device for device in devices if device.type != "cpu"}
-    if not others:
-        return host
-    if unknown := [str(device) for device in others if device.type != "cuda"]:
-        raise ConfigError(f"there is state on {', '.join(unknown)}: only state on CPUs and CUDA devices is captured")
-    return DeviceEngines({torch.device("cpu"): host, **{device: CudaEngine(TorchRuntime(device)) for device in others}})
+
+def _node_of(properties: Any) -> int | None:
+    try:
+        place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        node = int((PCI / place / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None  # an older torch does not say where a device is, and not every machine where its node is
+    return node if node >= 0 else None
+
+
+def engine_of(device: torch.device, pages: Pages) -> CopyEngine:
+    """For state on that device. Raises `ConfigError` if it is neither a CPU nor a CUDA device that can be used here."""
+    if device.type == "cpu":
+        return CpuEngine()
+    if device.type == "cuda":
+        return CudaEngine(TorchRuntime(device), pages)
+    raise ConfigError(f"there is state on {device}: only state on CPUs and CUDA devices is captured")
 
 
 class DeviceEngines:
-    """A copy engine for each device that holds state."""
+    """A copy engine for each device that holds state. There may be more of them as time goes by.
 
-    def __init__(self, engines: Mapping[torch.device, CopyEngine]) -> None:
-        self._engines = dict(engines)
-        self.queues = any(engine.queues for engine in self._engines.values())
+    Each CUDA device has an engine of its own; all write into the same slots, whose pages they all know.
+    """
+
+    def __init__(
+        self,
+        devices: Collection[torch.device] = (),
+        make: Callable[[torch.device, Pages], CopyEngine] = engine_of,
+    ) -> None:
+        """`make`: makes the engine of a device. Raises what that raises, as `cover` does."""
+        self._make = make
+        self._pages = Pages()
+        self._engines = {HOST: make(HOST, self._pages)}
         self._divided: dict[int, _Divided] = {}
+        self.cover(devices)
 
-    def mark(self) -> None:
+    @property
+    def queues(self) -> bool:
+        return any(engine.queues for engine in self._engines.values())
+
+    def cover(self, devices: Collection[torch.device]) -> None:
+        for device in sorted(devices, key=str):
+            if device not in self._engines:
+                self._engines = {**self._engines, device: self._make(device, self._pages)}
+
+    def enter_thread(self) -> None:
         for engine in self._engines.values():
-            engine.mark()
+            engine.enter_thread()
+
+    def capturing(self) -> bool:
+        return any(engine.capturing() for engine in self._engines.values())
+
+    def prepare(self, slots: Sequence[memoryview], turn: Callable[[], AbstractContextManager[object]]) -> None:
+        for engine in self._engines.values():
+            engine.prepare(slots, turn)
+
+    def mark(self) -> Transfer:
+        if len(self._engines) == 1:
+            return self._engines[HOST].mark()
+        return DeviceTransfers(self, {id(engine): engine.mark() for engine in self._engines.values()})
 
     def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
-        taken = [(engine.sample(part, turn), index) for engine, part, index in self._divide(pieces).parts]
-        if not taken:
-            return CpuEngine().sample(pieces, turn)
+        return self.sampled(pieces, lambda engine, part: engine.sample(part, turn))
+
+    def sampled(
+        self, pieces: Sequence[SlotTensor], sample: Callable[[CopyEngine, Sequence[SlotTensor]], Sample]
+    ) -> Sample:
+        """What `sample` takes of the pieces of each engine, as one."""
+        parts = self.divided(pieces)
+        if len(parts) < 2:
+            engine, part = parts[0][:2] if parts else (self._engines[HOST], pieces)
+            return sample(engine, part)
+        taken = [(sample(engine, part), index) for engine, part, index in parts]
         samples = [each for each, _ in taken]
         return Sample(
             np.concatenate([index[each.index] for each, index in taken]),
@@ -55,20 +110,21 @@ class DeviceEngines:
             lambda: np.concatenate([each.read() for each in samples]),
         )
 
-    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
-        for engine, part, _ in self._divide(pieces).parts:
-            engine.copy(part, slot, pause)
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[np.uint8]]]:
+        """Of any devices, those of which no state is known, too."""
+        places = [tensor.device for tensor in tensors]
+        self.cover(set(places))
+        asked = [self._engines[place].fetch([tensor]) for place, tensor in zip(places, tensors, strict=True)]
+        return lambda: [found for each in asked for found in each()]
 
-    def fence(self) -> None:
-        for engine in self._engines.values():
-            engine.fence()
+    def parts(self, pieces: Sequence[SlotTensor]) -> list[tuple[CopyEngine, Sequence[SlotTensor]]]:
+        return [(engine, part) for engine, part, _ in self.divided(pieces)]
 
-    def finish(self) -> None:
-        for engine in self._engines.values():
-            engine.finish()
+    def fill(self) -> Filling:
+        raise TypeError("ask each of the parts")
 
     def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
-        for engine, part, _ in self._divide(pieces).parts:
+        for engine, part in self.parts(pieces):
             engine.load(part, slot)
 
     def forget(self) -> None:
@@ -81,24 +137,64 @@ class DeviceEngines:
         for engine in self._engines.values():
             engine.close()
 
-    def _divide(self, pieces: Sequence[SlotTensor]) -> _Divided:
-        """The same tuples for the same pieces, as copy engines remember what they were given."""
-        return remembered(self._divided, pieces, self._by_device)
+    def divided(self, pieces: Sequence[SlotTensor]) -> list[_Part]:
+        """The pieces of each device, with its engine, and their numbers: the same tuples for the same pieces, as copy
+        engines remember what they were given. Raises `ConfigError` if there is one on a device that is not covered."""
+        return remembered(self._divided, pieces, self._by_device).parts
 
     def _by_device(self, pieces: Sequence[SlotTensor]) -> _Divided:
         by_device: dict[torch.device, list[int]] = {}
         for i, piece in enumerate(pieces):
             by_device.setdefault(piece.tensor.device, []).append(i)
-        parts = [
-            (self._engines[device], tuple(pieces[i] for i in index), np.array(index, np.int64))
-            for device, index in by_device.items()
-        ]
-        return _Divided(pieces, parts)
+        if strangers := by_device.keys() - self._engines.keys():
+            names = ", ".join(sorted(map(str, strangers)))
+            raise ConfigError(f"state has come to {names} since the last layout was made")
+        if len(by_device) == 1:
+            return _Divided(pieces, [(self._engines[device], pieces, np.arange(len(pieces))) for device in by_device])
+        return _Divided(
+            pieces,
+            [
+                (self._engines[device], tuple(pieces[i] for i in index), np.array(index, np.int64))
+                for device, index in by_device.items()
+            ],
+        )
+
+
+class DeviceTransfers:
+    """The state of one moment on several devices."""
+
+    def __init__(self, engines: DeviceEngines, transfers: dict[int, Transfer]) -> None:
+        self._engines = engines
+        self._transfers = transfers
+
+    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
+        for engine, part, _ in self._engines.divided(pieces):
+            self._transfers[id(engine)].copy(part, slot, pause)
+
+    def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
+        return self._engines.sampled(pieces, lambda engine, part: self._transfers[id(engine)].sample(part, turn))
+
+    def guard(self) -> None:
+        for transfer in self._transfers.values():
+            transfer.guard()
+
+    def fence(self) -> None:
+        for transfer in self._transfers.values():
+            transfer.fence()
+
+    def finish(self) -> None:
+        for transfer in self._transfers.values():
+            transfer.finish()
+
+    def settle(self) -> None:
+        for transfer in self._transfers.values():
+            transfer.settle()
+
+
+_Part = tuple[CopyEngine, Sequence[SlotTensor], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Divided:
-    """`pieces` by device, with the copy engine of each, and their numbers."""
-
     pieces: Sequence[SlotTensor]
-    parts: list[tuple[CopyEngine, tuple[SlotTensor, ...], NDArray[np.int64]]]
+    parts: list[_Part]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -12,8 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.tensors import slot_tensor
+from holdfast.snapshot.copy.runs import Runs
+from holdfast.snapshot.copy.tensors import octets, slot_tensor
 
 TABLES = 8
 """How many sequences of pieces `CpuEngine` remembers: a few are in use, the rest are of layouts that are over."""
@@ -57,19 +60,88 @@ class Sample:
     read: Callable[[], NDArray[np.uint8]]
 
 
-class CopyEngine(Protocol):
-    """One rank's way between device memory and slots.
+class Transfer(Protocol):
+    """The state of one moment on its way into slots. The copy thread's, but for ``fence``."""
 
-    When a step begins ``mark``, then (in the copy thread) ``copy`` and ``finish``; ``fence`` before what was marked
-    changes.
+    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
+        """Bring pieces into the slot. On a GPU they may still be under way when it returns. May be called again.
+
+        Args:
+            pause: called before each batch with its length in bytes; may block, to pace the copy, or raise, to end it.
+                With 0, where nothing need be paced: only to raise.
+        """
+        ...
+
+    def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
+        """A few bytes of pieces, as in `CopyEngine.sample`, as they are when what was copied so far has been read."""
+        ...
+
+    def guard(self) -> None:
+        """``fence`` is to wait for what was asked for until now, and for nothing that follows."""
+        ...
+
+    def fence(self) -> None:
+        """Training thread, once ``guard`` has returned: after this live tensors may be changed. Never blocks it."""
+        ...
+
+    def finish(self) -> None:
+        """Blocks until all bytes are in the slot, as they were at that moment; raises if they are not."""
+        ...
+
+    def settle(self) -> None:
+        """Blocks until nothing is under way any more, complete or not: the slot may be given back.
+
+        Raises:
+            DeadlineExceeded: it may still be written to.
+        """
+        ...
+
+
+class Filling(Protocol):
+    """Live tensors that are being filled."""
+
+    def take(self, table: Runs) -> None:
+        """Bring runs of host memory into live tensors. Any thread's, several at a time; their sources may then go."""
+        ...
+
+    def finish(self) -> None:
+        """Blocks until all of it is there."""
+        ...
+
+
+class CopyEngine(Protocol):
+    """One rank's way between live tensors and slots.
 
     Attributes:
-        queues: whether bytes may still be under way when ``copy`` returns.
+        queues: whether bytes may still be under way when ``Transfer.copy`` returns.
     """
 
-    queues: bool
+    @property
+    def queues(self) -> bool: ...
 
-    def mark(self) -> None:
+    def cover(self, devices: Collection[torch.device]) -> None:
+        """There is state on these devices. Raises `ConfigError` if there cannot be."""
+        ...
+
+    def enter_thread(self) -> None:
+        """Called first in each thread of ours that copies."""
+        ...
+
+    def capturing(self) -> bool:
+        """Whether what the training thread does is being recorded, as a CUDA graph is, and not done. Its own thread's
+        question."""
+        ...
+
+    def prepare(self, slots: Sequence[memoryview], turn: Callable[[], AbstractContextManager[object]]) -> None:
+        """Training thread, between steps: these slots will be copied into; others, that nobody holds, will not be any
+        more. Blocks, for seconds with large ones.
+
+        Args:
+            turn: entered for each part of the work that processes of one node must do one after the other.
+        """
+        ...
+
+    def mark(self) -> Transfer:
         """Training thread, as a step begins: the state to copy is the state as of now."""
         ...
 
@@ -78,24 +150,21 @@ class CopyEngine(Protocol):
         lengths. Any thread's; returns at once."""
         ...
 
-    def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
-        """Copy thread: bring all pieces into the slot. On a GPU they may still be under way when it returns.
-
-        Args:
-            pause: called before each batch with its length in bytes; may block, to pace the copy, or raise, to end it.
-        """
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[np.uint8]]]:
+        """Training thread: the bytes of a few small contiguous tensors, which nobody changes any more. Returns at once;
+        what it returns blocks until they are here, and may be called by any thread."""
         ...
 
-    def fence(self) -> None:
-        """Training thread, once ``copy`` has returned: after this the live tensors may be changed."""
+    def parts(self, pieces: Sequence[SlotTensor]) -> list[tuple[CopyEngine, Sequence[SlotTensor]]]:
+        """Who fills which of them: `fill` of each takes the plain ones."""
         ...
 
-    def finish(self) -> None:
-        """Copy thread: blocks until all bytes are in the slot."""
+    def fill(self) -> Filling:
+        """Begin to fill live tensors, in place."""
         ...
 
     def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
-        """Fill live tensors from a slot, in place; blocks until done."""
+        """Filling live tensors from a slot, in place; blocks until done."""
         ...
 
     def forget(self) -> None:
@@ -103,21 +172,35 @@ class CopyEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of everything; idempotent."""
+        """Let go of everything; idempotent. Raises `DeadlineExceeded` if a slot may still be written to."""
         ...
 
 
 class CpuEngine:
-    """State in host memory: streaming copies, run by run."""
+    """State in host memory: streaming copies, run by run. It is its own `Transfer` and `Filling`, as nothing is ever
+    under way once a call has returned."""
 
     queues = False
 
     def __init__(self) -> None:
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, Table] = {}
         self._places: dict[int, Places] = {}
 
-    def mark(self) -> None:
-        """Nothing to note: what was done to the state is done."""
+    def cover(self, devices: Collection[torch.device]) -> None:
+        if strangers := [str(device) for device in devices if device.type != "cpu"]:
+            raise ConfigError(f"there is state on {', '.join(strangers)}, and only state on CPUs is copied here")
+
+    def enter_thread(self) -> None:
+        """Threads are alike."""
+
+    def capturing(self) -> bool:
+        return False
+
+    def prepare(self, slots: Sequence[memoryview], turn: Callable[[], AbstractContextManager[object]]) -> None:
+        """A mapped slot is ready."""
+
+    def mark(self) -> Transfer:
+        return self
 
     def sample(self, pieces: Sequence[SlotTensor], turn: int) -> Sample:
         places = remembered(self._places, pieces, Places)
@@ -133,9 +216,13 @@ class CpuEngine:
         runs.copy(table)
         return Sample(places.index, start, length, place, lambda: found)
 
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[np.uint8]]]:
+        found = [octets(tensor).numpy() for tensor in tensors]
+        return lambda: found
+
     def copy(self, pieces: Sequence[SlotTensor], slot: memoryview, pause: Callable[[int], None]) -> None:
-        table = remembered(self._tables, pieces, _Table.of)
-        base = np.array([0, _address(slot), 0], dtype=np.uint64)
+        table = remembered(self._tables, pieces, Table)
+        base = np.array([0, address_of(slot), 0], dtype=np.uint64)
         for batch in table.batches:
             pause(int(batch[:, 2].sum()))
             runs.copy(batch + base)
@@ -143,16 +230,30 @@ class CpuEngine:
             pause(piece.bytes)
             _in_slot(piece, slot).copy_(piece.tensor.detach())
 
+    def guard(self) -> None:
+        """Nothing is under way."""
+
     def fence(self) -> None:
-        """Nothing is under way once `copy` has returned."""
+        """Nothing is under way."""
 
     def finish(self) -> None:
-        """Nothing is under way once `copy` has returned."""
+        """Nothing is under way."""
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def parts(self, pieces: Sequence[SlotTensor]) -> list[tuple[CopyEngine, Sequence[SlotTensor]]]:
+        return [(self, pieces)]
+
+    def fill(self) -> Filling:
+        return self
+
+    def take(self, table: Runs) -> None:
+        runs.copy(table)
 
     def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
-        rows = [(_address(slot) + p.offset, p.tensor.data_ptr(), p.bytes) for p in pieces if p.is_plain]
-        threads = max(1, min(LOAD_THREADS, len(os.sched_getaffinity(0))))
-        with ThreadPoolExecutor(threads, "load") as pool:
+        rows = [(address_of(slot) + p.offset, p.tensor.data_ptr(), p.bytes) for p in pieces if p.is_plain]
+        with ThreadPoolExecutor(load_threads(), "load") as pool:
             list(pool.map(runs.copy, runs.batches(runs.make_runs(rows))))
         for piece in pieces:
             if not piece.is_plain:
@@ -164,6 +265,11 @@ class CpuEngine:
 
     def close(self) -> None:
         self.forget()
+
+
+def load_threads() -> int:
+    """How many threads fill live tensors."""
+    return max(1, min(LOAD_THREADS, len(os.sched_getaffinity(0))))
 
 
 def golden(turn: int, count: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -213,18 +319,22 @@ class Places:
         return offset
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """Addresses are those of `pieces`, which it keeps alive."""
+class Table:
+    """Pieces as batches of runs from their memory to offsets in a slot; and the `odd` ones, that are not plain.
 
-    pieces: Sequence[SlotTensor]
-    batches: list[runs.Runs]
-    odd: list[SlotTensor]
+    Addresses are those of `pieces`, which it keeps alive.
+    """
 
-    @classmethod
-    def of(cls, pieces: Sequence[SlotTensor]) -> _Table:
-        plain = [(p.tensor.data_ptr(), p.offset, p.bytes) for p in pieces if p.is_plain]
-        return cls(pieces, runs.batches(runs.make_runs(plain)), [piece for piece in pieces if not piece.is_plain])
+    def __init__(
+        self, pieces: Sequence[SlotTensor], batch_bytes: int | None = None, border_bytes: int | None = None
+    ) -> None:
+        """`batch_bytes`: see `runs.batches`. `border_bytes`: no run goes across a multiple of it in the slot."""
+        self.pieces = pieces
+        self.odd = [piece for piece in pieces if not piece.is_plain]
+        table = runs.merged(runs.make_runs([(p.tensor.data_ptr(), p.offset, p.bytes) for p in pieces if p.is_plain]))
+        if border_bytes is not None:
+            table = runs.cut(table, 1, border_bytes)
+        self.batches = runs.batches(table, batch_bytes)
 
 
 class _Remembers(Protocol):
@@ -253,7 +363,8 @@ def _table_of(rows: Sequence[Sequence[int]], width: int, filler: int) -> NDArray
     return np.array([[*row, *[filler] * (width - len(row))] for row in rows], np.int64).reshape(len(rows), width)
 
 
-def _address(slot: memoryview) -> int:
+def address_of(slot: memoryview) -> int:
+    """Where it begins in memory."""
     return int(np.frombuffer(slot, np.uint8).ctypes.data)
 
 

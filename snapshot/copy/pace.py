@@ -6,8 +6,8 @@ the next fence; the other half stays spare for noise, so that a step that is sho
 done. A copy that is slow by itself falls behind that plan, and is not delayed further. After half of the window, and
 once anybody waits for the copy, nothing holds it up.
 
-On a GPU a batch is only queued when it may go, so copies look faster than they are. That does no harm: one that really
-takes longer than half of the window always has a batch queued, and ends when it would have ended anyway.
+Copies from a GPU are not paced: they are only queued here, long before they are done, and the step's own time is not
+that of this process.
 """
 
 from __future__ import annotations

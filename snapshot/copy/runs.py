@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 PIECE_BYTES = 64 << 20
 """Longest run after `split`: how often a copy can be paced or stopped."""
 
+_COPY_ASYNC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
 Runs = NDArray[np.uint64]
 """Shape [n, 3]: source address, target address, length in bytes."""
 
@@ -25,27 +27,59 @@ def make_runs(rows: list[tuple[int, int, int]]) -> Runs:
     return np.array([row for row in rows if row[2]], dtype=np.uint64).reshape(-1, 3)
 
 
-def split(runs: Runs) -> Runs:
-    """The same bytes in runs of at most `PIECE_BYTES`."""
-    pieces = np.maximum(1, -(-runs[:, 2].astype(np.int64) // PIECE_BYTES))
+def merged(runs: Runs) -> Runs:
+    """The same bytes in fewer runs: those that go on where the one before ends, at both ends, are one with it."""
+    if len(runs) < 2:
+        return runs
+    ends = runs[:-1, :2] + runs[:-1, 2:]
+    begins = np.concatenate([[True], (ends != runs[1:, :2]).any(axis=1)])
+    first = np.flatnonzero(begins)
+    out = runs[first]
+    out[:, 2] = np.add.reduceat(runs[:, 2], first)
+    return out
+
+
+def cut(runs: Runs, column: int, border_bytes: int) -> Runs:
+    """The same bytes in the same order, none of them across a multiple of `border_bytes` in sources (`column` 0) or
+    targets (1)."""
+    table = runs.astype(np.int64)
+    place, length = table[:, column], table[:, 2]
+    first = place // border_bytes
+    count = (place + length - 1) // border_bytes - first + 1
+    row = np.repeat(np.arange(len(table)), count)
+    part = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    begin = np.maximum(place[row], part * border_bytes)
+    end = np.minimum((place + length)[row], (part + 1) * border_bytes)
+    done = (begin - place[row])[:, None]
+    return np.concatenate([table[row, :2] + done, (end - begin)[:, None]], axis=1).astype(np.uint64)
+
+
+def split(runs: Runs, limit: int | None = None) -> Runs:
+    """The same bytes in runs of at most `limit`, by default `PIECE_BYTES`."""
+    limit = limit or PIECE_BYTES
+    pieces = np.maximum(1, -(-runs[:, 2].astype(np.int64) // limit))
     if (pieces == 1).all():
         return runs
     out = np.repeat(runs, pieces, axis=0)
     first = np.repeat(np.cumsum(pieces) - pieces, pieces)
-    done = ((np.arange(len(out)) - first) * PIECE_BYTES).astype(np.uint64)
+    done = ((np.arange(len(out)) - first) * limit).astype(np.uint64)
     out[:, 0] += done
     out[:, 1] += done
-    out[:, 2] = np.minimum(out[:, 2] - done, PIECE_BYTES)
+    out[:, 2] = np.minimum(out[:, 2] - done, limit)
     return out
 
 
-def batches(runs: Runs) -> list[Runs]:
-    """`runs` in order, in batches of about `PIECE_BYTES`."""
-    pieces = split(runs)
-    if not len(pieces):
-        return []
-    batch = (np.cumsum(pieces[:, 2]) - pieces[:, 2]) // np.uint64(PIECE_BYTES)
-    return np.split(pieces, np.flatnonzero(np.diff(batch)) + 1)
+def batches(runs: Runs, limit: int | None = None) -> list[Runs]:
+    """`runs` in order, in batches of at most `limit` bytes, by default `PIECE_BYTES`."""
+    limit = limit or PIECE_BYTES
+    left = split(runs, limit)
+    ends = np.cumsum(left[:, 2])
+    found = []
+    while len(left):
+        count = max(1, int(np.searchsorted(ends, ends[0] - left[0, 2] + np.uint64(limit), side="right")))
+        found.append(left[:count])
+        left, ends = left[count:], ends[count:]
+    return found
 
 
 def copy(runs: Runs) -> None:
@@ -62,6 +96,20 @@ def copy(runs: Runs) -> None:
         ctypes.memmove(target, source, length)
 
 
+def queue(copy_async: int, runs: Runs, stream: int) -> int:
+    """Call ``copy_async(target, source, bytes, stream)``, a C function at that address, for every run, until one call
+    does not return 0. What the last one returned. Other Python threads go on."""
+    library = _library()
+    if library is not None:
+        table = np.ascontiguousarray(runs)
+        return int(library.holdfast_queue(copy_async, table.ctypes.data, len(table), stream))
+    function = _COPY_ASYNC(copy_async)
+    for source, target, length in runs.tolist():
+        if code := function(target, source, length, stream):
+            return int(code)
+    return 0
+
+
 def streams() -> bool:
     """Whether copies use streaming stores: not if there was no compiler when holdfast was installed."""
     return _library() is not None
@@ -75,4 +123,6 @@ def _library() -> ctypes.CDLL | None:
     library = ctypes.CDLL(found.origin)
     library.holdfast_copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.holdfast_copy.restype = None
+    library.holdfast_queue.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    library.holdfast_queue.restype = ctypes.c_int
     return library

@@ -117,6 +117,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, as a view."""
+    return flat(tensor).view(torch.uint8)
+
+
 def slot_tensor(slot: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor over slot memory. It must not outlive the use of the slot: clone what is to be kept."""
     count = int(np.prod(shape, dtype=np.int64))

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.engines import SAMPLE_BYTES, CopyEngine, Sample, SlotTensor
+from holdfast.snapshot.copy.engines import SAMPLE_BYTES, CopyEngine, Sample, SlotTensor, Transfer
 from holdfast.snapshot.copy.errors import GivenUp
 
 SHOWN = 4
@@ -56,7 +55,7 @@ class Subjects:
 
 
 class Witness:
-    """What pieces were when it was made. All but making it may be done by any thread.
+    """What pieces were when it was made.
 
     Args:
         turn: chooses the bytes to look at; see `CopyEngine.sample`.
@@ -68,22 +67,30 @@ class Witness:
         self._turn = turn
         self._versions = subjects.versions()
         self._before = engine.sample(subjects.pieces, turn)
-        # Guards `_last`: the copy thread or, if the step ends before the copy has landed, the training thread looks.
+        self._after: Sample | None = None
+        # Guards `_end`: the training thread, as `optim.step()` is near, and the copy thread both note it.
         self._lock = threading.Lock()
-        self._last: tuple[list[int], Sample] | HoldfastError | None = None
+        self._end: list[int] | None = None
 
-    def look(self) -> None:
-        """Note what the pieces are now, for `check`. Only the first call counts: what comes later may change them."""
+    def look(self, transfer: Transfer) -> None:
+        """Copy thread: the pieces have been given to `transfer`, and when it has read them they must be what they were.
+
+        On a GPU that is later, and its look stands behind its copies. What the copy thread itself would look at would
+        not: the step may run on a stream that it knows nothing of.
+        """
+        self._after = transfer.sample(self._subjects.pieces, self._turn)
+        if not self._engine.queues:
+            self.end()
+
+    def end(self) -> None:
+        """From now on the pieces may change. Only the first call counts."""
         with self._lock:
-            if self._last is None:
-                try:
-                    self._last = self._now()
-                except HoldfastError as error:  # the training thread is no place for it
-                    self._last = error
+            if self._end is None:
+                self._end = self._subjects.versions()
 
     def changed(self) -> list[str]:
         """The names of pieces that are not now what they were, as far as can be told."""
-        return self._differing(*self._now())
+        return self._differing(self._subjects.versions(), self._engine.sample(self._subjects.pieces, self._turn))
 
     def rewritten(self) -> list[str]:
         """The names of pieces that have other bytes now, whoever has written the same ones meanwhile. Blocks."""
@@ -95,21 +102,13 @@ class Witness:
         return self._differing(self._subjects.versions(), self._before)
 
     def check(self, slot: memoryview) -> None:
-        """Compare what was, what `look` saw, and the copies in the slot, which are complete. Blocks for a device.
-
-        Raises:
-            StateChanged: they are not all the same.
-            HoldfastError: `look` met an error of the device.
+        """Copy thread: compare what was, what `look` saw, and the copies in the slot, which are complete. Blocks for a
+        device. Raises `StateChanged` unless they are all the same.
         """
-        self.look()
-        assert self._last is not None
-        if isinstance(self._last, HoldfastError):
-            raise self._last
-        if names := self._differing(*self._last) or self._torn(slot):
+        self.end()
+        assert self._after is not None and self._end is not None
+        if names := self._differing(self._end, self._after) or self._torn(slot):
             raise StateChanged(names)
-
-    def _now(self) -> tuple[list[int], Sample]:
-        return self._subjects.versions(), self._engine.sample(self._subjects.pieces, self._turn)
 
     def _differing(self, versions: list[int], sample: Sample) -> list[str]:
         found = set()

@@ -37,7 +37,7 @@ class Watch:
         self._client: SmpClient | None = None
         self._hurry = system.Event()
         self._jobs: queue.SimpleQueue[CopyJob | str | None] = system.SimpleQueue()
-        self._timings: deque[Timing] = deque()
+        self._timings: deque[Timing] = deque()  # the watching thread adds, the training thread takes; it needs no lock
         self._thread = system.Thread(target=self._run, name="holdfast-watch", daemon=True)
         self._thread.start()
 

@@ -1,12 +1,11 @@
 """Loading a slot that nobody has checked yet: digests and copies in one pass over memory, on several threads.
 
-A unit is digested and then copied by one thread, so that the copy reads from the cache of that core. Both release the
-GIL. A damaged unit is never copied.
+A unit is digested and then copied by one thread, so that the copy, to a live tensor or to a buffer for a device, reads
+from the cache of that core. Both release the GIL. A damaged unit is never copied.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -15,7 +14,7 @@ from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.engines import LOAD_THREADS, CopyEngine, CpuEngine, SlotTensor
+from holdfast.snapshot.copy.engines import CopyEngine, Filling, SlotTensor, load_threads
 
 GROUP_BYTES = 32 << 20
 """How much of a slot, in contiguous units, a thread takes at a time: cores need not be equally fast."""
@@ -33,11 +32,10 @@ def load_checked(
     midway: Callable[[], None] = lambda: None,
     system: System = MACHINE,
 ) -> None:
-    """Fill live tensors from a shard, in place, and check every unit of it, those that hold no piece too. Blocks.
+    """Filling live tensors from a shard, in place, and check every unit of it, those that hold no piece too. Blocks.
 
-    What `CpuEngine` would copy as plain bytes is copied here, each unit right after its digest. All else is left to
-    ``engine.load`` once every unit is whole: transfers of another engine do not pass through the cache that the digest
-    filled, and a piece that is not plain cannot be cut at units.
+    Plain bytes are filled in unit by unit, each right after its digest. A piece that is not plain cannot be cut at
+    units: it is left to ``engine.load`` once every unit is whole.
 
     Args:
         repair: called once, after all other units are done, if there are units that do not match.
@@ -47,23 +45,24 @@ def load_checked(
         DamagedSnapshot: a unit does not match, and neither does it after `repair`. The tensors are filled in part.
         ProtocolError: a piece does not lie within the shard; nothing was written.
     """
-    by_unit = isinstance(engine, CpuEngine)
-    plain = [piece for piece in pieces if by_unit and piece.is_plain]
-    others = [piece for piece in pieces if not (by_unit and piece.is_plain)]
     for piece in pieces:
         if not 0 <= piece.offset <= shard.view.nbytes - piece.bytes:
             raise ProtocolError(
                 f"a tensor of {piece.bytes} bytes at {piece.offset} is not within the {shard.view.nbytes} of its slot"
             )
-    table = runs.make_runs([(piece.offset, piece.tensor.data_ptr(), piece.bytes) for piece in plain])
-    loading = _Loading(shard, cut(table, shard.unit_bytes), system)
+    filled = [(each.fill(), [piece for piece in some if piece.is_plain]) for each, some in engine.parts(pieces)]
+    loading = _Loading(shard, filled, system)
     units = range(len(shard.digests))
     half = -(-len(units) // 2)
-    bad = loading.take(units[:half])
-    midway()
-    bad += loading.take(units[half:])
-    _make_whole(loading, bad, repair)
-    if others:
+    try:
+        bad = loading.take(units[:half])
+        midway()
+        bad += loading.take(units[half:])
+        _make_whole(loading, bad, repair)
+    finally:
+        for fill, _ in filled:
+            fill.finish()
+    if others := [piece for piece in pieces if not piece.is_plain]:
         engine.load(others, shard.view)
 
 
@@ -79,7 +78,7 @@ def check_ranges(
         DamagedSnapshot: a unit does not match, and neither does it after `repair`.
         ProtocolError: a range does not lie within the shard.
     """
-    checking = _Loading(shard, runs.make_runs([]), system)
+    checking = _Loading(shard, (), system)
     _make_whole(checking, checking.take(sorted(units_of(shard, ranges))), repair)
 
 
@@ -93,38 +92,27 @@ def units_of(shard: RecoveredShard, ranges: Iterable[tuple[int, int]]) -> set[in
     return units
 
 
-def cut(table: runs.Runs, unit_bytes: int) -> runs.Runs:
-    """The same bytes in the order of their sources, none of them across a border of units.
-
-    Args:
-        table: sources are offsets in a slot.
-    """
-    source, target, length = table.astype(np.int64).T
-    first = source // unit_bytes
-    count = (source + length - 1) // unit_bytes - first + 1
-    row = np.repeat(np.arange(len(table)), count)
-    unit = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-    begin = np.maximum(source[row], unit * unit_bytes)
-    end = np.minimum((source + length)[row], (unit + 1) * unit_bytes)
-    parts = np.stack([begin, target[row] + begin - source[row], end - begin], axis=1)
-    return parts[np.argsort(begin, kind="stable")].astype(np.uint64)
-
-
 class _Loading:
-    """One shard, and what is to be copied out of each of its units."""
+    """One shard, and what is to be filled out of each of its units."""
 
-    def __init__(self, shard: RecoveredShard, parts: runs.Runs, system: System) -> None:
-        """`parts`: see `cut`."""
+    def __init__(
+        self, shard: RecoveredShard, filled: Sequence[tuple[Filling, Sequence[SlotTensor]]], system: System
+    ) -> None:
+        """`filled`: plain pieces, and who fills them."""
         self._shard = shard
         self._system = system
+        base = np.array([np.frombuffer(shard.view, np.uint8).ctypes.data, 0, 0], dtype=np.uint64)
         borders = np.arange(len(shard.digests) + 1, dtype=np.uint64) * np.uint64(shard.unit_bytes)
-        self._rows: list[int] = np.searchsorted(parts[:, 0], borders).tolist()
-        base = np.frombuffer(shard.view, np.uint8).ctypes.data
-        self._parts = parts + np.array([base, 0, 0], dtype=np.uint64)
+        self._filled: list[tuple[Filling, runs.Runs, list[int]]] = []
+        for fill, pieces in filled:
+            table = runs.make_runs([(piece.offset, piece.tensor.data_ptr(), piece.bytes) for piece in pieces])
+            parts = runs.cut(table, 0, shard.unit_bytes)
+            parts = parts[np.argsort(parts[:, 0], kind="stable")]
+            self._filled.append((fill, parts + base, np.searchsorted(parts[:, 0], borders).tolist()))
 
     def take(self, units: Sequence[int]) -> list[int]:
         """Check units, which ascend, and copy out of those that match; the others."""
-        threads = max(1, min(LOAD_THREADS, len(os.sched_getaffinity(0))))
+        threads = load_threads()
         with self._system.Pool(threads, "load") as pool:
             return [bad for some in pool.map(self._work, self._groups(units, threads)) for bad in some]
 
@@ -138,9 +126,10 @@ class _Loading:
     def _take(self, unit: int) -> bool:
         if not self._shard.matches(unit):
             return False
-        begin, end = self._rows[unit : unit + 2]
-        if begin < end:
-            runs.copy(self._parts[begin:end])
+        for fill, parts, rows in self._filled:
+            begin, end = rows[unit : unit + 2]
+            if begin < end:
+                fill.take(parts[begin:end])
         return True
 
 

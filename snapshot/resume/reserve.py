@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import fcntl
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
@@ -11,6 +14,11 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange, shortfalls
+
+TURN_DEADLINE_S = 10.0
+"""Each of what takes turns takes a tenth of a second."""
+
+TURN_POLL_S = 2e-3
 
 _REFUSED, _AWAY, _DONE = range(3)
 
@@ -46,9 +54,14 @@ def reserve(
     protection: Protection,
     slots: int,
     domains: Sequence[str] = (),
+    *,
+    prepare: Callable[[list[memoryview]], None],
 ) -> Layout:
     """Agree on the layout of `epoch`, in which the caller is `coord` and needs slots of `slot_bytes`, and have every
     SMP reserve its memory. A collective call; blocks.
+
+    Args:
+        prepare: called with the caller's slots, mapped.
 
     Raises:
         SmpUnavailable: an SMP is away; so on every rank.
@@ -63,8 +76,28 @@ def reserve(
     _together(agreement, ask)
     everyone = [decode_json(RankInfo, t, "a rank's description") for t in agreement.gather(encode_json(mine[0]))]
     layout = arrange(job, epoch, everyone, protection, slots)
-    _together(agreement, lambda: client.configure(layout))
+
+    def have_reserved() -> None:
+        client.configure(layout)
+        prepare(client.slots(epoch, coord))
+
+    _together(agreement, have_reserved)
     if layout.coords[0] == coord:
         for shortfall in shortfalls(layout):
             log.warning("%s", shortfall)
     return layout
+
+
+@contextmanager
+def node_turn(client: SmpClient) -> Iterator[None]:
+    """A block that one trainer of this node runs at a time. Blocks until it is the caller's turn; but not for ever, as
+    a process may stand still in it: what is done there may be done by several at once, if need be."""
+    limit = time.monotonic() + TURN_DEADLINE_S
+    with (client.arena / "turn").open("a") as file:
+        while time.monotonic() < limit:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(TURN_POLL_S)
+        yield

@@ -4,13 +4,16 @@ another, and this tells."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from holdfast.snapshot.copy.tensors import local
+from holdfast.snapshot.copy.engines import CopyEngine
+from holdfast.snapshot.copy.tensors import DEVICES, local
 
 SAMPLED = 64
 """About how many elements of a tensor are looked at."""
@@ -22,21 +25,17 @@ class Inputs:
 
     Attributes:
         shapes: and data types, of the whole tensors.
-        found: the elements, in host memory.
-        arrived: until this has happened they may still be on their way there; None: they are there.
+        elements: gives those of each that were looked at, see `CopyEngine.fetch`.
     """
 
     shapes: tuple[str, ...]
-    found: tuple[torch.Tensor, ...]
-    arrived: torch.cuda.Event | None
+    elements: Callable[[], list[NDArray[np.uint8]]]
 
     def digest(self) -> str:
         """Blocks until the elements are here. Any thread's."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
         state = hashlib.blake2b(repr(self.shapes).encode(), digest_size=8)
-        for tensor in self.found:
-            state.update(tensor.view(torch.uint8).numpy().tobytes())
+        for found in self.elements():
+            state.update(found.tobytes())
         return state.hexdigest()
 
 
@@ -48,7 +47,8 @@ class Batch:
         inputs: a sample of it; None if there was nothing to look at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: CopyEngine) -> None:
+        self._engine = engine
         self.known = False
         self.inputs: Inputs | None = None
         self._of: dict[int, Inputs | None] = {}
@@ -60,7 +60,7 @@ class Batch:
     def forward(self, number: int, given: Any) -> None:
         """The forward of that number is given this; it may be an evaluation."""
         if not self.known:
-            self._of[number] = sample_inputs(given)
+            self._of[number] = sample_inputs(self._engine, given)
 
     def settle(self, number: int) -> None:
         """Gradients of that forward are computed, or will be."""
@@ -68,28 +68,18 @@ class Batch:
             self.known, self.inputs, self._of = True, self._of.get(number), {}
 
 
-def sample_inputs(given: Any) -> Inputs | None:
+def sample_inputs(engine: CopyEngine, given: Any) -> Inputs | None:
     """A sample of the tensors in `given`: containers of any depth. None if there are none.
 
     Those that need gradients were computed, by an earlier stage of a pipeline for example, and are left out. Training
     thread; does not wait for a GPU.
     """
     tensors = [local(tensor).detach() for tensor in tensors_in(given) if not tensor.requires_grad]
-    dense = [t for t in tensors if type(t) is torch.Tensor and t.layout is torch.strided and t.device.type != "meta"]
+    dense = [t for t in tensors if type(t) is torch.Tensor and t.layout is torch.strided and t.device.type in DEVICES]
     if not dense:
         return None
-    found, queued = [], False
-    for tensor in dense:
-        sample = _thinned(tensor)
-        if tensor.is_cuda:
-            queued = True
-            found.append(torch.empty_like(sample, device="cpu", pin_memory=True).copy_(sample, non_blocking=True))
-        else:
-            found.append(sample.cpu())
-    arrived = torch.cuda.Event() if queued else None  # type: ignore[no-untyped-call]
-    if arrived is not None:
-        arrived.record()
-    return Inputs(tuple(f"{t.dtype} {list(t.shape)}" for t in dense), tuple(found), arrived)
+    elements = engine.fetch([_thinned(tensor) for tensor in dense])
+    return Inputs(tuple(f"{t.dtype} {list(t.shape)}" for t in dense), elements)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

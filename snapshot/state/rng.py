@@ -22,7 +22,7 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda"] = {"current": torch.cuda.current_device(), "states": torch.cuda.get_rng_state_all()}
     return state
 
 
@@ -33,4 +33,18 @@ def restore(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
+        now = torch.cuda.current_device()
+        for device, each in placed(state["cuda"], now, torch.cuda.device_count()).items():
+            torch.cuda.set_rng_state(each, device)
+
+
+def placed(held: dict[str, Any], current: int, count: int) -> dict[int, Any]:
+    """Which generator's state goes to which of `count` devices, of which `current` is this process's.
+
+    A rank may have another device than before, and see more or fewer of them: what its device drew goes on on its
+    device. The others follow in order, as far as there are such. Pure.
+    """
+    states = list(held["states"])
+    mine = states.pop(held["current"])
+    others = [device for device in range(count) if device != current]
+    return {current: mine, **dict(zip(others, states, strict=False))}

@@ -83,6 +83,7 @@ def derive(seed: int, coord: str, step: int, like: Mapping[str, Any]) -> dict[st
         "torch": torch.Generator().manual_seed(number).get_state(),
     }
     if "cuda" in like:
-        devices = range(len(like["cuda"]))
-        found["cuda"] = [torch.Generator(f"cuda:{i}").manual_seed(number).get_state() for i in devices]
+        held = like["cuda"]
+        fresh = [torch.Generator(f"cuda:{i}").manual_seed(number).get_state() for i in range(len(held["states"]))]
+        found["cuda"] = {"current": held["current"], "states": fresh}
     return found

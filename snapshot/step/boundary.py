@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state.inputs import tensors_in
 from holdfast.snapshot.state.optimizers import has_step_hooks
+from holdfast.snapshot.step.graphs import Graphs, capturing
 
 BEGIN = "call `snap.begin()` at the top of the loop, or use `snap.steps(n)` or `snap.data(loader)`"
 """What repairs it where a loop cannot be followed by itself."""
@@ -45,6 +46,7 @@ class Boundary:
 
     With several optimizers, the state may change before the step of each, and a step ends with that of the last. If the
     loop says itself where its steps begin (`declared`), the listener hears of each optimizer.
+    What is captured into a CUDA graph is told of at each replay, see `snapshot.step.graphs`.
     A `GradScaler` that finds an overflow skips the step; the boundary is then where the step would have been.
 
     Attributes:
@@ -67,6 +69,8 @@ class Boundary:
         self._stepped: list[Any] = []
         self._others = [optimizer for optimizer in optimizers if optimizer is not self._last]
         self._depth: Counter[int] = Counter()
+        self._graphs = Graphs()
+        self._undo.append(self._graphs.remove)
         self._forwards = 0
         self._running: list[int] = []
         # torch.compile must call these, not look into them: they talk to other threads and processes.
@@ -99,13 +103,14 @@ class Boundary:
     def _forward(self, module: torch.nn.Module, given: Any) -> None:
         if torch.compiler.is_compiling():
             return  # it would break the graph
-        number = 0
-        if module.training and torch.is_grad_enabled():
-            self._forwards += 1
-            number = self._forwards
-        self._running.append(number)  # first, as `_forwarded` is called also if what follows raises
-        if number:
-            self._listener.on_forward(number, given)
+        trains = module.training and torch.is_grad_enabled()
+        self._running.append(self._forwards + 1 if trains else 0)  # first: `_forwarded` is called even if this raises
+        if trains:
+            self._graphs.say(lambda: self._runs_forward(given))
+
+    def _runs_forward(self, given: Any) -> None:
+        self._forwards += 1
+        self._listener.on_forward(self._forwards, given)
 
     def _forwarded(self, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -117,7 +122,8 @@ class Boundary:
                     tensor.register_hook(lambda _: self._backward(number))  # type: ignore[no-untyped-call]
 
     def _backward(self, number: int) -> None:
-        self._listener.on_backward(number)
+        captured = capturing()  # of a replay, it is that of the forward that was replayed last
+        self._graphs.say(lambda: self._listener.on_backward(self._forwards if captured and number else number))
 
     def _before(self, optimizer: Any) -> None:
         """Of steps within steps, as with ``super().step()``, only the outermost counts."""
@@ -125,14 +131,20 @@ class Boundary:
             self._depth[id(optimizer)] = 0  # the one before raised
         self._depth[id(optimizer)] += 1
         if self._depth[id(optimizer)] == 1:
-            self._check_order(optimizer)
-            self._ended = False
-            self._listener.before_step()
+            self._graphs.say(lambda: self._steps(optimizer))
+
+    def _steps(self, optimizer: Any) -> None:
+        self._check_order(optimizer)
+        self._ended = False
+        self._listener.before_step()
 
     def _after(self, optimizer: Any) -> None:
         self._depth[id(optimizer)] = max(0, self._depth[id(optimizer)] - 1)
-        if self._depth[id(optimizer)]:
-            return
+        if not self._depth[id(optimizer)]:
+            self._graphs.say(lambda: self._has_stepped(optimizer), after=True)
+
+    def _has_stepped(self, optimizer: Any) -> None:
+        self._graphs.heard()
         if optimizer is self._last:
             self._ended = self._ended_once = True
         if self.declared or optimizer is self._last:

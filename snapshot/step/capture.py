@@ -19,7 +19,7 @@ from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
-from holdfast.snapshot.copy.errors import LayoutChanged
+from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.witness import Subjects, Witness
 from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
@@ -145,6 +145,8 @@ class Capture:
         """
         if isinstance(self._early, HoldfastError):
             raise self._early
+        if self._engine.capturing():
+            raise GivenUp("the step begins within the capture of a CUDA graph: begin it before, and capture then")
         began = None if declared else read_state(self._adapter)
         # A batch was read since `mark`, and is described there.
         early = with_loop(self._early if declared else self._with_generators_now(self._early), self.loop())
@@ -159,7 +161,7 @@ class Capture:
         else:
             staged = self._staging.take(placed.at_once)
         self._taken = _Taken(late, began, Subjects(placed.at_once).versions())
-        self._engine.mark()
+        transfer = self._engine.mark()
         values = [*early.tensors.items(), *late.tensors.items()]
         fixed = placed.manifest.fixed
         return CopyJob(
@@ -172,6 +174,7 @@ class Capture:
             placed.moving_bytes,
             (*staged, *place_tensors(placed.form, values)),
             partial(encode_record, snapshot, self._coord, early, late, fixed, self.notes()),
+            transfer,
             witness=Witness(self._engine, placed.subjects, snapshot.step),
             reshaped=placed.manifest.reshaped,
             release=[partial(self._staging.give_back, staged)],
@@ -215,6 +218,8 @@ class Capture:
         if not self._sharing.sets:
             return lambda: None
         try:
+            if self._engine.capturing():
+                raise GivenUp("within the capture of a CUDA graph")
             sample = self._engine.sample(self._current().shared, snapshot.step)
         except HoldfastError:  # `begin` says so; the others learn that this replica has nothing to compare
             sample = None
@@ -257,6 +262,7 @@ class Capture:
         return self._place(manifest, self._form)
 
     def _place(self, manifest: Manifest, form: SlotFormat) -> Placed:
+        self._engine.cover({item.tensor.device for item in manifest.items})
         self._placed = place(manifest, form, self._restless)
         self._staging = Staging()
         self._buffers = ()

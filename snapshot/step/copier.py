@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
+from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor, Transfer
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import Witness
@@ -44,6 +44,7 @@ class CopyJob:
         moving, moving_bytes: live tensors, copied while the step runs, and their length; nothing of them after `fence`.
         ready: copies that were made when the step began.
         record: gives the record leaf, with what the first forward was given, if that is known.
+        transfer: of the state of the boundary, into the slot.
         witness: of `moving`; None: nothing is checked.
         reshaped: names live tensors that have another shape than the pieces say.
         alike: blocks until replicas have compared what they share; raises unless they hold the same.
@@ -70,6 +71,7 @@ class CopyJob:
     moving_bytes: int
     ready: tuple[SlotTensor, ...]
     record: Callable[[str | None], bytes]
+    transfer: Transfer
     witness: Witness | None = None
     reshaped: Callable[[], list[str]] = list
     alike: Callable[[], None] = lambda: None
@@ -116,7 +118,9 @@ class CopyJob:
         if begun and not self.copied.wait(deadline_s):
             self.abort(DeadlineExceeded(f"the copy of {self.snapshot} took over {deadline_s} s"))
         if begun and self.witness is not None:
-            self.witness.look()
+            self.witness.end()
+        if begun:
+            self.transfer.fence()
         # If the tensors get other memory in this step, what they have now is not to be kept until this is sealed.
         self.moving, self.witness, self.reshaped = (), None, list
         return begun
@@ -164,6 +168,7 @@ class Copier:
         self._reattach = reattach
         self._on_done = on_done
         self._attached = True
+        self._stuck: HoldfastError | None = None
         self._episodes = Episodes(log)
         self._ahead: tuple[SnapshotId, memoryview, int | None] | None = None
         self._newest: SnapshotId | None = None
@@ -249,6 +254,9 @@ class Copier:
         return False
 
     def _copy(self, job: CopyJob) -> None:
+        if self._stuck is not None:
+            raise self._stuck
+        self._engine.enter_thread()
         if not self._attached:
             self._ahead = None
             self._reattach()
@@ -264,11 +272,22 @@ class Copier:
         try:
             self._fill(job, slot)
         except Exception as error:
+            self._settle(job)
             self._client.abandon(job.snapshot, job.coord, unused=isinstance(error, Retaken))
             raise
         job.slot, job.filled_s = slot, self._monotonic()
 
+    def _settle(self, job: CopyJob) -> None:
+        """See that nothing writes to the slot of a copy that has failed. If that cannot be had, the slot is never given
+        back, and no other is asked for: the SMP would then give this one away."""
+        try:
+            job.transfer.settle()
+        except HoldfastError as error:
+            self._stuck = HoldfastError(f"no more snapshots are taken, as a device may still write to a slot: {error}")
+            raise self._stuck from error
+
     def _seal(self, job: CopyJob) -> None:
+        self._engine.enter_thread()
         try:
             if not job.sure.wait(FORWARD_S if job.begins else FINAL_DEADLINE_S) and not job.begins:
                 raise DeadlineExceeded(f"no step followed {job.snapshot} within {FINAL_DEADLINE_S:.0f} s")
@@ -329,21 +348,23 @@ class Copier:
 
         def pause(count: int) -> None:
             job.check()
-            self._pace.wait(count)
+            if count:
+                self._pace.wait(count)
 
         moving, witness, reshaped = job.moving, job.witness, job.reshaped  # `CopyJob.fence` lets go of them
         job.read()
         self._pace.begin(job.moving_bytes)
-        self._engine.copy(moving, slot, pause)
+        job.transfer.copy(moving, slot, pause)
         failpoint("copy.middle", step)
         if names := reshaped():
             raise LayoutChanged(f"{', '.join(names)}: of another shape than when the layout was made")
-        if witness is not None and not self._engine.queues:
-            witness.look()
+        if witness is not None:
+            witness.look(job.transfer)
+        job.transfer.guard()
         job.copied.set()
-        self._engine.copy(job.ready, slot, lambda count: None)
+        job.transfer.copy(job.ready, slot, lambda count: None)
         failpoint("copy.done", step)
         job.check()
-        self._engine.finish()
+        job.transfer.finish()
         if witness is not None:
             witness.check(slot)

@@ -61,6 +61,31 @@ def _replace(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
+# ---------------------------------------------------------------------- of the simulation, too
+
+
+def forgetting_what_was_promised(plan_restore: Callable[..., Any]) -> Callable[..., Any]:
+    """It plans as if no SMP knew of a protected snapshot."""
+    return lambda inventories, *rest: plan_restore([replace(each, protected=None) for each in inventories], *rest)
+
+
+def one_node_behind(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """One node hears nothing of the newest snapshot, if there is an older one."""
+
+    def behind(client: Any, agreement: Any, coord: str, options: Any) -> Any:
+        inventories, coords, everyones = exchange(client, agreement, coord, options)
+        held = sorted({snapshot for inventory in inventories for snapshot, _ in inventory.shards})
+        if client.node != min(coords.values()) or len(held) < 2:
+            return inventories, coords, everyones
+        older = [
+            replace(each, protected=None, shards=frozenset(shard for shard in each.shards if shard[0] != held[-1]))
+            for each in inventories
+        ]
+        return older, coords, everyones
+
+    return behind
+
+
 # ---------------------------------------------------------------------- the training side
 
 
@@ -124,12 +149,7 @@ def _every_rank_plans_alone() -> None:
 def _what_was_promised_is_forgotten() -> None:
     from holdfast.snapshot.resume import restore
 
-    plan_restore: Any = vars(restore)["plan_restore"]
-
-    def plan(inventories: Any, *rest: Any) -> Any:
-        return plan_restore([replace(inventory, protected=None) for inventory in inventories], *rest)
-
-    _replace(restore, "plan_restore", plan)
+    _replace(restore, "plan_restore", forgetting_what_was_promised(vars(restore)["plan_restore"]))
 
 
 def _lost_parity_is_not_repaired() -> None:
@@ -204,20 +224,7 @@ def _never_ends() -> None:
 def _one_node_is_behind() -> None:
     from holdfast.snapshot.resume import restore
 
-    exchange: Any = vars(restore)["_exchange"]
-
-    def behind(client: Any, agreement: Any, coord: str, options: Any) -> Any:
-        inventories, coords, everyones = exchange(client, agreement, coord, options)
-        held = sorted({snapshot for inventory in inventories for snapshot, _ in inventory.shards})
-        if client.node != min(coords.values()) or len(held) < 2:
-            return inventories, coords, everyones
-        older = [
-            replace(each, protected=None, shards=frozenset(shard for shard in each.shards if shard[0] != held[-1]))
-            for each in inventories
-        ]
-        return older, coords, everyones
-
-    _replace(restore, "_exchange", behind)
+    _replace(restore, "_exchange", one_node_behind(vars(restore)["_exchange"]))
 
 
 def _protected_slots_are_written_to() -> None:

@@ -1,0 +1,90 @@
+"""Memory of the device: blocks that are handed out again at once, as a caching allocator does.
+
+A tensor of the device is a tensor over a block. When nobody holds its storage any more, the block goes to the next who
+asks for one of its size on the same stream: whatever is still queued on that stream comes first, and what another
+stream reads from it too late is somebody else's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 64
+DUST = b"\xdd"
+"""What fresh memory holds."""
+
+
+@dataclass(eq=False)
+class MemoryBlock:
+    """So many bytes of a device.
+
+    Attributes:
+        device: its number. stream: to whose work it goes back.
+    """
+
+    raw: ctypes.Array[ctypes.c_char]
+    address: int
+    size: int
+    device: int
+    stream: object
+
+
+class DeviceMemory:
+    """All blocks of all devices. They are never given back: an address says for ever which block is meant."""
+
+    def __init__(self) -> None:
+        self._addresses: list[int] = []
+        self._blocks: list[MemoryBlock] = []
+        self._free: dict[tuple[int, object, int], list[MemoryBlock]] = defaultdict(list)
+
+    def tensor(
+        self, device: int, stream: object, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """An uninitialised tensor of the device. Its block is free again once its storage is."""
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+        block = self._take(device, stream, max(1, extent) * dtype.itemsize)
+        lease = memoryview(block.raw)
+        weakref.finalize(lease, self._free[device, stream, block.size].append, block)
+        storage = torch.frombuffer(lease, dtype=dtype).untyped_storage()
+        made = torch.empty(0, dtype=dtype)
+        return made.set_(storage, 0, shape, strides)  # no view, which would hold its base
+
+    def find(self, address: int) -> MemoryBlock | None:
+        """The block that an address lies in; None: it is none of a device's."""
+        place = bisect_right(self._addresses, address) - 1
+        if place < 0:
+            return None
+        block = self._blocks[place]
+        return block if address < block.address + block.size else None
+
+    def of(self, tensor: torch.Tensor) -> MemoryBlock | None:
+        """Where a tensor lies; None: in host memory."""
+        return self.find(tensor.untyped_storage().data_ptr())
+
+    def raw(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same elements, without a hold on the memory."""
+        block = self.of(tensor)
+        if block is None:
+            return tensor
+        plain = torch.frombuffer(block.raw, dtype=tensor.dtype, count=block.size // tensor.itemsize)
+        plain = plain.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        plain = plain.conj() if tensor.is_conj() else plain
+        return torch._neg_view(plain) if tensor.is_neg() else plain
+
+    def _take(self, device: int, stream: object, count: int) -> MemoryBlock:
+        size = -(-count // ALIGNMENT) * ALIGNMENT
+        free = self._free[device, stream, size]
+        if free:
+            return free.pop()
+        raw = (ctypes.c_char * size).from_buffer(bytearray(DUST * size))
+        block = MemoryBlock(raw, ctypes.addressof(raw), size, device, stream)
+        place = bisect_right(self._addresses, block.address)
+        self._addresses.insert(place, block.address)
+        self._blocks.insert(place, block)
+        return block

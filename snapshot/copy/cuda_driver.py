@@ -1,0 +1,135 @@
+"""CUDA's driver, for what torch has no call for.
+
+Everything is looked up in ``libcuda``, which comes with the driver of the device, when it is first used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.copy.runs import Runs, queue
+
+RELAXED = 2
+"""Of the modes of a capture: what this thread does breaks no capture of another thread."""
+
+NON_BLOCKING = 1
+"""Of the flags of a stream: it does not wait for the default stream."""
+
+BATCHES_SINCE = 12080
+"""The version of CUDA that can queue many copies with one call."""
+
+IN_STREAM_ORDER = 1
+"""Of the orders in which a batch may read its sources: when the stream has come so far."""
+
+log = get_log(__name__)
+
+
+def relax_captures() -> None:
+    """From now on nothing that this thread does makes a capture of another thread fail, or fails because of one."""
+    mode = ctypes.c_int(RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+
+def new_stream(priority: int) -> int:
+    """The handle of a stream of the current device that nobody else is given. Negative priorities go first."""
+    stream = ctypes.c_void_p()
+    _call("cuStreamCreateWithPriority", ctypes.byref(stream), NON_BLOCKING, priority)
+    return int(stream.value or 0)
+
+
+def queue_copies(table: Runs, stream: int) -> None:
+    """Queue copies on a stream: rows of source, target and bytes, each on the device or in pinned memory.
+
+    One call for all; or, by an older driver and on the default stream, one for each, in C. The GIL is free meanwhile.
+    """
+    batch = _batches() if stream else None
+    if batch is not None and not batch(table, stream):
+        return
+    if code := queue(_address("cuMemcpyAsync"), table, stream):
+        raise RuntimeError(_text(code))
+
+
+class _Attributes(ctypes.Structure):
+    """``CUmemcpyAttributes``."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+@cache
+def _batches() -> Callable[[Runs, int], int] | None:
+    """``cuMemcpyBatchAsync`` as it was first made, which returns an error's code; None: this driver is older."""
+    version, found, status = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
+    _call("cuDriverGetVersion", ctypes.byref(version))
+    if version.value < BATCHES_SINCE:
+        return None
+    _call(
+        "cuGetProcAddress_v2",
+        b"cuMemcpyBatchAsync",
+        ctypes.byref(found),
+        BATCHES_SINCE,
+        ctypes.c_uint64(0),
+        ctypes.byref(status),
+    )
+    if not found.value:
+        log.debug("this driver has no batches of copies")
+        return None
+    pointer, word = ctypes.c_void_p, ctypes.c_size_t
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, word, pointer, pointer, word, pointer, pointer)
+    function = kind(found.value)
+    attributes, first = _Attributes(order=IN_STREAM_ORDER), ctypes.c_size_t(0)
+
+    def batch(table: Runs, stream: int) -> int:
+        sources, targets, lengths = (np.ascontiguousarray(column) for column in table.T)
+        failed = ctypes.c_size_t(0)
+        code: int = function(
+            targets.ctypes.data,
+            sources.ctypes.data,
+            lengths.ctypes.data,
+            len(table),
+            ctypes.addressof(attributes),
+            ctypes.addressof(first),
+            1,
+            ctypes.addressof(failed),
+            stream,
+        )
+        if code:
+            log.debug("%d copies are queued one by one: %s", len(table), _text(code))
+        return code
+
+    return batch
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Raises `RuntimeError` with the driver's own words."""
+    if code := getattr(_library(), name)(*arguments):
+        raise RuntimeError(f"{name}: {_text(code)}")
+
+
+def _text(code: int) -> str:
+    said = ctypes.c_char_p()
+    _library().cuGetErrorString(code, ctypes.byref(said))
+    return f"CUDA error {code}: {(said.value or b'unknown').decode()}"
+
+
+def _address(name: str) -> int:
+    return int(ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ConfigError(f"CUDA's driver cannot be used: {error}") from error

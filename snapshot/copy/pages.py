@@ -1,0 +1,110 @@
+"""Slots whose pages a device reaches by itself: they are registered with CUDA, which locks them in memory.
+
+Registering takes 0.1 to 1 s per gigabyte, and the driver lets nobody else of the node launch anything meanwhile. So it
+is done when memory for snapshots is reserved, in small pieces, by one process of a node at a time, and never beside a
+step. What CUDA refuses to register is copied through pinned buffers.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.copy.cuda_runtime import Runtime
+from holdfast.snapshot.copy.engines import address_of
+
+REGISTER_BYTES = 64 << 20
+"""Most for one ``cudaHostRegister``: launches of other threads and processes wait for its end."""
+
+ALREADY = 712
+"""CUDA's error code for pages that somebody of this process has registered."""
+
+log = get_log(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """`view` keeps the mapping; `user` tells whether anybody else does; `addresses`: what is ours to unregister."""
+
+    view: memoryview
+    user: weakref.ref[memoryview]
+    addresses: list[int]
+
+
+class Pages:
+    """The slots that every device of this process knows.
+
+    `prepare` is the training thread's, the rest the copy thread's, or whoever's while nothing else is under way.
+    """
+
+    def __init__(self) -> None:
+        # Guards `_slots`, for moments: the copy thread looks while the training thread adds. CUDA is called without it.
+        self._lock = threading.Lock()
+        self._slots: dict[tuple[int, int], _Registered] = {}
+        self._refused = False
+
+    def prepare(
+        self, runtime: Runtime, slots: Sequence[memoryview], turn: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Register slots, unless they are or CUDA has refused one. Blocks.
+
+        Args:
+            turn: entered for each piece, and left after it: processes of one node take turns.
+        """
+        for slot in slots:
+            place = (address_of(slot), slot.nbytes)
+            if place in self._slots or self._refused:
+                continue
+            addresses = self._register(runtime, *place, turn)
+            if addresses is None:
+                continue
+            with self._lock:
+                self._slots[place] = _Registered(memoryview(slot), weakref.ref(slot), addresses)
+
+    def has(self, slot: memoryview) -> bool:
+        """Whether the device may write to the slot by itself."""
+        with self._lock:
+            return (address_of(slot), slot.nbytes) in self._slots
+
+    def sweep(self, runtime: Runtime) -> None:
+        """Let go of slots that nobody else holds. Nothing may be under way to one."""
+        with self._lock:
+            over = [place for place, known in self._slots.items() if known.user() is None]
+        self.release(runtime, over)
+
+    def release(self, runtime: Runtime, places: Iterable[tuple[int, int]] | None = None) -> None:
+        """Unregister slots, all of them by default, and only then let their mappings go."""
+        for place in list(self._slots) if places is None else places:
+            self._unregister(runtime, self._slots[place].addresses)
+            with self._lock:
+                del self._slots[place]
+
+    def _register(
+        self, runtime: Runtime, address: int, count: int, turn: Callable[[], AbstractContextManager[object]]
+    ) -> list[int] | None:
+        """The addresses of the pieces that were registered: all, or None if one is refused."""
+        done: list[int] = []
+        for start in range(0, count, REGISTER_BYTES):
+            pages = -(-min(REGISTER_BYTES, count - start) // mmap.PAGESIZE)
+            with turn():
+                code = runtime.register(address + start, pages * mmap.PAGESIZE)
+            if code == ALREADY:
+                continue
+            if code:
+                self._refused = True
+                self._unregister(runtime, done)
+                hint = "copies take the slower way through pinned buffers; is locked memory limited here (ulimit -l)?"
+                log.warning("cudaHostRegister of a slot on %s: error %d; %s", runtime.device, code, hint)
+                return None
+            done.append(address + start)
+        return done
+
+    def _unregister(self, runtime: Runtime, addresses: Sequence[int]) -> None:
+        for address in reversed(addresses):
+            if code := runtime.unregister(address):
+                log.warning("cudaHostUnregister of a slot on %s: error %d", runtime.device, code)

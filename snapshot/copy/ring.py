@@ -1,0 +1,107 @@
+"""Pinned buffers between a device and memory that it does not reach by itself."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import numpy as np
+import torch
+
+from holdfast.snapshot.copy import runs
+from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, DeviceStream, Runtime
+from holdfast.snapshot.copy.runs import Runs
+
+
+class Ring:
+    """So many buffers of so many bytes, made when they are first needed, and used in turn.
+
+    `store` and `land` are one thread's; `load` is any thread's, several at a time, of which no more than there are
+    buffers work at once. What is queued on the current stream of the caller must be that of `stream`.
+    """
+
+    def __init__(self, runtime: Runtime, stream: DeviceStream, buffers: int, buffer_bytes: int) -> None:
+        self._runtime = runtime
+        self._stream = stream
+        self._bytes = buffer_bytes
+        self._turns = threading.Semaphore(buffers)
+        # Guards `_free`, for moments. Who has taken a buffer out of it waits for its transfer without this lock.
+        self._lock = threading.Lock()
+        self._made = 0
+        self._most = buffers
+        self._free: deque[tuple[torch.Tensor, DeviceEvent | None]] = deque()
+        self._stored: deque[tuple[torch.Tensor, DeviceEvent, Runs]] = deque()
+
+    def store(self, table: Runs) -> None:
+        """Queue runs from the device to memory, together at most one buffer long. They are there once it has landed."""
+        while len(self._stored) >= self._most:
+            self._land_first()
+        buffer = self._take()
+        target = np.uint64(buffer.data_ptr()) + _starts(table)
+        self._runtime.copy_runs(_with(table, target=target))
+        self._stored.append((buffer, self._stream.record_event(), _with(table, source=target)))
+
+    def land(self) -> None:
+        """Block until all that was stored is where it belongs."""
+        while self._stored:
+            self._land_first()
+
+    def load(self, table: Runs) -> None:
+        """Queue runs from memory to the device, in parts of one buffer. When it returns their sources may go."""
+        for part in runs.batches(table, self._bytes):
+            with self._turns:
+                buffer, event = self._take(), None
+                try:
+                    source = np.uint64(buffer.data_ptr()) + _starts(part)
+                    runs.copy(_with(part, target=source))
+                    self._runtime.copy_runs(_with(part, source=source))
+                    event = self._stream.record_event()
+                finally:
+                    self._give(buffer, event)
+
+    def settle(self) -> None:
+        """Block until nothing is under way to or from a buffer, and forget what was stored and has not landed."""
+        with self._lock:
+            events = [event for _, event in self._free if event is not None]
+        for event in [*events, *(event for _, event, _ in self._stored)]:
+            self._runtime.wait(event)
+        while self._stored:
+            self._give(self._stored.popleft()[0], None)
+
+    def _land_first(self) -> None:
+        buffer, event, table = self._stored[0]
+        self._runtime.wait(event)
+        runs.copy(table)
+        self._stored.popleft()
+        self._give(buffer, None)
+
+    def _take(self) -> torch.Tensor:
+        """A buffer that nothing is under way to or from."""
+        with self._lock:
+            known = self._free.popleft() if self._made == self._most else None
+            self._made += known is None
+        if known is None:
+            return self._runtime.pinned(self._bytes)
+        buffer, event = known
+        if event is not None:
+            self._runtime.wait(event)
+        return buffer
+
+    def _give(self, buffer: torch.Tensor, event: DeviceEvent | None) -> None:
+        with self._lock:
+            self._free.append((buffer, event))
+
+
+def _starts(table: Runs) -> Runs:
+    """Where each run begins if they stand one after another."""
+    ends = np.cumsum(table[:, 2])
+    return ends - table[:, 2]
+
+
+def _with(table: Runs, *, source: Runs | None = None, target: Runs | None = None) -> Runs:
+    out = table.copy()
+    if source is not None:
+        out[:, 0] = source
+    if target is not None:
+        out[:, 1] = target
+    return out

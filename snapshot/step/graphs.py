@@ -1,0 +1,109 @@
+"""CUDA graphs: what a loop does while one is captured happens again at each replay, and calls no hook then.
+
+Nothing is computed during a capture, so nothing is said of it. What would have been said is kept with the graph, and
+said at each of its replays: what comes before an optimizer changes the state, before the replay is queued; the rest,
+after it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.smp_daemon.shared.logs import get_log
+
+UNHEARD = 64
+"""After so many replays of graphs that nobody knows, without any optimizer stepping, it is said that it may be them."""
+
+log = get_log(__name__)
+
+Say = Callable[[], None]
+
+
+def capturing() -> bool:
+    """Whether what this thread queues is recorded into a graph."""
+    usable = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return usable and torch.cuda.is_current_stream_capturing()
+
+
+def kind_of_graph() -> Any:
+    """The class whose ``capture_begin``, ``capture_end`` and ``replay`` tell of captures and replays."""
+    return torch.cuda.CUDAGraph
+
+
+@dataclass(slots=True)
+class _Tape:
+    """What is said before a replay is queued, and after."""
+
+    before: list[Say] = field(default_factory=list)
+    after: list[Say] = field(default_factory=list)
+
+
+class Graphs:
+    """Listens to all captures and replays of this process, until `remove`. The training thread's."""
+
+    def __init__(self) -> None:
+        self._kind = kind_of_graph()
+        self._tapes: weakref.WeakKeyDictionary[Any, _Tape] = weakref.WeakKeyDictionary()
+        self._tape = _Tape()
+        self._unheard = 0
+        self._earlier = {name: vars(self._kind).get(name) for name in ("capture_begin", "capture_end", "replay")}
+        begin, end, replay = (getattr(self._kind, name) for name in self._earlier)
+
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            self._tape = _Tape()
+            return begin(graph, *args, **kwargs)
+
+        def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            self._tapes[graph] = self._tape
+            return end(graph, *args, **kwargs)
+
+        def replayed(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            tape = self._tapes.get(graph)
+            if tape is None:
+                self._count_unknown()
+                return replay(graph, *args, **kwargs)
+            for say in tape.before:
+                say()
+            result = replay(graph, *args, **kwargs)
+            for say in tape.after:
+                say()
+            return result
+
+        for name, method in {"capture_begin": capture_begin, "capture_end": capture_end, "replay": replayed}.items():
+            setattr(self._kind, name, method)
+
+    def say(self, what: Say, *, after: bool = False) -> None:
+        """Say it now; during a capture, at each replay instead, before it or `after`."""
+        if not capturing():
+            what()
+        elif after:
+            self._tape.after.append(what)
+        else:
+            self._tape.before.append(what)
+
+    def heard(self) -> None:
+        """An optimizer has stepped."""
+        self._unheard = 0
+
+    def remove(self) -> None:
+        """Leave everything as it was."""
+        for name, method in self._earlier.items():
+            if method is None:
+                delattr(self._kind, name)
+            else:
+                setattr(self._kind, name, method)
+
+    def _count_unknown(self) -> None:
+        self._unheard += 1
+        if self._unheard == UNHEARD:
+            log.warning(
+                "CUDA graphs that were captured before the hook was entered have been replayed %d times, and no "
+                "optimizer has stepped. If one of them steps it, nobody hears of it, and no snapshot is taken: capture "
+                "it inside `with InMemorySnapshot(...)`",
+                UNHEARD,
+            )

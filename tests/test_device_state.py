@@ -1,0 +1,141 @@
+"""State that has another form on a GPU than on a CPU, as far as it can be had without one."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.integrations.adapters.megatron import MegatronAdapter, _casts, _put_back, _shards
+from holdfast.smp_daemon.shared.budget import Budget
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.populate import populate
+from holdfast.smp_daemon.storage.numa import prefer
+from holdfast.smp_daemon.storage.pool import SlotFilePool
+from holdfast.snapshot.copy import devices
+from holdfast.snapshot.state.rng import placed
+from tests.deadlines import DEADLINE_S
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "count", "wanted"),
+    [
+        (0, 0, 1, {0: "a"}),
+        (2, 2, 4, {2: "c", 0: "a", 1: "b", 3: "d"}),
+        (2, 0, 4, {0: "c", 1: "a", 2: "b", 3: "d"}),
+        (3, 0, 1, {0: "d"}),
+        (1, 5, 8, {5: "b", 0: "a", 1: "c", 2: "d"}),
+    ],
+)
+def test_what_a_device_drew_goes_on_on_the_device_that_a_rank_has_now(
+    was: int, now: int, count: int, wanted: dict[int, str]
+) -> None:
+    states = "abcd" if count > 1 or was else "a"
+    assert placed({"current": was, "states": list(states)}, now, count) == wanted
+
+
+def test_a_generator_that_graphs_know_is_put_back_in_place() -> None:
+    generator = torch.Generator().manual_seed(5)
+    state = generator.get_state()
+    drawn = torch.rand(3, generator=generator)
+    assert _put_back(generator, state) is generator
+    assert torch.equal(torch.rand(3, generator=generator), drawn)
+    plain = _put_back(state.clone(), state)
+    assert torch.equal(plain, state) and plain is not state
+
+
+def optimizer(main: torch.Tensor | None, weight: torch.Tensor) -> Any:
+    """A distributed optimizer of Megatron's, as far as the adapter looks at one."""
+    piece = SimpleNamespace(start=2, end=6)
+    return SimpleNamespace(
+        model_float16_groups=[[weight]],
+        shard_float16_groups=[[weight.view(-1)[2:6]]],
+        shard_fp32_from_float16_groups=[[main]],
+        model_fp32_groups=[[]],
+        shard_fp32_groups=[[]],
+        _get_model_param_range_map=lambda of: {"param": piece},
+    )
+
+
+def test_where_there_is_no_main_parameter_the_shard_of_the_weight_is_state() -> None:
+    weight = torch.arange(8.0).bfloat16()
+    part = optimizer(None, weight)
+    [(of, shard, block)] = _shards(part)
+    assert of is weight and torch.equal(shard, weight[2:6])
+    assert (block.whole, block.start) == ((8,), (2,))
+    assert list(_casts(part)) == []
+    main = torch.arange(2.0, 6.0)
+    [(_, shard, _)] = _shards(optimizer(main, weight))
+    assert shard is main
+
+
+def test_weights_of_eight_bits_are_refused_by_name() -> None:
+    adapter = MegatronAdapter.__new__(MegatronAdapter)
+    weight = torch.zeros(8, dtype=torch.uint8)
+    adapter._parts = [optimizer(torch.zeros(4), weight)]
+    with pytest.raises(ConfigError, match=r"group 0 parameter 0 is kept as Tensor of torch\.uint8.*--fp8-param-gather"):
+        adapter.verify()
+
+
+def test_a_device_says_to_which_numa_node_it_is_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "PCI", tmp_path)
+    for place, node in {"0000:1a:00.0": "1", "0001:3b:00.0": "-1"}.items():
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "numa_node").write_text(f"{node}\n")
+    properties = {
+        0: SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1A, pci_device_id=0),
+        1: SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0),
+        2: SimpleNamespace(pci_domain_id=2, pci_bus_id=0, pci_device_id=0),
+        3: SimpleNamespace(),
+    }
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
+    asked = [{torch.device("cpu")}, *({torch.device("cuda", number)} for number in range(4))]
+    assert [devices.numa_node(each) for each in asked] == [None, 1, None, None, None]
+    assert devices.numa_node({torch.device("cpu"), torch.device("cuda", 0)}) == 1
+    assert devices.numa_node({torch.device("cuda", 0), torch.device("cuda", 1)}) is None
+
+
+def test_a_new_slot_lies_on_the_numa_node_that_its_trainer_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        try:
+            prefer(page, 0)
+        except OSError as error:
+            pytest.skip(f"this kernel has no mbind: {error}")
+    pool = SlotFilePool(tmp_path, "dp0", "safetensors", Budget(tmp_path, 0), zero=False)
+    pool.near = 0
+    slot = pool.create(8 * mmap.PAGESIZE)
+    pool.view(slot)[:4] = b"here"
+    assert not caplog.records
+    pool.near = 777
+    slot = pool.create(8 * mmap.PAGESIZE)
+    assert pool.view(slot).nbytes == 8 * mmap.PAGESIZE
+    assert "slots are not placed on NUMA node 777" in caplog.text
+
+
+def test_a_mapping_is_touched_while_other_threads_go_on() -> None:
+    mapped = mmap.mmap(-1, 64 << 20)
+    turns = 0
+    over = threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not over.is_set():
+            turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    before = turns
+    populate(mapped)
+    after = turns
+    over.set()
+    thread.join(DEADLINE_S)
+    assert after > before
+    mapped.close()  # nothing holds it
+    populate(mmap.mmap(-1, mmap.PAGESIZE))
