@@ -11,6 +11,8 @@
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
 # make bench-load   a lost node's state from memory over shaped links, against a file server: ten minutes, as root
+# make gpu     on a machine with a GPU: whether its state is captured exactly, and how fast; GPU=A or GPU=B for one part
+# make gpu-dry the same program on a machine without one, against a device that is not there: three minutes
 # make proof   the tests that prove what README and docs promise, and a table of what came of each
 # make docs    write the reference out of the code, build the documentation, check every link: build/docs/index.html
 
@@ -19,7 +21,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load docs clean setup
+.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -72,6 +74,14 @@ bench-service: setup
 bench-load: setup
 	$(BIN)/python benchmarks/load.py --json benchmarks/results/load-$$(date +%F).json \
 		--markdown benchmarks/results/load-$$(date +%F).md
+
+GPU ?= A B
+
+gpu: setup
+	@for part in $(GPU); do $(BIN)/python -m benchmarks.gpu $$part || exit 1; done
+
+gpu-dry: setup
+	@for part in $(GPU); do $(BIN)/python -m benchmarks.gpu $$part --dry || exit 1; done
 
 proof: setup
 	@$(BIN)/python -m tests.proof

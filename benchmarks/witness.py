@@ -52,7 +52,7 @@ def measure(count: int, size: int) -> dict[str, float]:
         made: list[Witness] = []
         note("begin_ms", lambda turn=turn, made=made: made.append(Witness(engine, subjects, turn)))  # type: ignore[misc]
         engine.copy(pieces, slot, lambda count: None)
-        note("end_ms", lambda made=made: made[0].check(slot))  # type: ignore[misc]
+        note("end_ms", lambda made=made: (made[0].look(engine), made[0].check(slot)))  # type: ignore[misc]
     medians = {name: round(statistics.median(values), 3) for name, values in held.items()}
     share = (medians["begin_ms"] + medians["end_ms"]) / medians["memcpy_ms"]
     return medians | {"of_a_memcpy": round(share, 4)}

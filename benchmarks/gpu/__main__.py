@@ -1,0 +1,81 @@
+"""``python -m benchmarks.gpu A``: the checks of a part, one after another, a line each; and a report.
+
+With ``--dry`` on a machine without a GPU, against a device that is not there: it shows that the program runs, so that
+no minute of a device goes to typing errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import fast, right
+from benchmarks.gpu.machine import Machine
+
+PARTS = {"A": right.CHECKS, "B": fast.CHECKS}
+DEADLINE_S = 110.0
+"""For one check; a part is to take less than ten minutes."""
+
+
+def main() -> int:
+    """Status 0 only if every check passes."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("part", choices=PARTS, nargs="?")
+    parser.add_argument("--dry", action="store_true", help="without a device")
+    parser.add_argument("--only", nargs="*", help="these checks")
+    parser.add_argument("--check", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="where the report goes")
+    asked = parser.parse_args()
+    machine = Machine(asked.dry)
+    if asked.check:
+        every = {name: check for checks in PARTS.values() for name, check in checks.items()}
+        print(json.dumps(every[asked.check](machine)))
+        return 0
+    results = {}
+    for name in PARTS[asked.part or "A"]:
+        if asked.only and name not in asked.only:
+            continue
+        results[name] = result = _checked(name, asked.dry)
+        print(f"{'✓' if result['passes'] else '✗'} {name:4} {result['seconds']:5.1f} s  {_words(result)}", flush=True)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    report = asked.out / f"gpu-{asked.part or 'A'}-{'dry-' * asked.dry}{today}"
+    report.with_suffix(".json").write_text(json.dumps({"date": today, **machine.facts(), "checks": results}, indent=1))
+    report.with_suffix(".md").write_text(_table(today, machine, results))
+    return 0 if all(result["passes"] for result in results.values()) else 1
+
+
+def _checked(name: str, dry: bool) -> dict[str, Any]:
+    """What a check gives, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--check", name, *["--dry"] * dry]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        lines = done.stdout.strip().splitlines()
+        found = json.loads(lines[-1]) if done.returncode == 0 and lines else None
+        found = found or {"passes": False, "failure": (done.stderr or done.stdout)[-600:]}
+    except subprocess.TimeoutExpired:
+        found = {"passes": False, "failure": f"it took over {DEADLINE_S:.0f} s"}
+    return {**found, "seconds": round(time.monotonic() - began, 1)}
+
+
+def _words(result: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in result.items() if name not in ("passes", "seconds"))
+
+
+def _table(today: str, machine: Machine, results: dict[str, dict[str, Any]]) -> str:
+    facts = ", ".join(f"{name} {value}" for name, value in machine.facts().items())
+    rows = [
+        f"| {name} | {'✓' if r['passes'] else '✗'} | {_words(r)} | {r['seconds']} s |" for name, r in results.items()
+    ]
+    return "\n".join([f"{today}: {facts}", "", "| check | | figures | took |", "|---|---|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""B: is it fast? Ratios within one run, in turns: medians of the ratio of each turn."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.machine import Machine, arena
+from holdfast import InMemorySnapshot
+from holdfast.chaos.device.seam import SeamDevice
+from holdfast.smp_daemon.shared.client import RecoveredShard
+from holdfast.smp_daemon.shared.populate import populate
+from holdfast.smp_daemon.shared.records import digest_units
+from holdfast.smp_daemon.shared.system import MACHINE
+from holdfast.snapshot.copy import runs
+from holdfast.snapshot.copy.cuda import CudaEngine
+from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor, address_of
+from holdfast.snapshot.copy.pages import REGISTER_BYTES
+from holdfast.snapshot.resume.loading import load_checked
+
+Figures = dict[str, Any]
+
+ROUNDS = 5
+UNIT_BYTES = 4 << 20
+
+LEAST = {"200 tensors": 0.97, "3,000 as of a sharded 70B": 0.95, "20,000 of 64 KiB": 0.85, "channels last": 0.6}
+"""What of one pinned copy's rate the copy engine must come to; through the ring, `RING`."""
+
+RING = 0.25
+
+
+@contextmanager
+def _on(machine: Machine) -> Iterator[tuple[SeamDevice, CopyEngine, CudaEngine]]:
+    """A device, all its engines, and the one that copies."""
+    device = machine.device
+    with device.installed():
+        engines = device.engines()
+        [(engine, _)] = engines.parts([SlotTensor(torch.zeros(1, device=device.name), 0, 4)])
+        assert isinstance(engine, CudaEngine)
+        try:
+            yield device, engines, engine
+        finally:
+            engines.close()
+
+
+def rates(machine: Machine) -> Figures:
+    """Pages of a slot are as fast as memory that CUDA has allocated."""
+    count = _bytes(machine, 8 << 30)
+    with _on(machine) as (device, engines, engine), _slot(count) as slot:
+        source = torch.zeros(count, dtype=torch.uint8, device=device.name)
+        pinned = engine.runtime.pinned(count)
+        engines.prepare([slot], nullcontext)
+        there = runs.make_runs([(source.data_ptr(), pinned.data_ptr(), count)])
+        back = runs.make_runs([(pinned.data_ptr(), source.data_ptr(), count)])
+        to_slot = runs.cut(runs.make_runs([(source.data_ptr(), address_of(slot), count)]), 1, REGISTER_BYTES)
+        took = _in_turns(
+            device,
+            lambda: engine.runtime.copy_runs(there),
+            lambda: engine.runtime.copy_runs(to_slot),
+            lambda: engine.runtime.copy_runs(back),
+        )
+    ratio = statistics.median(one / other for one, other, _ in took)
+    to_host, _, to_device = (statistics.median(each) for each in zip(*took, strict=True))
+    return {
+        "slot_over_pinned": round(ratio, 3),
+        "to_host_gbps": round(count / to_host / 1e9, 1),
+        "to_device_gbps": round(count / to_device / 1e9, 1),
+        "passes": machine.dry or ratio >= 0.98,
+    }
+
+
+def registration(machine: Machine) -> Figures:
+    """What registering costs, and what launches of another thread suffer meanwhile."""
+    count = _bytes(machine, 8 << 30)
+    with _on(machine) as (device, engines, _), _slot(count) as slot:
+        work = torch.ones(64, device=device.name)
+        stop, gaps = threading.Event(), [0.0]
+
+        def launches() -> None:
+            while not stop.is_set():
+                began = time.perf_counter()
+                work.add_(1)
+                gaps.append(time.perf_counter() - began)
+                stop.wait(0.0005)
+
+        thread = threading.Thread(target=launches)
+        thread.start()
+        began = time.perf_counter()
+        engines.prepare([slot], nullcontext)
+        took = time.perf_counter() - began
+        stop.set()
+        thread.join()
+    longest = max(gaps)
+    return {
+        "s_per_gb": round(took / count * 1e9, 3),
+        "longest_launch_ms": round(1e3 * longest, 2),
+        "passes": machine.dry or (took / count * 1e9 <= 0.15 and longest <= 5e-3),
+    }
+
+
+def copies(machine: Machine) -> Figures:
+    """The copy engine beside one pinned copy of as many bytes."""
+    found: Figures = {"passes": True}
+    for name, tensors, ring in _kinds(machine):
+        with _on(machine) as (device, engines, engine):
+            live = [tensor.to(device.name) for tensor in tensors()]
+            pieces, total = _placed(live)
+            with _slot(total) as slot:
+                if not ring:
+                    engines.prepare([slot], nullcontext)
+                flat = torch.zeros(total, dtype=torch.uint8, device=device.name)
+                pinned = engine.runtime.pinned(total)
+                one = runs.make_runs([(flat.data_ptr(), pinned.data_ptr(), total)])
+
+                took = _in_turns(device, partial(engine.runtime.copy_runs, one), partial(_moved, engines, pieces, slot))
+        ratio = statistics.median(pinned_s / ours_s for pinned_s, ours_s in took)
+        found[name] = round(ratio, 3)
+        found["passes"] &= machine.dry or ratio >= (RING if ring else LEAST[name])
+    return found
+
+
+def queueing(machine: Machine) -> Figures:
+    """How long the copy thread keeps others from running while it queues 3,000 tensors."""
+    with _on(machine) as (device, engines, _):
+        live = [torch.zeros(1000, device=device.name) for _ in range(60 if machine.dry else 3000)]
+        pieces, total = _placed(live)
+        with _slot(total) as slot:
+            engines.prepare([slot], nullcontext)
+            took = []
+            for _ in range(ROUNDS):
+                transfer = engines.mark()
+                began = time.perf_counter()
+                transfer.copy(pieces, slot, lambda count: None)
+                took.append(time.perf_counter() - began)
+                transfer.finish()
+    each = statistics.median(took[1:]) / len(live) * 1e6
+    return {"us_a_tensor": round(each, 2), "passes": machine.dry or each <= 3}
+
+
+def latency(machine: Machine) -> Figures:
+    """How long the training thread waits for one number while a snapshot is under way, and what that costs the copy."""
+    count = _bytes(machine, 8 << 30)
+    with _on(machine) as (device, engines, _), _slot(count) as slot:
+        engines.prepare([slot], nullcontext)
+        pieces, _ = _placed(list(torch.zeros(count, dtype=torch.uint8, device=device.name).split(count // 4)))
+        small = torch.ones(1, device=device.name)
+        idle = statistics.median(_asked(small) for _ in range(20))
+        [(alone,)] = _in_turns(device, lambda: _moved(engines, pieces, slot))[-1:]
+        seen: list[float] = []
+        thread = MACHINE.Thread(target=_moved, args=(engines, pieces, slot))
+        began = time.perf_counter()
+        thread.start()
+        while thread.is_alive():
+            seen.append(_asked(small))
+        thread.join()
+        took = time.perf_counter() - began
+    longest = max(seen, default=0.0)
+    return {
+        "idle_ms": round(1e3 * idle, 3),
+        "longest_ms": round(1e3 * longest, 3),
+        "rate": round(alone / took, 3),
+        "passes": machine.dry or (longest <= 1.5e-3 and alone / took >= 0.95),
+    }
+
+
+def training(machine: Machine) -> Figures:
+    """Steps of a model with a snapshot each, beside the same steps without, in turns."""
+    layers, width, batch, steps = (1, 16, 2, 6) if machine.dry else (24, 2048, 8, 12)
+    device = machine.device
+    with arena() as base, device.installed():
+        torch.manual_seed(1)
+        blocks = [torch.nn.Linear(width, width * 4) for _ in range(layers)]
+        rest = [torch.nn.Linear(width * 4, width) for _ in range(layers)]
+        pairs = [part for pair in zip(blocks, rest, strict=True) for part in pair]
+        model = torch.nn.Sequential(*pairs).to(device.name)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        given = torch.randn(batch * (1 if machine.dry else 1024), width).to(device.name)
+        ratios, first, stalls = [], [], []
+        before = 0
+        for turn in range(3):
+            alone = _steps(device, model, optimizer, given, range(steps))
+            before = before or _allocated(machine)
+            hook = InMemorySnapshot(model, optimizer, job=f"fast{turn}", arena=base / f"{turn}", overhead_budget=0.0)
+            with hook as snap:
+                beside = _steps(device, model, optimizer, given, snap.steps(steps))
+            ratios.append(statistics.median(beside[steps // 2 :]) / statistics.median(alone[steps // 2 :]))
+            first.append(max(beside[1:7]) / statistics.median(alone))
+            stalls.append(hook.statistics.stall_s / sum(beside))
+        added = _allocated(machine) - before
+    return {
+        "step": round(statistics.median(ratios), 4),
+        "first_six": round(statistics.median(first), 2),
+        "held_up": round(statistics.median(stalls), 5),
+        "device_memory_added_mb": round(added / 1e6, 1),
+        "passes": machine.dry or (statistics.median(ratios) <= 1.005 and added <= 64 << 20),
+    }
+
+
+def restoring(machine: Machine) -> Figures:
+    """Filling the device from a checked slot, beside one transfer of as many bytes from pinned memory."""
+    count = _bytes(machine, 8 << 30)
+    with _on(machine) as (device, engines, engine), _slot(count) as slot:
+        live = list(torch.zeros(count, dtype=torch.uint8, device=device.name).split(max(1, count // 300)))
+        pieces, _ = _placed(live, aligned=1)
+        pinned = engine.runtime.pinned(count)
+        target = torch.zeros(count, dtype=torch.uint8, device=device.name)
+        one = runs.make_runs([(pinned.data_ptr(), target.data_ptr(), count)])
+        shard = RecoveredShard(slot, "held", 0, UNIT_BYTES, digest_units(slot, UNIT_BYTES))
+        began = time.perf_counter()
+        load_checked(engines, pieces, shard, lambda units: None)
+        cold = time.perf_counter() - began
+        took = _in_turns(
+            device,
+            lambda: engine.runtime.copy_runs(one),
+            lambda: load_checked(engines, pieces, shard, lambda units: None),
+        )
+    raw = statistics.median(each for each, _ in took)
+    warm = statistics.median(ours / alone for alone, ours in took)
+    return {
+        "warm": round(warm, 2),
+        "cold": round(cold / raw, 2),
+        "passes": machine.dry or (warm <= 1.2 and cold / raw <= 2),
+    }
+
+
+CHECKS = {
+    "B1": rates,
+    "B2": registration,
+    "B3": copies,
+    "B4": queueing,
+    "B5": latency,
+    "B6": training,
+    "B10": restoring,
+}
+
+
+def _allocated(machine: Machine) -> int:
+    """The most that torch has had of the device's memory, in bytes."""
+    return 0 if machine.dry else torch.cuda.max_memory_allocated()
+
+
+def _moved(engines: CopyEngine, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
+    engines.enter_thread()
+    transfer = engines.mark()
+    transfer.copy(pieces, slot, lambda count: None)
+    transfer.finish()
+
+
+def _asked(small: torch.Tensor) -> float:
+    began = time.perf_counter()
+    small.item()
+    return time.perf_counter() - began
+
+
+def _steps(
+    device: SeamDevice, model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor, turns: Any
+) -> list[float]:
+    """Seconds of each step."""
+    took = []
+    for _ in turns:
+        began = time.perf_counter()
+        model(given).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        device.synchronize()
+        took.append(time.perf_counter() - began)
+    return took
+
+
+def _kinds(machine: Machine) -> Iterator[tuple[str, Callable[[], list[torch.Tensor]], bool]]:
+    """Kinds of state, by name; whether it goes through the ring."""
+    small = machine.dry
+    whole = _bytes(machine, 4 << 30) // 4
+
+    def split(count: int) -> list[torch.Tensor]:
+        return [torch.zeros(max(1, whole // count)) for _ in range(count)]
+
+    def sharded() -> list[torch.Tensor]:
+        sizes = (8192, 1024 * 1024, 3584 * 1024, 64) if not small else (8, 64, 100, 1)
+        return [torch.zeros(sizes[i % 4]) for i in range(30 if small else 1200)]
+
+    def turned() -> list[torch.Tensor]:
+        shape = (4, 4, 3, 3) if small else (512, 512, 3, 3)
+        count = 3 if small else whole // (512 * 512 * 9)
+        return [torch.zeros(shape).contiguous(memory_format=torch.channels_last) for _ in range(count)]
+
+    yield "200 tensors", lambda: split(8 if small else 200), False
+    yield "3,000 as of a sharded 70B", sharded, False
+    yield "20,000 of 64 KiB", lambda: [torch.zeros(16384) for _ in range(9 if small else 20_000)], False
+    yield "channels last", turned, False
+    yield "through the ring", lambda: split(8 if small else 200), True
+
+
+def _bytes(machine: Machine, count: int) -> int:
+    return 1 << 16 if machine.dry else count
+
+
+def _placed(tensors: Sequence[torch.Tensor], aligned: int = 64) -> tuple[tuple[SlotTensor, ...], int]:
+    """The tensors one after another in a slot, and its length."""
+    pieces, at = [], 0
+    for tensor in tensors:
+        pieces.append(SlotTensor(tensor, at, tensor.nbytes))
+        at += -(-tensor.nbytes // aligned) * aligned
+    return tuple(pieces), at
+
+
+@contextmanager
+def _slot(count: int) -> Iterator[memoryview]:
+    """As an arena has it: a file of tmpfs, all of it there."""
+    path = Path(f"/dev/shm/holdfast-gpu-{os.getpid()}")
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        path.unlink()
+        os.posix_fallocate(fd, 0, count)
+        mapped = mmap.mmap(fd, count)
+    finally:
+        os.close(fd)
+    populate(mapped)
+    yield memoryview(mapped)
+
+
+def _in_turns(device: SeamDevice, *works: Callable[[], object]) -> list[tuple[float, ...]]:
+    """Seconds of each, until the device has done it, in each round. The first round does not count."""
+    rounds = []
+    for _ in range(ROUNDS + 1):
+        took = []
+        for work in works:
+            device.synchronize()
+            began = time.perf_counter()
+            work()
+            device.synchronize()
+            took.append(time.perf_counter() - began)
+        rounds.append(tuple(took))
+    return rounds[1:]

@@ -1,0 +1,104 @@
+"""A training loop that kills itself at a point, so that its restart can be compared: see `benchmarks.gpu.right`."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.gpu.machine import Machine
+from holdfast import InMemorySnapshot
+from holdfast.chaos.device.seam import SeamLoop, Training
+from holdfast.snapshot.step.copier import Copier
+
+POINTS = ("forward", "copy", "step", "seal")
+"""In a forward, while state is copied, in the middle of an optimizer's step, before a slot counts."""
+
+STEPS = 12
+
+
+def main() -> None:
+    """Train; note the loss of each step, and at the end a digest of all state."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--notes", type=Path, required=True)
+    parser.add_argument("--arena", type=Path)
+    parser.add_argument("--die", choices=POINTS)
+    parser.add_argument("--at", type=int, default=7)
+    asked = parser.parse_args()
+    torch.use_deterministic_algorithms(True)
+    device = Machine(asked.dry).device
+    with device.installed():
+        training = Training(device, SeamLoop(steps=STEPS))
+        if asked.arena is None:
+            _train(training, asked.notes, None)
+            return
+        hook = InMemorySnapshot(training.model, training.optimizer, job="gpu", arena=asked.arena, strict=True)
+        hook.track("average", tensors=training.average, changes="after step")
+        with _armed(training, asked.die, asked.at) if asked.die else nullcontext(), hook as snap:
+            _train(training, asked.notes, snap)
+
+
+def _train(training: Training, notes: Path, snap: InMemorySnapshot | None) -> None:
+    def note(step: int, loss: float) -> None:
+        with notes.open("a") as file:
+            file.write(json.dumps({"step": step, "loss": loss.hex()}) + "\n")
+
+    def begins(step: int) -> None:
+        if snap is not None:
+            snap.drain(10.0)
+
+    training.run(begins, snap.steps if snap is not None else None, note)
+    digest = hashlib.sha256(b"".join(training.state().values())).hexdigest()
+    with notes.open("a") as file:
+        file.write(json.dumps({"digest": digest}) + "\n")
+
+
+def _armed(training: Training, point: str, at: int) -> Any:
+    """Whoever comes to the point in step `at` kills this process."""
+
+    def die(*ignored: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def in_step(module: torch.nn.Module, given: Any) -> None:
+        if training.step == at:
+            die()
+
+    if point == "forward":
+        training.model[-1].register_forward_pre_hook(in_step)
+        return nullcontext()
+    if point == "step":
+        step = training.optimizer.step
+
+        def half(*args: Any, **kwargs: Any) -> Any:
+            if training.step != at:
+                return step(*args, **kwargs)
+            for parameter in training.model.parameters():
+                parameter.data.mul_(1.5)  # some weights are changed, and nobody will ever hear of it
+                die()
+            return None
+
+        return patch.object(training.optimizer, "step", half)
+    if point == "seal":
+        seal = Copier._seal
+        return patch.object(
+            Copier, "_seal", lambda copier, job: die() if job.snapshot.step == at else seal(copier, job)
+        )
+    import holdfast.snapshot.step.copier as module
+
+    failpoint = module.failpoint
+    return patch.object(
+        module, "failpoint", lambda name, step: die() if (name, step) == ("copy.middle", at) else failpoint(name, step)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The machine that is looked at: one with a CUDA device, or this one with a device that is not there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.chaos.device.queues import LAZY
+from holdfast.chaos.device.seam import SHOWN_BY, Cpu, Imagined, Real, SeamDevice
+from holdfast.chaos.device.standin import ImaginedCuda
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`dry`: nothing is there, and everything is small: it is tried whether the program runs."""
+
+    dry: bool
+
+    @property
+    def device(self) -> SeamDevice:
+        """Where training runs."""
+        return self.device_that_shows("")
+
+    def device_that_shows(self, fault: str) -> SeamDevice:
+        """One on which that fault shows; see `FAULTS`."""
+        return Imagined(ImaginedCuda(SHOWN_BY.get(fault, LAZY))) if self.dry else Real()
+
+    @property
+    def beside(self) -> SeamDevice:
+        """Where the same training runs to the same bits, and waits for each boundary."""
+        return Cpu() if self.dry else Real()
+
+    def facts(self) -> dict[str, Any]:
+        """What the figures are of."""
+        found: dict[str, Any] = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "kernel": platform.release(),
+            "cores": len(os.sched_getaffinity(0)),
+            "shared_memory_gb": round(shutil.disk_usage("/dev/shm").total / 1e9, 1),
+            "huge_pages": _said(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
+            "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+            "device": "none: a dry run",
+        }
+        if not self.dry:
+            properties = torch.cuda.get_device_properties(0)
+            found |= {
+                "device": properties.name,
+                "device_memory_gb": round(properties.total_memory / 1e9, 1),
+                "cuda": torch.version.cuda,
+                "driver": _driver(),
+            }
+        return found
+
+
+@contextmanager
+def arena() -> Iterator[Path]:
+    """A folder of shared memory for one check, gone at the end of it."""
+    base = Path(tempfile.mkdtemp(prefix="holdfast-gpu-", dir="/dev/shm"))
+    try:
+        yield base
+    finally:
+        shutil.rmtree(base)
+
+
+def tests(*arguments: str, deadline_s: float = 100.0) -> tuple[bool, str]:
+    """Whether these tests pass, and the last line of what they print."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+    lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
+    return done.returncode == 0, lines[-1]
+
+
+def _driver() -> str:
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def _said(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return "unknown"

@@ -1,0 +1,228 @@
+"""A: is it right? Each check is a process of its own, and gives figures and whether they are as they must be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.gpu.job import POINTS
+from benchmarks.gpu.machine import Machine, arena, tests
+from holdfast import InMemorySnapshot
+from holdfast.chaos.device.seam import FAULTS, SeamLoop, observe, twin
+from holdfast.snapshot.copy import pages
+from holdfast.snapshot.state import rng
+
+Figures = dict[str, Any]
+
+GROWTH = 1.01
+"""How much more memory may be held after many snapshots than after a few."""
+
+
+def facts(machine: Machine) -> Figures:
+    """What the figures are of."""
+    return {**machine.facts(), "passes": machine.dry or torch.cuda.is_available()}
+
+
+def parts(machine: Machine) -> Figures:
+    """The copy engine's own tests, on the device and on one that is not there."""
+    on_device, said = tests("tests/test_cuda_gpu.py", "-m", "gpu or not gpu")
+    beside, said_beside = tests("tests/test_cuda.py", "-k", "order or capture" if machine.dry else "")
+    return {"passes": on_device and beside, "on_device": said, "imagined": said_beside}
+
+
+def seam(machine: Machine) -> Figures:
+    """Every slot of 30 steps is what a twin has that synchronises."""
+    steps = 9 if machine.dry else 30
+    found: Figures = {"passes": True}
+    for ring in (False, True):
+        for own_stream in (False, True):
+            loop = SeamLoop(steps=steps, own_stream=own_stream)
+            name = f"{'ring' if ring else 'registered'}, {'own' if own_stream else 'default'} stream"
+            refuse = _refusing() if ring else nullcontext()
+            with arena() as base, refuse:
+                outcome = observe(machine.device, loop, twin(machine.beside, loop), base / "seam", "seam")
+            found[name] = f"{len(outcome.taken)} slots, {len(outcome.wrong)} wrong, {outcome.given_up} given up"
+            found["passes"] &= outcome.exact
+            if outcome.failure:
+                found[f"{name}: failure"] = outcome.failure[:300]
+    return found
+
+
+def seam_one_connection(machine: Machine) -> Figures:
+    """The same, where all streams share one queue to the device, as Megatron asks for."""
+    return _again("A2", machine, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+
+
+def faults(machine: Machine) -> Figures:
+    """Holdfast broken on purpose: the comparison of A2 must notice."""
+    found: Figures = {"passes": True}
+    for name, (broken, loop) in FAULTS.items():
+        with arena() as base, broken():
+            device = machine.device_that_shows(name)
+            outcome = observe(device, loop, twin(machine.beside, loop), base / "seam", "seam")
+        found[name] = "noticed" if not outcome.exact else "NOT noticed"
+        found["passes"] &= not outcome.exact
+    return found
+
+
+def kills(machine: Machine) -> Figures:
+    """A process is killed at each point; its restart ends with the bits of one that was not."""
+    with arena() as base:
+        whole = _job(machine, base / "whole", None)
+        found: Figures = {"passes": whole.get("digest") is not None}
+        for point in POINTS:
+            home, notes = base / point, base / f"{point}.notes"
+            first = _run(machine, notes, home, "--die", point)
+            second = _run(machine, notes, home)
+            same = _read(notes) == whole
+            found[point] = "the same bits" if same else f"other bits (statuses {first}, {second})"
+            found["passes"] &= same and first == -signal.SIGKILL and second == 0
+    return found
+
+
+def graphs(machine: Machine) -> Figures:
+    """An optimizer that is replayed from a graph is followed, and no capture is ruined."""
+    found: Figures = {"passes": True}
+    for turns in (False, True):
+        loop = SeamLoop(steps=9 if machine.dry else 30, captured=5, turns=turns)
+        with arena() as base:
+            outcome = observe(machine.device, loop, twin(machine.beside, loop), base / "seam", "seam")
+        found["declared" if turns else "by hooks"] = f"{len(outcome.taken)} slots, {len(outcome.wrong)} wrong"
+        found["passes"] &= outcome.exact
+        if outcome.failure:
+            found["failure"] = outcome.failure[:300]
+    return found
+
+
+def moved(machine: Machine) -> Figures:
+    """State that goes to the device after the hook was entered is captured from there."""
+    device = machine.device
+    with arena() as base, device.installed():
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        hook = InMemorySnapshot(model, optimizer, job="moved", arena=base / "moved", strict=True, overhead_budget=0.0)
+        with hook as snap:
+            for step in snap.steps(8):
+                snap.drain(10.0)
+                if step == 3:
+                    model.to(device.name)
+                    for state in optimizer.state.values():
+                        state["momentum_buffer"] = state["momentum_buffer"].to(device.name)
+                where = next(model.parameters()).device
+                model(torch.ones(4, 64).to(where)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            protected = snap.protected_step
+    return {"protected": protected, "passes": protected is not None and protected > 4}
+
+
+def generators(machine: Machine) -> Figures:
+    """What is drawn after the generators are put back is what was drawn before."""
+    device = machine.device
+    with device.installed():
+        state = rng.capture()
+        drawn = [torch.nn.functional.dropout(torch.ones(1000, device=device.name), 0.5).cpu() for _ in range(3)]
+        rng.restore(state)
+        again = [torch.nn.functional.dropout(torch.ones(1000, device=device.name), 0.5).cpu() for _ in range(3)]
+    return {"passes": all(torch.equal(a, b) for a, b in zip(drawn, again, strict=True))}
+
+
+def leaks(machine: Machine) -> Figures:
+    """After many snapshots no more is held than after a few."""
+    count = 30 if machine.dry else 2000
+    device = machine.device
+    with arena() as base, device.installed():
+        size = 100 if machine.dry else 25_000_000
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(size))]).to(device.name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        early: Figures = {}
+        with InMemorySnapshot(model, optimizer, job="leaks", arena=base / "leaks", overhead_budget=0.0) as snap:
+            for step in snap.steps(count):
+                model[0].sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step % 3 == 0:
+                    snap.drain(10.0)
+                if step == count // 10:
+                    early = _held(machine)
+            late = _held(machine)
+            protected = snap.statistics.protected
+    growth = {name: round(late[name] / max(1, early[name]), 3) for name in late}
+    slack = 1.2 if machine.dry else GROWTH
+    return {"snapshots": protected, **growth, "passes": protected > count // 5 and max(growth.values()) <= slack}
+
+
+CHECKS = {
+    "A0": facts,
+    "A1": parts,
+    "A2": seam,
+    "A2b": seam_one_connection,
+    "A3": faults,
+    "A4": kills,
+    "A5": graphs,
+    "A6": moved,
+    "A7": generators,
+    "A10": leaks,
+}
+
+
+def _refusing() -> Any:
+    """CUDA registers nothing."""
+    from unittest.mock import patch
+
+    return patch.object(pages.Pages, "prepare", lambda known, runtime, slots, turn: None)
+
+
+def _again(name: str, machine: Machine, environment: dict[str, str]) -> Figures:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--check", name, *["--dry"] * machine.dry]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env={**os.environ, **environment}, check=False
+    )
+    lines = done.stdout.strip().splitlines()
+    found: Figures = json.loads(lines[-1]) if lines else {"passes": False, "failure": done.stderr[-300:]}
+    return found
+
+
+def _job(machine: Machine, notes: Path, home: Path | None) -> Figures:
+    _run(machine, notes, home)
+    return _read(notes)
+
+
+def _run(machine: Machine, notes: Path, home: Path | None, *options: str) -> int:
+    """The status of one run of the job."""
+    command = [sys.executable, "-m", "benchmarks.gpu.job", "--notes", str(notes), *["--dry"] * machine.dry]
+    command += [f"--arena={home}"] if home is not None else []
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    return subprocess.run(
+        [*command, *options], timeout=90, env=environment, capture_output=True, check=False
+    ).returncode
+
+
+def _read(notes: Path) -> Figures:
+    """The loss of each step, as it was computed last, and the digest of the end."""
+    found: Figures = {}
+    for line in notes.read_text().splitlines() if notes.exists() else []:
+        said = json.loads(line)
+        found |= {str(said["step"]): said["loss"]} if "step" in said else said
+    return found
+
+
+def _held(machine: Machine) -> dict[str, float]:
+    process = psutil.Process()
+    found = {
+        "memory": process.memory_info().rss,
+        "threads": process.num_threads(),
+        "descriptors": process.num_fds(),
+    }
+    if not machine.dry:
+        found["device_memory"] = torch.cuda.memory_reserved()
+    return found
