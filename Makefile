@@ -11,8 +11,10 @@
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
 # make bench-load   a lost node's state from memory over shaped links, against a file server: ten minutes, as root
-# make gpu     on a machine with a GPU: whether its state is captured exactly, and how fast; GPU=A or GPU=B for one part
-# make gpu-dry the same program on a machine without one, against a device that is not there: three minutes
+# make gpu     on a machine with a GPU: is its state captured exactly, how fast, and beside others; GPU=A, B or C for a part
+# make gpu-wheels  what a GPU machine without network needs beside torch and NumPy, for its Python: GPU_PYTHON=3.12
+# make gpu-offline there: set up with these and its own torch, and then make gpu
+# make gpu-dry the same program on a machine without one, against a device that is not there: six minutes
 # make proof   the tests that prove what README and docs promise, and a table of what came of each
 # make docs    write the reference out of the code, build the documentation, check every link: build/docs/index.html
 
@@ -21,7 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry docs clean setup
+.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry gpu-wheels gpu-offline docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -75,13 +77,26 @@ bench-load: setup
 	$(BIN)/python benchmarks/load.py --json benchmarks/results/load-$$(date +%F).json \
 		--markdown benchmarks/results/load-$$(date +%F).md
 
-GPU ?= A B
+GPU ?= A B C
+GPU_PYTHON ?= 3.12
+WHEELS := build/gpu-wheels
 
 gpu: setup
 	@for part in $(GPU); do $(BIN)/python -m benchmarks.gpu $$part || exit 1; done
 
 gpu-dry: setup
 	@for part in $(GPU); do $(BIN)/python -m benchmarks.gpu $$part --dry || exit 1; done
+
+gpu-wheels: setup
+	@$(BIN)/pip download -qq --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+		-c constraints.txt -r benchmarks/gpu/wheels.txt -d $(WHEELS)
+	@du -sh $(WHEELS)
+
+gpu-offline:
+	@$(PYTHON) -m venv --system-site-packages $(VENV)
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-index --no-deps $(WHEELS)/*.whl
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-index --no-deps --no-build-isolation -e .
+	@touch $(READY)
 
 proof: setup
 	@$(BIN)/python -m tests.proof

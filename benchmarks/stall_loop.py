@@ -9,6 +9,9 @@ An iteration begins right after ``optimizer.step()``: `save` if one is due, `pol
 ``optimizer.step()``. Ranks hold different states, as with sharding, and meet in each iteration, as all that reduce
 gradients do. A round is a block without saves and a block with; what saves cost is counted against the blocks without
 on both sides.
+
+With ``--device cuda`` the state is on a GPU, one for each rank, and an iteration ends when the device is done with it,
+as where the loss is looked at. The host runs ahead in between: to block it there costs nothing by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -37,8 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, for the proce
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from numpy.typing import NDArray  # noqa: E402
-from systems.common import DEADLINE_S, live_state, release_heap, until  # noqa: E402
+from systems.common import DEADLINE_S, buffered, live_state, release_heap, until  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
@@ -171,6 +173,7 @@ class Measured:
     survived_s: list[float | None] = field(default_factory=list)
     survived_node_s: list[float] = field(default_factory=list)
     extra_bytes: int = 0
+    device_extra_bytes: int = 0
     restore_s: list[float] = field(default_factory=list)
     restored: bool = True
     taken: list[float] = field(default_factory=list)
@@ -185,12 +188,14 @@ class Row:
         every: iterations from one save to the next.
         stall_p50_ms, stall_p99_ms: time in `save`, `before_step` and `poll` that belongs to one save.
         lost_s: all training time lost to one save: stall, and slower iterations until it is done.
-        memcpy_floor_s: copying the state once into memory that is there already, all ranks at the same time.
+        memcpy_floor_s: copying the state once into memory that is there already, all ranks at the same time. From a
+            GPU: into pinned memory.
         step_s: median iteration without saves.
         inflation: mean iteration with saves at this frequency, as a multiple of `step_s`.
         survives_kill_s: from the start of `save` until the trainer may be killed, while no iterations run.
         survives_kill_in_loop_s: the same while they do, looked at between iterations, so up to one of them too long.
-        extra_bytes: most memory in use during a save beyond that of the training.
+        extra_bytes: most memory in use during a save beyond that of the training. Not on a GPU: see there.
+        device_extra_bytes: the same of the memory of GPUs.
         taken: saves that were begun, as a part of those asked for.
         restored: all bytes of the state were, after each restore, what they were when the newest save was started.
     """
@@ -210,6 +215,7 @@ class Row:
     survives_kill_in_loop_s: float | None
     survives_node_s: float | None
     extra_bytes: int
+    device_extra_bytes: int
     restore_s: float | None
     restored: bool
     taken: float
@@ -221,14 +227,15 @@ class Row:
 class Training:
     """The model, its optimizer and one fixed batch: a rank's share of a job."""
 
-    def __init__(self, layers: int, batch: int, rank: int) -> None:
+    def __init__(self, layers: int, batch: int, rank: int, device: torch.device) -> None:
         torch.manual_seed(rank)
+        self.device = device
         sizes = [WIDE if i % 2 == 0 else NARROW for i in range(layers + 1)]
         linears = [nn.Linear(inputs, outputs, bias=False) for inputs, outputs in pairwise(sizes)]
-        self.model = nn.Sequential(*linears)
+        self.model = nn.Sequential(*linears).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5, foreach=True)
-        self._inputs = torch.randn(batch, sizes[0])
-        self._targets = torch.randn(batch, sizes[-1])
+        self._inputs = torch.randn(batch, sizes[0]).to(device)
+        self._targets = torch.randn(batch, sizes[-1]).to(device)
 
     def gradients(self) -> None:
         loss = nn.functional.mse_loss(self.model(self._inputs), self._targets)
@@ -238,17 +245,19 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
 
+    def settle(self) -> None:
+        """Block until the device has done what was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def state(self) -> list[torch.Tensor]:
         return [tensor for part in live_state(self.model, self.optimizer).values() for tensor in part.values()]
 
     def digests(self) -> list[int]:
         """A sum over all words of each tensor, which any change of a word changes."""
-        return [int(np.add.reduce(words(tensor), dtype=np.uint64)) for tensor in self.state()]
-
-
-def words(tensor: torch.Tensor) -> NDArray[np.uint32] | NDArray[np.uint64]:
-    octets = tensor.numpy().reshape(-1).view(np.uint8)
-    return octets.view(np.uint64) if octets.nbytes % 8 == 0 else octets.view(np.uint32)
+        flat = [tensor.reshape(-1).view(torch.uint8) for tensor in self.state()]
+        words = [octets.view(torch.int64 if octets.numel() % 8 == 0 else torch.int32) for octets in flat]
+        return [int(some.sum(dtype=torch.int64)) for some in words]
 
 
 class Meeting:
@@ -273,18 +282,19 @@ class Meeting:
 
 
 class Floor:
-    """The least that any copy of the state costs: one memcpy a tensor into a private buffer that is there already."""
+    """The least that any copy of the state costs: one copy a tensor into a private buffer that is there already; from a
+    GPU, a pinned one."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        sources = [tensor.numpy().reshape(-1).view(np.uint8) for tensor in tensors]
-        ends = np.cumsum([source.nbytes for source in sources])
-        buffer = np.full(int(ends[-1]), 1, dtype=np.uint8)
-        self._pairs = list(zip(np.split(buffer, ends[:-1]), sources, strict=True))
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._pairs = buffered(training.state())
 
     def measure(self) -> float:
+        self._training.settle()
         begin = time.perf_counter()
         for target, source in self._pairs:
-            np.copyto(target, source)
+            target.copy_(source, non_blocking=True)
+        self._training.settle()
         return time.perf_counter() - begin
 
 
@@ -321,7 +331,7 @@ class Loop:
         survivals = [self._survival() for _ in range(EXTRA_SAVES)]
         measured.survived_s = [kill_s for kill_s, _ in survivals]
         measured.survived_node_s = [node_s for _, node_s in survivals]
-        measured.extra_bytes = self._most_memory()
+        measured.extra_bytes, measured.device_extra_bytes = self._most_memory()
         measured.restore_s, measured.restored = self._restores(min(every, 2))
         return measured
 
@@ -339,6 +349,7 @@ class Loop:
         self._system.before_step()
         free = time.perf_counter()
         self._training.update()
+        self._training.settle()
         end = time.perf_counter()
         return Iteration(end - begin, saved - begin, polled - saved, free - computed)
 
@@ -406,8 +417,8 @@ class Loop:
         self._system.wait()
         return survived, time.perf_counter() - begin
 
-    def _most_memory(self) -> int:
-        """Most bytes in use by the system from one save until it is done.
+    def _most_memory(self) -> tuple[int, int]:
+        """Most bytes in use by the system from one save until it is done, of the machine and of the device.
 
         Iterations run meanwhile, as what they write to may have to be copied first. The most that they themselves have
         in use for a time is measured without a save, and subtracted.
@@ -415,15 +426,15 @@ class Loop:
         self._meeting.barrier()
         release_heap()
         rest = self._system.extra_bytes()
-        with Sampler(self._system.extra_bytes) as training:
+        with Sampler(self._system.extra_bytes) as training, MostOnDevice(self._training.device) as training_there:
             for _ in range(WARM_UP_STEPS):
                 self._iterate()
         self._meeting.barrier()
         release_heap()
-        with Sampler(self._system.extra_bytes) as saving:
+        with Sampler(self._system.extra_bytes) as saving, MostOnDevice(self._training.device) as saving_there:
             self._iterate(save=True)
             self._iterate_until_done()
-        return saving.most - (training.most - rest)
+        return saving.most - (training.most - rest), saving_there.most - training_there.most
 
     def _iterate_until_done(self) -> None:
         give_up = time.monotonic() + DEADLINE_S
@@ -485,6 +496,23 @@ class Sampler:
         self.most = max(self.most, self._sample())
 
 
+class MostOnDevice:
+    """The most that torch had of a GPU's memory while the context was open, in bytes; 0 for a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.most = 0
+
+    def __enter__(self) -> Self:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            self.most = torch.cuda.max_memory_allocated(self._device)
+
+
 def make_row(ranks: Sequence[Measured], every: int, system: System, state_bytes: int, tensors: int) -> Row:
     """One row from what all ranks measured: for each round, save or restore the slowest rank, then the median."""
 
@@ -517,6 +545,7 @@ def make_row(ranks: Sequence[Measured], every: int, system: System, state_bytes:
         survives_kill_in_loop_s=max(in_loop, default=None),
         survives_node_s=median([rank.survived_node_s for rank in ranks]) if hasattr(system, "protect") else None,
         extra_bytes=sum(rank.extra_bytes for rank in ranks),
+        device_extra_bytes=sum(rank.device_extra_bytes for rank in ranks),
         restore_s=median([rank.restore_s for rank in ranks]) if restored else None,
         restored=restored,
         taken=statistics.fmean(ranks[0].taken),
@@ -544,6 +573,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=10, help="steps in a block")
     parser.add_argument("--layers", type=int, default=16, help="32.8 MB of state each")
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the GPU of the rank's number")
     parser.add_argument("--out", type=Path, required=True, help="rank 0 writes the rows there, as JSON")
     return parser.parse_args()
 
@@ -563,14 +593,19 @@ def main() -> None:
     }
     logging.disable(logging.INFO)  # some systems write lines for every save
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_S))
+    device = torch.device("cpu")
+    if arguments.device == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"  # DCP wants one for each kind of memory
+    dist.init_process_group(backend, timeout=timedelta(seconds=DEADLINE_S))
     meeting = Meeting()
-    training = Training(arguments.layers, arguments.batch, rank)
+    training = Training(arguments.layers, arguments.batch, rank, device)
     for _ in range(WARM_UP_STEPS):  # before the system is made: Adam makes its moments at its first step
         training.gradients()
         training.update()
     state = training.state()
-    floor = Floor(state)
+    floor = Floor(training)
     floor.measure()
     saves = arguments.folder / f"saves-{arguments.port}"
     saves.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,11 @@ def kind_of(fault: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """What the demo does. `kills` are in order of steps; `defaults`: see `chaos.scenario.Scenario`."""
+    """What the demo does. `kills` are in order of steps; `defaults`: see `chaos.scenario.Scenario`; `device`: see
+    `chaos.launcher.Launcher`.
+
+    On GPUs, which ranks may share, each trains a whole model: gloo moves only what is summed from one GPU to another.
+    """
 
     nodes: int
     ranks_per_node: int
@@ -60,10 +64,18 @@ class DemoPlan:
     protect: str
     kills: tuple[Kill, ...]
     defaults: bool = False
+    device: str = "cpu"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `chaos.gpt.Gpt`."""
+        return {} if self.device == "cpu" else {"tensor": 1, "distributed": False}
 
     def __post_init__(self) -> None:
         world = self.nodes * self.ranks_per_node
-        if world % 2 or world < 4:
+        if self.device != "cpu" and world < 2:
+            raise ConfigError(f"{world} ranks: data parallel training needs 2 or more")
+        if self.device == "cpu" and (world % 2 or world < 4):
             raise ConfigError(f"{world} ranks: tensor parallel 2 x data parallel 2 or more needs an even number >= 4")
         if not 1 <= self.steps <= 10_000:
             raise ConfigError(f"--steps {self.steps}: choose 1 to 10000")
@@ -163,8 +175,8 @@ def run(plan: DemoPlan, progress: Callable[[str, Event], None]) -> Account:
     """
     began = time.monotonic()
     args = {"job": JOB, "seed": plan.seed, "steps": plan.steps, "hook": {"protect": plan.protect}}
-    args["defaults"] = plan.defaults
-    with Launcher(PRELOAD) as launcher:
+    args |= {"defaults": plan.defaults, "options": plan.options}
+    with Launcher(PRELOAD, device=plan.device) as launcher:
         progress("import", {"kind": "begin"})
         launcher.wait_ready()
 

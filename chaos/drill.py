@@ -66,6 +66,8 @@ def train() -> None:
     args = trainer.args
     torch.set_num_threads(1)
     trainer.init_process_group()
+    if place().type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
     go_through(args, trainer.report)
     # The group is not destroyed: gloo's threads may still need the interpreter to let go of what DDP's last reduction
     # held, and whoever frees the group waits for them and holds it. The process ends right after this.
@@ -108,6 +110,11 @@ def go_through(args: Mapping[str, Any], report: Callable[..., None]) -> None:
             )
         held_up = snap.statistics.stall_s / (time.monotonic() - began_s) if snap else None
         report("end", digests=digests(job.state()), held_up=held_up)
+
+
+def place() -> torch.device:
+    """Where this process trains: on its GPU, or where it sees none, on the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def longest_interval(history: History) -> int:
@@ -198,10 +205,12 @@ def optimizer(optim: torch.optim.Optimizer, prefix: str = "optim") -> Iterator[t
 
 
 def generators() -> Iterator[tuple[str, Any]]:
-    """Python's, NumPy's and torch's."""
+    """Python's, NumPy's and torch's, and that of the GPU."""
     yield "random.python", random.getstate()
     yield "random.numpy", repr(np.random.get_state(legacy=False))
     yield "random.torch", torch.get_rng_state()
+    if torch.cuda.is_available():
+        yield "random.cuda", torch.cuda.get_rng_state()
 
 
 def local(value: Any) -> Any:

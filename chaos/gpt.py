@@ -1,4 +1,4 @@
-"""A small real megatron-core GPT, trained on CPU over gloo as Megatron's own loop would train it.
+"""A small real megatron-core GPT, trained as Megatron's own loop would train it, on a GPU or on CPUs over gloo.
 
 The demo trains it, and so does each Megatron cell of the matrix, with other `GptOptions`.
 """
@@ -150,7 +150,7 @@ def initialise(options: GptOptions, seed: int) -> None:
 def build(options: GptOptions) -> tuple[list[DistributedDataParallel], Any, OptimizerParamScheduler]:
     """Model chunks, their optimizer and its schedule, as Megatron-LM's ``setup_model_and_optimizer`` makes them."""
     config = _config(options)
-    chunks: list[Any] = [_chunk(config, options, stage) for stage in range(options.virtual or 1)]
+    chunks: list[Any] = [_chunk(config, options, stage).to(drill.place()) for stage in range(options.virtual or 1)]
     if options.dtype != "fp32":
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     gather = options.overlap and options.distributed
@@ -297,7 +297,7 @@ def batches(seed: int, step: int) -> Iterator[Batch]:
     for micro in range(MICRO_BATCHES):
         first = ((step * MICRO_BATCHES + micro) * replicas + replica) * MICRO_BATCH
         rows = [_sample(seed, index) for index in range(first, first + MICRO_BATCH)]
-        tokens = torch.from_numpy(np.stack(rows))
+        tokens = torch.from_numpy(np.stack(rows)).to(drill.place())
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -306,8 +306,9 @@ def forward_step(
 ) -> tuple[torch.Tensor, Any]:
     """One microbatch, as Megatron's schedules call it. `mask`: give the causal mask, or leave it to Megatron."""
     tokens, labels = next(data)
-    positions = torch.arange(SEQUENCE).unsqueeze(0).expand_as(tokens)
-    above = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), diagonal=1).bool() if mask else None
+    positions = torch.arange(SEQUENCE, device=tokens.device).unsqueeze(0).expand_as(tokens)
+    square = torch.ones(1, 1, SEQUENCE, SEQUENCE, device=tokens.device)
+    above = torch.triu(square, diagonal=1).bool() if mask else None
     output = model(tokens, positions, above, labels=labels)
     middle()
     return output, _loss

@@ -23,6 +23,26 @@ ANSWER_DEADLINE_S = 30.0
 _numbers = itertools.count()
 
 
+BEFORE_CUDA = ("torch", "holdfast.chaos.trainer")
+"""What can be imported before a fork without asking CUDA for anything."""
+
+
+ON_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""What makes cuBLAS give the same bits each time, and what Megatron insists on."""
+
+
+def check_device(device: str) -> None:
+    """Raises `ConfigError` if trainers are to be on a GPU, and there is none."""
+    if device != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"--device {device}: torch sees no GPU here (torch.cuda.is_available() is false); leave it out to "
+                "train on CPUs"
+            )
+
+
 class Launcher:
     """A running zygote. Not thread-safe. `close` ends it and every trainer it forked.
 
@@ -30,16 +50,20 @@ class Launcher:
         shim: the environment in which other processes are started whose wall clocks can be set; empty if none can.
     """
 
-    def __init__(self, modules: Sequence[str], *, clocked: bool = False) -> None:
+    def __init__(self, modules: Sequence[str], *, clocked: bool = False, device: str = "cpu") -> None:
         """Start it; returns at once. `wait_ready` says when the modules are imported.
 
         Args:
             clocked: whether trainers' wall clocks can be set, see `chaos.network.clocks`.
+            device: ``cpu``: trainers see no GPU. ``cuda``: they do, and import the modules themselves, as CUDA does not
+                survive a fork once a module has asked it for anything.
 
         Raises:
-            ConfigError: clocks cannot be set here.
+            ConfigError: clocks cannot be set here, or there is no GPU.
         """
-        self._modules = tuple(modules)
+        check_device(device)
+        self._modules = tuple(modules) if device == "cpu" else BEFORE_CUDA
+        self._device = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else ON_CUDA
         self._buffer = b""
         self._ready = False
         self._scratch = arena_base() / f"launcher-{os.getpid()}-{next(_numbers)}"
@@ -61,6 +85,7 @@ class Launcher:
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "TMPDIR": str(self._scratch),  # tempfile probes its directory by writing to it; nothing touches a disk
             }
+            | self._device
             | self.shim
         )
         self._process = subprocess.Popen(

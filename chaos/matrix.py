@@ -149,8 +149,13 @@ def choose(names: str) -> tuple[Cell, ...]:
     return tuple(known[name] for name in asked)
 
 
-def run(cells: Iterable[Cell], seed: int, progress: Callable[[CellVerdict], None]) -> list[CellVerdict]:
-    """Run all cells, one after another; `progress` is told of each. 1 to 10 s a cell on two cores."""
+def run(
+    cells: Iterable[Cell], seed: int, progress: Callable[[CellVerdict], None], device: str = "cpu"
+) -> list[CellVerdict]:
+    """Run all cells, one after another; `progress` is told of each. 1 to 10 s a cell on two cores.
+
+    `device`: see `chaos.launcher.Launcher`, and what it raises.
+    """
     chosen = list(cells)
     modules = sorted({cell.job.partition(":")[0] for cell in chosen})
     preload = [
@@ -160,7 +165,7 @@ def run(cells: Iterable[Cell], seed: int, progress: Callable[[CellVerdict], None
         "torch.profiler",
     ]
     verdicts = []
-    with Launcher(preload) as launcher:
+    with Launcher(preload, device=device) as launcher:
         launcher.wait_ready()
         for cell in chosen:
             verdicts.append(drill(launcher, cell, seed))

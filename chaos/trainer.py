@@ -43,7 +43,12 @@ class Trainer:
         return cls(**{**data, "store": tuple(data["store"])})
 
     def init_process_group(self) -> None:
-        """Join the job's gloo process group. Blocks until every rank has."""
+        """Join the job's process group. Blocks until every rank has.
+
+        Where there are GPUs, the rank takes one; NCCL moves what is on them if each rank has its own, and gloo if they
+        are shared, which NCCL refuses.
+        """
+        import torch
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
@@ -56,8 +61,13 @@ class Trainer:
             timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
             master_listen_fd=listening if self.rank == 0 else None,
         )
+        backend = "gloo"
+        if torch.cuda.is_available():
+            count = torch.cuda.device_count()
+            torch.cuda.set_device(self.rank % count)
+            backend = "cpu:gloo,cuda:nccl" if self.world <= count else "gloo"
         dist.init_process_group(
-            "gloo",
+            backend,
             store=store,
             rank=self.rank,
             world_size=self.world,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
@@ -58,7 +58,8 @@ class Samples:
 
 
 class Plain:
-    """One process a rank, each with a model of its own: an autoencoder, Adam, a cosine schedule.
+    """One process a rank, each with a model of its own: an autoencoder, Adam, a cosine schedule. It is on a GPU if
+    there is one.
 
     Args:
         adam: ``foreach``, ``fused`` or ``amsgrad``: how Adam goes about it.
@@ -68,7 +69,7 @@ class Plain:
 
     def __init__(self, seed: int, adam: str = "foreach", ema: bool = False, optimizers: int = 1) -> None:
         seed_everything(seed)
-        self.model = self._wrap(network())
+        self.model = self._wrap(network().to(drill.place()))
         seed_everything(seed + dist.get_rank())
         self.data = Samples(seed)
         parameters = list(self.model.parameters())
@@ -79,7 +80,7 @@ class Plain:
         if vectors:
             self.optims.append(torch.optim.SGD(vectors, lr=1e-2, momentum=0.9))
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optims[0], 20)
-        self.ema = copy.deepcopy(network()) if ema else None
+        self.ema = copy.deepcopy(network()).to(drill.place()) if ema else None
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -91,7 +92,7 @@ class Plain:
         return snap
 
     def step(self, step: int, middle: Callable[[], None]) -> float:
-        batch = next(self.data)
+        batch = next(self.data).to(drill.place())
         loss = nn.functional.mse_loss(self.model(batch), batch)
         torch.autograd.backward(loss)
         middle()
@@ -126,12 +127,22 @@ class Shards(Plain):
     """FSDP2: every layer's parameters are cut across the ranks, unevenly, as 65 and 31 rows are."""
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(drill.place().type, (dist.get_world_size(),))
         for layer in model:  # type: ignore[attr-defined]
             if list(layer.parameters()):
-                fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+                fully_shard(layer, mesh=mesh, offload_policy=self._offload())
+        fully_shard(model, mesh=mesh, offload_policy=self._offload())
         return model
+
+    def _offload(self) -> OffloadPolicy:
+        return OffloadPolicy()
+
+
+class Offloaded(Shards):
+    """FSDP2, with parameters in host memory, from where each layer is brought to the GPU as its turn comes."""
+
+    def _offload(self) -> OffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
 
 if __name__ == "__main__":

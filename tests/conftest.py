@@ -24,6 +24,12 @@ os.environ["HOLDFAST_OVERHEAD_BUDGET"] = "0"
 """Steps of tests take no time, so any snapshot would be over any budget."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests look the same on every machine: only ``pytest -m gpu`` sees its GPUs."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
     """Imports torch, megatron-core and the jobs once; every virtual cluster forks from it."""

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
 from holdfast import ConfigError
 from holdfast.bench.copy import measure_copies
-from holdfast.bench.stall import SYSTEMS, StallBenchmark, StallReport, choose, grid, markdown
+from holdfast.bench.stall import SYSTEMS, StallBenchmark, StallReport, choose, grid, markdown, run
 from holdfast.cli.main import main
 
 ROW: dict[str, Any] = {
@@ -29,6 +31,7 @@ ROW: dict[str, Any] = {
     "survives_kill_s": 0.1,
     "survives_node_s": None,
     "extra_bytes": 300,
+    "device_extra_bytes": 0,
     "restore_s": 0.05,
     "restored": True,
     "taken": 1.0,
@@ -63,7 +66,7 @@ def test_a_small_run_measures_this_project(tmp_path: Path, capsys: pytest.Captur
 def test_the_cheapest_comes_first() -> None:
     head, first, second = grid([OTHER, ROW], 1, 10)
     assert (first[0], second[0]) == ("holdfast", "other <async>")
-    assert first[head.index("lost / memcpy")] == "0.200"
+    assert first[head.index("lost / copy")] == "0.200"
     assert first[head.index("memory / state")] == "3.000"
     assert first[head.index("survives node, s")] == "–"
 
@@ -97,3 +100,16 @@ def test_copies_are_compared_with_memcpy() -> None:
     rows = measure_copies(48)
     assert [row.tensors for row in rows] == [1, 208, 208]
     assert all(row.ratio > 0 for row in rows)
+
+
+def test_memory_of_gpus_stands_beside_the_rest_where_there_is_any() -> None:
+    head, *_ = grid([ROW], 1, 10)
+    assert "GPU memory / state" not in head
+    head, row, _ = grid([ROW | {"device_extra_bytes": 50}, OTHER], 1, 10)
+    assert row[head.index("GPU memory / state")] == "0.500"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 99, reason="this machine has 99 GPUs")
+def test_more_ranks_than_gpus_are_refused_before_anything_is_started() -> None:
+    with pytest.raises(ConfigError, match="99 ranks needs as many GPUs, and torch sees"):
+        run(StallBenchmark(choose("none"), (99,), device="cuda"), Console(quiet=True))

@@ -16,7 +16,9 @@ from holdfast.snapshot.copy.pages import Pages
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is false: no CUDA device here"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device is visible: run by `make gpu`, or `pytest -m gpu`"
+    ),
 ]
 
 STEPS = 4

@@ -169,3 +169,18 @@ def test_a_kill_that_says_nothing_is_refused(text: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         make_parser().parse_args(["demo", "--kill", text])
     assert "is neither trainer:RANK@STEP nor node:INDEX@STEP" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_said_before_anything_starts() -> None:
+    """Tests see no GPU, whatever this machine has."""
+    with pytest.raises(ConfigError, match=r"--device cuda: torch sees no GPU here"):
+        Launcher([], device="cuda")
+
+
+def test_on_a_gpu_each_rank_trains_a_whole_model_so_that_ranks_may_share_one() -> None:
+    fields = {name: getattr(PLAN, name) for name in DemoPlan.__slots__}
+    shared = DemoPlan(**(fields | {"nodes": 3, "device": "cuda", "kills": KILLS[:1], "protect": "auto"}))
+    assert shared.options == {"tensor": 1, "distributed": False}
+    assert PLAN.options == {}
+    with pytest.raises(ConfigError, match="1 ranks: data parallel training needs 2 or more"):
+        DemoPlan(**(fields | {"nodes": 1, "device": "cuda", "kills": (), "protect": "none"}))

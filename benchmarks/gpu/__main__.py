@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import fast, right
+from benchmarks.gpu import beside, fast, right
 from benchmarks.gpu.machine import Machine
 
-PARTS = {"A": right.CHECKS, "B": fast.CHECKS}
+PARTS = {"A": right.CHECKS, "B": fast.CHECKS, "C": beside.CHECKS}
 DEADLINE_S = 110.0
 """For one check; a part is to take less than ten minutes."""
 
@@ -41,8 +41,11 @@ def main() -> int:
     for name in PARTS[asked.part or "A"]:
         if asked.only and name not in asked.only:
             continue
-        results[name] = result = _checked(name, asked.dry)
-        print(f"{'✓' if result['passes'] else '✗'} {name:4} {result['seconds']:5.1f} s  {_words(result)}", flush=True)
+        results[name] = _checked(name, asked.dry)
+        _say(name, results[name])
+    if asked.part == "C" and not asked.only:
+        results["C"] = {**beside.compare(machine, results), "seconds": 0.0}
+        _say("C", results["C"])
     asked.out.mkdir(parents=True, exist_ok=True)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     report = asked.out / f"gpu-{asked.part or 'A'}-{'dry-' * asked.dry}{today}"
@@ -65,8 +68,13 @@ def _checked(name: str, dry: bool) -> dict[str, Any]:
     return {**found, "seconds": round(time.monotonic() - began, 1)}
 
 
+def _say(name: str, result: dict[str, Any]) -> None:
+    print(f"{'✓' if result['passes'] else '✗'} {name:4} {result['seconds']:5.1f} s  {_words(result)}", flush=True)
+
+
 def _words(result: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in result.items() if name not in ("passes", "seconds"))
+    said = {name: value for name, value in result.items() if name not in ("passes", "seconds")}
+    return ", ".join(f"{name} ({_words(v)})" if isinstance(v, dict) else f"{name} {v}" for name, v in said.items())
 
 
 def _table(today: str, machine: Machine, results: dict[str, dict[str, Any]]) -> str:

@@ -8,14 +8,17 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.gpu.machine import Machine, arena
+from benchmarks.service_parts import Job
 from holdfast import InMemorySnapshot
 from holdfast.chaos.device.seam import SeamDevice
 from holdfast.smp_daemon.shared.client import RecoveredShard
@@ -175,16 +178,10 @@ def latency(machine: Machine) -> Figures:
 
 def training(machine: Machine) -> Figures:
     """Steps of a model with a snapshot each, beside the same steps without, in turns."""
-    layers, width, batch, steps = (1, 16, 2, 6) if machine.dry else (24, 2048, 8, 12)
+    steps = 6 if machine.dry else 12
     device = machine.device
     with arena() as base, device.installed():
-        torch.manual_seed(1)
-        blocks = [torch.nn.Linear(width, width * 4) for _ in range(layers)]
-        rest = [torch.nn.Linear(width * 4, width) for _ in range(layers)]
-        pairs = [part for pair in zip(blocks, rest, strict=True) for part in pair]
-        model = torch.nn.Sequential(*pairs).to(device.name)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        given = torch.randn(batch * (1 if machine.dry else 1024), width).to(device.name)
+        model, optimizer, given = _job(machine, device, rows=8192)
         ratios, first, stalls = [], [], []
         before = 0
         for turn in range(3):
@@ -203,6 +200,28 @@ def training(machine: Machine) -> Figures:
         "held_up": round(statistics.median(stalls), 5),
         "device_memory_added_mb": round(added / 1e6, 1),
         "passes": machine.dry or (statistics.median(ratios) <= 1.005 and added <= 64 << 20),
+    }
+
+
+def crowded(machine: Machine) -> Figures:
+    """Steps that are shorter than the copy, at the hook's own options: snapshots get fewer, and steps stay as long."""
+    steps = 12 if machine.dry else 300
+    device = machine.device
+    with arena() as base, device.installed():
+        model, optimizer, given = _job(machine, device, rows=64)
+        alone = _steps(device, model, optimizer, given, range(steps // 4))
+        hook = InMemorySnapshot(model, optimizer, job="crowded", arena=base / "crowded")
+        with hook as snap:
+            beside = _steps(device, model, optimizer, given, snap.steps(steps))
+        again = _steps(device, model, optimizer, given, range(steps // 4))
+    ratio = statistics.mean(beside[steps // 2 :]) / statistics.mean([*alone, *again])
+    said = hook.statistics
+    return {
+        "step": round(ratio, 4),
+        "interval": said.interval,
+        "taken": said.taken,
+        "failed": said.failed,
+        "passes": machine.dry or (ratio <= 1.01 and said.failed == 0),
     }
 
 
@@ -233,6 +252,55 @@ def restoring(machine: Machine) -> Figures:
     }
 
 
+def sealing(machine: Machine) -> Figures:
+    """Digests, of one shard and of eight, and what they take from the copies of the next snapshot."""
+    count = _bytes(machine, 2 << 30)
+    with _on(machine) as (device, engines, engine), _slot(count) as slot, _slot(count) as sealed:
+        source = torch.zeros(count, dtype=torch.uint8, device=device.name)
+        engines.prepare([slot], nullcontext)
+        one = runs.cut(runs.make_runs([(source.data_ptr(), address_of(slot), count)]), 1, REGISTER_BYTES)
+        [(alone,)] = _in_turns(device, lambda: engine.runtime.copy_runs(one))[-1:]
+        found: Figures = {"passes": True}
+        for shards in (1, 8):
+            length = count // shards
+            parts = [sealed[i * length : (i + 1) * length] for i in range(shards)]
+            with ThreadPoolExecutor(shards) as pool:
+                began = time.perf_counter()
+                sealing = [pool.submit(_sealed, part) for part in parts]
+                took = []
+                while not took or not all(each.done() for each in sealing):
+                    before = time.perf_counter()
+                    engine.runtime.copy_runs(one)
+                    device.synchronize()
+                    took.append(time.perf_counter() - before)
+                each_s = [each.result() - began for each in sealing]
+            rate, copies = length / statistics.median(each_s) / 1e9, alone / statistics.median(took)
+            found[f"{shards} shards"] = {"gbps_each": round(rate, 1), "copy_rate": round(copies, 3)}
+            found["passes"] &= machine.dry or (rate >= 8 and copies >= 0.95)
+    return found
+
+
+def protecting(machine: Machine) -> Figures:
+    """Two nodes on loopback protect each other: what any network has to beat, and what it takes of the cores."""
+    length = _bytes(machine, 4 << 30)
+    with arena() as base, ExitStack() as stack:
+        job = Job(base, stack, [[length], [length]])
+        job.start()
+        job.take()
+        before = _cpu_times(job)
+        answers = [answer for _ in range(2 if machine.dry else 4) for answer in job.take()]
+        after = _cpu_times(job)
+        moved = length * len(answers) / 1e9
+    protect_s = statistics.median(answer["seconds"][-1] for answer in answers)
+    user, kernel = ((late - early) / moved for early, late in zip(before, after, strict=True))
+    return {
+        "protect_gbps": round(length / protect_s / 1e9, 2),
+        "user_s_per_gb": round(user, 3),
+        "kernel_s_per_gb": round(kernel, 3),
+        "passes": not job.lost,
+    }
+
+
 CHECKS = {
     "B1": rates,
     "B2": registration,
@@ -240,8 +308,35 @@ CHECKS = {
     "B4": queueing,
     "B5": latency,
     "B6": training,
+    "B7": crowded,
     "B10": restoring,
+    "B11": sealing,
+    "B12": protecting,
 }
+
+
+def _job(
+    machine: Machine, device: SeamDevice, rows: int
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    """A model of 0.8 billion weights, 9.7 GB with its optimizer; and what it is given in each step."""
+    layers, width, rows = (1, 16, 2) if machine.dry else (24, 2048, rows)
+    torch.manual_seed(1)
+    parts = [torch.nn.Linear(*sizes) for _ in range(layers) for sizes in ((width, 4 * width), (4 * width, width))]
+    model = torch.nn.Sequential(*parts).to(device.name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return model, optimizer, torch.randn(rows, width).to(device.name)
+
+
+def _sealed(part: memoryview) -> float:
+    """When all of it has its digests."""
+    digest_units(part, UNIT_BYTES)
+    return time.perf_counter()
+
+
+def _cpu_times(job: Job) -> tuple[float, float]:
+    """Seconds that the SMPs have run for, in their own code and in the kernel."""
+    times = [psutil.Process(node.pid).cpu_times() for node in job.nodes]
+    return sum(each.user for each in times), sum(each.system for each in times)
 
 
 def _allocated(machine: Machine) -> int:

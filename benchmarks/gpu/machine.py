@@ -20,6 +20,8 @@ from holdfast.chaos.device.queues import LAZY
 from holdfast.chaos.device.seam import SHOWN_BY, Cpu, Imagined, Real, SeamDevice
 from holdfast.chaos.device.standin import ImaginedCuda
 
+ROOT = Path(__file__).parent.parent.parent
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -77,7 +79,7 @@ def arena() -> Iterator[Path]:
 def tests(*arguments: str, deadline_s: float = 100.0) -> tuple[bool, str]:
     """Whether these tests pass, and the last line of what they print."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=deadline_s, check=False)
     lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
     return done.returncode == 0, lines[-1]
 

@@ -15,13 +15,16 @@ import psutil
 import torch
 
 from benchmarks.gpu.job import POINTS
-from benchmarks.gpu.machine import Machine, arena, tests
+from benchmarks.gpu.machine import ROOT, Machine, arena, tests
 from holdfast import InMemorySnapshot
+from holdfast.chaos import matrix
 from holdfast.chaos.device.seam import FAULTS, SeamLoop, observe, twin
 from holdfast.snapshot.copy import pages
 from holdfast.snapshot.state import rng
 
 Figures = dict[str, Any]
+
+SEED = 1234
 
 GROWTH = 1.01
 """How much more memory may be held after many snapshots than after a few."""
@@ -34,7 +37,7 @@ def facts(machine: Machine) -> Figures:
 
 def parts(machine: Machine) -> Figures:
     """The copy engine's own tests, on the device and on one that is not there."""
-    on_device, said = tests("tests/test_cuda_gpu.py", "-m", "gpu or not gpu")
+    on_device, said = tests("tests/test_cuda_gpu.py", "-m", "gpu")
     beside, said_beside = tests("tests/test_cuda.py", "-k", "order or capture" if machine.dry else "")
     return {"passes": on_device and beside, "on_device": said, "imagined": said_beside}
 
@@ -161,6 +164,41 @@ def leaks(machine: Machine) -> Figures:
     return {"snapshots": protected, **growth, "passes": protected > count // 5 and max(growth.values()) <= slack}
 
 
+def parallel(machine: Machine) -> Figures:
+    """torch's ways to train are killed and restarted: FSDP2, also with parameters on the host, and DDP on one GPU."""
+    return _cells(
+        machine,
+        matrix.Cell("FSDP2", "examples.plain:Shards", 1, drain=True),
+        matrix.Cell("FSDP2, offloaded", "examples.plain:Offloaded", 1, drain=True),
+        matrix.Cell("DDP, two ranks on one GPU", "examples.plain:Replicas", 2, drain=True),
+    )
+
+
+def megatron(machine: Machine) -> Figures:
+    """Megatron with its distributed optimizer and overlap is killed and restarted."""
+    return _cells(
+        machine,
+        *(
+            matrix.Cell(dtype, matrix.GPT, 1, {"tensor": 1, "overlap": True, "dtype": dtype})
+            for dtype in ("bf16", "fp16")
+        ),
+    )
+
+
+def demo(machine: Machine) -> Figures:
+    """``holdfast demo`` with two nodes of one rank, which share the GPU."""
+    nodes, device = ("4", "cpu") if machine.dry else ("2", "cuda")
+    options = ["--nodes", nodes, "--ranks", "1", "--steps", "10", "--device", device, "--json", "-"]
+    command = [str(Path(sys.executable).parent / "holdfast"), "demo", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    if not done.stdout.startswith("{"):
+        return {"failure": done.stderr[-300:], "passes": False}
+    found = json.loads(done.stdout)
+    lost = [recovery["lost_steps"] for recovery in found["recoveries"]]
+    shown = {name: found[name] for name in ("identical", "difference", "leaks")}
+    return {**shown, "lost_steps": lost, "passes": found["identical"] and len(lost) == 2 and done.returncode == 0}
+
+
 CHECKS = {
     "A0": facts,
     "A1": parts,
@@ -171,8 +209,18 @@ CHECKS = {
     "A5": graphs,
     "A6": moved,
     "A7": generators,
+    "A8": parallel,
+    "A9": megatron,
     "A10": leaks,
+    "A11": demo,
 }
+
+
+def _cells(machine: Machine, *cells: matrix.Cell) -> Figures:
+    """Each cell of a matrix: whether it came out the same to the last bit."""
+    verdicts = matrix.run(cells, SEED, lambda verdict: None, "cpu" if machine.dry else "cuda")
+    found: Figures = {verdict.cell.name: verdict.difference or "the same bits" for verdict in verdicts}
+    return {**found, "passes": not any(verdict.difference for verdict in verdicts)}
 
 
 def _refusing() -> Any:

@@ -38,6 +38,14 @@ def copy_into(live: State, saved: State) -> None:
                 tensor.copy_(saved[part][name])
 
 
+def buffered(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor after its place in one buffer of host memory that is there already, pinned if it is on a GPU."""
+    sources = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    lengths = [source.numel() for source in sources]
+    buffer = torch.empty(sum(lengths), dtype=torch.uint8, pin_memory=any(source.is_cuda for source in sources))
+    return list(zip(buffer.fill_(1).split(lengths), sources, strict=True))
+
+
 def until(condition: Callable[[], bool], what: str, *, pause_s: float = 0.001) -> None:
     """Poll a condition until it holds.
 

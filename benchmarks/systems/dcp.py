@@ -2,11 +2,12 @@
 
 The version is torch's. Each rank's tensors are the local parts of DTensors, sharded over all ranks as with FSDP2, so
 that DCP writes all of them; Adam's step counters, equal on all ranks, are plain tensors. The asynchronous classes use
-`async_save` with the best stager there is without a GPU: staging in a thread, into buffers that are kept. Into such
+`async_save` with the best stager there is: staging in a thread, into buffers that are kept. Into such
 buffers the next save must not be staged before the last is written, or it overwrites it, so `save` waits for that;
 `before_step` waits for staging. `AsyncProcess` stages into shared memory, which DCP's daemon process writes from.
 
-Pinned memory and non-blocking copies, which need a GPU, are off. All else is left as it is: the planner (a plan is made
+Pinned memory and non-blocking copies are on where the state is on a GPU, and shared memory then for both, as is DCP's
+own choice there. All else is left as it is: the planner (a plan is made
 for each save; caching it would halve that), one file and one writing thread a rank, and fsync, which tmpfs ignores.
 """
 
@@ -34,7 +35,8 @@ class Sync(FolderSystem):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, folder: Path) -> None:
         super().__init__(rank, folder)
-        mesh = init_device_mesh("cpu", (world,))
+        self._device = next(model.parameters()).device
+        mesh = init_device_mesh(self._device.type, (world,))
         self._state: dict[str, dict[str, Any]] = {
             part: {
                 name: DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False) if tensor.ndim else tensor
@@ -53,11 +55,18 @@ class Sync(FolderSystem):
 
 class _Async(Sync):
     _kind: AsyncCheckpointerType
-    _staging: StagingOptions
+    _shared: bool
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, folder: Path) -> None:
         super().__init__(model, optimizer, rank, world, folder)
-        self._stager = DefaultStager(self._staging)
+        there = self._device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=there,
+            use_shared_memory=there or self._shared,
+            use_async_staging=True,
+            use_non_blocking_copy=there,
+        )
+        self._stager = DefaultStager(options)
         self._staged: Future[None] | None = None
         self._written: Future[Any] | None = None
 
@@ -95,9 +104,7 @@ class AsyncThread(_Async):
 
     name = "DCP async_save, thread"
     _kind = AsyncCheckpointerType.THREAD
-    _staging = StagingOptions(
-        use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
-    )
+    _shared = False
 
 
 class AsyncProcess(_Async):
@@ -105,6 +112,4 @@ class AsyncProcess(_Async):
 
     name = "DCP async_save, process"
     _kind = AsyncCheckpointerType.PROCESS
-    _staging = StagingOptions(
-        use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
-    )
+    _shared = True

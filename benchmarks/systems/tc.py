@@ -6,7 +6,7 @@ is. Each rank writes a file for the model and one for the optimizer; the ranks' 
 and rank 0 renames the folder.
 
 Direct I/O, the default for writes, is off: it is made for disks and fails on some file systems. All else is left as it
-is, and so off without a GPU: pinned memory and non-blocking copies. No resharder is used, since ranks do not change.
+is: pinned memory and non-blocking copies are on where there is a GPU. No resharder is used, since ranks do not change.
 """
 
 from __future__ import annotations

@@ -32,6 +32,9 @@ ROOT = Path(__file__).parent.parent.parent
 LOOP = ROOT / "benchmarks" / "stall_loop.py"
 REQUIREMENTS = ROOT / "benchmarks" / "systems" / "requirements"
 CELL_DEADLINE_S = 1200.0
+BATCHES = {"cpu": 32, "cuda": 4096}
+"""Rows of a step."""
+
 INSTALL_DEADLINE_S = 900.0
 
 
@@ -54,6 +57,7 @@ class SavingMethod:
 
 SYSTEMS = (
     SavingMethod("none", "systems.none:Nothing"),
+    SavingMethod("copy", "systems.simple:Buffer"),
     SavingMethod("holdfast", "systems.memory:Alone"),
     SavingMethod("protected", "systems.memory:Protected", least_ranks=2),
     SavingMethod("dcp-thread", "systems.dcp:AsyncThread", "dcp"),
@@ -70,7 +74,9 @@ class StallBenchmark:
     """What is measured.
 
     Attributes:
-        layers: of the model; 32.8 MB of state each.
+        device: where the state is, ``cpu`` or ``cuda``: then each rank has a GPU of its own.
+        layers: of the model; 32.8 MB of state each. batch: rows of a step; None: few on a CPU, and on a GPU enough to
+            keep it busy.
         rounds, block: so many times, a block of steps with saves between blocks without.
         venvs: where the peers' virtual environments are, or are made.
         copies: one in so many tensors of the plain copies; see `measure_copies`.
@@ -84,6 +90,8 @@ class StallBenchmark:
     block: int = 8
     venvs: Path = ROOT / ".venv-peers"
     copies: int = 1
+    device: str = "cpu"
+    batch: int | None = None
 
 
 @dataclass(slots=True)
@@ -101,9 +109,10 @@ class StallReport:
         return asdict(self)
 
 
-def quick() -> StallBenchmark:
+def quick(device: str = "cpu") -> StallBenchmark:
     """Only this project, only once and small: a trial of the measurement in half a minute."""
-    return StallBenchmark(choose("none,holdfast"), (1,), (2,), layers=2, rounds=1, block=4, copies=16)
+    systems = choose("none,copy,holdfast")
+    return StallBenchmark(systems, (1,), (2,), layers=2, rounds=1, block=4, copies=16, device=device)
 
 
 def choose(keys: str) -> tuple[SavingMethod, ...]:
@@ -124,7 +133,9 @@ def run(plan: StallBenchmark, console: Console) -> StallReport:
     """
     if not LOOP.exists():
         raise ConfigError(f"{LOOP} is not there: the comparison runs from a checkout of the project")
-    report = StallReport(datetime.now(UTC).isoformat(timespec="seconds"), machine())
+    if plan.device == "cuda":
+        _check_devices(max(plan.ranks))
+    report = StallReport(datetime.now(UTC).isoformat(timespec="seconds"), machine() | device_facts(plan.device))
     pythons = {system.key: _python(system, plan.venvs, console) for system in plan.systems}
     report.copies = measure_copies(plan.copies)
     for ranks in plan.ranks:
@@ -133,20 +144,50 @@ def run(plan: StallBenchmark, console: Console) -> StallReport:
                 continue
             console.print(f"{system.key}, {ranks} rank{'s' * (ranks > 1)} ...")
             try:
-                report.rows += _cell(system, pythons[system.key], ranks, plan)
+                report.rows += measure(system, pythons[system.key], ranks, plan)
             except HoldfastError as error:
                 report.failed[f"{system.key}, {ranks} ranks"] = str(error)
                 console.print(f"  failed: {error}")
     return report
 
 
-def _cell(system: SavingMethod, python: str, ranks: int, plan: StallBenchmark) -> list[dict[str, Any]]:
+def device_facts(device: str) -> dict[str, Any]:
+    """What the report says of the GPUs, if the state is on one."""
+    if device == "cpu":
+        return {}
+    import torch
+
+    found = torch.cuda.get_device_properties(0)
+    return {"device": found.name, "device_memory_bytes": found.total_memory, "cuda": torch.version.cuda}
+
+
+def _check_devices(ranks: int) -> None:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < ranks:
+        raise ConfigError(
+            f"--device cuda with {ranks} ranks needs as many GPUs, and torch sees {count} here: choose fewer --ranks, "
+            "or leave --device out"
+        )
+
+
+def measure(system: SavingMethod, python: str, ranks: int, plan: StallBenchmark) -> list[dict[str, Any]]:
+    """The rows of one system with so many ranks. Blocks for a minute or more.
+
+    Args:
+        python: the interpreter that has the system.
+
+    Raises:
+        HoldfastError: it failed; the message has its last line.
+    """
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm") as text:
         folder = Path(text)
         command = [python, str(LOOP), "--system", system.spec, "--world", str(ranks), "--port", str(_free_port())]
         command += ["--folder", str(folder), "--out", str(folder / "rows.json"), "--layers", str(plan.layers)]
         command += ["--every", ",".join(map(str, plan.every)), "--rounds", str(plan.rounds)]
-        command += ["--block", str(plan.block)]
+        command += ["--block", str(plan.block), "--device", plan.device]
+        command += ["--batch", str(plan.batch or BATCHES[plan.device])]
         environment = os.environ | ({"PYTHONPATH": str(ROOT)} if system.peer is None else {})
         trainers = []
         for rank in range(ranks):
@@ -222,27 +263,32 @@ COLUMNS = (
     ("stall_p50_ms", "stall p50, ms"),
     ("stall_p99_ms", "p99, ms"),
     ("lost_s", "lost, s"),
-    ("lost_ratio", "lost / memcpy"),
+    ("lost_ratio", "lost / copy"),
     ("inflation", "step time ×"),
     ("survives_kill_s", "survives kill, s"),
     ("survives_node_s", "survives node, s"),
     ("extra", "memory / state"),
+    ("device_extra", "GPU memory / state"),
     ("restore_s", "restore, s"),
 )
+
+
+DEVICE = "device_extra_bytes"
 
 
 def grid(rows: Iterable[dict[str, Any]], ranks: int, every: int) -> list[list[str]]:
     """A table of the rows with so many ranks and that interval, cheapest first, with its head."""
     chosen = sorted((r for r in rows if (r["ranks"], r["every"]) == (ranks, every)), key=lambda row: row["lost_s"])
+    shown = [(key, title) for key, title in COLUMNS if key != "device_extra" or any(row[DEVICE] for row in chosen)]
     return [
-        ["system", *(title for _, title in COLUMNS)],
-        *([row["system"], *(_text(_value(row, key)) for key, _ in COLUMNS)] for row in chosen),
+        ["system", *(title for _, title in shown)],
+        *([row["system"], *(_text(_value(row, key)) for key, _ in shown)] for row in chosen),
     ]
 
 
 def _value(row: dict[str, Any], key: str) -> float | None:
-    if key == "extra":
-        return float(row["extra_bytes"]) / float(row["state_bytes"])
+    if key in ("extra", "device_extra"):
+        return float(row[f"{key}_bytes"]) / float(row["state_bytes"])
     return None if row[key] is None else float(row[key])
 
 
@@ -281,19 +327,28 @@ def markdown(report: StallReport) -> str:
     lines = [
         "# What a snapshot costs the training loop",
         "",
-        f"{report.date}: {describe(report.machine)}.",
+        f"{report.date}: {describe(report.machine)}{_with_device(report.machine)}.",
         "",
-        "One loop for all: 16 linear layers with Adam, 524 MB of state a rank, one thread a rank; blocks of steps with "
-        "saves between blocks without. *Lost* is all training time lost to one save, stall and slower steps until it "
-        "is done, of the slowest rank; *memcpy* is one copy of the same tensors at the same time on all ranks, in the "
-        "same run. *Survives kill* and *node*: seconds until the newest state would survive a trainer's SIGKILL, or "
-        "the loss of its node. Medians.",
+        f"One loop for all: linear layers with Adam, {_state(report.rows)} of state a rank, one thread a rank; blocks "
+        "of steps with saves between blocks without. *Lost* is all training time lost to one save, stall and slower "
+        "steps until it is done, of the slowest rank; *copy* is one copy of the same tensors at the same time on all "
+        "ranks, in the same run: a memcpy, or from a GPU a transfer into pinned memory. *Survives kill* and *node*: "
+        "seconds until the newest state would survive a trainer's SIGKILL, or the loss of its node. Medians.",
     ]
     for title, (head, *rows) in tables(report):
         lines += ["", f"## {title}", "", _line(head), _line(["---", *["---:"] * (len(head) - 1)]), *map(_line, rows)]
     if report.failed:
         lines += ["", "## Failed", "", *(f"* {what}: {why}" for what, why in report.failed.items())]
     return "\n".join(lines) + "\n"
+
+
+def _with_device(computer: dict[str, Any]) -> str:
+    return f", {computer['device']}, CUDA {computer['cuda']}" if "device" in computer else ""
+
+
+def _state(rows: Iterable[dict[str, Any]]) -> str:
+    sizes = sorted({round(row["state_bytes"] / row["ranks"] / 1e6) for row in rows})
+    return " or ".join(f"{size:,} MB" for size in sizes)
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         "stall",
         help="what a snapshot costs the training loop, beside the checkpoints of others",
         description="Runs one training loop with each system, a snapshot every step and every 10 steps, each in "
-        "processes of its own, and compares what they cost with memcpy of the same bytes. From a checkout; the "
+        "processes of its own, and compares what they cost with one copy of the same bytes. From a checkout; the "
         "peers' virtual environments are made once (about 1 GB each). About an hour; the machine should be idle.",
     )
     stall.add_argument("--quick", action="store_true", help="a small trial without the peers, in half a minute")
@@ -36,6 +36,13 @@ def add(commands: Any) -> None:
     stall.add_argument("--every", type=_counts, default=(1, 10), help="steps between snapshots (default 1,10)")
     stall.add_argument("--rounds", type=int, default=2, help="blocks of steps with snapshots (default 2)")
     stall.add_argument("--layers", type=int, default=16, help="32.8 MB of state each (default 16)")
+    stall.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the state is; with cuda a GPU a rank (default cpu)",
+    )
+    stall.add_argument("--batch", type=int, help="rows of a step (default 32, on a GPU 4096)")
     stall.add_argument("--venvs", type=Path, help="where the peers' environments are (default .venv-peers)")
     stall.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
     stall.add_argument("--plot", type=Path, metavar="FILE", help="also draw the lost time, as SVG (extra: plots)")
@@ -81,9 +88,11 @@ def _stall(parsed: argparse.Namespace) -> int:
         parsed.every,
         parsed.layers,
         parsed.rounds,
+        device=parsed.device,
+        batch=parsed.batch,
         **({"venvs": parsed.venvs} if parsed.venvs else {}),
     )
-    report = run(quick() if parsed.quick else plan, console)
+    report = run(quick(parsed.device) if parsed.quick else plan, console)
     show(console, report)
     if parsed.markdown:
         parsed.markdown.write_text(markdown(report))

@@ -24,6 +24,12 @@ def add(commands: Any) -> None:
     )
     demo.add_argument("--nodes", type=int, default=4, help="virtual nodes (default 4)")
     demo.add_argument("--ranks", type=int, default=2, help="trainers on each node (default 2)")
+    demo.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where trainers train; several may share a GPU (default cpu)",
+    )
     demo.add_argument("--steps", type=int, default=20, help="training steps (default 20)")
     demo.add_argument("--seed", type=int, default=1234, help="seed of weights, data and dropout (default 1234)")
     demo.add_argument("--protect", default="auto", help="k+m such as 2+2, copies:r, auto or none (default auto)")
@@ -53,7 +59,14 @@ def _run(parsed: argparse.Namespace) -> int:
     from holdfast.chaos.demo_view import DemoProgress, show
 
     plan = DemoPlan(
-        parsed.nodes, parsed.ranks, parsed.steps, parsed.seed, parsed.protect, _kills(parsed), parsed.defaults
+        parsed.nodes,
+        parsed.ranks,
+        parsed.steps,
+        parsed.seed,
+        parsed.protect,
+        _kills(parsed),
+        parsed.defaults,
+        parsed.device,
     )
     console = Console(stderr=parsed.json == "-", highlight=False)
     with DemoProgress(console, plan) as progress:
