@@ -182,7 +182,7 @@ class Life:
             if not job.sure.is_set():
                 job.abort(StaleEpoch("the trainer is gone"))
             job.reading.set()
-            job.copied.set()
+            job.free()
             job.done.set()
         if state is _State.DEAD:
             for stream in self._streams:

@@ -120,7 +120,7 @@ def test_a_copy_that_takes_too_long_is_given_up() -> None:
 def test_a_copy_that_failed_before_it_began_is_not_waited_for() -> None:
     made = job()
     made.abort(SmpUnavailable("gone"))
-    made.copied.set()
+    made.free()
     assert made.fence(DEADLINE_S, DEADLINE_S) is True
     assert isinstance(made.error, SmpUnavailable)
 

@@ -51,7 +51,7 @@ class CopyJob:
         release: called when `ready` is not needed any more.
         persist: a snapshot that the SMP is to persist; None: none.
         instead: an earlier job for the same snapshot, which was given up.
-        reading: set once the live state is read.
+        reading: set once the live state is read, or never will be.
         copied: set once nothing of the live state is read any more, whatever became of the copy.
         inputs: what the first forward of the step is given; None: unknown, or nothing that can be looked at.
         begins: whether the step begins where the snapshot was taken, whatever follows: the loop has said so.
@@ -105,11 +105,16 @@ class CopyJob:
             self.check()
             self.reading.set()
 
+    def free(self) -> None:
+        """The copy thread reads nothing of the live tensors any more, or never will: nobody need wait for that."""
+        self.reading.set()
+        self.copied.set()
+
     def fence(self, patience_s: float, deadline_s: float) -> bool:
         """Training thread: block until the live tensors may change. Whether the copy had begun; if it has not within
         `patience_s`, as it has no slot, it is given up. So it is if it takes longer than `deadline_s`.
         """
-        begun = self.reading.wait(0 if self.copied.is_set() else patience_s) or self.copied.is_set()
+        begun = self.reading.wait(patience_s)
         if not begun:
             with self.lock:
                 begun = self.reading.is_set()
@@ -250,7 +255,7 @@ class Copier:
             log.exception("snapshot of %s failed", job.snapshot, extra=about(job.snapshot))
             job.abort(HoldfastError(f"{type(error).__name__}: {error}"))
         finally:
-            job.copied.set()
+            job.free()
         return False
 
     def _copy(self, job: CopyJob) -> None:
@@ -361,7 +366,7 @@ class Copier:
         if witness is not None:
             witness.look(job.transfer)
         job.transfer.guard()
-        job.copied.set()
+        job.free()
         job.transfer.copy(job.ready, slot, lambda count: None)
         failpoint("copy.done", step)
         job.check()
