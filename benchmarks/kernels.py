@@ -19,7 +19,7 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, _Episode
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot
-from holdfast.snapshot.copy.engines import SlotTensor
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.step.capture import Staging
 from holdfast.snapshot.step.copier import CopyJob
@@ -31,7 +31,7 @@ class Fence:
     """The training thread changes the state once the fence lets it; the copy thread reads it."""
 
     def __init__(self) -> None:
-        self.job = CopyJob(SnapshotId(1, 1), "dp0", (), None, FORM, (), 0, (), lambda inputs: b"")
+        self.job = CopyJob(SnapshotId(1, 1), "dp0", (), None, FORM, (), 0, (), lambda inputs: b"", CpuEngine())
         self.changed = self.torn = False
 
     def train(self) -> None:
@@ -44,7 +44,7 @@ class Fence:
         except HoldfastError:
             return
         self.torn = self.changed
-        self.job.copied.set()
+        self.job.free()
 
     def holds(self) -> bool:
         return not self.torn
@@ -57,7 +57,7 @@ class GivenUp:
     """A snapshot is given up while the copy thread begins: it is read or given up, and both threads agree."""
 
     def __init__(self) -> None:
-        self.job = CopyJob(SnapshotId(1, 1), "dp0", (), None, FORM, (), 0, (), lambda inputs: b"")
+        self.job = CopyJob(SnapshotId(1, 1), "dp0", (), None, FORM, (), 0, (), lambda inputs: b"", CpuEngine())
         self.read: bool | None = None
 
     def train(self) -> None:

@@ -181,7 +181,6 @@ class Life:
         for job in self._jobs:
             if not job.sure.is_set():
                 job.abort(StaleEpoch("the trainer is gone"))
-            job.reading.set()
             job.free()
             job.done.set()
         if state is _State.DEAD:
