@@ -39,6 +39,8 @@ def install() -> bool:
     cuda.current_stream = cuda.default_stream = lambda device=None: _EagerStream()
     # Without this torch queues what it is asked to do to the generators for a later that never comes.
     cuda._initialized = True
+    # A build of torch that has CUDA counts devices before processes are forked, and would refuse generators after that.
+    cuda._is_in_bad_fork = lambda: False
     cuda.default_generators = _CpuGenerators()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
