@@ -15,6 +15,8 @@
 # make gpu-wheels  what a GPU machine without network needs beside torch and NumPy, for its Python: GPU_PYTHON=3.12
 # make gpu-offline there: set up with these and its own torch, and then make gpu
 # make gpu-dry the same program on a machine without one, against a device that is not there: six minutes
+# make wheels  an sdist and a wheel for each Python that is here, in dist/
+# make wheels-check  install each in a fresh environment, and kill and restart a job with it
 # make proof   the tests that prove what README and docs promise, and a table of what came of each
 # make docs    write the reference out of the code, build the documentation, check every link: build/docs/index.html
 
@@ -23,7 +25,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry gpu-wheels gpu-offline docs clean setup
+.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -50,7 +52,8 @@ check: setup
 	@$(BIN)/mypy
 
 matrix: setup
-	$(BIN)/holdfast matrix --markdown benchmarks/results/matrix-$$(date +%F).md
+	$(BIN)/holdfast matrix --markdown benchmarks/results/matrix-$$(date +%F).md \
+		--json benchmarks/results/matrix-$$(date +%F).json
 
 chaos: setup
 	$(BIN)/holdfast chaos run campaign --json benchmarks/results/chaos-$$(date +%F).json \
@@ -97,6 +100,12 @@ gpu-offline:
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-index --no-deps $(WHEELS)/*.whl
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-index --no-deps --no-build-isolation -e .
 	@touch $(READY)
+
+wheels: setup
+	@$(BIN)/python -m tests.wheels build python3.11 python3.12 python3.13
+
+wheels-check: setup
+	@$(BIN)/python -m tests.wheels check dist/*.whl $(WHEELS_CHECK)
 
 proof: setup
 	@$(BIN)/python -m tests.proof

@@ -6,9 +6,11 @@ then a whole node killed in the middle of steps. All losses and all final state 
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from typing import Any
 
 from rich.console import Console
@@ -221,6 +223,12 @@ def judge(cell: Cell, undisturbed: History, disturbed: History, seconds: float) 
     return CellVerdict(cell, difference, tuple(restored), lost, seconds)
 
 
+def versions() -> dict[str, str]:
+    """Of what trained, by name."""
+    found = {name: metadata.version(name) for name in ("torch", "megatron-core")}
+    return {"Python": platform.python_version(), **found}
+
+
 def show(console: Console, verdicts: Iterable[CellVerdict]) -> None:
     """Print a table."""
     table = Table(
@@ -234,14 +242,22 @@ def show(console: Console, verdicts: Iterable[CellVerdict]) -> None:
     console.print(table)
 
 
+def report(verdicts: Iterable[CellVerdict], when: str, machine: str, seed: int) -> dict[str, Any]:
+    """The verdicts as a JSON object; `when` and `machine` in words."""
+    cells = [asdict(verdict) for verdict in verdicts]
+    return {"when": when, "machine": machine, "versions": versions(), "seed": seed, "verdicts": cells}
+
+
 def markdown(verdicts: Iterable[CellVerdict], when: str, machine: str, seed: int) -> str:
     """The verdicts as a page."""
+    made_of = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = [
         "# Killed, restored, compared to the last bit",
         "",
-        f"{when}: {machine}. Seed {seed}. Each cell trains {STEPS} steps; a trainer is killed in the middle of step "
-        f"{TRAINER_STEP} and, where there are two nodes or more, a whole node in the middle of step {NODE_STEP}. "
-        "*Identical*: all losses of all ranks and all final state are those of an undisturbed run without the hook.",
+        f"{when}: {machine}; {made_of}. Seed {seed}. Each cell trains {STEPS} steps; a trainer is killed in the middle "
+        f"of step {TRAINER_STEP} and, where there are two nodes or more, a whole node in the middle of step "
+        f"{NODE_STEP}. *Identical*: all losses of all ranks and all final state are those of an undisturbed run "
+        "without the hook.",
         "",
         "| cell | ranks | identical | steps done again | seconds |",
         "| --- | ---: | --- | ---: | ---: |",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import json
 import os
 import re
 import sys
@@ -35,8 +36,42 @@ def pages() -> dict[str, str]:
         del os.environ[name]  # commands take defaults from them
     sys.path.insert(0, str(ROOT))
     made = {"reference-python.md": python, "reference-commands.md": commands, "reference-environment.md": environment}
-    made["proof.md"] = proof
+    made |= {"proof.md": proof, "support.md": support}
     return {name: NOTE + "\n\n".join(part for part in make() if part).rstrip() + "\n" for name, make in made.items()}
+
+
+# ---------------------------------------------------------------------- support
+
+
+def support() -> Iterator[str]:
+    yield "# What it was run with"
+    yield (
+        "Each line is a run whose report is committed: every kind of job was trained undisturbed, and again with a "
+        "trainer and then a whole node killed in the middle of steps. *Exact*: all losses of all ranks and all final "
+        "state were the same to the last bit. On CPUs; on a GPU nothing has run yet ([why, and what is ready](gpu.md))."
+    )
+    head = ["| what trained | release | Python | torch | jobs | exact | when |", "|---|---|---|---|---:|---:|---|"]
+    yield "\n".join([*head, *_runs()])
+    yield (
+        "Another release of megatron-core is said to be untried, once, as a job begins. What would come back wrong is "
+        "refused by name before the first step: `HybridDeviceOptimizer` (`--optimizer-cpu-offload`), layer-wise "
+        "optimizers, Megatron-FSDP, and weights in 8 bits."
+    )
+
+
+def _runs() -> Iterator[str]:
+    """A line for each framework of each report of the matrix, the newest first."""
+    for path in sorted((ROOT / "benchmarks" / "results").glob("matrix-*.json"), reverse=True):
+        found = json.loads(path.read_text())
+        versions = found["versions"]
+        of_megatron = [each["cell"]["job"].startswith("holdfast.chaos.gpt") for each in found["verdicts"]]
+        for name, kind in (("megatron-core", True), ("PyTorch: one process, DDP, FSDP2, ZeRO-1", False)):
+            chosen = [each for each, mega in zip(found["verdicts"], of_megatron, strict=True) if mega is kind]
+            exact = sum(not each["difference"] for each in chosen)
+            release = versions["megatron-core"] if kind else versions["torch"]
+            when = f"[{found['when'][:10]}](../benchmarks/results/{path.with_suffix('.md').name})"
+            of = f"{release} | {versions['Python']} | {versions['torch']}"
+            yield f"| {name} | {of} | {len(chosen)} | {exact} | {when} |"
 
 
 # ---------------------------------------------------------------------- proof

@@ -55,7 +55,7 @@ def main() -> None:
             for x, y in snap.data(loader):
                 loss = nn.functional.cross_entropy(model(x), y)
                 torch.autograd.backward(loss)
-                print(f"step {snap.step}: epoch {epoch}, loss {float(loss).hex()}", flush=True)
+                print(f"step {snap.step}: epoch {epoch}, loss {float(loss.item()).hex()}", flush=True)
                 optim.step()
                 optim.zero_grad()
             print(f"epoch {epoch}: {validate(model):.3f} on the first spiral", flush=True)

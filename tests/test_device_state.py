@@ -10,8 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
-from holdfast.integrations.adapters.megatron import MegatronAdapter, _casts, _put_back, _shards
+from holdfast.integrations.adapters.megatron import (
+    MegatronAdapter,
+    _casts,
+    _put_back,
+    _shards,
+    check_captured,
+    warn_of_untried,
+)
 from holdfast.smp_daemon.shared.budget import Budget
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.populate import populate
@@ -139,3 +151,48 @@ def test_a_mapping_is_touched_while_other_threads_go_on() -> None:
     assert after > before
     mapped.close()  # nothing holds it
     populate(mmap.mmap(-1, mmap.PAGESIZE))
+
+
+# ---------------------------------------------------------------------- what would come back wrong
+
+
+def made(kind: type[Any], **attributes: Any) -> Any:
+    """One of Megatron's own, without what asks for CUDA as it is made."""
+    found = object.__new__(kind)
+    vars(found).update(attributes)
+    return found
+
+
+def test_an_optimizer_that_keeps_parameters_on_the_host_is_refused() -> None:
+    wrapped = made(FP32Optimizer, optimizer=made(HybridDeviceOptimizer))
+    with pytest.raises(ConfigError, match=r"HybridDeviceOptimizer is not captured.*--optimizer-cpu-offload"):
+        check_captured(wrapped, [wrapped], [])
+
+
+def test_a_layer_wise_optimizer_is_refused_alone_and_in_a_chain() -> None:
+    layer_wise, plain = made(LayerWiseDistributedOptimizer), made(FP32Optimizer, optimizer=None)
+    check_captured(made(ChainedOptimizer), [plain], [])
+    for optim, parts in ((layer_wise, []), (made(ChainedOptimizer), [plain, layer_wise])):
+        with pytest.raises(ConfigError, match=r"LayerWiseDistributedOptimizer is not captured: each rank steps"):
+            check_captured(optim, parts, [])
+
+
+def test_an_optimizer_that_nobody_has_tried_is_refused_by_name() -> None:
+    class Unheard(MegatronOptimizer):  # type: ignore[misc]
+        """Of a later release."""
+
+    Unheard.__abstractmethods__ = frozenset()
+    with pytest.raises(ConfigError, match=r"Unheard is no optimizer of megatron-core that is captured: Dist"):
+        check_captured(made(Unheard), [made(Unheard)], [])
+
+
+def test_megatrons_own_fsdp_is_refused() -> None:
+    chunk = SimpleNamespace(ddp_config=DistributedDataParallelConfig(use_megatron_fsdp=True))
+    with pytest.raises(ConfigError, match=r"Megatron-FSDP is not captured.*--use-megatron-fsdp"):
+        check_captured(None, [], [chunk])
+
+
+@pytest.mark.parametrize(("version", "said"), [("0.16.1", False), ("0.19.2", False), ("0.20.0rc1", True)])
+def test_a_release_that_nobody_has_tried_is_said(version: str, said: bool, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_untried(version)
+    assert ("was never tried" in caplog.text) is said

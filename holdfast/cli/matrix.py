@@ -27,13 +27,12 @@ def add(commands: Any) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from dataclasses import asdict
     from datetime import UTC, datetime
 
     from rich.console import Console
 
     from holdfast.bench.ec import describe, machine
-    from holdfast.chaos.matrix import CellVerdict, choose, markdown, run, show
+    from holdfast.chaos.matrix import CellVerdict, choose, markdown, report, run, show
 
     console = Console(stderr=parsed.json == "-", highlight=False)
     cells = choose(parsed.cells)
@@ -47,8 +46,8 @@ def _run(parsed: argparse.Namespace) -> int:
 
     verdicts = run(cells, parsed.seed, tell)
     show(console, verdicts)
+    of = datetime.now(UTC).isoformat(timespec="seconds"), describe(machine()), parsed.seed
     if parsed.markdown:
-        when = datetime.now(UTC).isoformat(timespec="seconds")
-        parsed.markdown.write_text(markdown(verdicts, when, describe(machine()), parsed.seed))
-    write_json(parsed.json, [asdict(verdict) for verdict in verdicts])
+        parsed.markdown.write_text(markdown(verdicts, *of))
+    write_json(parsed.json, report(verdicts, *of))
     return 1 if any(verdict.difference for verdict in verdicts) else 0

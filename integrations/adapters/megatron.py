@@ -14,22 +14,40 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
 from holdfast.integrations.adapters.base import BaseAdapter, buffers, check_modules, parameter_names, warn_of_unnamed
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import Block, set_dtype
 from holdfast.snapshot.state.live import Change, LiveTensor, Stateful, Tree
 from holdfast.snapshot.state.optimizers import OptimizerState
 
+log = get_log(__name__)
+
 CAST_TO = (torch.bfloat16, torch.float16)
+
+TRIED = ("0.16", "0.19")
+"""Releases whose every kind of job was killed, restored and compared."""
+
+CAPTURED = ("DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Optimizer")
+"""Optimizers, alone or in a chain, whatever torch optimizer they wrap."""
+
+NOT_CAPTURED = {
+    "LayerWiseDistributedOptimizer": "each rank steps whole layers and sends them to the others, which would keep the "
+    "weights that they had before the restore; train without a layer-wise optimizer",
+    "HybridDeviceOptimizer": "it keeps parameters of its own on the CPU, which would overwrite what was restored; "
+    "train without --optimizer-cpu-offload",
+}
+"""Kinds of state that would be resumed wrong, by class, and why."""
 
 
 class MegatronAdapter(BaseAdapter):
-    """`snapshot.state.adapter.Adapter` for megatron-core 0.15 and 0.16."""
+    """`snapshot.state.adapter.Adapter` for megatron-core 0.16 to 0.19."""
 
     def __init__(
         self,
@@ -44,6 +62,8 @@ class MegatronAdapter(BaseAdapter):
             for part in getattr(optim, "chained_optimizers", [optim])
             if not getattr(part, "is_stub_optimizer", False)
         ]
+        warn_of_untried(megatron.core.__version__)
+        check_captured(optim, self._parts, check_modules(model))
         self._replicated = [not hasattr(part, "shard_fp32_from_float16_groups") for part in self._parts]
         weights = parameter_names(check_modules(model))
         states = []
@@ -153,6 +173,36 @@ class MegatronAdapter(BaseAdapter):
         for chunk in chunks:
             if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
                 chunk.start_param_sync(force_sync=True)
+
+
+def warn_of_untried(version: str) -> None:
+    """Say so if nobody has tried this release."""
+    if ".".join(version.split(".")[:2]) not in TRIED:
+        log.warning(
+            "megatron-core %s was never tried with holdfast: %s were, see docs/support.md", version, ", ".join(TRIED)
+        )
+
+
+def check_captured(optim: Any, parts: Sequence[Any], chunks: Sequence[Any]) -> None:
+    """Raises `ConfigError` if there is state of a kind that would not come back, or nobody has tried."""
+    for each in (optim, *parts, *(getattr(part, "optimizer", None) for part in parts)):
+        for name, reason in NOT_CAPTURED.items():
+            if name in _names(each):
+                raise ConfigError(f"megatron-core's {name} is not captured: {reason}")
+    for part in parts:
+        if not _names(part) & set(CAPTURED):
+            known = ", ".join(CAPTURED)
+            raise ConfigError(f"{type(part).__name__} is no optimizer of megatron-core that is captured: {known} are")
+    if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks):
+        raise ConfigError(
+            "Megatron-FSDP is not captured: it keeps weights, gradients and main parameters in buffers of its own; "
+            "train without --use-megatron-fsdp, or with FSDP2"
+        )
+
+
+def _names(of: object) -> set[str]:
+    """What its class, and those that it is made from, are called."""
+    return {each.__name__ for each in type(of).__mro__}
 
 
 def _mains(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
