@@ -24,6 +24,13 @@ FIRST = -1
 log = get_log(__name__)
 
 
+def uses_cuda() -> bool:
+    """Whether this process has anything on a CUDA device. A torch without CUDA has not, whatever stands in for that, as
+    for training Megatron on CPUs."""
+    built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    return built and torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
 class DeviceEvent(Protocol):
     """A point in the work of a stream. `query`: whether it has been passed."""
 

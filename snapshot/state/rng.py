@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.snapshot.copy.cuda_runtime import uses_cuda
+
 
 def capture() -> dict[str, Any]:
     """The state of every generator of this process. Copies: a few kilobytes.
@@ -21,7 +23,7 @@ def capture() -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if uses_cuda():
         state["cuda"] = {"current": torch.cuda.current_device(), "states": torch.cuda.get_rng_state_all()}
     return state
 

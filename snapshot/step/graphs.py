@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.copy.cuda_runtime import uses_cuda
 
 UNHEARD = 64
 """After so many replays of graphs that nobody knows, without any optimizer stepping, it is said that it may be them."""
@@ -26,8 +27,7 @@ Say = Callable[[], None]
 
 def capturing() -> bool:
     """Whether what this thread queues is recorded into a graph."""
-    usable = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return usable and torch.cuda.is_current_stream_capturing()
+    return uses_cuda() and torch.cuda.is_current_stream_capturing()
 
 
 def kind_of_graph() -> Any:

@@ -1,0 +1,156 @@
+"""``python -m holdfast.megatron_lm [options] pretrain_gpt.py [its options]``: Megatron-LM's own scripts, unchanged.
+
+Under torchrun as ever: ``torchrun ... -m holdfast.megatron_lm pretrain_gpt.py --num-layers ...``. The functions of
+``megatron.training.training`` that set the job up and take its steps are stood in for while the script runs; what a
+version of Megatron-LM would have to have for that is `NEEDED`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from holdfast.hook import InMemorySnapshot
+from holdfast.smp_daemon.shared.errors import ConfigError
+
+NEEDED = {
+    "get_args": (),
+    "pretrain": (),
+    "setup_model_and_optimizer": (),
+    "build_pretraining_data_loader": (),
+    "train_step": (),
+    "checkpoint_and_decide_exit": ("num_floating_point_operations_so_far",),
+}
+"""Functions of ``megatron.training.training``, and arguments that they must have."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the script. Ends the process with status 2 if that cannot be protected."""
+    parser = argparse.ArgumentParser(prog="python -m holdfast.megatron_lm", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--every", type=_every, default=1, help="steps from one snapshot to the next, or auto (default 1)"
+    )
+    parser.add_argument("--protect", default="auto", help="k+m such as 6+2, copies:r, auto or none (default auto)")
+    parser.add_argument("--slots", type=int, default=3, help="snapshots that fit in memory at once (default 3)")
+    parser.add_argument("--job", help="the job's name (default $HOLDFAST_JOB)")
+    parser.add_argument("--overhead-budget", type=float, help="part of the training time that snapshots may take")
+    parser.add_argument("script", type=Path, help="such as pretrain_gpt.py, in a checkout of Megatron-LM")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
+    asked = vars(parser.parse_args(arguments))
+    script, rest = asked.pop("script"), asked.pop("rest")
+    try:
+        launch(script, rest, **asked)
+    except ConfigError as error:
+        parser.exit(2, f"holdfast: {error}\n")
+
+
+def launch(script: Path, arguments: Sequence[str], **options: Any) -> None:
+    """Run a training script of Megatron-LM with `InMemorySnapshot`'s options. Ends as the script does.
+
+    Raises:
+        ConfigError: the script is not there, or its Megatron-LM is one that is not known.
+        HoldfastError: as entering `InMemorySnapshot`.
+    """
+    if not script.is_file():
+        raise ConfigError(f"{script}: there is no such script")
+    sys.path.insert(0, str(script.resolve().parent))  # as Python does for a script
+    try:
+        training = importlib.import_module("megatron.training.training")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{script}: {error}; it is to lie in a checkout of Megatron-LM, or that is to be on PYTHONPATH"
+        ) from error
+    check(training)
+    with protecting(training, options):
+        sys.argv = [str(script), *arguments]
+        runpy.run_path(str(script), run_name="__main__")
+
+
+def check(training: ModuleType) -> None:
+    """Raises `ConfigError`, naming all that a version of Megatron-LM lacks."""
+    missing = []
+    for name, needed in NEEDED.items():
+        function = getattr(training, name, None)
+        if function is None:
+            missing.append(name)
+        else:
+            known = inspect.signature(function).parameters
+            missing += [f"{each} of {name}" for each in needed if each not in known]
+    if missing:
+        raise ConfigError(
+            f"{training.__file__} has no {', '.join(missing)}: this version of Megatron-LM is not known; protect it "
+            "with three lines, as docs/megatron-lm.md says"
+        )
+
+
+@contextmanager
+def protecting(training: ModuleType, options: dict[str, Any]) -> Iterator[None]:
+    """In this block, ``pretrain`` protects what it sets up until it ends."""
+    from holdfast.integrations.megatron_lm import protect  # after the script's own folder is on the path
+
+    entered: list[InMemorySnapshot] = []
+    set_up, pretrain = training.setup_model_and_optimizer, training.pretrain
+
+    @functools.wraps(set_up)
+    def setting_up(*arguments: Any, **named: Any) -> Any:
+        found = set_up(*arguments, **named)
+        model, optimizer, scheduler = found
+        if optimizer is not None and not entered:
+            entered.append(protect(model, optimizer, scheduler, training.get_args(), training=training, **options))
+        return found
+
+    @functools.wraps(pretrain)
+    def pretraining(*arguments: Any, **named: Any) -> Any:
+        entered.clear()
+        try:
+            result = pretrain(*arguments, **named)
+        except BaseException:
+            while entered:
+                entered.pop().__exit__(*sys.exc_info())
+            raise
+        while entered:
+            entered.pop().close()
+        return result
+
+    with (
+        _standing_in(training, "setup_model_and_optimizer", setting_up),
+        _standing_in(training, "pretrain", pretraining),
+    ):
+        yield
+
+
+@contextmanager
+def _standing_in(training: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """`function` stands for one of the module, in its package too, from where scripts import it."""
+    original = getattr(training, name)
+    package = sys.modules[training.__name__.rpartition(".")[0]]
+    places = [place for place in (training, package) if getattr(place, name, None) is original]
+    for place in places:
+        setattr(place, name, function)
+    try:
+        yield
+    finally:
+        for place in places:
+            setattr(place, name, original)
+
+
+def _every(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps nor auto") from None
+
+
+if __name__ == "__main__":
+    main()
