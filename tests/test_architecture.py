@@ -23,7 +23,7 @@ ROOMS = (
     *(f"smp_daemon.{room}" for room in ("shared", "storage", "watchdog", "net", "recovery", "persist", "coding")),
     *("smp_daemon.node", "smp_daemon.ops", "smp_daemon"),
     *(f"snapshot.{room}" for room in ("collective", "copy", "state", "step", "resume", "interval")),
-    *("snapshot", "integrations.adapters", "holdfast", "integrations", "integrations.ray"),
+    *("snapshot", "integrations.adapters", "holdfast", "integrations", "integrations.ray", "megatron_lm"),
     *("planner", "planner.fleet", "export"),
     *(
         "chaos.network",
