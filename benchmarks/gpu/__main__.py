@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu import beside, fast, right
 from benchmarks.gpu.machine import Machine
 
@@ -32,6 +34,12 @@ def main() -> int:
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="where the report goes")
     asked = parser.parse_args()
+    if not asked.dry and not torch.cuda.is_available():
+        print(
+            "torch sees no GPU here (torch.cuda.is_available() is false); make gpu-dry runs without one",
+            file=sys.stderr,
+        )
+        return 2
     machine = Machine(asked.dry)
     if asked.check:
         every = {name: check for checks in PARTS.values() for name, check in checks.items()}
