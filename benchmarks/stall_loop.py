@@ -40,7 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, for the proce
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from systems.common import DEADLINE_S, buffered, live_state, release_heap, until  # noqa: E402
+from systems.common import DEADLINE_S, buffered, live_state, release_heap, settle, until  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = TypeVar("T")
@@ -245,11 +245,6 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
 
-    def settle(self) -> None:
-        """Block until the device has done what was asked of it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def state(self) -> list[torch.Tensor]:
         return [tensor for part in live_state(self.model, self.optimizer).values() for tensor in part.values()]
 
@@ -286,15 +281,15 @@ class Floor:
     GPU, a pinned one."""
 
     def __init__(self, training: Training) -> None:
-        self._training = training
+        self._device = training.device
         self._pairs = buffered(training.state())
 
     def measure(self) -> float:
-        self._training.settle()
+        settle(self._device)
         begin = time.perf_counter()
         for target, source in self._pairs:
             target.copy_(source, non_blocking=True)
-        self._training.settle()
+        settle(self._device)
         return time.perf_counter() - begin
 
 
@@ -349,7 +344,7 @@ class Loop:
         self._system.before_step()
         free = time.perf_counter()
         self._training.update()
-        self._training.settle()
+        settle(self._training.device)
         end = time.perf_counter()
         return Iteration(end - begin, saved - begin, polled - saved, free - computed)
 

@@ -14,12 +14,12 @@ import inspect
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from holdfast.hook import InMemorySnapshot
+from holdfast.integrations.megatron_lm import MODULE, OPERATIONS, protect
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 NEEDED = {
@@ -28,7 +28,7 @@ NEEDED = {
     "setup_model_and_optimizer": (),
     "build_pretraining_data_loader": (),
     "train_step": (),
-    "checkpoint_and_decide_exit": ("num_floating_point_operations_so_far",),
+    "checkpoint_and_decide_exit": (OPERATIONS,),
 }
 """Functions of ``megatron.training.training``, and arguments that they must have."""
 
@@ -64,7 +64,7 @@ def launch(script: Path, arguments: Sequence[str], **options: Any) -> None:
         raise ConfigError(f"{script}: there is no such script")
     sys.path.insert(0, str(script.resolve().parent))  # as Python does for a script
     try:
-        training = importlib.import_module("megatron.training.training")
+        training = importlib.import_module(MODULE)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{script}: {error}; it is to lie in a checkout of Megatron-LM, or that is to be on PYTHONPATH"
@@ -95,31 +95,25 @@ def check(training: ModuleType) -> None:
 @contextmanager
 def protecting(training: ModuleType, options: dict[str, Any]) -> Iterator[None]:
     """In this block, ``pretrain`` protects what it sets up until it ends."""
-    from holdfast.integrations.megatron_lm import protect  # after the script's own folder is on the path
-
-    entered: list[InMemorySnapshot] = []
+    job, protected = ExitStack(), False
     set_up, pretrain = training.setup_model_and_optimizer, training.pretrain
 
     @functools.wraps(set_up)
     def setting_up(*arguments: Any, **named: Any) -> Any:
+        nonlocal protected
         found = set_up(*arguments, **named)
         model, optimizer, scheduler = found
-        if optimizer is not None and not entered:
-            entered.append(protect(model, optimizer, scheduler, training.get_args(), training=training, **options))
+        if optimizer is not None and not protected:
+            job.push(protect(model, optimizer, scheduler, training.get_args(), training=training, **options))
+            protected = True
         return found
 
     @functools.wraps(pretrain)
     def pretraining(*arguments: Any, **named: Any) -> Any:
-        entered.clear()
-        try:
-            result = pretrain(*arguments, **named)
-        except BaseException:
-            while entered:
-                entered.pop().__exit__(*sys.exc_info())
-            raise
-        while entered:
-            entered.pop().close()
-        return result
+        nonlocal protected
+        protected = False
+        with job:  # it ends well with this, or its snapshots stay for the restart
+            return pretrain(*arguments, **named)
 
     with (
         _standing_in(training, "setup_model_and_optimizer", setting_up),

@@ -14,7 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+
+from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
@@ -88,7 +91,11 @@ def check(wheel: Path, torch: str) -> bool:
         where = run(own, "-c", "import holdfast; print(holdfast.__file__)", cwd=home).strip()
         compiled = list(Path(where).parent.glob("snapshot/_stream*.so"))
         doctor = subprocess.run([own.parent / "holdfast", "doctor"], cwd=home, timeout=RUN_S, check=False)
-        alone, killed, again = (_train(own, home, job, at) for job, at in (("a", 0), ("b", KILLED_AT), ("b", 0)))
+        try:
+            alone, killed, again = (_train(own, home, job, at) for job, at in (("a", 0), ("b", KILLED_AT), ("b", 0)))
+        finally:
+            for leftover in find_leftovers(home):  # SMPs live on when trainers do not end well
+                remove(leftover)
     first = re.match(r"step (\d+)", again)
     sound = {
         "installed there": Path(where).is_relative_to(own.parent.parent),
@@ -109,6 +116,8 @@ def _train(python: Path, home: Path, job: str, kill_after: int) -> str:
     command = [str(python), str(SCRIPT)]
     with subprocess.Popen(command, cwd=home, env=variables, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        late = threading.Timer(RUN_S, process.kill)
+        late.start()
         said = ""
         for line in process.stdout:
             said += line
@@ -116,6 +125,7 @@ def _train(python: Path, home: Path, job: str, kill_after: int) -> str:
                 process.send_signal(signal.SIGKILL)
                 break
         process.wait(RUN_S)
+        late.cancel()
     return said
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import beside, fast, right
-from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.machine import Machine, run_check
 
 PARTS = {"A": right.CHECKS, "B": fast.CHECKS, "C": beside.CHECKS}
 DEADLINE_S = 110.0
@@ -49,7 +48,9 @@ def main() -> int:
     for name in PARTS[asked.part or "A"]:
         if asked.only and name not in asked.only:
             continue
-        results[name] = _checked(name, asked.dry)
+        began = time.monotonic()
+        found = run_check(name, machine, DEADLINE_S)
+        results[name] = {**found, "seconds": round(time.monotonic() - began, 1)}
         _say(name, results[name])
     if asked.part == "C" and not asked.only:
         results["C"] = {**beside.compare(machine, results), "seconds": 0.0}
@@ -60,20 +61,6 @@ def main() -> int:
     report.with_suffix(".json").write_text(json.dumps({"date": today, **machine.facts(), "checks": results}, indent=1))
     report.with_suffix(".md").write_text(_table(today, machine, results))
     return 0 if all(result["passes"] for result in results.values()) else 1
-
-
-def _checked(name: str, dry: bool) -> dict[str, Any]:
-    """What a check gives, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--check", name, *["--dry"] * dry]
-    began = time.monotonic()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-        lines = done.stdout.strip().splitlines()
-        found = json.loads(lines[-1]) if done.returncode == 0 and lines else None
-        found = found or {"passes": False, "failure": (done.stderr or done.stdout)[-600:]}
-    except subprocess.TimeoutExpired:
-        found = {"passes": False, "failure": f"it took over {DEADLINE_S:.0f} s"}
-    return {**found, "seconds": round(time.monotonic() - began, 1)}
 
 
 def _say(name: str, result: dict[str, Any]) -> None:

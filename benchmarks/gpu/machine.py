@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,21 @@ def arena() -> Iterator[Path]:
         yield base
     finally:
         shutil.rmtree(base)
+
+
+def run_check(
+    name: str, machine: Machine, deadline_s: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What a check gives, in a process of its own; `environment`: beside this process's."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--check", name, *["--dry"] * machine.dry]
+    variables = {**os.environ, **(environment or {})}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, env=variables, check=False)
+    except subprocess.TimeoutExpired:
+        return {"passes": False, "failure": f"it took over {deadline_s:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    found = json.loads(lines[-1]) if done.returncode == 0 and lines else None
+    return found or {"passes": False, "failure": (done.stderr or done.stdout)[-600:]}
 
 
 def tests(*arguments: str, deadline_s: float = 100.0) -> tuple[bool, str]:

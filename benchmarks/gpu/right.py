@@ -10,12 +10,13 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
 
 from benchmarks.gpu.job import POINTS
-from benchmarks.gpu.machine import ROOT, Machine, arena, tests
+from benchmarks.gpu.machine import ROOT, Machine, arena, run_check, tests
 from holdfast import InMemorySnapshot
 from holdfast.chaos import matrix
 from holdfast.chaos.device.seam import FAULTS, SeamLoop, observe, twin
@@ -62,7 +63,7 @@ def seam(machine: Machine) -> Figures:
 
 def seam_one_connection(machine: Machine) -> Figures:
     """The same, where all streams share one queue to the device, as Megatron asks for."""
-    return _again("A2", machine, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    return run_check("A2", machine, 100.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
 def faults(machine: Machine) -> Figures:
@@ -225,19 +226,7 @@ def _cells(machine: Machine, *cells: matrix.Cell) -> Figures:
 
 def _refusing() -> Any:
     """CUDA registers nothing."""
-    from unittest.mock import patch
-
     return patch.object(pages.Pages, "prepare", lambda known, runtime, slots, turn: None)
-
-
-def _again(name: str, machine: Machine, environment: dict[str, str]) -> Figures:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--check", name, *["--dry"] * machine.dry]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env={**os.environ, **environment}, check=False
-    )
-    lines = done.stdout.strip().splitlines()
-    found: Figures = json.loads(lines[-1]) if lines else {"passes": False, "failure": done.stderr[-300:]}
-    return found
 
 
 def _job(machine: Machine, notes: Path, home: Path | None) -> Figures:

@@ -46,6 +46,12 @@ def buffered(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.
     return list(zip(buffer.fill_(1).split(lengths), sources, strict=True))
 
 
+def settle(device: torch.device) -> None:
+    """Block until a GPU has done what was asked of it; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def until(condition: Callable[[], bool], what: str, *, pause_s: float = 0.001) -> None:
     """Poll a condition until it holds.
 

@@ -273,13 +273,14 @@ COLUMNS = (
 )
 
 
-DEVICE = "device_extra_bytes"
-
-
 def grid(rows: Iterable[dict[str, Any]], ranks: int, every: int) -> list[list[str]]:
     """A table of the rows with so many ranks and that interval, cheapest first, with its head."""
     chosen = sorted((r for r in rows if (r["ranks"], r["every"]) == (ranks, every)), key=lambda row: row["lost_s"])
-    shown = [(key, title) for key, title in COLUMNS if key != "device_extra" or any(row[DEVICE] for row in chosen)]
+    shown = [
+        (key, title)
+        for key, title in COLUMNS
+        if key != "device_extra" or any(row["device_extra_bytes"] for row in chosen)
+    ]
     return [
         ["system", *(title for _, title in shown)],
         *([row["system"], *(_text(_value(row, key)) for key, _ in shown)] for row in chosen),

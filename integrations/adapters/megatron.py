@@ -63,9 +63,10 @@ class MegatronAdapter(BaseAdapter):
             if not getattr(part, "is_stub_optimizer", False)
         ]
         warn_of_untried(megatron.core.__version__)
-        check_captured(optim, self._parts, check_modules(model))
+        chunks = check_modules(model)
+        check_captured(optim, self._parts, chunks)
         self._replicated = [not hasattr(part, "shard_fp32_from_float16_groups") for part in self._parts]
-        weights = parameter_names(check_modules(model))
+        weights = parameter_names(chunks)
         states = []
         for i, part in enumerate(self._parts):
             shards = {main: block for _, main, block in _shards(part)}
