@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 import holdfast.smp_daemon.service  # noqa: F401  # so that every module to patch is there
 from holdfast.chaos.sim import trainer
 from holdfast.chaos.sim.memory import Disk, MemoryPath
@@ -134,6 +136,17 @@ def _without_collector() -> Iterator[None]:
 
 
 @contextmanager
+def _on_one_core() -> Iterator[None]:
+    """torch computes on the thread that asks: the modules are tiny, and threads that help wait by spinning."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
 def installed() -> Iterator[None]:
     """Run holdfast on simulated threads, time, sockets and files, without its log.
 
@@ -158,6 +171,7 @@ def installed() -> Iterator[None]:
     }
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
+        stack.enter_context(_on_one_core())
         stack.enter_context(Generators.kept())
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable()
