@@ -30,7 +30,7 @@ from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.records import digest_units, write_json
 from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
-from holdfast.snapshot.collective.agreement import Alone, Result, T
+from holdfast.snapshot.collective.agreement import Alone, Result, T, Values
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.step.copier import CopyJob
 from tests.deadlines import DEADLINE_S
@@ -293,10 +293,15 @@ class Member:
         self.rank = rank
         self._turn = 0
 
-    def gather(self, data: bytes) -> list[bytes]:
-        return self._circle.collect(self._post(data))
+    def gather(self, data: bytes, among: Sequence[int] | None = None) -> list[bytes]:
+        everyone = self._circle.collect(self._post(data))
+        return everyone if among is None else [everyone[rank] for rank in among]
 
-    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
+    def tell(self, data: bytes, root: int) -> bytes:
+        told: bytes = self._circle.collect(self._post(data))[root]
+        return told
+
+    def minimum(self, values: Values, among: Sequence[int] | None = None) -> Result:
         turn = self._post(list(values() if callable(values) else values))
         return lambda: [min(each) for each in zip(*self._circle.collect(turn), strict=True)]
 

@@ -7,14 +7,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from holdfast.smp_daemon.shared.spawn import find_leftovers
 from holdfast.snapshot.collective import agreement
-from holdfast.snapshot.collective.agreement import AgreementLost, Alone, Result, work_in_rounds
+from holdfast.snapshot.collective.agreement import AgreementLost, Alone, Result, Values, work_in_rounds
 from tests.deadlines import DEADLINE_S
 from tests.test_replicas import Rank, together
 
@@ -30,7 +30,7 @@ class Counting(Alone):
         self.enough = threading.Event()
         self._member = member
 
-    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
+    def minimum(self, values: Values, among: Sequence[int] | None = None) -> Result:
         self.met += 1
         if self.met == ROUNDS:
             self.enough.set()
@@ -75,7 +75,7 @@ def test_a_rank_that_is_gone_is_noticed_while_others_work() -> None:
     never = threading.Event()
 
     class Lonely(Alone):
-        def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
+        def minimum(self, values: Values, among: Sequence[int] | None = None) -> Result:
             raise AgreementLost("another rank is gone")
 
     with pytest.raises(AgreementLost):
@@ -114,14 +114,14 @@ with InMemorySnapshot(model, optim) as snap:
         dist.barrier()
         snap.drain(60)
         if snap.step == 4 and how == "late":
-            snap._session.rank.agreement._ranks._set_default_timeout(timedelta(seconds=1))
+            snap._session.rank.agreement._mesh.deadline = timedelta(seconds=1)
             if rank == 0:  # until the other one has given up waiting
                 limit = time.monotonic() + 60
                 while not (folder / "gone on").exists():
                     assert time.monotonic() < limit
                     time.sleep(0.01)
         if snap.step == 4 and how == "signal" and rank == 0:
-            snap._session.rank.agreement.minimum = lambda values: lambda: os.kill(os.getpid(), signal.SIGUSR1)
+            snap._session.rank.agreement.minimum = lambda *values: lambda: os.kill(os.getpid(), signal.SIGUSR1)
         try:
             optim.step()
         except InterruptedError:

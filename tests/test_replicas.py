@@ -13,7 +13,7 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.slotfile import Leaf
-from holdfast.snapshot.collective.agreement import Result, T
+from holdfast.snapshot.collective.agreement import Result, T, Values
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.replicas import (
     ALONE,
@@ -51,12 +51,17 @@ class Rank:
         self.rank = rank
         self._table = table
 
-    def gather(self, data: bytes) -> list[bytes]:
-        return self._table.put(self.rank, data)
+    def gather(self, data: bytes, among: Sequence[int] | None = None) -> list[bytes]:
+        everyone = self._table.put(self.rank, data)
+        return everyone if among is None else [everyone[rank] for rank in among]
 
-    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
-        found = list(values() if callable(values) else values)
-        columns = zip(*self._table.put(self.rank, found), strict=True)
+    def tell(self, data: bytes, root: int) -> bytes:
+        told: bytes = self._table.put(self.rank, data)[root]
+        return told
+
+    def minimum(self, values: Values, among: Sequence[int] | None = None) -> Result:
+        everyone = self._table.put(self.rank, list(values() if callable(values) else values))
+        columns = zip(*(everyone if among is None else [everyone[rank] for rank in among]), strict=True)
         result = [min(column) for column in columns]
         return lambda: result
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from holdfast.snapshot.collective.agreement import Hop, groups, hops
+from holdfast.snapshot.collective.routes import Hop, branch, distances, hops, sockets_needed
 
 
 def test_on_one_node_or_one_on_each_a_broadcast_does() -> None:
@@ -17,7 +17,6 @@ def test_on_one_node_or_one_on_each_a_broadcast_does() -> None:
 
 def test_else_it_goes_from_node_to_node_and_then_within() -> None:
     nodes = ["a", "a", "b", "b", "c"]
-    assert groups(range(5), nodes) == [(0, 2, 4), (0, 1), (2, 3)]
     assert hops(1, range(5), nodes) == [Hop(1, (0, 1)), Hop(0, (0, 2, 4)), Hop(2, (2, 3))]
     assert hops(4, range(5), nodes) == [Hop(4, (0, 2, 4)), Hop(0, (0, 1)), Hop(2, (2, 3))]
 
@@ -31,7 +30,6 @@ def test_everyone_gets_it_and_it_enters_each_node_once(seed: int) -> None:
     owner = draw.choice(members)
     has, entered = {owner}, Counter({nodes[owner]: 1})
     for root, ranks in hops(owner, members, nodes):
-        assert ranks in groups(members, nodes)
         assert root in has, "nobody gives what it has not got"
         for rank in set(ranks) - has:
             entered[nodes[rank]] += nodes[rank] != nodes[root]
@@ -40,3 +38,35 @@ def test_everyone_gets_it_and_it_enters_each_node_once(seed: int) -> None:
         has |= set(ranks)
     assert has == set(members)
     assert set(entered.values()) == {1}
+
+
+@pytest.mark.parametrize("size", [*range(1, 40), 16_384, 100_000])
+def test_after_a_dissemination_all_have_heard_of_all(size: int) -> None:
+    reach = 1  # how many ranks, itself and those before it, each has heard of: the same for all
+    for distance in distances(size):
+        assert distance <= reach, "what is between would never be heard of"
+        reach += distance
+    assert reach >= size
+    assert len(distances(size)) == (size - 1).bit_length()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 12, 33])
+@pytest.mark.parametrize("root", [0, 1, 5])
+def test_a_tree_has_everyone_once_in_order_and_by_few_connections(size: int, root: int) -> None:
+    root %= size
+
+    def subtree(rank: int) -> list[int]:
+        return [rank, *(each for child in branch(rank, root, size).children for each in subtree(child))]
+
+    assert subtree(root) == [(root + i) % size for i in range(size)]
+    for rank in range(size):
+        here = branch(rank, root, size)
+        assert all(branch(child, root, size).parent == rank for child in here.children)
+        away = {(other - rank) % size for other in (*here.children, *([] if here.parent is None else [here.parent]))}
+        assert away <= {sign * d % size for d in distances(size) for sign in (1, -1)}
+        assert len(away) <= sockets_needed(size)
+
+
+def test_sixteen_thousand_ranks_take_few_connections() -> None:
+    assert sockets_needed(16_384) == 28
+    assert sockets_needed(3) == 2

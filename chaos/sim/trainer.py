@@ -21,7 +21,7 @@ from holdfast.chaos.sim.threads import Signal
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError, failure_of
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot
-from holdfast.snapshot.collective.agreement import AgreementLost, Result, T
+from holdfast.snapshot.collective.agreement import AgreementLost, Result, T, Values
 from holdfast.snapshot.copy.engines import CpuEngine, Sample, SlotTensor
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.resume.loading import load_checked
@@ -73,12 +73,20 @@ class SimMember:
         self._circle = circle
         self._turn = 0
 
-    def gather(self, data: bytes) -> list[bytes]:
-        return self._collect(self._post(data))
+    def gather(self, data: bytes, among: Sequence[int] | None = None) -> list[bytes]:
+        return self._of(self._collect(self._post(data)), among)
 
-    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
+    def tell(self, data: bytes, root: int) -> bytes:
+        told: bytes = self._collect(self._post(data))[root]
+        return told
+
+    def minimum(self, values: Values, among: Sequence[int] | None = None) -> Result:
         turn = self._post(list(values() if callable(values) else values))
-        return lambda: [min(each) for each in zip(*self._collect(turn), strict=True)]
+        return lambda: [min(each) for each in zip(*self._of(self._collect(turn), among), strict=True)]
+
+    @staticmethod
+    def _of(everyones: list[Any], among: Sequence[int] | None) -> list[Any]:
+        return everyones if among is None else [everyones[rank] for rank in among]
 
     def patiently(self, work: Callable[[], T]) -> T:
         return work()

@@ -1,22 +1,27 @@
-"""Agreement between ranks over the job's own process group, on CPU tensors. No leader, no extra store."""
+"""Agreement between ranks over messages of their own, on CPU tensors. No leader, no extra store."""
 
 from __future__ import annotations
 
+import resource
 import threading
+import time
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.collective.meeting import MEETING_DEADLINE_S, Meeting
+from holdfast.snapshot.collective.mesh import AgreementLost, Mesh
+from holdfast.snapshot.collective.routes import hops, sockets_needed
 
 COLLECTIVE_DEADLINE_S = 120.0
 """How long ranks wait for each other at least; if the job's own process group waits longer, so do we. A rank that is
@@ -25,14 +30,17 @@ gone is noticed at once."""
 PATIENCE_S = COLLECTIVE_DEADLINE_S / 4
 """So often ranks hear of each other while one of them works for long."""
 
+CLOSING_S = 2.0
+"""How long the end of this rank waits for connections to close, which a rank that does not answer may hold up."""
+
+SPARE_FILES = 64
+"""So many files a trainer may have to open beside the connections to other ranks."""
+
 log = get_log(__name__)
 
 Result = Callable[[], list[int]]
+Values = Sequence[int] | Callable[[], Sequence[int]]
 T = TypeVar("T")
-
-
-class AgreementLost(HoldfastError):
-    """Another rank is gone, or did not take part in time."""
 
 
 class Agreement(Protocol):
@@ -44,14 +52,25 @@ class Agreement(Protocol):
 
     rank: int
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """What every rank gave, in rank order. Blocks; raises `AgreementLost`."""
+    def gather(self, data: bytes, among: Sequence[int] | None = None) -> list[bytes]:
+        """What every rank gave, in rank order. Blocks; raises `AgreementLost`.
+
+        Args:
+            among: only these ranks, in this order, of which the caller is one; every other rank gathers among others.
+        """
         ...
 
-    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
+    def tell(self, data: bytes, root: int) -> bytes:
+        """What rank `root` gave. Blocks; raises `AgreementLost`."""
+        ...
+
+    def minimum(self, values: Values, among: Sequence[int] | None = None) -> Result:
         """Starts an element-wise minimum over all ranks; calling the result, in any thread, waits for it.
 
         Values that are not there yet may be given by what waits for them; it is called in another thread.
+
+        Args:
+            among: see `gather`.
         """
         ...
 
@@ -104,10 +123,13 @@ class Alone:
 
     rank = 0
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def gather(self, data: bytes, among: Sequence[int] | None = None) -> list[bytes]:
         return [data]
 
-    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
+    def tell(self, data: bytes, root: int) -> bytes:
+        return data
+
+    def minimum(self, values: Values, among: Sequence[int] | None = None) -> Result:
         return lambda: list(values() if callable(values) else values)
 
     def patiently(self, work: Callable[[], T]) -> T:
@@ -132,50 +154,37 @@ class Alone:
 
 
 class Group:
-    """All ranks of an initialised `torch.distributed`, on a gloo group of our own."""
+    """All ranks of an initialised `torch.distributed`, with connections of their own."""
 
     def __init__(self) -> None:
-        """A collective call."""
-        self._deadline = timedelta(seconds=max(COLLECTIVE_DEADLINE_S, job_deadline_s()))
-        self._group: Any = dist.new_group(backend="gloo", timeout=self._deadline)
-        self._ranks: Any = self._group._get_backend(torch.device("cpu"))
-        self._size = dist.get_world_size()
-        self._least = _c10d().AllreduceOptions()
-        self._least.reduceOp = dist.ReduceOp.MIN
-        self._starter = ThreadPoolExecutor(1, "holdfast-agree")  # starting a collective takes longer than all the rest
+        """A collective call.
+
+        Raises:
+            ConfigError: this process may not open as many connections as it needs.
+        """
         self.rank = dist.get_rank()
-        name = self.gather(uuid.uuid4().hex.encode())[0].decode()
-        self._store: Any = _c10d().PrefixStore(f"holdfast {name}", _c10d()._get_default_store())
+        self._size = dist.get_world_size()
+        self._all = range(self._size)
+        _check_files(self._size)
+        self._deadline = timedelta(seconds=max(COLLECTIVE_DEADLINE_S, job_deadline_s()))
+        job_store = _c10d()._get_default_store()
+        store = _c10d().PrefixStore(f"holdfast group {_number()}", job_store)
+        self._mesh: Mesh | None = Mesh(store, self.rank, self._size, self._deadline)
+        name = self.tell(uuid.uuid4().hex.encode(), 0).decode()
+        self.minimum([0])()  # all connections that this takes are there from now on
+        self._store: Any = _c10d().PrefixStore(f"holdfast {name}", job_store)
         self._meeting: Meeting | None = None
+        self._left: list[Mesh] = []
 
-    def gather(self, data: bytes) -> list[bytes]:
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        self._gather(counts, torch.tensor([len(data)]))
-        lengths = [int(count) for count in counts]
-        longest = max(lengths)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        if data:
-            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        everyone = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._size)]
-        self._gather(everyone, mine)
-        return [bytes(part[:length].numpy()) for part, length in zip(everyone, lengths, strict=True)]
+    def gather(self, data: bytes, among: Sequence[int] | None = None) -> list[bytes]:
+        return self._together().gather(data, among or self._all).result()
 
-    def _gather(self, everyone: list[torch.Tensor], mine: torch.Tensor) -> None:
-        self._run(lambda: self._together().allgather([everyone], [mine]).wait())
+    def tell(self, data: bytes, root: int) -> bytes:
+        return self._together().tell(data, root, self._all).result()
 
-    def minimum(self, values: Sequence[int] | Callable[[], Sequence[int]]) -> Result:
-        def start() -> tuple[Any, torch.Tensor]:
-            tensor = torch.tensor(values() if callable(values) else values, dtype=torch.int64)
-            return self._together().allreduce([tensor], self._least), tensor
-
-        started = self._starter.submit(start)  # one thread, so that all ranks start collectives in the same order
-
-        def result() -> list[int]:
-            work, tensor = self._run(started.result)
-            self._run(work.wait)
-            return tensor.tolist()
-
-        return result
+    def minimum(self, values: Values, among: Sequence[int] | None = None) -> Result:
+        given = values if callable(values) else lambda: values
+        return self._together().minimum(given, among or self._all).result
 
     def patiently(self, work: Callable[[], T]) -> T:
         return work_in_rounds(self, work)
@@ -183,64 +192,43 @@ class Group:
     def spread(
         self, sets: Sequence[Sequence[int]], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]
     ) -> None:
-        for members in sets:
-            if len(members) > 1:
-                mine = pieces if self.rank in members else []
-                self._run(partial(self._spread_among, list(members), mine, nodes))
-
-    def _spread_among(
-        self, members: list[int], pieces: Sequence[tuple[int, torch.Tensor]], nodes: Sequence[str]
-    ) -> None:
-        made = {ranks: self._new_group(ranks) for ranks in groups(members, nodes)}
-        for owner, tensor in pieces:
-            content = tensor.view(torch.uint8).cpu()
-            for root, ranks in hops(owner, members, nodes):
-                if self.rank in ranks:
-                    dist.broadcast(content, root, group=made[ranks])
-            if content.data_ptr() != tensor.data_ptr():
-                tensor.view(torch.uint8).copy_(content)
-        for ranks, group in made.items():
-            if self.rank in ranks:
-                dist.destroy_process_group(group)
-
-    @staticmethod
-    def _new_group(ranks: Sequence[int]) -> Any:
-        """A collective call of all ranks, also of those that are not in it."""
-        return dist.new_group(list(ranks), timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S), backend="gloo")
+        members = next(each for each in sets if self.rank in each)
+        routes = {owner: hops(owner, members, nodes) for owner, _ in pieces}
+        self._together().spread([(tensor, routes[owner]) for owner, tensor in pieces]).result()
 
     def leave(self) -> None:
-        registered, ranks = self._group, self._ranks
-        self._group = self._ranks = None
-        if ranks is None:
-            return
-        if registered in _c10d()._world.pg_map:
-            dist.destroy_process_group(registered)
-        # its end may wait for a call that is under way, and that for another rank
-        threading.Thread(target=_let_go, args=([registered, ranks],), name="holdfast-leave", daemon=True).start()
+        mesh, self._mesh = self._mesh, None
+        if mesh is not None:
+            mesh.end()
+            self._left.append(mesh)
 
     def meet(self, step: int) -> bool:
         try:
             return self._join(self._meetings().come(step))
-        except RuntimeError as error:
+        except (RuntimeError, AgreementLost) as error:
             log.info("the ranks did not meet after step %d: %s", step, error)
             return False
 
     def meet_at_end(self, deadline_s: float) -> bool:
         try:
             return self._join(self._meetings().come_last(deadline_s))
-        except RuntimeError as error:
+        except (RuntimeError, AgreementLost) as error:
             log.warning("the ranks did not meet at the end: %s", error)
             return False
 
     def _join(self, name: str | None) -> bool:
-        """Be one group with all ranks, who are all here. Raises `RuntimeError` if that fails."""
+        """Be together with all ranks, who are all here. Raises `RuntimeError` or `AgreementLost` if that fails."""
         if name is None:
             return False
         soon = timedelta(seconds=MEETING_DEADLINE_S)
-        ranks = _c10d().ProcessGroupGloo(_c10d().PrefixStore(name, self._store), self.rank, self._size, soon)
-        ranks.allreduce([torch.ones(1)], self._least).wait()
-        ranks._set_default_timeout(self._deadline)
-        self._ranks = ranks
+        mesh = Mesh(_c10d().PrefixStore(name, self._store), self.rank, self._size, soon)
+        try:
+            mesh.minimum(lambda: [0], self._all).result()
+        except BaseException:
+            mesh.end()
+            raise
+        mesh.deadline = self._deadline
+        self._mesh = mesh
         self._meetings().went_well()
         return True
 
@@ -252,21 +240,39 @@ class Group:
             self._meeting = Meeting(self._store, self.rank, self._size)
         return self._meeting
 
-    def _together(self) -> Any:
-        """The group. Raises `AgreementLost` if this rank has left it."""
-        if self._ranks is None:
+    def _together(self) -> Mesh:
+        """The mesh. Raises `AgreementLost` if this rank has left it."""
+        if self._mesh is None:
             raise AgreementLost("this rank has left the others")
-        return self._ranks
+        return self._mesh
 
     def close(self) -> None:
-        self._starter.shutdown()
         self.leave()
+        limit = time.monotonic() + CLOSING_S
+        for mesh in self._left:
+            mesh.join(max(0.0, limit - time.monotonic()))
 
-    def _run(self, collective: Callable[[], T]) -> T:
-        try:
-            return collective()
-        except RuntimeError as error:
-            raise AgreementLost(f"another rank is gone or too slow: {error}") from error
+
+def _check_files(size: int) -> None:
+    """Raises `ConfigError` if the connections to other ranks are more than this process may open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    have = len(list(Path("/proc/self/fd").iterdir()))
+    need = have + sockets_needed(size) + SPARE_FILES
+    if limit != resource.RLIM_INFINITY and need > limit:
+        raise ConfigError(
+            f"this process may have {limit} files open, and has {have}. It needs {sockets_needed(size)} connections to "
+            f"agree with the other {size - 1} ranks, and {SPARE_FILES} files to spare: set ulimit -n to {need} at least"
+        )
+
+
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How many groups were made in each default process group: all ranks make them in the same order."""
+
+
+def _number() -> int:
+    default = _c10d()._get_default_group()
+    _numbers[default] = number = _numbers.get(default, 0) + 1
+    return number
 
 
 def _c10d() -> Any:
@@ -274,11 +280,6 @@ def _c10d() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d
-
-
-def _let_go(references: list[Any]) -> None:
-    """Give up the last references to something, whose end may take a while."""
-    references.clear()
 
 
 def job_deadline_s() -> float:
@@ -311,50 +312,3 @@ def work_in_rounds(agreement: Agreement, work: Callable[[], T]) -> T:
         wait([outcome], PATIENCE_S)
         if agreement.minimum([int(outcome.done())])() == [1]:
             return outcome.result()
-
-
-# ---------------------------------------------------------------------- routes of a spread: pure
-#
-# A broadcast among ranks of several nodes may bring the same bytes into a node as often as it has ranks there. So where
-# a set of replicas has several on a node and is on several nodes, bytes go from their owner to the others on its node,
-# from the first rank of that node to the first of every other, and from each of these to the rest of its node.
-
-
-class Hop(NamedTuple):
-    """One broadcast: from a rank to all of some ranks, itself among them. These ascend."""
-
-    root: int
-    ranks: tuple[int, ...]
-
-
-def groups(members: Sequence[int], nodes: Sequence[str]) -> list[tuple[int, ...]]:
-    """All ranks that ever broadcast together, in the same order on every rank.
-
-    Args:
-        members: the ranks of a set of replicas.
-        nodes: of every rank.
-    """
-    by_node = _by_node(members, nodes)
-    firsts = tuple(sorted(ranks[0] for ranks in by_node))
-    if len(by_node) in (1, len(members)):
-        return [tuple(sorted(members))]
-    return [firsts, *(ranks for ranks in by_node if len(ranks) > 1)]
-
-
-def hops(owner: int, members: Sequence[int], nodes: Sequence[str]) -> list[Hop]:
-    """Which broadcasts bring what `owner` has to all `members`, in this order; each is among one of `groups`."""
-    found = groups(members, nodes)
-    if len(found) == 1 and owner in found[0]:
-        return [Hop(owner, found[0])]
-    firsts, *within = found
-    own = next((ranks for ranks in within if owner in ranks), None)
-    path = [Hop(owner, own)] if own is not None else []
-    path.append(Hop(owner if own is None else own[0], firsts))
-    return path + [Hop(ranks[0], ranks) for ranks in within if ranks != own]
-
-
-def _by_node(members: Sequence[int], nodes: Sequence[str]) -> list[tuple[int, ...]]:
-    found: dict[str, list[int]] = {}
-    for rank in sorted(members):
-        found.setdefault(nodes[rank], []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]

@@ -1,0 +1,208 @@
+"""Messages between ranks: gloo connections of our own, made when they are first used, and the calls made of them.
+
+Gloo's own collectives are rings of 2 (P - 1) hops, and its groups connect every rank with every other as they are made.
+These calls take O(log P) messages, over `routes.sockets_needed` connections.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.snapshot.collective.routes import Hop, branch, distances
+
+T = TypeVar("T")
+
+_AGREE, _UP, _DOWN, _SPREAD = range(4)
+"""Tags. Two ranks' messages with one tag arrive in the order in which they were sent."""
+
+
+class AgreementLost(HoldfastError):
+    """Another rank is gone, or did not take part in time."""
+
+
+class Mesh:
+    """Ranks of a job, each with connections to the few that it has to do with.
+
+    One thread makes all calls, in the order in which they were asked for: so all ranks make theirs in one order, and
+    messages go round while the training thread computes. That thread alone uses the connections. They end when it does,
+    or as soon as a call has failed, so that whoever waits for this rank learns of it at once.
+
+    Args:
+        store: knows no name of another mesh.
+        deadline: how long a call waits for another rank.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, deadline: timedelta) -> None:
+        self.rank = rank
+        self.size = size
+        self.deadline = deadline
+        gloo = _c10d().ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = deadline
+        options._devices = [_device(gloo, name) for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")]
+        self._connections: Any = gloo(store, rank, size, options)
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        # It may wait for a rank that never comes, which must not hold up the end of the process.
+        self._thread = threading.Thread(target=self._serve, name="holdfast-agree", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Take no more calls. Those that were asked for are made. Does not block."""
+        self._calls.put(None)
+
+    def join(self, seconds: float) -> None:
+        """After `end`: block until the connections are closed, at most so long. A thread that closes them while the
+        interpreter goes down takes the process with it."""
+        self._thread.join(seconds)
+
+    # ------------------------------------------------------------------ calls, that ranks make in one order
+
+    def minimum(self, values: Callable[[], Sequence[int]], among: Sequence[int]) -> Future[list[int]]:
+        """The element-wise minimum over ranks. `values` is called in the thread of the mesh, and may block there."""
+        return self._submit(lambda: self._minimum(torch.tensor(values(), dtype=torch.int64), among))
+
+    def gather(self, data: bytes, among: Sequence[int]) -> Future[list[bytes]]:
+        """What each of some ranks gave, in their order. Each receives it once, whatever the lengths."""
+        return self._submit(lambda: self._gather(data, among))
+
+    def tell(self, data: bytes, root: int, among: Sequence[int]) -> Future[bytes]:
+        """What `root`, one of some ranks, gave."""
+        return self._submit(lambda: self._tell(data, root, among))
+
+    def spread(self, pieces: Iterable[tuple[torch.Tensor, Sequence[Hop]]]) -> Future[None]:
+        """Fill each flat tensor by these broadcasts. All ranks in them give the same hops in the same order."""
+        return self._submit(lambda: self._spread(pieces))
+
+    # ------------------------------------------------------------------ its thread
+
+    def _submit(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def _serve(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, future = asked
+            try:
+                future.set_result(call())
+            except RuntimeError as error:
+                self._connections = None
+                # Of `error` only the text: what it refers to keeps connections open.
+                future.set_exception(AgreementLost(f"another rank is gone or too slow: {error}"))
+            except BaseException as error:
+                future.set_exception(error)
+            del call, future, asked
+        self._connections = None
+
+    def _start(self, name: str, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        if self._connections is None:
+            raise RuntimeError("it was lost before")
+        return getattr(self._connections, name)([tensor], rank, tag)
+
+    def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        self._start("send", tensor, rank, tag).wait(self.deadline)
+
+    def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        self._start("recv", tensor, rank, tag).wait(self.deadline)
+
+    def _minimum(self, mine: torch.Tensor, among: Sequence[int]) -> list[int]:
+        place, size = among.index(self.rank), len(among)
+        theirs = torch.empty_like(mine)
+        for distance in distances(size):
+            arriving = self._start("recv", theirs, among[(place - distance) % size], _AGREE)
+            leaving = self._start("send", mine, among[(place + distance) % size], _AGREE)
+            arriving.wait(self.deadline)
+            leaving.wait(self.deadline)
+            torch.minimum(mine, theirs, out=mine)
+        found: list[int] = mine.tolist()
+        return found
+
+    def _gather(self, data: bytes, among: Sequence[int]) -> list[bytes]:
+        place = among.index(self.rank)
+        here = branch(place, 0, len(among))
+        parts = [data]
+        for child in here.children:
+            parts += _unpack(self._take(among[child], _UP))
+        if here.parent is None:
+            whole = _pack(parts)
+        else:
+            self._give(_pack(parts), among[here.parent], _UP)
+            whole = self._take(among[here.parent], _DOWN)
+        for child in reversed(here.children):
+            self._give(whole, among[child], _DOWN)
+        return _unpack(whole)
+
+    def _tell(self, data: bytes, root: int, among: Sequence[int]) -> bytes:
+        here = branch(among.index(self.rank), among.index(root), len(among))
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        if here.parent is not None:
+            content = self._take(among[here.parent], _DOWN)
+        for child in reversed(here.children):
+            self._give(content, among[child], _DOWN)
+        return content.numpy().tobytes()
+
+    def _spread(self, pieces: Iterable[tuple[torch.Tensor, Sequence[Hop]]]) -> None:
+        for tensor, route in pieces:
+            content = tensor.view(torch.uint8).cpu()
+            for root, ranks in route:
+                if self.rank in ranks:
+                    here = branch(ranks.index(self.rank), ranks.index(root), len(ranks))
+                    if here.parent is not None:
+                        self._receive(content, ranks[here.parent], _SPREAD)
+                    for child in reversed(here.children):
+                        self._send(content, ranks[child], _SPREAD)
+            if content.data_ptr() != tensor.data_ptr():
+                tensor.view(torch.uint8).copy_(content)
+
+    def _give(self, content: torch.Tensor, rank: int, tag: int) -> None:
+        """Bytes, after how many they are."""
+        self._send(torch.tensor([content.numel()]), rank, tag)
+        if content.numel():
+            self._send(content, rank, tag)
+
+    def _take(self, rank: int, tag: int) -> torch.Tensor:
+        length = torch.empty(1, dtype=torch.int64)
+        self._receive(length, rank, tag)
+        content = torch.empty(int(length), dtype=torch.uint8)
+        if content.numel():
+            self._receive(content, rank, tag)
+        return content
+
+
+def _pack(parts: Sequence[bytes]) -> torch.Tensor:
+    """One after the other, after how many there are and how long each is."""
+    lengths = np.array([len(parts), *map(len, parts)], dtype=np.int64)
+    return torch.frombuffer(bytearray(lengths.tobytes() + b"".join(parts)), dtype=torch.uint8)
+
+
+def _unpack(packed: torch.Tensor) -> list[bytes]:
+    """What `_pack` was given."""
+    data = packed.numpy().data
+    count = int.from_bytes(data[:8], "little")
+    lengths = np.frombuffer(data, dtype=np.int64, count=count, offset=8)
+    ends = 8 * (count + 1) + np.cumsum(lengths)
+    return [bytes(data[end - length : end]) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+
+
+def _device(gloo: Any, interface: str) -> Any:
+    """Where connections begin and end: a network interface; empty: that of this host's name."""
+    if interface:
+        return gloo.create_device(interface=interface, lazy_init=True)
+    return gloo.create_default_device(lazy_init=True)
+
+
+def _c10d() -> Any:
+    """What torch has below its collectives, where it has any."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d
