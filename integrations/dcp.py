@@ -44,7 +44,7 @@ from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_format, read_re
 from holdfast.snapshot.collective.agreement import AgreementLost
 from holdfast.snapshot.copy.tensors import leaf_tensor, local
 from holdfast.snapshot.resume.arrange import coordinate_key, parse_protect
-from holdfast.snapshot.resume.restore import exchange
+from holdfast.snapshot.resume.entering import exchange
 from holdfast.snapshot.state.values import decode, encode
 from holdfast.snapshot.writer import SlotWriter
 
@@ -169,7 +169,7 @@ class MemoryReader(StorageReader):
         Raises:
             Unrecoverable: something was saved, and too much of it is lost.
         """
-        inventories, _ = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
+        inventories, _, _ = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
         return plan_restore(inventories, None) is None
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -185,7 +185,7 @@ class MemoryReader(StorageReader):
             Unrecoverable: too much of it is lost.
         """
         try:
-            inventories, coords = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
+            inventories, coords, _ = exchange(self._memory.client, self._memory.agreement, self._memory.coord)
         except AgreementLost as error:
             raise AgreementLost(f"not every rank came to load: {ALL_RANKS} ({error})") from error
         plan = plan_restore(inventories, None)

@@ -30,7 +30,8 @@ from holdfast.smp_daemon.shared.slotfile import read_format, read_record
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.resume.arrange import parse_protect
-from holdfast.snapshot.resume.restore import exchange, repair_parity
+from holdfast.snapshot.resume.entering import exchange
+from holdfast.snapshot.resume.restore import repair_parity
 from holdfast.snapshot.state.values import decode, encode
 from holdfast.snapshot.writer import SlotWriter
 
@@ -78,7 +79,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         self._memory = memory = Memory(job, ".deepspeed", arena, start=start)
         self._saving: dict[str, Any] = {}
         self._files: dict[str, Holder] = {}
-        inventories, coords = exchange(memory.client, memory.agreement, memory.coord)
+        inventories, coords, _ = exchange(memory.client, memory.agreement, memory.coord)
         plan = plan_restore(inventories, coords)
         self._writer = SlotWriter(memory.client, memory.agreement, memory.job, memory.coord, protection, deadline_s)
         if plan is not None:

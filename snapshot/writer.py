@@ -17,8 +17,8 @@ from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.devices import DeviceEngines
 from holdfast.snapshot.copy.tensors import leaf_of
 from holdfast.snapshot.resume.arrange import Protection
+from holdfast.snapshot.resume.entering import exchange
 from holdfast.snapshot.resume.reserve import node_turn, reserve
-from holdfast.snapshot.resume.restore import exchange
 from holdfast.snapshot.state.record import place_tensors, plan_format
 
 SLOTS = 3

@@ -177,7 +177,7 @@ _restored = Ledger.restored
 _commit = SlotFilePool.commit
 _settle = Store._settle
 _fill = Copier._fill
-_one_node_behind = one_node_behind(vars(restore)["_exchange"])
+_one_node_behind = one_node_behind(vars(restore)["exchange"])
 _forget_what_was_protected = forgetting_what_was_promised(plan_restore)
 _join = Store.join
 _adopt = Arena.adopt
@@ -359,7 +359,7 @@ MUTANTS: dict[str, SimMutant] = {
     "one-is-behind": SimMutant(
         "one node does not hear of the newest snapshot",
         "together",
-        ((RESTORE, "_exchange", _one_node_behind),),
+        ((RESTORE, "exchange", _one_node_behind),),
         _killed,
     ),
     "spoilt-in-its-slot": SimMutant(

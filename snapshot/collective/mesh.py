@@ -118,7 +118,7 @@ class Mesh:
     def _minimum(self, mine: torch.Tensor, among: Sequence[int]) -> list[int]:
         place, size = among.index(self.rank), len(among)
         theirs = torch.empty_like(mine)
-        for distance in distances(size):
+        for distance in distances(size) if len(mine) else ():
             arriving = self._start("recv", theirs, among[(place - distance) % size], _AGREE)
             leaving = self._start("send", mine, among[(place + distance) % size], _AGREE)
             arriving.wait(self.deadline)

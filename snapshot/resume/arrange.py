@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,9 +93,8 @@ def arrange(job: str, epoch: int, ranks: Sequence[RankInfo], protection: Protect
     for name, members in by_node.items():
         if len({(r.host, r.control_port, r.bulk_port) for r in members}) > 1:
             raise ConfigError(f"two SMPs call their node {name!r}: give each host its own HOLDFAST_NODE")
-    coords = [rank.coord for rank in ranks]
-    for coord in coords:
-        if coords.count(coord) > 1:
+    for coord, count in Counter(rank.coord for rank in ranks).items():
+        if count > 1:
             raise ConfigError(f"two ranks have the coordinate {coord!r}")
     nodes = tuple(
         Node(

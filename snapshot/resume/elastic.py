@@ -90,8 +90,8 @@ def ask_idle(client: SmpClient, agreement: Agreement, inventories: Sequence[Inve
     at = {node.name: node.control for _, layout in sorted(known.items()) for node in layout.nodes}
     missing = sorted(at[name] for name in at.keys() - {inventory.node for inventory in inventories})
     told = client.inventories(missing) if missing and agreement.rank == 0 else []
-    texts = agreement.gather(encode_json([inventory.to_plain() for inventory in told]))
-    return [Inventory.read(each) for text in texts for each in decode_json(list[Any], text, "inventories")]
+    text = agreement.tell(encode_json([inventory.to_plain() for inventory in told]), 0)
+    return [Inventory.read(each) for each in decode_json(list[Any], text, "inventories")]
 
 
 # ------------------------------------------------------------------ who goes on for whom: pure, the same on every rank

@@ -77,11 +77,14 @@ def reserve(
     everyone = [decode_json(RankInfo, t, "a rank's description") for t in agreement.gather(encode_json(mine[0]))]
     layout = arrange(job, epoch, everyone, protection, slots)
 
+    speaks = layout.node(client.node).shards[0].coord == coord  # the layout goes to each SMP once
+
     def have_reserved() -> None:
-        client.configure(layout)
-        prepare(client.slots(epoch, coord))
+        if speaks:
+            client.configure(layout)
 
     _together(agreement, have_reserved)
+    _together(agreement, lambda: prepare(client.slots(epoch, coord)))
     if layout.coords[0] == coord:
         for shortfall in shortfalls(layout):
             log.warning("%s", shortfall)

@@ -40,6 +40,7 @@ from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.resume.choice import PERSISTED, Course, StartOptions, agree, check_repeats, choose, tier_of
 from holdfast.snapshot.resume.elastic import Resharding, ask_idle, check_change
+from holdfast.snapshot.resume.entering import exchange
 from holdfast.snapshot.resume.loading import check_ranges, load_checked, units_of
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Tree
@@ -137,7 +138,7 @@ def restore(
     choice: Choice | None = None
     joined = False
     while True:
-        inventories, coords, everyones = _exchange(client, agreement, coord, options or StartOptions())
+        inventories, coords, everyones = exchange(client, agreement, coord, options)
         if elastic:
             inventories += ask_idle(client, agreement, inventories)
         if not joined:
@@ -271,40 +272,6 @@ def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], cours
     protected = newest_protected(inventories)
     after = f"steps after it, up to {protected}, which was protected, are lost" if protected else "later steps are lost"
     log.error("going back to %s, which was persisted: %s", plan.snapshot, after, extra=about(plan.snapshot))
-
-
-@dataclass(frozen=True, slots=True)
-class _Entering:
-    """What a rank tells the others first; `inventory`: of its node's SMP, see `Inventory.to_plain`."""
-
-    coord: str
-    inventory: dict[str, Any]
-    options: StartOptions
-
-
-def exchange(client: SmpClient, agreement: Agreement, coord: str) -> tuple[list[Inventory], dict[str, str]]:
-    """Every SMP's inventory, and the node of every coordinate. A collective call."""
-    inventories, coords, _ = _exchange(client, agreement, coord, StartOptions())
-    return inventories, coords
-
-
-def _exchange(
-    client: SmpClient, agreement: Agreement, coord: str, options: StartOptions
-) -> tuple[list[Inventory], dict[str, str], list[StartOptions]]:
-    """The same, and every rank's start options."""
-    mine = _Entering(coord, client.inventory().to_plain(), options)
-    by_node: dict[str, Inventory] = {}
-    coords: dict[str, str] = {}
-    everyones: list[StartOptions] = []
-    for text in agreement.gather(encode_json(mine)):
-        told = decode_json(_Entering, text, "what a rank says on entering")
-        inventory = Inventory.read(told.inventory)
-        by_node[inventory.node] = inventory
-        everyones.append(told.options)
-        if told.coord in coords:
-            raise StateMismatch(f"two ranks have the coordinate {told.coord!r}")
-        coords[told.coord] = inventory.node
-    return list(by_node.values()), coords, everyones
 
 
 class _Attempt:

@@ -102,18 +102,35 @@ def agree_on_shares(agreement: Agreement, replica_set: str, tensors: Iterator[Li
     items = [item for item in tensors if item.replicated and item.tensor.numel() and item.tensor.is_contiguous()]
     candidates = {item.name: item.tensor for item in items}
     mine = {item.name: _digest(item.tensor) for item in items} if len(members) > 1 else {}
-    everyone = [json.loads(text) for text in agreement.gather(json.dumps(mine).encode())]
-    ordered = sorted(set(sets))
-    alike = [believed([everyone[rank] for rank, other in enumerate(sets) if other == name]) for name in ordered]
-    if not any(alike):
+    names = _held_by_all(agreement, mine, members)
+    if agreement.minimum([-len(names)])() == [0]:
         return ALONE
+    ordered = sorted(set(sets))
     number = ordered.index(replica_set)
-    names = alike[number]
     leaves = {name: leaf_of(name, candidates[name]) for name in sorted(names)}
     parts: dict[str, tuple[Part, ...]] = {}
     for part in share(list(leaves.values()), len(members), members.index(agreement.rank)):
         parts[part.name] = (*parts.get(part.name, ()), part)
     return Sharing(leaves, parts, len(ordered), number)
+
+
+def _held_by_all(agreement: Agreement, mine: Mapping[str, int], members: Sequence[int]) -> frozenset[str]:
+    """Names of what all `members`, the caller's replicas, hold alike. A collective call of all ranks.
+
+    Args:
+        mine: digests of what the caller holds, by name.
+    """
+    names = sorted(mine)
+    of_names = xxhash.xxh3_64_intdigest("\0".join(names).encode()) >> 2
+    least, most = agreement.minimum([of_names, -of_names], members)()
+    if agreement.minimum([int(least == -most)])() == [1]:
+        # Digests that are alike everywhere are so if the least is the greatest: no rank is sent another's.
+        digests = [mine[name] >> 2 for name in names]
+        found = agreement.minimum([*digests, *(-digest for digest in digests)], members)()
+        pairs = zip(names, found[: len(names)], found[len(names) :], strict=True)
+        return frozenset(name for name, least, most in pairs if least == -most)
+    everyone = [json.loads(text) for text in agreement.gather(json.dumps(mine).encode(), members)]
+    return believed(everyone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +172,19 @@ def plan_gathering(
         StateMismatch: together the replicas do not have everything exactly once.
     """
     mine = [parse_part(name) or (name, 0, shared[name].elements) for name in held if is_part_of(name, shared)]
-    payload = {"set": replica_set, "parts": mine, "node": node}
-    everyone = [json.loads(text) for text in agreement.gather(json.dumps(payload).encode())]
-    if not any(other["parts"] for other in everyone):
+    if agreement.minimum([-len(mine)])() == [0]:
         return None
-    names = sorted({other["set"] for other in everyone})
-    sets = tuple(tuple(r for r, other in enumerate(everyone) if other["set"] == name) for name in names)
+    places = [json.loads(text) for text in agreement.gather(json.dumps([replica_set, node]).encode())]
+    names = sorted({name for name, _ in places})
+    sets = tuple(tuple(rank for rank, (name, _) in enumerate(places) if name == of_set) for of_set in names)
     members = sets[names.index(replica_set)]
-    parts = tuple(tuple(Part(*part) for part in everyone[rank]["parts"]) for rank in members)
+    everyone = [json.loads(text) for text in agreement.gather(json.dumps(mine).encode(), members)]
+    parts = tuple(tuple(Part(*part) for part in told) for told in everyone)
     problems = missing(list(shared.values()), parts)
     if agreement.minimum([int(not problems)])() != [1]:
         found = "; ".join(problems[:4]) or "on another rank"
         raise StateMismatch(f"the replicas' snapshots do not make up the whole: {found}")
-    return Gathering(sets, members, parts, tuple(other["node"] for other in everyone))
+    return Gathering(sets, members, parts, tuple(node for _, node in places))
 
 
 def shared_leaves_of(data: object) -> dict[str, Leaf]:

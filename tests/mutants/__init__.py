@@ -137,13 +137,13 @@ def _digests_are_not_compared() -> None:
 def _every_rank_plans_alone() -> None:
     from holdfast.snapshot.resume import restore
 
-    exchange: Any = vars(restore)["_exchange"]
+    exchange: Any = vars(restore)["exchange"]
 
     def alone(client: Any, agreement: Any, coord: str, options: Any) -> Any:
         inventories, coords, everyones = exchange(client, agreement, coord, options)
         return [inventory for inventory in inventories if inventory.node == client.node], coords, everyones
 
-    _replace(restore, "_exchange", alone)
+    _replace(restore, "exchange", alone)
 
 
 def _what_was_promised_is_forgotten() -> None:
@@ -224,7 +224,7 @@ def _never_ends() -> None:
 def _one_node_is_behind() -> None:
     from holdfast.snapshot.resume import restore
 
-    _replace(restore, "_exchange", one_node_behind(vars(restore)["_exchange"]))
+    _replace(restore, "exchange", one_node_behind(vars(restore)["exchange"]))
 
 
 def _protected_slots_are_written_to() -> None:

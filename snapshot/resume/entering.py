@@ -1,0 +1,106 @@
+"""What ranks tell each other as they begin: where each is, what its node holds, and each layout once.
+
+A layout is as long as the job is large, and every node has the same ones, as a rule. So the first rank of each node
+speaks for it, and names layouts by their digests; only one that some rank does not have from its own SMP is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StateMismatch
+from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import Layout
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json, to_plain
+from holdfast.smp_daemon.shared.sources import Address
+from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.resume.choice import StartOptions
+
+
+@dataclass(frozen=True, slots=True)
+class _Entering:
+    """What a rank says of itself. `smp`: where that of its node answers."""
+
+    coord: str
+    node: str
+    smp: Address
+    options: StartOptions
+
+
+def exchange(
+    client: SmpClient, agreement: Agreement, coord: str, options: StartOptions | None = None
+) -> tuple[list[Inventory], dict[str, str], list[StartOptions]]:
+    """Every SMP's inventory, the node of every coordinate, and every rank's start options. A collective call.
+
+    Raises:
+        StateMismatch: two ranks have one coordinate; on every rank.
+        ConfigError: two SMPs have one node's name; on every rank.
+    """
+    own = client.inventory()
+    mine = _Entering(coord, own.node, own.control, options or StartOptions())
+    everyone = [
+        decode_json(_Entering, text, "what a rank says on entering") for text in agreement.gather(encode_json(mine))
+    ]
+    coords = {told.coord: told.node for told in everyone}
+    if len(coords) < len(everyone):
+        twice = next(told.coord for rank, told in enumerate(everyone) if told.coord in _coords(everyone[:rank]))
+        raise StateMismatch(f"two ranks have the coordinate {twice!r}")
+    speaker = first_ranks(everyone)
+    layouts = {layout.digest: layout for layout in own.layouts.values()}
+    speaks = speaker[own.node] == agreement.rank
+    texts = agreement.gather(encode_json(own.to_plain(layouts.keys())) if speaks else b"")
+    told = {node: decode_json(dict[str, object], texts[rank], "an inventory") for node, rank in speaker.items()}
+    layouts |= _sent(agreement, layouts, {speaker[node]: _digests(plain) for node, plain in told.items()})
+    return (
+        [Inventory.read(plain, layouts) for plain in told.values()],
+        coords,
+        [each.options for each in everyone],
+    )
+
+
+def _coords(everyone: Sequence[_Entering]) -> set[str]:
+    return {told.coord for told in everyone}
+
+
+def first_ranks(everyone: Sequence[_Entering]) -> dict[str, int]:
+    """By node, the rank that speaks for it. Raises `ConfigError` if two SMPs call their node alike."""
+    speaker: dict[str, int] = {}
+    for rank, told in enumerate(everyone):
+        first = everyone[speaker.setdefault(told.node, rank)]
+        if first.smp != told.smp:
+            raise ConfigError(
+                f"two SMPs call their node {told.node!r}, at {first.smp[0]}:{first.smp[1]} and "
+                f"{told.smp[0]}:{told.smp[1]}: give each host its own HOLDFAST_NODE"
+            )
+    return speaker
+
+
+def _digests(plain: Mapping[str, object]) -> list[str]:
+    named = plain.get("layouts")
+    return [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
+
+
+def _sent(agreement: Agreement, known: Mapping[str, Layout], named: Mapping[int, Sequence[str]]) -> dict[str, Layout]:
+    """Those layouts that not all ranks know, by digest, from the first rank that named each. A collective call.
+
+    Args:
+        named: by rank, digests of layouts that it can send.
+    """
+    senders: dict[str, int] = {}
+    for rank, digests in sorted(named.items()):
+        for digest in digests:
+            senders.setdefault(digest, rank)
+    ordered = sorted(senders)
+    found: dict[str, Layout] = {}
+    if not ordered:
+        return found
+    for digest, everywhere in zip(ordered, agreement.minimum([int(d in known) for d in ordered])(), strict=True):
+        if not everywhere:
+            sends = senders[digest] == agreement.rank
+            text = agreement.tell(encode_json(to_plain(known[digest])) if sends else b"", senders[digest])
+            found[digest] = Layout.read(decode_json(dict[str, object], text, "a layout"))
+            if found[digest].digest != digest:
+                raise ProtocolError(f"rank {senders[digest]} sent another layout than it had named")
+    return found
