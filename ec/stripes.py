@@ -14,7 +14,7 @@ stripes each position has held parity in m and data in k of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -132,13 +132,32 @@ class Stripes:
 
     def decodable(self, lost_segments: Collection[tuple[int, int]], lost_parities: Collection[int]) -> bool:
         """Whether every byte can be had although segments (position, index) and parity slots are lost."""
-        if not lost_segments:
-            return True
-        for stripe in range(self.count):
-            lost = sum((p, piece.segment) in lost_segments for _, p, piece in self.contributors(stripe))
-            if lost and lost + sum(p in lost_parities for p in self.parity_positions(stripe)) > self.parity:
+        lost_units: dict[int, list[tuple[int, int]]] = {}
+        for position, segment in lost_segments:
+            firsts = self._first_units[position]
+            lost_units.setdefault(position, []).append((firsts[segment], firsts[segment + 1]))
+        # Of the stripes with one pattern the positions are the same, and their units run on evenly: so it is enough to
+        # know how many lost runs of units overlap, however many stripes there are.
+        for pattern in range(self.positions):
+            left = self.parity - sum(position in lost_parities for position in self.parity_positions(pattern))
+            if self._most_lost(pattern, lost_units) > max(0, left):
                 return False
         return True
+
+    def _most_lost(self, pattern: int, lost_units: Mapping[int, Sequence[tuple[int, int]]]) -> int:
+        """The most data units that one stripe of a pattern has lost; of each position, (first, end) runs are."""
+        changes = []
+        for position in self.data_positions(pattern):
+            rank = self._ranks[position][pattern][1]
+            for first, end in lost_units.get(position, ()):
+                begins, ends = (max(0, -((rank - unit) // self.data)) for unit in (first, end))
+                if begins < ends:
+                    changes += [(begins, 1), (ends, -1)]
+        most = lost = 0
+        for _, change in sorted(changes):  # a run ends before another begins at the same stripe
+            lost += change
+            most = max(most, lost)
+        return most
 
     def _offset(self, position: int, stripe: int) -> int:
         """How many positions after the start of `stripe`."""

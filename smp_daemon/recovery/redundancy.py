@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 
+from holdfast.ec import Stripes
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import candidates, choose_sources, newest_protected
-from holdfast.smp_daemon.shared.sources import Sources
+from holdfast.smp_daemon.shared.sources import Address, Sources
 
 MOST_TRIED = 3
 """The most failures of one group that are tried out, and so the most that it is ever reported to tolerate."""
+
+
+CACHED = 4096
+"""Groups that are remembered: all of a job, as they are before and after a change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +84,39 @@ def tolerates(sources: Sources, group: int) -> int:
     now."""
     layout = sources.layout
     members = layout.members(group)
-    shards = {
-        (position, segment): sources.shards.get(shard.coord)
-        for position, node in enumerate(members)
-        for segment, shard in enumerate(node.shards)
-    }
-    parities = {position: sources.parity_holder(group, position) for position in range(len(members))}
-    holders = sorted({at for at in [*shards.values(), *parities.values()] if at is not None})
+    shards = tuple(tuple(sources.shards.get(shard.coord) for shard in node.shards) for node in members)
+    parities = tuple(sources.parity_holder(group, position) for position in range(len(members)))
+    numbers: dict[Address | None, int | None] = {None: None}
+    for at in (*(at for row in shards for at in row), *parities):
+        numbers.setdefault(at, len(numbers) - 1)
+    return _tolerates(
+        layout.stripes(group) if layout.protects(group) else None,
+        tuple(tuple(numbers[at] for at in row) for row in shards),
+        tuple(numbers[at] for at in parities),
+    )
 
-    def survives(gone: Sequence[tuple[str, int]]) -> bool:
-        lost = [place for place, at in shards.items() if at is None or at in gone]
-        without = [position for position, at in parities.items() if at is None or at in gone]
-        return not lost or (layout.protects(group) and layout.stripes(group).decodable(lost, without))
+
+@lru_cache(CACHED)
+def _tolerates(
+    stripes: Stripes | None, shards: tuple[tuple[int | None, ...], ...], parities: tuple[int | None, ...]
+) -> int:
+    """The same, of holders that are numbered as they come: in a large job most groups are alike then.
+
+    Args:
+        stripes: None: the group has no parity.
+        shards: who holds each, by position. parities: likewise.
+    """
+    holders = sorted({at for row in (*shards, parities) for at in row if at is not None})
+
+    def survives(gone: Sequence[int]) -> bool:
+        lost = [
+            (position, segment)
+            for position, row in enumerate(shards)
+            for segment, at in enumerate(row)
+            if at is None or at in gone
+        ]
+        without = [position for position, at in enumerate(parities) if at is None or at in gone]
+        return not lost or (stripes is not None and stripes.decodable(lost, without))
 
     count = -1
     for losses in range(min(MOST_TRIED, len(holders)) + 1):
