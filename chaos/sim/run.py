@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from holdfast.chaos.sim.faults import Faults
 from holdfast.chaos.sim.plan import SeedPlan, draw
-from holdfast.chaos.sim.scheduler import BEGAN_S, Moment, Scheduler
+from holdfast.chaos.sim.scheduler import BEGAN_S, DEFAULT_TURNS, Moment, Scheduler
 from holdfast.chaos.sim.tasks import Violated, Violation
 from holdfast.chaos.sim.tripwires import wired
 from holdfast.chaos.sim.turns import Priorities, Turns, Uniform
@@ -26,6 +26,9 @@ CALM_S = 45.0
 
 REST_S = 700.0
 """Longer than any deadline: whatever still waits after so much quiet waits for ever."""
+
+TURNS_A_RANK = 8_000
+"""A run of a large job may take this many for each of its ranks."""
 
 COLLECT_EVERY = 8
 """After so many runs the memory of those that are over is given back."""
@@ -86,7 +89,8 @@ def play(
         trace: is given a line for everything that happens.
         telling: report the history.
     """
-    scheduler = Scheduler(f"world {plan.seed}", order or order_of(plan))
+    most_turns = max(DEFAULT_TURNS, TURNS_A_RANK * len(plan.ranks))
+    scheduler = Scheduler(f"world {plan.seed}", order or order_of(plan), most_turns)
     scheduler.trace, scheduler.telling = trace, telling
     world = World(plan, scheduler)
     if trace is not None:

@@ -53,8 +53,10 @@ class Circle:
 
     def post(self, turn: tuple[str, int], rank: int, value: Any) -> None:
         active().point()
-        self._rounds.setdefault(turn, {})[rank] = value
-        self.changed.notify()
+        values = self._rounds.setdefault(turn, {})
+        values[rank] = value
+        if len(values) == self.size:  # woken before that, all would look in vain, each as often as there are ranks
+            self.changed.notify()
 
     def collect(self, turn: tuple[str, int]) -> list[Any] | None:
         """What every rank posted in that turn; None if one is gone. Blocks."""
