@@ -11,6 +11,7 @@
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
 # make bench-load   a lost node's state from memory over shaped links, against a file server: ten minutes, as root
+# make bench-scale   how what ranks tell each other grows, to 16,384 of them: a quarter of an hour on an idle machine
 # make gpu     on a machine with a GPU: is its state captured exactly, how fast, and beside others; GPU=A, B or C for a part
 # make gpu-wheels  what a GPU machine without network needs beside torch and NumPy, for its Python: GPU_PYTHON=3.12
 # make gpu-offline there: set up with these and its own torch, and then make gpu
@@ -25,7 +26,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check docs clean setup
+.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -79,6 +80,10 @@ bench-service: setup
 bench-load: setup
 	$(BIN)/python benchmarks/load.py --json benchmarks/results/load-$$(date +%F).json \
 		--markdown benchmarks/results/load-$$(date +%F).md
+
+bench-scale: setup
+	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale-$$(date +%F).json \
+		--markdown benchmarks/results/scale-$$(date +%F).md
 
 GPU ?= A B C
 GPU_PYTHON ?= 3.12

@@ -20,7 +20,7 @@ from holdfast.snapshot.resume.choice import StartOptions
 
 
 @dataclass(frozen=True, slots=True)
-class _Entering:
+class Entering:
     """What a rank says of itself. `smp`: where that of its node answers."""
 
     coord: str
@@ -39,9 +39,9 @@ def exchange(
         ConfigError: two SMPs have one node's name; on every rank.
     """
     own = client.inventory()
-    mine = _Entering(coord, own.node, own.control, options or StartOptions())
+    mine = Entering(coord, own.node, own.control, options or StartOptions())
     everyone = [
-        decode_json(_Entering, text, "what a rank says on entering") for text in agreement.gather(encode_json(mine))
+        decode_json(Entering, text, "what a rank says on entering") for text in agreement.gather(encode_json(mine))
     ]
     coords = {told.coord: told.node for told in everyone}
     if len(coords) < len(everyone):
@@ -60,11 +60,11 @@ def exchange(
     )
 
 
-def _coords(everyone: Sequence[_Entering]) -> set[str]:
+def _coords(everyone: Sequence[Entering]) -> set[str]:
     return {told.coord for told in everyone}
 
 
-def first_ranks(everyone: Sequence[_Entering]) -> dict[str, int]:
+def first_ranks(everyone: Sequence[Entering]) -> dict[str, int]:
     """By node, the rank that speaks for it. Raises `ConfigError` if two SMPs call their node alike."""
     speaker: dict[str, int] = {}
     for rank, told in enumerate(everyone):
