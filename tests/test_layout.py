@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout, Located, Node, Shard, SnapshotId
-from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES, is_identifier
-from holdfast.smp_daemon.shared.plain import to_plain
+from holdfast.smp_daemon.shared.limits import MAX_MESSAGE_BYTES, MAX_UNIT_BYTES, MAX_UNPACKED_BYTES, is_identifier
+from holdfast.smp_daemon.shared.plain import encode_json, pack, to_plain, unpack
 from tests.strategies import layouts, through_json
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
@@ -271,3 +272,40 @@ def test_a_higher_epoch_is_newer_than_a_higher_step() -> None:
 def test_a_node_tells_its_two_addresses_apart() -> None:
     assert GOOD.nodes[0].control == ("10.0.0.1", 7000)
     assert GOOD.nodes[0].bulk == ("10.0.0.1", 7001)
+
+
+def test_a_layout_of_twelve_thousand_nodes_fits_into_a_message_and_comes_back() -> None:
+    nodes = tuple(
+        Node(f"node{i:05d}", f"10.0.{i // 250}.{i % 250}", 1, 2, tuple(Shard(f"n{i}-r{r}", 1 << 28) for r in range(8)))
+        for i in range(12_504)
+    )
+    groups = tuple(tuple(range(first, first + 8)) for first in range(0, len(nodes), 8))
+    layout = Layout("job", 3, 0, nodes, groups, 7, 1, 1 << 21, 3)
+    message = {"layouts": [to_plain(layout)] * 2}
+    assert len(encode_json(message)) > MAX_MESSAGE_BYTES, "or this shows nothing"
+    packed = pack(message)
+    assert len(packed) < MAX_MESSAGE_BYTES
+    assert Layout.read(unpack(dict[str, Any], packed, "a message")["layouts"][1]) == layout
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        zstandard.ZstdCompressor(write_content_size=False).compress(b"{}"),
+        zstandard.ZstdCompressor().compress(b"{}" * 1000)[:-3],
+        zstandard.ZstdCompressor().compress(b"[1]"),
+        zstandard.FRAME_HEADER,
+    ],
+    ids=["of unknown length", "cut", "no object", "a beginning"],
+)
+def test_what_is_compressed_and_is_no_message_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not a message"):
+        unpack(dict[str, Any], data, "a message")
+
+
+def test_what_is_too_long_when_it_is_unpacked_is_neither_sent_nor_read() -> None:
+    text = b'{"a":"' + b" " * MAX_UNPACKED_BYTES + b'"}'
+    with pytest.raises(ProtocolError, match="limits are"):
+        pack({"a": " " * MAX_UNPACKED_BYTES})
+    with pytest.raises(ProtocolError, match="the limit is"):
+        unpack(dict[str, Any], zstandard.ZstdCompressor().compress(text), "a message")

@@ -24,7 +24,7 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES
 from holdfast.smp_daemon.shared.messages import ParityDone, PeerControl, PeerRequest, Ping, Pong, read_request
-from holdfast.smp_daemon.shared.plain import decode_json, encode_json, from_plain
+from holdfast.smp_daemon.shared.plain import encode_json, from_plain, pack, unpack
 from holdfast.smp_daemon.shared.signatures import Signer
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -108,10 +108,10 @@ class PeerServer:
                 done()
 
         try:
-            request: PeerControl = read_request(PeerControl, decode_json(dict[str, Any], body, "a message"))
+            request: PeerControl = read_request(PeerControl, unpack(dict[str, Any], body, "a message"))
             if request.job != self._job:
                 raise ProtocolError(f"this SMP serves job {self._job!r}, not {request.job!r}")
-            return encode_json(self._answer(request, at_end))
+            return pack(self._answer(request, at_end))
         except HoldfastError as error:
             return encode_json({"error": type(error).__name__, "message": str(error)})
 
@@ -152,7 +152,7 @@ class PeerClient:
             DeadlineExceeded: no answer in time.
             HoldfastError: the error that it replies with.
         """
-        body = encode_json(request)
+        body = pack(request)
         try:
             return self._asked(address, body, deadline_s, starting, again=True)
         except grpc.RpcError as error:
@@ -245,4 +245,4 @@ def _text(address: Address) -> str:
 
 
 def _read(reply: bytes) -> Message:
-    return decode_json(dict[str, Any], reply, "an answer")
+    return unpack(dict[str, Any], reply, "an answer")

@@ -10,6 +10,12 @@ PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 8 << 20
 """JSON part of one message between a trainer and an SMP, or between SMPs."""
 
+MAX_UNPACKED_BYTES = 64 << 20
+"""The same, of a message that was compressed: two layouts of 50,000 nodes."""
+
+PACKED_FROM_BYTES = 1 << 20
+"""Messages of this length or more are compressed. Only those are that have a layout of a thousand nodes."""
+
 MAX_RECORD_BYTES = 64 << 20
 """A commit record or another JSON file of an arena: it grows with the number of units."""
 

@@ -31,7 +31,7 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_MESSAGE_BYTES,
     MAX_UNIT_BYTES,
 )
-from holdfast.smp_daemon.shared.plain import decode_json, encode_json
+from holdfast.smp_daemon.shared.plain import pack, unpack
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.uids import peer_of
 
@@ -111,7 +111,7 @@ class SocketStream:
                 self._fill(memoryview(body)[start:])
             if self._deadline_s is None:
                 self._sock.settimeout(None)
-        return decode_json(dict[str, Any], body, "a JSON object, as messages are"), payload
+        return unpack(dict[str, Any], body, "a JSON object, as messages are"), payload
 
     def receive_into(self, payload: memoryview) -> None:
         with self._use:
@@ -184,9 +184,7 @@ class _Use:
 
 def frame(message: Outbound, payload: int = 0) -> bytes:
     """A message as it stands on the wire, before its `payload` raw bytes. Raises `ProtocolError` if it is too long."""
-    body = encode_json(message)
-    if len(body) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    body = pack(message)
     return _FRAME.pack(_MAGIC, len(body), payload) + body
 
 

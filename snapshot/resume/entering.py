@@ -13,7 +13,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout
-from holdfast.smp_daemon.shared.plain import decode_json, encode_json, to_plain
+from holdfast.smp_daemon.shared.plain import decode_json, encode_json, pack, to_plain, unpack
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.resume.choice import StartOptions
@@ -99,8 +99,8 @@ def _sent(agreement: Agreement, known: Mapping[str, Layout], named: Mapping[int,
     for digest, everywhere in zip(ordered, agreement.minimum([int(d in known) for d in ordered])(), strict=True):
         if not everywhere:
             sends = senders[digest] == agreement.rank
-            text = agreement.tell(encode_json(to_plain(known[digest])) if sends else b"", senders[digest])
-            found[digest] = Layout.read(decode_json(dict[str, object], text, "a layout"))
+            text = agreement.tell(pack(to_plain(known[digest])) if sends else b"", senders[digest])
+            found[digest] = Layout.read(unpack(dict[str, object], text, "a layout"))
             if found[digest].digest != digest:
                 raise ProtocolError(f"rank {senders[digest]} sent another layout than it had named")
     return found
