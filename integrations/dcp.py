@@ -41,7 +41,7 @@ from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_format, read_record
-from holdfast.snapshot.collective.agreement import AgreementLost
+from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.copy.tensors import leaf_tensor, local
 from holdfast.snapshot.resume.arrange import coordinate_key, parse_protect
 from holdfast.snapshot.resume.entering import exchange

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.snapshot.collective.agreement import AgreementLost
+from holdfast.snapshot.collective.mesh import AgreementLost
 
 RANK_LOST = (RuntimeError, AgreementLost)
 """What is raised where another rank is gone: by torch's collectives, and by holdfast's own. Errors of the device and of

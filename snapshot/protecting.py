@@ -17,7 +17,8 @@ from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, Hol
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
-from holdfast.snapshot.collective.agreement import AgreementLost, Result
+from holdfast.snapshot.collective.agreement import Result
+from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.witness import StateChanged

@@ -14,7 +14,8 @@ import pytest
 
 from holdfast.smp_daemon.shared.spawn import find_leftovers
 from holdfast.snapshot.collective import agreement
-from holdfast.snapshot.collective.agreement import AgreementLost, Alone, Result, Values, work_in_rounds
+from holdfast.snapshot.collective.agreement import Alone, Result, Values, work_in_rounds
+from holdfast.snapshot.collective.mesh import AgreementLost
 from tests.deadlines import DEADLINE_S
 from tests.test_replicas import Rank, together
 

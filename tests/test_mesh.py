@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def ranks(size: int) -> Iterator[list[Mesh]]:
-    store = dist.HashStore()
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
     meshes = [Mesh(store, rank, size, timedelta(seconds=DEADLINE_S)) for rank in range(size)]
     try:
         yield meshes

@@ -21,7 +21,8 @@ from holdfast.chaos.sim.threads import Signal
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, ProtocolError, failure_of
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot
-from holdfast.snapshot.collective.agreement import AgreementLost, Result, T, Values
+from holdfast.snapshot.collective.agreement import Result, T, Values
+from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.copy.engines import CpuEngine, Sample, SlotTensor
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.resume.loading import load_checked
