@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768, help="of the model of the first part (default 768)")
     parser.add_argument("--layers", type=int, default=6, help="of the job of the second part (default 6)")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long that job trains (default 60)")
-    parser.add_argument("--every", default="3", help="how often it persists (default 3, in seconds)")
+    parser.add_argument("--every", default="3s", help="how often it persists (default 3s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     arguments = parser.parse_args()
@@ -213,7 +213,7 @@ def steps_of(layers: int, seconds: float, every: str) -> list[str]:
     return [
         f"A model of {layers} layers, {shard / 1e6:.0f} MB of fp32 weights and Adam moments, one trainer with one "
         "thread, and its SMP; a directory on disk; persisted whenever the one before was done and "
-        f"{every} s had passed.",
+        f"{every} had passed.",
         "",
         "| steps | median, ms | 90th percentile, ms | × quiet |",
         "|---|---|---|---|",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from holdfast.chaos.scenario import WORKLOAD, Scenario
 from holdfast.chaos.verdict import CHECKS, ScenarioVerdict, judge
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.paths import arena_base
+from holdfast.smp_daemon.shared.scratch import Scratch
 
 PRELOAD = ("holdfast.chaos.drill", "holdfast.chaos.workload", "torch.profiler", "torch._dynamo")
 """What trainers would import one by one while they start."""
@@ -134,7 +134,7 @@ class Campaign:
         children = psutil.Process().children(recursive=True)
         found = {f"process {child.pid} {child.name()}" for child in children if child.pid not in launchers}
         found |= {f"descriptor {path.name}" for path in Path("/proc/self/fd").iterdir()}
-        found |= {str(path) for path in arena_base().glob(f"virtual-{os.getpid()}*")}
+        found |= {str(path) for path in arena_base().glob(f".virtual-{os.getpid()}-*")}
         return found
 
 
@@ -144,10 +144,8 @@ def _place(scenario: Scenario) -> Iterator[dict[str, str]]:
     if not scenario.persist:
         yield {}
         return
-    base = arena_base()
-    base.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(prefix="place-", dir=base) as folder:
-        yield {"HOLDFAST_PERSIST": folder, "HOLDFAST_PERSIST_EVERY": str(scenario.persist)}
+    with Scratch("place") as place:
+        yield {"HOLDFAST_PERSIST": str(place.path), "HOLDFAST_PERSIST_EVERY": f"{scenario.persist}s"}
 
 
 def summary(verdicts: Iterable[ScenarioVerdict], seconds: float) -> dict[str, Any]:

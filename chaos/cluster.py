@@ -16,12 +16,11 @@ replacement where a node was lost.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,7 @@ from holdfast.chaos.runner import Event, Runner, Wiring, release
 from holdfast.chaos.trainer import ENV as TRAINER_ENV
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.failpoints import SMP_FAILPOINTS
-from holdfast.smp_daemon.shared.paths import arena_base
+from holdfast.smp_daemon.shared.scratch import Scratch
 
 
 class JobFailed(HoldfastError):
@@ -117,7 +116,8 @@ class VirtualCluster(Runner):
         self._deadline_s = deadline_s
         self._place = place or (lambda generation, rank: rank // ranks_per_node)
         self._on_event = on_event or (lambda event: None)
-        self._base = arena_base() / f"virtual-{os.getpid()}"
+        self._scratch = Scratch("virtual")
+        self._base = self._scratch.path
         self._memory = memory or self._base
         self._smp_module = smp_module
         self._wired = wired
@@ -181,10 +181,12 @@ class VirtualCluster(Runner):
             DeadlineExceeded: the job is not done in time.
         """
         self._deadline = time.monotonic() + self._deadline_s
-        self._base.mkdir(parents=True, mode=0o700)
         self._events_path = str(self._base / "events")
-        self.listen(self._base / "events")
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(self._scratch)
+            self.listen(self._base / "events")
+            for each in (self.hang_up, self._read_tracebacks, self._close_wire, self._close_nodes, self._end_trainers):
+                stack.callback(each)  # whichever of them fails or is interrupted, those before it are still done
             self.watch(self._launcher, self._hear_launcher)
             self._wire = Wire() if self._wired else None
             for node in self._nodes:
@@ -202,8 +204,6 @@ class VirtualCluster(Runner):
             written = self.history.disk_bytes_written + self._launcher.disk_bytes_written() - before
             self.history.disk_bytes_written = beyond_access_times(written)
             return self.history
-        finally:
-            self._clean_up()
 
     def _hear_launcher(self, launcher: Launcher) -> None:
         for message in launcher.messages():
@@ -434,19 +434,24 @@ class VirtualCluster(Runner):
             if node.arena.exists():
                 self.history.leaks.append(f"{node.arena} is still there")
 
-    def _clean_up(self) -> None:
+    def _end_trainers(self) -> None:
         if self._running or self._strays:
             self._launcher.end_trainers()
-        for node in self._nodes:
-            node.close()
+
+    def _close_nodes(self) -> None:
+        with ExitStack() as stack:
+            for node in self._nodes:
+                stack.callback(node.close)
+
+    def _close_wire(self) -> None:
         if self._wire is not None:
             self.history.leaks += self._wire.close()
+
+    def _read_tracebacks(self) -> None:
         for path in sorted(self._base.glob("smp*.log")):
             _, found, rest = path.read_text(errors="replace").partition("Traceback (most recent call last)")
             if found:
                 self.history.tracebacks.append(f"{path.stem}: {rest[-2000:].strip()}")
-        self.hang_up()
-        shutil.rmtree(self._base, ignore_errors=True)
 
     def _logs(self) -> str:
         ended = [(node, node.ended()) for node in self._nodes]

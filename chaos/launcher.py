@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,12 +13,10 @@ from typing import Any, Self
 
 from holdfast.chaos.network.clocks import compile_shim
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.shared.paths import arena_base
+from holdfast.smp_daemon.shared.scratch import Scratch
 
 IMPORT_DEADLINE_S = 120.0
 ANSWER_DEADLINE_S = 30.0
-
-_numbers = itertools.count()
 
 
 BEFORE_CUDA = ("torch", "holdfast.chaos.trainer")
@@ -66,12 +62,11 @@ class Launcher:
         self._device = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else ON_CUDA
         self._buffer = b""
         self._ready = False
-        self._scratch = arena_base() / f"launcher-{os.getpid()}-{next(_numbers)}"
-        self._scratch.mkdir(parents=True, mode=0o700, exist_ok=True)
+        self._scratch = Scratch("launcher").__enter__()
         try:
-            self.shim = compile_shim(self._scratch) if clocked else {}
+            self.shim = compile_shim(self._scratch.path) if clocked else {}
         except ConfigError:
-            shutil.rmtree(self._scratch)
+            self._scratch.remove()
             raise
         self._start()
 
@@ -83,7 +78,7 @@ class Launcher:
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
                 "PYTHONDONTWRITEBYTECODE": "1",
-                "TMPDIR": str(self._scratch),  # tempfile probes its directory by writing to it; nothing touches a disk
+                "TMPDIR": str(self._scratch.path),  # tempfile probes it by writing to it; nothing touches a disk
             }
             | self._device
             | self.shim
@@ -94,6 +89,7 @@ class Launcher:
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is ours to deal with
         )
         theirs.close()
 
@@ -175,7 +171,8 @@ class Launcher:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(10)
-        shutil.rmtree(self._scratch)
+        finally:
+            self._scratch.remove()
 
     def _await(self, kind: str, deadline_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + deadline_s

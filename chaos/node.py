@@ -74,7 +74,13 @@ class VirtualNode(LocalNode):
         try:
             with inside(self.namespace):
                 self._process = subprocess.Popen(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    start_new_session=True,  # Ctrl-C is not for it
                 )
         finally:
             if errors is not None:

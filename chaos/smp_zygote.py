@@ -35,6 +35,7 @@ class Zygote:
             pass_fds=[theirs.fileno()],
             env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is not for it
         )
         theirs.close()
 

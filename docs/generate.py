@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import textwrap
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -222,8 +221,7 @@ def cell(text: str | None) -> str:
 
 
 def commands() -> Iterator[str]:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    parser = importlib.import_module(scripts["holdfast"].partition(":")[0]).make_parser()
+    parser = importlib.import_module("holdfast.cli.main").make_parser()
     yield "# Commands"
     yield "`holdfast COMMAND --help` says the same. The exit status is 0 if all is well, 1 if not, 2 for wrong usage."
     found = list(leaves(parser))

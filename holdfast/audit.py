@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from holdfast import sessions
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.scratch import Scratch
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from holdfast.snapshot.resume.comparison import ENV as DRIFT_ENV
 from holdfast.snapshot.state.audit import AuditOrders
@@ -124,8 +124,8 @@ def run(plan: AuditPlan, progress: Callable[[str], None]) -> AuditReport:
     Raises:
         HoldfastError: a run did not do what it should; the message ends with what it printed.
     """
-    with tempfile.TemporaryDirectory(prefix="holdfast-audit-", dir="/dev/shm") as text:
-        folder = Path(text)
+    with Scratch("audit") as scratch:
+        folder = scratch.path
         try:
             notes = {}
             for name in RUNS:

@@ -125,9 +125,7 @@ GROUPS = (
                 "auto",
                 "What computes parity: `auto`, `isal`, `numpy` or `pyeclib`. All write the same bytes.",
             ),
-            Variable(
-                "HOLDFAST_BANDWIDTH", "0", "Most bytes per second that encoding sends, such as `2GB/s`; `0`: no limit."
-            ),
+            Variable("HOLDFAST_BANDWIDTH", "0", "Most that encoding sends, such as `2GB/s`; `0`: no limit."),
             Variable(
                 "HOLDFAST_TURNS",
                 "1",
@@ -143,7 +141,7 @@ GROUPS = (
             Variable(
                 "HOLDFAST_SCRUB",
                 "64MB/s",
-                "Bytes per second at which sealed snapshots are read and checked in the background; `0`: no scrub.",
+                "The rate at which sealed snapshots are read and checked in the background; `0`: no scrub.",
             ),
             Variable(
                 "HOLDFAST_REBUILD",
@@ -153,14 +151,14 @@ GROUPS = (
             ),
             Variable(
                 "HOLDFAST_REGROUP_AFTER",
-                "30",
-                "Seconds that a node may be missing, with no trainer connected, before the survivors regroup without "
+                "30s",
+                "How long a node may be missing, with no trainer connected, before the survivors regroup without "
                 "it; `0`: they never do.",
             ),
             Variable(
                 "HOLDFAST_DEADLINES",
-                "start=900,restore=900,step=60,factor=10,copy=120",
-                "Watchdog deadlines for trainers of this node, in seconds by phase: `step=300,copy=0`. A step may "
+                "start=15min,restore=15min,step=60s,factor=10,copy=2min",
+                "Watchdog deadlines for trainers of this node by phase: `step=5min,copy=0`. A step may "
                 "take the longer of `step` and `factor` times the median step; `0`: no deadline.",
             ),
             Variable(
@@ -171,8 +169,8 @@ GROUPS = (
             ),
             Variable(
                 "HOLDFAST_GRACE",
-                "25",
-                "Seconds after SIGTERM for moving what the node holds to other nodes; the SMP then ends in any case. "
+                "25s",
+                "The time after SIGTERM for moving what the node holds to other nodes; the SMP then ends in any case. "
                 "`0`: it ends at once.",
             ),
             Variable(
@@ -199,12 +197,12 @@ GROUPS = (
                 "Where protected snapshots are also written: a directory that all nodes share, or an fsspec URL. The "
                 "same on all nodes.",
             ),
-            Variable("HOLDFAST_PERSIST_EVERY", "30min", "How often at most: `600`, `30min`, `2h`."),
+            Variable("HOLDFAST_PERSIST_EVERY", "30min", "How often at most: `90s`, `30min`, `2h`."),
             Variable("HOLDFAST_PERSIST_KEEP", "2", "How many whole snapshots are kept there."),
             Variable(
                 "HOLDFAST_PERSIST_BANDWIDTH",
                 "0",
-                "Most bytes per second that each node reads from memory for it; `0`: no limit.",
+                "Most that each node reads from memory for it, such as `500MB/s`; `0`: no limit.",
             ),
         ),
     ),
@@ -252,6 +250,7 @@ GROUPS = (
         "Internal",
         "Set by holdfast's own commands and tests. Do not set them in a job.",
         (
+            Variable("HOLDFAST_COMMAND", "", "Marks what a command of holdfast has started, so that it can be ended."),
             Variable("HOLDFAST_AUDIT", "", "What `holdfast audit` and `holdfast chaos run` tell the hook to note."),
             Variable("HOLDFAST_PROFILE", "", "Where `holdfast profile` has the hook write what it measured."),
             Variable("HOLDFAST_POINTS", "", "At which failpoints a process stops until a test lets it go on."),

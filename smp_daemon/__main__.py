@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -16,12 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.smp_daemon.shared.credentials import access_of, current
-from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.logs import about, chosen_format, get_log, log_to
 from holdfast.smp_daemon.shared.priority import PRIORITIES, make_idle, make_session_nice
+from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
 
 if TYPE_CHECKING:
+    from holdfast.smp_daemon.node.core import Settings
     from holdfast.smp_daemon.service import Smp
+
+MOST_GRACE_S = 3600.0
 
 log = get_log("holdfast.smp_daemon")
 
@@ -41,40 +46,18 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             make_session_nice()  # else the session is the caller's
         make_idle()  # before the first thread is made: threads inherit it, the process has no say
 
-    from holdfast.smp_daemon.coding.drain import leave_on_sigterm, parse_spares
-    from holdfast.smp_daemon.node.core import Settings
+    from holdfast.smp_daemon.coding.drain import leave_on_signals, parse_spares
     from holdfast.smp_daemon.ops.web import parse_port, show
-    from holdfast.smp_daemon.persist.options import parse_options
     from holdfast.smp_daemon.service import Smp, watch  # NumPy makes threads when it is imported
-    from holdfast.smp_daemon.shared.budget import parse_size
-    from holdfast.smp_daemon.shared.pacer import parse_rate, parse_turns
     from holdfast.smp_daemon.shared.spawn import sweep
-    from holdfast.smp_daemon.watchdog.liveness import parse_deadlines
 
     try:
         chosen_format()
         http_port = parse_port(arguments.http)
         access = access_of(arguments.host, arguments.insecure, current())
         spares = parse_spares(arguments.spares)
-        settings = Settings(
-            backend=arguments.backend,
-            bandwidth=parse_rate(arguments.bandwidth),
-            turns=parse_turns(arguments.turns),
-            scrub=parse_rate(arguments.scrub),
-            regroup_after_s=arguments.regroup_after,
-            rebuild=arguments.rebuild,
-            memory=parse_size(arguments.memory),
-            zero=arguments.zero,
-            deadlines=parse_deadlines(arguments.deadlines),
-            on_hang=arguments.on_hang,
-            priority=arguments.priority,
-            persist=parse_options(
-                arguments.persist,
-                arguments.persist_every,
-                arguments.persist_keep,
-                parse_rate(arguments.persist_bandwidth),
-            ),
-        )
+        grace_s = parse_grace(arguments.grace)
+        settings = settings_of(arguments)
         smp = Smp(
             arguments.job,
             arguments.node,
@@ -95,14 +78,49 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     _log_access(access, arguments.host)
     _log_memory(smp)
     smp.watchdog.start()
-    leave_on_sigterm(lambda: smp.drain(arguments.grace, spares, wait=True), smp.stop, arguments.grace)
+    ended_by: list[int] = []
+    leave_on_signals(lambda: smp.drain(grace_s, spares, wait=True), smp.stop, grace_s, ended_by.append)
     _say(out, {"ready": asdict(smp.owner)})
     sweep(arguments.arena.parent, zero=settings.zero)
     watch(smp, arguments.owner_pid)
     if web is not None:
         web.close()
     smp.close()
-    return 0
+    return 128 + signal.SIGINT if signal.SIGINT in ended_by else 0
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """What the options of `add_options` say. Raises `ConfigError`, which names the option and its variable."""
+    from holdfast.smp_daemon.node.core import Settings
+    from holdfast.smp_daemon.persist.options import parse_options
+    from holdfast.smp_daemon.shared.pacer import parse_turns
+    from holdfast.smp_daemon.watchdog.liveness import parse_deadlines
+
+    return Settings(
+        backend=arguments.backend,
+        bandwidth=parse_rate(arguments.bandwidth, "--bandwidth (HOLDFAST_BANDWIDTH)"),
+        turns=parse_turns(arguments.turns),
+        scrub=parse_rate(arguments.scrub, "--scrub (HOLDFAST_SCRUB)"),
+        regroup_after_s=parse_time(arguments.regroup_after, "--regroup-after (HOLDFAST_REGROUP_AFTER)"),
+        rebuild=arguments.rebuild,
+        memory=parse_size(arguments.memory, "--memory (HOLDFAST_MEMORY)"),
+        zero=arguments.zero,
+        deadlines=parse_deadlines(arguments.deadlines),
+        on_hang=arguments.on_hang,
+        priority=arguments.priority,
+        persist=parse_options(
+            arguments.persist, arguments.persist_every, arguments.persist_keep, arguments.persist_bandwidth
+        ),
+    )
+
+
+def parse_grace(text: str) -> float:
+    """Seconds, of ``--grace``. Raises `ConfigError`."""
+    what = "--grace (HOLDFAST_GRACE)"
+    grace_s = parse_time(text, what)
+    if grace_s > MOST_GRACE_S:
+        raise ConfigError(f"{what}: {text!r} is longer than {duration(MOST_GRACE_S)}: give less")
+    return grace_s
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,6 +162,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--bandwidth",
+        metavar="RATE",
         default=os.environ.get("HOLDFAST_BANDWIDTH", "0"),
         help="most bytes per second that encoding sends, such as 2GB/s; 0: no limit (default HOLDFAST_BANDWIDTH or 0)",
     )
@@ -155,17 +174,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--scrub",
+        metavar="RATE",
         default=os.environ.get("HOLDFAST_SCRUB", "64MB/s"),
         help="bytes per second at which sealed snapshots are read and checked in the background; 0: not "
         "(default HOLDFAST_SCRUB or 64MB/s)",
     )
     parser.add_argument(
         "--regroup-after",
-        default=os.environ.get("HOLDFAST_REGROUP_AFTER", "30"),
-        type=float,
-        metavar="SECONDS",
+        default=os.environ.get("HOLDFAST_REGROUP_AFTER", "30s"),
+        metavar="TIME",
         help="how long a node may be missing, with no trainer connected, before the survivors regroup "
-        "without it; 0: never (default HOLDFAST_REGROUP_AFTER or 30)",
+        "without it; 0: never (default HOLDFAST_REGROUP_AFTER or 30s)",
     )
     parser.add_argument(
         "--rebuild",
@@ -183,8 +202,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--persist-every",
         default=os.environ.get("HOLDFAST_PERSIST_EVERY", "30min"),
-        metavar="SECONDS",
-        help="how often, at most, such as 600 or 30min (default HOLDFAST_PERSIST_EVERY or 30min)",
+        metavar="TIME",
+        help="how often, at most, such as 90s or 30min (default HOLDFAST_PERSIST_EVERY or 30min)",
     )
     parser.add_argument(
         "--persist-keep",
@@ -194,6 +213,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--persist-bandwidth",
+        metavar="RATE",
         default=os.environ.get("HOLDFAST_PERSIST_BANDWIDTH", "0"),
         help="most bytes per second that are read from memory to be persisted; 0: no limit (default "
         "HOLDFAST_PERSIST_BANDWIDTH or 0)",
@@ -214,9 +234,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deadlines",
         default=os.environ.get("HOLDFAST_DEADLINES", ""),
-        metavar="PHASE=SECONDS,...",
-        help="after how long a trainer of this node hangs: start, restore (900 each), step (60, or factor times the "
-        "median step, 10), copy (120); 0: never (default HOLDFAST_DEADLINES or these)",
+        metavar="PHASE=TIME,...",
+        help="after how long a trainer of this node hangs: start, restore (15min each), step (60s, or factor times the "
+        "median step, 10), copy (2min); 0: never (default HOLDFAST_DEADLINES or these)",
     )
     parser.add_argument(
         "--on-hang",
@@ -227,11 +247,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grace",
-        default=os.environ.get("HOLDFAST_GRACE", "25"),
-        type=_seconds,
-        metavar="SECONDS",
+        default=os.environ.get("HOLDFAST_GRACE", "25s"),
+        metavar="TIME",
         help="after SIGTERM, move what is held here to other nodes, and end after so long in any case; 0: end at once "
-        "(default HOLDFAST_GRACE or 25: Kubernetes kills after 30)",
+        "(default HOLDFAST_GRACE or 25s: Kubernetes kills after 30)",
     )
     parser.add_argument(
         "--spares",
@@ -246,12 +265,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="listen off loopback although nothing is encrypted or authenticated: no token, no certificates",
     )
-
-
-def _seconds(text: str) -> float:
-    if not 0 <= float(text) <= 3600:
-        raise ValueError(text)
-    return float(text)
 
 
 def _absolute(text: str) -> Path:

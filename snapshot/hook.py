@@ -31,7 +31,6 @@ class SnapshotHook:
     Attributes:
         checks: what of the loop is looked at.
         system: threads, clock, files and sockets that it works with.
-        statistics: counters since it was entered.
     """
 
     checks = Checks()
@@ -41,7 +40,7 @@ class SnapshotHook:
         self._adapter = adapter
         self._options = options
         self._entered: Session | None = None  # stays after leaving: `step` and others are still asked for
-        self.statistics = Statistics()
+        self._statistics = Statistics()
 
     @property
     def _session(self) -> Session:
@@ -111,8 +110,15 @@ class SnapshotHook:
 
     @property
     def restored(self) -> Restored:
-        """How this rank started."""
+        """How this rank started: from which ``snapshot``, or None on a cold start; from which ``tier`` and ``how``; and
+        how many finished steps it does again, ``steps_again``. See `snapshot.resume.restore.Restored`."""
         return self._session.restored
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counters since it was entered, and how often snapshots are taken and why: ``taken``, ``protected``,
+        ``interval``, ``stall_s`` and others. See `snapshot.protecting.Statistics`."""
+        return self._statistics
 
     @property
     def protected_step(self) -> int | None:
@@ -197,7 +203,7 @@ class SnapshotHook:
         """
         for piece in registered(self._roots()):
             self._adapter.track(piece)
-        self._entered = enter(self._adapter, self._options, self.statistics, self.checks, self.system)
+        self._entered = enter(self._adapter, self._options, self._statistics, self.checks, self.system)
         self._entered.expect_resumption(self._adapter)
         return self
 

@@ -108,6 +108,8 @@ def enter(
         rank.smp.say_end(0, error)
         rank.close()
         raise
+    if restored.snapshot is not None and rank.agreement.rank == 0:
+        log.warning("%s", restored, extra=about(restored.snapshot, tier=restored.tier, how=restored.how))
     return Session(adapter, options, rank, restored, statistics, checks)
 
 

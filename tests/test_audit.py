@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from holdfast import ConfigError, HoldfastError
 from holdfast.audit import AuditPlan, AuditReport, Difference, Notes, compare, distinct, drift, run, show
+from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.snapshot.state.reach import reachable
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +40,7 @@ def test_a_job_that_tracks_all_of_its_state_is_exact() -> None:
     assert report.exact, report.differences
     assert len(report.resumed) == 2
     assert report.compared > 100
-    assert not list(Path("/dev/shm").glob("holdfast-audit-*"))
+    assert not list(arena_base().glob(f".audit-{os.getpid()}-*"))
 
 
 @pytest.mark.cluster

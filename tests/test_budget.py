@@ -13,8 +13,8 @@ import pytest
 
 from holdfast.cli.main import main
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
-from holdfast.smp_daemon.shared.budget import RESERVE, Budget, parse_size, wipe, wipe_file
-from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError
+from holdfast.smp_daemon.shared.budget import RESERVE, Budget, wipe, wipe_file
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.spawn import find_leftovers, sweep
 from holdfast.smp_daemon.storage.arena import Arena
@@ -24,20 +24,6 @@ from tests.smp_kit import Ground, SmpProcess, Trainer, memory_of, run_on
 from tests.test_arena import PAGE, TAG, at, crash, hold
 
 ROOM = 64 * PAGE
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("0", 0), ("4096", 4096), ("64G", 64 * 10**9), ("1.5GB", 15 * 10**8), ("2GiB", 2**31), ("1e9", 10**9)],
-)
-def test_a_size_is_read(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "much", "-1", "4iB", "1.2.3G", "G", "inf"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no amount of memory"):
-        parse_size(text)
 
 
 # ---------------------------------------------------------------------- the arena

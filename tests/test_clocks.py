@@ -132,11 +132,11 @@ def test_waits_last_as_long_as_they_should(seen: dict[str, Any], when: str) -> N
 
 
 def test_without_a_compiler_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(arena_base().glob("launcher-*"))
+    before = set(arena_base().glob(".launcher-*"))
     monkeypatch.setattr(clocks, "unavailable", lambda: "needs a C compiler, cc")
     with pytest.raises(ConfigError, match="clocks cannot be set here: needs a C compiler, cc"):
         Launcher([], clocked=True)
-    assert set(arena_base().glob("launcher-*")) - before == set()
+    assert set(arena_base().glob(".launcher-*")) - before == set()
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

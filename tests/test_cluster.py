@@ -250,7 +250,7 @@ def test_shards_of_very_different_lengths(launcher: Launcher) -> None:
 def test_a_damaged_slot_is_decoded_from_parity_instead(launcher: Launcher) -> None:
     def damage(event: Event) -> None:
         if event["kind"] == "fault":
-            for path in arena_base().glob("virtual-*/node1/job/dp1.*.safetensors"):
+            for path in arena_base().glob(".virtual-*/node1/job/dp1.*.safetensors"):
                 with path.open("r+b") as slot:
                     slot.seek(-5, 2)
                     byte = slot.read(1)
@@ -276,7 +276,7 @@ def test_a_job_that_fails_by_itself_leaves_nothing_and_shows_its_log(launcher: L
     cluster = make(launcher, protect="nonsense")
     with pytest.raises(JobFailed, match="protect='nonsense': say 'auto', 'none', k"):
         cluster.run()
-    assert not list(arena_base().glob(f"virtual-{os.getpid()}"))
+    assert not list(arena_base().glob(f".virtual-{os.getpid()}-*"))
 
 
 def test_a_fault_that_never_happens_is_an_error(launcher: Launcher) -> None:
@@ -305,7 +305,7 @@ def test_a_job_that_writes_to_disk_is_noticed(launcher: Launcher, tmp_path: Path
 
 def test_a_cluster_leaves_no_files(launcher: Launcher) -> None:
     make(launcher, nodes=2, steps=2).run()
-    assert list(Path("/dev/shm").glob(f"holdfast-*/virtual-{os.getpid()}")) == []
+    assert list(Path("/dev/shm").glob(f"holdfast-*/.virtual-{os.getpid()}-*")) == []
 
 
 def replicas(launcher: Launcher, *, snapshots: bool) -> VirtualCluster:

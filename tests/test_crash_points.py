@@ -274,7 +274,7 @@ def regrouped(ground: Ground, chain: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("chain", [REGROUPING[:-1], REGROUPING[-1:]], ids=["before-the-end", "at-the-end"])
 def test_a_survivor_dies_again_and_again(ground: Ground, monkeypatch: pytest.MonkeyPatch, chain: Sequence[str]) -> None:
-    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "0.2")
+    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "200ms")
     regrouped(ground, chain)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.cli.main import make_parser
 from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES
-from holdfast.smp_daemon.shared.budget import parse_size
+from holdfast.smp_daemon.shared.quantities import parse_size, parse_time
 from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
@@ -99,7 +99,7 @@ def test_units_are_what_systemd_takes(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.parent.name)
 def test_units_leave_time_for_the_drain(path: Path) -> None:
     text = path.read_text()
-    grace, stop = re.search(r"HOLDFAST_GRACE=(\d+)", text), re.search(r"TimeoutStopSec=(\d+)", text)
+    grace, stop = re.search(r"HOLDFAST_GRACE=(\d+)s", text), re.search(r"TimeoutStopSec=(\d+)", text)
     assert grace is not None and stop is not None
     assert int(stop[1]) >= int(grace[1]) + MARGIN_S
 
@@ -158,7 +158,7 @@ def test_an_smps_pod_has_time_to_drain_and_memory_for_its_budget(name: str) -> N
     (pod,) = pods(DEPLOY / "kubernetes" / name)
     smp = containers(pod)["smp"]
     said = settings(smp)
-    assert pod["terminationGracePeriodSeconds"] >= int(said["HOLDFAST_GRACE"]) + MARGIN_S
+    assert pod["terminationGracePeriodSeconds"] >= parse_time(said["HOLDFAST_GRACE"]) + MARGIN_S
     budget = parse_size(said["HOLDFAST_MEMORY"])
     assert size_of(smp["resources"]["limits"]["memory"]) >= budget + 2**30
     for volume in pod["volumes"]:

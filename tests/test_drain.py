@@ -272,7 +272,7 @@ class TestSigterm:
     def test_ends_it_within_its_grace_whatever_trainers_do(
         self, ground: Ground, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("HOLDFAST_GRACE", "1")
+        monkeypatch.setenv("HOLDFAST_GRACE", "1s")
         smps = ground.smps(2)
         run = run_on(smps, [[3000]] * 2)
         snapshot = run.protect(1)

@@ -50,7 +50,7 @@ def persisted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ground, Run, Sn
     with playground() as ground:
         place = str(ground.base / "place")
         monkeypatch.setenv("HOLDFAST_PERSIST", place)
-        monkeypatch.setenv("HOLDFAST_PERSIST_EVERY", "0.1")
+        monkeypatch.setenv("HOLDFAST_PERSIST_EVERY", "100ms")
         run = run_on(ground.smps(2), [[3000], [1000]])
         snapshot = run.protect(12)
         persist(run, snapshot)

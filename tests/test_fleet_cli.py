@@ -103,7 +103,7 @@ def test_published_numbers_are_repeated_on_request(
         (["--rack", "0"], "racks of 0 nodes"),
         (["--bursts", "0"], "shape of 0.0"),
         (["--step", "0s"], "a step of 0.0 s"),
-        (["--step", "6"], "'6' is no time span"),
+        (["--step", "6"], "--step: '6' has no unit"),
     ],
 )
 def test_what_cannot_be_ends_with_a_message(

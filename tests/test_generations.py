@@ -179,7 +179,7 @@ def test_a_job_that_goes_in_a_circle_is_told_which_older_snapshot_to_take(
 
 
 def test_memory_that_does_not_suffice_for_generations_is_told(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_MEMORY", str(4 * 8192))
+    monkeypatch.setenv("HOLDFAST_MEMORY", f"{4 * 8192}B")
     with pytest.raises(ConfigError, match=r"or use fewer slots or generations \(HOLDFAST_GENERATIONS\)"):
         life(1, generations=2)
 

@@ -74,11 +74,15 @@ def test_without_a_deadline_it_never_hangs() -> None:
 
 def test_deadlines_are_read() -> None:
     assert parse_deadlines("") == Deadlines()
-    assert parse_deadlines("step=5, factor=3,copy=0") == Deadlines(step=5, factor=3, copy=0)
-    assert parse_deadlines("step=5,start=7").shortest == 5
+    assert parse_deadlines("step=5s, factor=3,copy=0") == Deadlines(step=5, factor=3, copy=0)
+    assert parse_deadlines("step=5s,start=7s").shortest == 5
     assert Deadlines(0, 0, 0, 0).shortest == 0
-    for bad in ("step", "walk=3", "step=-1", "step=x", "step=nan"):
-        with pytest.raises(ConfigError, match="say NAME=SECONDS"):
+    with pytest.raises(
+        ConfigError, match="'walk=3s': say NAME=TIME, with the names copy, factor, restore, start, step"
+    ):
+        parse_deadlines("walk=3s")
+    for bad in ("step", "step=-1s", "step=x", "step=nan", "factor=x", "factor=nan", "factor=2s"):
+        with pytest.raises(ConfigError, match=r"--deadlines \(HOLDFAST_DEADLINES\): (step|factor): '.*' is no"):
             parse_deadlines(bad)
 
 
@@ -327,7 +331,7 @@ def test_a_stopped_trainer_hangs_is_told_once_and_may_go_on(
 ) -> None:
     told = ground.base / "told"
     names = "$HOLDFAST_JOB $HOLDFAST_NODE $HOLDFAST_COORD $HOLDFAST_PID $HOLDFAST_PHASE $HOLDFAST_STEP"
-    smp = watching(ground, monkeypatch, "step=0.4", f'echo "{names}" >> {told}; echo done')
+    smp = watching(ground, monkeypatch, "step=400ms", f'echo "{names}" >> {told}; echo done')
     with trainer_process(smp) as process:
         process.send_signal(signal.SIGSTOP)
         hung = await_health(smp, Health.HUNG)
@@ -351,14 +355,14 @@ def test_a_stopped_trainer_hangs_is_told_once_and_may_go_on(
 def test_one_that_computes_or_waits_for_ever_hangs(
     ground: Ground, monkeypatch: pytest.MonkeyPatch, how: str, phase: str
 ) -> None:
-    smp = watching(ground, monkeypatch, "start=0.3,restore=0.3,step=0.3,factor=1")
+    smp = watching(ground, monkeypatch, "start=300ms,restore=300ms,step=300ms,factor=1")
     with trainer_process(smp, phase, how) as process:
         beat(process)
         assert await_health(smp, Health.HUNG).phase == phase.lower()
 
 
 def test_a_copy_that_does_not_end_hangs_while_the_loop_goes_on(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    smp = watching(ground, monkeypatch, "copy=0.3")
+    smp = watching(ground, monkeypatch, "copy=300ms")
     with trainer_process(smp, how="copy"):
         assert await_health(smp, Health.HUNG).phase == "copy"
 
@@ -407,7 +411,7 @@ def test_a_command_that_takes_too_long_is_killed_and_nothing_waits_for_it(tmp_pa
 
 
 def test_a_peer_that_is_not_heard_of_is_late_and_then_dead(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "1")
+    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "1s")
     smps = ground.smps(3)
     run = run_on(smps, [[3000]] * 3, protect="2+1")
     run.protect(1)

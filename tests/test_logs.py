@@ -184,7 +184,7 @@ def log_of(smp: SmpProcess) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["logfmt", pytest.param("json", marks=pytest.mark.slow)])
 def test_an_smp_whose_peer_is_away_says_so_once(ground: Ground, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv(logs.ENV, kind)
-    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "0.5")  # its group is looked at ten times a second
+    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "500ms")  # its group is looked at ten times a second
     smps = ground.smps(3)
     run = run_on(smps, [[3000]] * 3, protect="2+1")
     run.protect(1)

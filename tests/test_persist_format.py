@@ -225,12 +225,12 @@ def test_the_newest_whole_one_always_stays_and_so_does_what_is_being_written(
 
 
 def test_the_tier_is_off_unless_a_place_is_named() -> None:
-    assert parse_options("", "30min", "2", 0.0) is None
-    assert parse_options("/x", "90", "3", 1e6) == PersistOptions("/x", 90.0, 3, 1e6)
-    assert parse_options("s3://b", "2h", "1", 0.0) == PersistOptions("s3://b", 7200.0, 1)
+    assert parse_options("", "30min", "2", "0") is None
+    assert parse_options("/x", "90s", "3", "1MB/s") == PersistOptions("/x", 90.0, 3, 1e6)
+    assert parse_options("s3://b", "2h", "1", "0") == PersistOptions("s3://b", 7200.0, 1)
 
 
 @pytest.mark.parametrize(("every", "keep"), [("often", "2"), ("", "2"), ("0", "2"), ("5min", "0"), ("5min", "two")])
 def test_a_tier_that_makes_no_sense_is_refused(every: str, keep: str) -> None:
     with pytest.raises(ConfigError):
-        parse_options("/x", every, keep, 0.0)
+        parse_options("/x", every, keep, "0")

@@ -54,7 +54,7 @@ def make(
 ) -> VirtualCluster:
     """A job on three nodes; without a place it is undisturbed, and takes no snapshots."""
     args = {"job": "tests.jobs:Persisting", "seed": SEED, "steps": STEPS, "snapshots": place is not None}
-    tier = {"HOLDFAST_PERSIST": str(place), "HOLDFAST_PERSIST_EVERY": "0.1", "HOLDFAST_PERSIST_KEEP": str(keep)}
+    tier = {"HOLDFAST_PERSIST": str(place), "HOLDFAST_PERSIST_EVERY": "100ms", "HOLDFAST_PERSIST_KEEP": str(keep)}
     return VirtualCluster(
         launcher,
         nodes=NODES,

@@ -29,14 +29,14 @@ from holdfast.smp_daemon.shared.sources import Sources
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, flip_a_byte, playground, run_on
 
-EVERY_S = "0.1"
+EVERY = "100ms"
 
 
 @pytest.fixture
 def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     with playground() as ground:
         monkeypatch.setenv("HOLDFAST_PERSIST", str(ground.base / "place"))
-        monkeypatch.setenv("HOLDFAST_PERSIST_EVERY", EVERY_S)
+        monkeypatch.setenv("HOLDFAST_PERSIST_EVERY", EVERY)
         yield ground
 
 

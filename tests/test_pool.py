@@ -76,7 +76,9 @@ class Damage:
         self._gone += event["kind"] == "exit" and event["generation"] == 0
         if self._gone == NODES and not self.flipped:
             for node in self._nodes:
-                for path in sorted(arena_base().glob(f"virtual-{os.getpid()}/node{node}/job/dp{node}.*.safetensors")):
+                for path in sorted(
+                    arena_base().glob(f".virtual-{os.getpid()}-*/node{node}/job/dp{node}.*.safetensors")
+                ):
                     self._flip(path)
 
     def _flip(self, path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from holdfast import ConfigError, HoldfastError
 from holdfast.cli.main import main
 from holdfast.cli.profile import ProfilePlan, run
+from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.interval.measured import Measured
 from holdfast.snapshot.interval.recorder import LEAST, Alternation, Location, RankRecording, merge
@@ -55,7 +56,7 @@ def test_a_job_of_two_nodes_is_profiled_ended_and_tuned(
     command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "profile.json"
-    assert main(["profile", "-o", str(file), "--steps", "12", "--deadline", "120", "--", *command, "1000000"]) == 0
+    assert main(["profile", "-o", str(file), "--steps", "12", "--deadline", "2min", "--", *command, "1000000"]) == 0
     printed = capsys.readouterr().out
     assert "on 2 nodes, protect 1+1" in printed
     measured = Measured.from_json(json.loads(file.read_text()))
@@ -67,7 +68,7 @@ def test_a_job_of_two_nodes_is_profiled_ended_and_tuned(
     assert 0 < measured.step_s < 10
     assert min(measured.stall_s, measured.copy_s, measured.seal_s, measured.encode_s) > 0
     assert measured.step_sd_s is not None
-    assert not list(Path("/dev/shm").glob(f"holdfast-profile-{os.getpid()}-*"))
+    assert not list(arena_base().glob(f".profile-{os.getpid()}-*"))
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
     tuned = tmp_path / "tune.json"
     assert main(["tune", "--measured", str(file), "--json", str(tuned)]) == 0
@@ -79,7 +80,7 @@ def test_a_job_that_is_too_short_is_told(command: tuple[str, ...], tmp_path: Pat
     with pytest.raises(HoldfastError, match=r"(?s)ended before 40 steps were recorded.*trained to the end"):
         run(ProfilePlan((*command, "10"), tmp_path / "profile.json", deadline_s=120))
     assert not (tmp_path / "profile.json").exists()
-    assert not list(Path("/dev/shm").glob(f"holdfast-profile-{os.getpid()}-*"))
+    assert not list(arena_base().glob(f".profile-{os.getpid()}-*"))
 
 
 def test_a_job_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:

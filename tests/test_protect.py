@@ -189,7 +189,7 @@ def test_units_that_come_while_parity_is_computed_again_take_its_place(ground: G
 
 
 def test_encoding_keeps_to_its_bandwidth(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_BANDWIDTH", "1")  # a byte per second: one unit goes, and the next in an hour
+    monkeypatch.setenv("HOLDFAST_BANDWIDTH", "1B/s")  # a byte per second: one unit goes, and the next in an hour
     smps = ground.smps(2)
     run = anew(run_on(smps, [[50_000]] * 2))
     snapshot = run.take(1)

@@ -206,7 +206,7 @@ class TestThePlan:
 
 @pytest.fixture
 def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
-    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "0.2")
+    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "200ms")
     with playground() as made:
         yield made
 
@@ -268,7 +268,7 @@ class TestSurvivors:
     def test_do_it_sooner_if_somebody_else_takes_a_node_for_dead(
         self, ground: Ground, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "600")
+        monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "10min")
         smps = ground.smps(4, rules=stops(4, "regroup.done"))
         run = run_on(smps, [[3000 + i] for i in range(4)], protect="3+1")
         run.protect(1)

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.cli.smp import NO_ANSWER, NOT_RUNNING, smp_arguments
+from holdfast.cli.output import NO_ANSWER, NOT_FOUND
+from holdfast.cli.smp import smp_arguments
 from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.paths import read_owner
@@ -51,10 +52,10 @@ class Detached(SmpProcess):
 
 def test_a_day_of_an_smp(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     assert smp(capsys, "status") == (
-        NOT_RUNNING,
+        NOT_FOUND,
         {"job": JOB, "arena": str(arena(ground)), "running": False, "answers": False},
     )
-    assert smp(capsys, "stop")[0] == NOT_RUNNING
+    assert smp(capsys, "stop")[0] == NOT_FOUND
 
     status, said = smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
     assert (status, said["started"], said["job"], said["node"]) == (0, True, JOB, "node0")
@@ -72,7 +73,7 @@ def test_a_day_of_an_smp(ground: Ground, capsys: pytest.CaptureFixture[str]) -> 
     run["dp0"].client.close()
     status, gone = smp(capsys, "stop")
     assert (status, gone["pid"], gone["kept"]) == (0, said["pid"], True)
-    assert smp(capsys, "status")[0] == NOT_RUNNING
+    assert smp(capsys, "status")[0] == NOT_FOUND
 
     smp(capsys, "start", "--detach", "--host", said["host"], *QUICK)
     trainer = Trainer(Detached(ground), "dp0")
@@ -95,7 +96,7 @@ def test_in_the_foreground_the_process_becomes_the_smp(ground: Ground, capsys: p
         assert smp(capsys, "status")[0] == 0
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 0
-    assert smp(capsys, "status")[0] == NOT_RUNNING
+    assert smp(capsys, "status")[0] == NOT_FOUND
 
 
 def test_one_that_is_stopped_by_the_kernel_does_not_answer(
@@ -112,7 +113,7 @@ def test_one_that_is_stopped_by_the_kernel_does_not_answer(
 def test_what_a_dead_one_held_can_be_removed(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     _, said = smp(capsys, "start", "--detach", "--host", ground.host(), *QUICK)
     end(psutil.Process(said["pid"]))
-    assert smp(capsys, "stop") == (NOT_RUNNING, {"job": JOB, "pid": None, "arena": str(arena(ground)), "kept": True})
+    assert smp(capsys, "stop") == (NOT_FOUND, {"job": JOB, "pid": None, "arena": str(arena(ground)), "kept": True})
     assert read_owner(arena(ground)) is not None
     assert smp(capsys, "stop", "--remove")[1]["kept"] is False
     assert not arena(ground).exists()
@@ -129,7 +130,7 @@ def test_every_option_of_an_smp_is_passed_on() -> None:
     parser = ArgumentParser()
     add_options(parser)
     assert smp_arguments(parser.parse_args([]))
-    words = ["--insecure", "--detach", "--host", "10.0.0.1", "--grace", "7.0", "--owner-pid", "12"]
+    words = ["--insecure", "--detach", "--host", "10.0.0.1", "--grace", "7s", "--owner-pid", "12"]
     passed = smp_arguments(parser.parse_args(words))
     assert set(words) <= set(passed)
     assert parser.parse_args(passed) == parser.parse_args(words)

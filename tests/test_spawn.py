@@ -353,7 +353,7 @@ def arenas_of(found: list[dict[str, Any]]) -> set[str]:
 
 
 def leftovers_in(base: Path) -> set[str]:
-    return {leftover.arena.name for leftover in find_leftovers(base)}
+    return {leftover.path.name for leftover in find_leftovers(base)}
 
 
 class TestGc:
@@ -365,12 +365,12 @@ class TestGc:
         live = start_smp(JOB, "node0", base / "live", host=ground.host())
         client = ground.keep(SmpClient(base / "live", JOB))
         expected = [
-            (str(dead), JOB, memory_of(dead), None),
-            (str(base / "orphan"), "orphaned", memory_of(base / "orphan"), owner.pid),
+            (str(dead), JOB, memory_of(dead), []),
+            (str(base / "orphan"), "orphaned", memory_of(base / "orphan"), [owner.pid]),
         ]
 
         found = gc(capsys, base, "--dry-run")
-        assert [(e["arena"], e["job"], e["smp_pid"]) for e in found] == [(a, j, p) for a, j, _, p in expected]
+        assert [(e["arena"], e["job"], e["smp_pids"]) for e in found] == [(a, j, p) for a, j, _, p in expected]
         assert all(entry["bytes"] >= size > 0 for entry, (_, _, size, _) in zip(found, expected, strict=True))
         assert not any(entry["removed"] for entry in found)
         assert dead.exists() and psutil.pid_exists(owner.pid)
@@ -401,7 +401,7 @@ class TestGc:
         dead = dead_arena(ground, base / "dead")
         for path in dead.iterdir():
             os.utime(path, (time.time() - 5000, time.time() - 5000))
-        assert gc(capsys, base, "--older-than", "6000") == []
+        assert gc(capsys, base, "--older-than", "6000s") == []
         os.utime(dead / "smp.json", (time.time() - 100, time.time() - 100))
         assert main(["gc", "--arena", str(base)]) == 0
         assert dead.exists()
@@ -451,7 +451,7 @@ class TestLeftovers:
         dead = dead_arena(ground, base / "dead")
         owner = json.loads((dead / "smp.json").read_text())
         (dead / "smp.json").write_text(json.dumps({**owner, "pid": os.getpid()}))
-        assert [leftover.smp for leftover in find_leftovers(base)] == [None]
+        assert [leftover.smps for leftover in find_leftovers(base)] == [()]
         board = Board(dead / "board")
         assert leftovers_in(base) == set()
         del board
@@ -472,14 +472,14 @@ class TestLeftovers:
         for name in ("first", "second", "third"):
             shutil.copytree(template, base / name)
         found = find_leftovers(base)
-        assert next(found).arena.name == "first"
+        assert next(found).path.name == "first"
         shutil.rmtree(base / "second")
-        assert [leftover.arena.name for leftover in found] == ["third"]
+        assert [leftover.path.name for leftover in found] == ["third"]
 
     def test_an_smp_that_ended_meanwhile_is_not_in_the_way(self, ground: Ground, base: Path) -> None:
         owner = orphan(ground, base / "orphan")
         (leftover,) = find_leftovers(base)
-        assert leftover.smp is not None and leftover.smp.pid == owner.pid
+        assert [smp.pid for smp in leftover.smps] == [owner.pid]
         end(psutil.Process(owner.pid))
         remove(leftover)
         assert not (base / "orphan").exists()
@@ -496,7 +496,7 @@ class TestLeftovers:
     def test_a_zombie_is_no_smp_that_runs(self, ground: Ground, base: Path) -> None:
         with starter(base / "orphan", ground.host(), BAD_INIT) as bad_init:
             end(psutil.Process(bad_init.owner.pid))
-            assert [leftover.smp for leftover in find_leftovers(base)] == [None]
+            assert [leftover.smps for leftover in find_leftovers(base)] == [()]
 
 
 def is_running(pid: int) -> bool:

@@ -159,7 +159,7 @@ def test_a_job_under_torchrun_is_killed_over_and_over_and_ends_the_same(
     monkeypatch.setenv(ARENA_ENV, str(base))
     report = tmp_path / "report.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    options = ["--seed", "0", "--faults", "1", "--double", "--steps", "8", "--deadline", "90", "--json", str(report)]
+    options = ["--seed", "0", "--faults", "1", "--double", "--steps", "8", "--deadline", "90s", "--json", str(report)]
     status = main(["chaos", "run", *options, "--", *launcher, "-m", "examples.acp_sgd"])
     found: dict[str, Any] = json.loads(report.read_text())
     assert status == 0, found["problems"]

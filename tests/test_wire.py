@@ -368,7 +368,7 @@ def test_nothing_is_left_of_a_run_that_is_killed() -> None:
         runner.kill()
         for ended in waiting.values():
             os.close(ended)
-        for path in (*arena_base().glob(f"virtual-{runner.pid}"), *arena_base().glob(f"launcher-{runner.pid}-*")):
+        for path in (*arena_base().glob(f".virtual-{runner.pid}-*"), *arena_base().glob(f".launcher-{runner.pid}-*")):
             shutil.rmtree(path, ignore_errors=True)  # an SMP may be removing its own
     assert inhabitants(set(told["inodes"])) == []
 

@@ -35,6 +35,7 @@ class Wire:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is not for it
             )
 
     def open(self, host: str) -> str:

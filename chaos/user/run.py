@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +29,8 @@ from holdfast.chaos.user.nodes import END_DEADLINE_S, JOB, CommandNode
 from holdfast.sessions import tail
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_base, read_owner
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
+from holdfast.smp_daemon.shared.scratch import Scratch
 
 PATIENCE_S = 30.0
 """A command that has neither ended nor trained for so long after a fault is ended, as a scheduler would."""
@@ -50,10 +50,8 @@ def run(plan: CommandPlan, progress: Callable[[str], None]) -> CommandVerdict:
     Raises:
         HoldfastError: an undisturbed run did not do what it should; the message ends with what it printed.
     """
-    base = arena_base()
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="chaos-", dir=base) as text:
-        folder = Path(text)
+    with Scratch("chaos") as scratch:
+        folder = scratch.path
         undisturbed = []
         for number, name in enumerate(("undisturbed", "undisturbed again")):
             progress(name)

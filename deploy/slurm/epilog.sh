@@ -11,5 +11,5 @@ as_user() { runuser -u "$SLURM_JOB_USER" -- /usr/bin/env "$@"; }
 if [ "${keep:-0}" = 0 ]; then
     as_user holdfast smp stop --job "$SLURM_JOB_ID" --force --remove || true
 else
-    as_user holdfast gc --older-than "$keep"
+    as_user holdfast gc --older-than "${keep}s"
 fi

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,8 +27,8 @@ from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.plan import plan_restore
+from holdfast.smp_daemon.shared.scratch import Scratch
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot, write_stamp
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 
@@ -89,12 +88,10 @@ def measure(protect: str, shard_bytes: int, seed: int, repeats: int) -> tuple[Pr
     Raises:
         HoldfastError: there is too little shared memory, or an SMP failed.
     """
-    base = arena_base()
-    base.mkdir(parents=True, mode=0o700, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=base) as path, ExitStack() as stack:
+    with Scratch("bench") as scratch, ExitStack() as stack:
         content = memoryview(mmap.mmap(-1, shard_bytes))
         content[:] = np.random.default_rng(seed).bytes(shard_bytes)
-        cluster = _Cluster(Path(path), content, stack)
+        cluster = _Cluster(scratch.path, content, stack)
         cluster.configure(protect)
         times = [cluster.protect(step) for step in range(1, repeats + 2)][1:]  # the first prepares tables and pages
         protected = cluster.protect_row(protect, times)

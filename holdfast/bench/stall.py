@@ -11,7 +11,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +25,7 @@ from holdfast.bench.copy import CopyRow, measure_copies
 from holdfast.bench.ec import describe, machine
 from holdfast.sessions import end
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.scratch import Scratch
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 
 ROOT = Path(__file__).parent.parent.parent
@@ -181,8 +181,8 @@ def measure(system: SavingMethod, python: str, ranks: int, plan: StallBenchmark)
     Raises:
         HoldfastError: it failed; the message has its last line.
     """
-    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm") as text:
-        folder = Path(text)
+    with Scratch("bench") as scratch:
+        folder = scratch.path
         command = [python, str(LOOP), "--system", system.spec, "--world", str(ranks), "--port", str(_free_port())]
         command += ["--folder", str(folder), "--out", str(folder / "rows.json"), "--layers", str(plan.layers)]
         command += ["--every", ",".join(map(str, plan.every)), "--rounds", str(plan.rounds)]

@@ -1,7 +1,21 @@
-"""``python -m holdfast.cli``."""
+"""``holdfast``, and ``python -m holdfast.cli``."""
 
+import signal
 import sys
 
-from holdfast.cli.main import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command. What it needs is imported here, so that Ctrl-C ends it quietly from the beginning."""
+    try:
+        from holdfast.cli.main import main as run
+
+        status = run()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # there is nothing left to end
+    except KeyboardInterrupt:
+        print("holdfast: ended by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from holdfast.cli.arguments import deadline
 from holdfast.cli.output import add_json, write_json
 
 
@@ -21,7 +22,9 @@ def add(commands: Any) -> None:
     audit.add_argument("--steps", type=int, default=8, help="steps of each run (default 8)")
     audit.add_argument("--kill", type=int, default=4, help="after how many steps to kill (default 4)")
     audit.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help="names that do not matter")
-    audit.add_argument("--deadline", type=float, default=600.0, metavar="SECONDS", help="for each run (default 600)")
+    audit.add_argument(
+        "--deadline", type=deadline, default="10min", metavar="TIME", help="for each run (default 10min)"
+    )
     add_json(audit)
     audit.add_argument("command", nargs=argparse.REMAINDER, help="such as -- torchrun ... train.py")
     audit.set_defaults(run=_run)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli.arguments import output_file
 from holdfast.cli.output import add_json, write_json
 
 
@@ -20,7 +21,7 @@ def add(commands: Any) -> None:
     )
     codes.add_argument("--quick", action="store_true", help="a few cells, in seconds instead of minutes")
     codes.add_argument("--seed", type=int, default=1234, help="seed of the data (default 1234)")
-    codes.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
+    codes.add_argument("--markdown", type=output_file, metavar="FILE", help="also write the tables as Markdown")
     add_json(codes)
     codes.set_defaults(run=_ec)
     stall = kinds.add_parser(
@@ -44,8 +45,10 @@ def add(commands: Any) -> None:
     )
     stall.add_argument("--batch", type=int, help="rows of a step (default 32, on a GPU 4096)")
     stall.add_argument("--venvs", type=Path, help="where the peers' environments are (default .venv-peers)")
-    stall.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
-    stall.add_argument("--plot", type=Path, metavar="FILE", help="also draw the lost time, as SVG (extra: plots)")
+    stall.add_argument("--markdown", type=output_file, metavar="FILE", help="also write the tables as Markdown")
+    stall.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="also draw the lost time, as SVG (extra: plots)"
+    )
     add_json(stall)
     stall.set_defaults(run=_stall)
 

@@ -8,13 +8,13 @@ import random
 import shlex
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from holdfast.cli.arguments import deadline, input_file, output_file
 from holdfast.cli.output import add_json, write_json
 from holdfast.smp_daemon.shared.errors import ConfigError
 
@@ -48,8 +48,8 @@ def add(commands: Any) -> None:
         "--count", type=int, default=1, help="drawn: so many, from consecutive seeds; of all kinds unless said"
     )
     run.add_argument("--shard", default="1/1", metavar="I/N", help="only every N-th scenario, from the I-th on")
-    run.add_argument("--html", type=Path, metavar="FILE", help="also write a report that needs nothing else")
-    run.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
+    run.add_argument("--html", type=output_file, metavar="FILE", help="also write a report that needs nothing else")
+    run.add_argument("--markdown", type=output_file, metavar="FILE", help="also write the table as Markdown")
     run.add_argument("--steps", type=int, default=16, help="your own command: how many (default 16)")
     run.add_argument(
         "--nodes", type=int, default=1, help="your own command: start it on so many virtual nodes (default 1)"
@@ -59,12 +59,16 @@ def add(commands: Any) -> None:
         "--ignore", action="append", default=[], metavar="PATTERN", help="your own command: names that do not matter"
     )
     run.add_argument(
-        "--deadline", type=float, default=600.0, metavar="SECONDS", help="your own command: for each run (default 600)"
+        "--deadline",
+        type=deadline,
+        default="10min",
+        metavar="TIME",
+        help="your own command: for each run (default 10min)",
     )
     add_json(run)
     run.set_defaults(run=run_scenarios, command=[])
     replay = actions.add_parser("replay", help="run again what failed in a report")
-    replay.add_argument("report", type=Path, help="a JSON report of `holdfast chaos run`")
+    replay.add_argument("report", type=input_file, help="a JSON report of `holdfast chaos run`")
     add_json(replay)
     replay.set_defaults(run=run_again)
 
@@ -207,7 +211,9 @@ def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
                 progress.advance(bar)
                 console.print(f"[{number}/{len(scenarios)}] {line(verdict)}", soft_wrap=True)
         except KeyboardInterrupt:
-            console.print(f"interrupted; {len(scenarios) - len(verdicts)} scenarios were not run")
+            failed = sum(not verdict.held for verdict in verdicts)
+            console.print(f"{len(verdicts)} of {len(scenarios)} scenarios were run, of which {failed} failed")
+            raise
     figures = summary(verdicts, time.monotonic() - began)
     console.print()
     *plain, (_, checks) = told(figures)

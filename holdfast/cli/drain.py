@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
+from holdfast.cli.arguments import arena_folder, deadline
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.status import gather
 from holdfast.smp_daemon.coding.drain import Drained, parse_spares
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.ops.overview import Overview, look
-from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, SmpUnavailable
 from holdfast.smp_daemon.shared.messages import Drain
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.sources import Address
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     )
     drain.add_argument("node", help="name of the node, as `holdfast status` tells it")
     drain.add_argument("--job", help="only of this job (default: the one that has such a node)")
-    drain.add_argument("--arena", type=Path, help="where an SMP of the job is to be found on this machine")
+    drain.add_argument("--arena", type=arena_folder, help="where an SMP of the job is to be found on this machine")
     drain.add_argument("--at", metavar="HOST:PORT", help="any SMP of the job, if none is on this machine; needs --job")
     drain.add_argument("--to", default="", metavar="HOST:PORT,...", help="spares: SMPs that the job does not use yet")
     drain.add_argument(
@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
         action="store_true",
         help="wait for trainers to go, for as long as --deadline says, instead of refusing",
     )
-    drain.add_argument("--deadline", type=float, default=600.0, metavar="SECONDS", help="at most 3600 (default 600)")
+    drain.add_argument("--deadline", type=deadline, default="10min", metavar="TIME", help="at most 1h (default 10min)")
     add_json(drain)
     drain.set_defaults(run=run)
 
@@ -83,8 +83,9 @@ def _job_of(parsed: argparse.Namespace) -> Overview:
         raise ConfigError(f"{parsed.node} is in the jobs {', '.join(o.job for o in having)}: choose one with --job")
     if not having:
         known = ", ".join(sorted({name for overview in found for name in _names(overview)})) or "none"
-        raise ConfigError(
-            f"no job on this machine has a node {parsed.node!r}; there are: {known}. Or say --at HOST:PORT"
+        raise NotFound(
+            f"no job on this machine has a node {parsed.node!r}: there are {known}: name one of these, or say --at "
+            "HOST:PORT"
         )
     return having[0]
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli.arguments import arena_folder
 from holdfast.cli.output import add_json, write_json
 from holdfast.smp_daemon.shared.errors import ConfigError
 
@@ -38,7 +39,9 @@ def add(commands: Any) -> None:
         "torch.distributed.checkpoint loads (default safetensors)",
     )
     export.add_argument("--list", action="store_true", help="only say what there is")
-    export.add_argument("--arena", type=Path, help="where to look (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)")
+    export.add_argument(
+        "--arena", type=arena_folder, help="where to look (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)"
+    )
     add_json(export)
     export.set_defaults(run=run)
 

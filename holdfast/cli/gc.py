@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
+from holdfast.cli.arguments import arena_folder, time
 from holdfast.cli.output import add_json, write_json
 
 
@@ -16,37 +16,45 @@ def add(commands: Any) -> None:
         "gc",
         help="remove snapshots and SMPs that dead jobs left behind",
         description="Finds arenas of this user that no trainer uses and ends their SMPs. Snapshots in them are lost: "
-        "a job that is to be restarted needs them, so only those untouched for a while are taken.",
+        "a job that is to be restarted needs them, so only those untouched for a while are taken. What a command such "
+        "as `holdfast demo` left when it was killed goes at once.",
     )
     gc.add_argument("--job", help="only this job")
-    gc.add_argument("--older-than", type=float, default=3600.0, metavar="SECONDS", help="untouched for (default 3600)")
+    gc.add_argument("--older-than", type=time, default="1h", metavar="TIME", help="untouched for (default 1h)")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     gc.add_argument("--zero", action="store_true", help="overwrite what is removed with zeros first")
-    gc.add_argument("--arena", type=Path, help="where to look (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)")
+    gc.add_argument(
+        "--arena", type=arena_folder, help="where to look (default HOLDFAST_ARENA or /dev/shm/holdfast-<uid>)"
+    )
     add_json(gc)
     gc.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    from holdfast.smp_daemon.shared.paths import arena_base
     from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 
     found = []
     for leftover in find_leftovers(parsed.arena, job=parsed.job, older_than_s=parsed.older_than):
-        smp = f", SMP {leftover.smp.pid}" if leftover.smp else ""
+        pids = [smp.pid for smp in leftover.smps]
+        smps = f", SMP {', '.join(map(str, pids))}" if pids else ""
+        whose = f"job {leftover.job}" if leftover.job else "left by a command that was killed"
         if not parsed.dry_run:
             remove(leftover, zero=parsed.zero)
         verb = "would remove" if parsed.dry_run else "removed"
-        print(f"{verb} {leftover.arena}: job {leftover.job}, {leftover.bytes:,} bytes{smp}", file=sys.stderr)
+        print(f"{verb} {leftover.path}: {whose}, {leftover.bytes:,} bytes{smps}", file=sys.stderr)
         found.append(
             {
-                "arena": str(leftover.arena),
+                "arena": str(leftover.path),
                 "job": leftover.job,
                 "bytes": leftover.bytes,
-                "smp_pid": leftover.smp.pid if leftover.smp else None,
+                "smp_pids": pids,
                 "removed": not parsed.dry_run,
             }
         )
     if not found:
-        print("nothing to remove", file=sys.stderr)
+        where = parsed.arena or arena_base()
+        of = f" of job {parsed.job}" if parsed.job else ""
+        print(f"nothing to remove: {where} has nothing{of} that was untouched for so long", file=sys.stderr)
     write_json(parsed.json, found)
     return 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from functools import partial
 
-from holdfast import HoldfastError, __version__
+from holdfast import __version__
 from holdfast.cli import (
     audit,
     bench,
@@ -23,13 +23,21 @@ from holdfast.cli import (
     status,
     tune,
 )
+from holdfast.cli.arguments import Parser
+from holdfast.cli.lifetime import run_to_the_end
+from holdfast.cli.output import report
 
 COMMANDS = (demo, matrix, audit, status, smp, drain, export, gc, doctor, bench, chaos, plan, profile, tune, simulate)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; the exit status: 0 if all is well, 1 if not, 2 for wrong usage."""
+    """Run the command; the exit status, see `holdfast.cli.output`."""
     words = sys.argv[1:] if arguments is None else arguments
+    return run_to_the_end(partial(run, words), lambda error: report(error, words))
+
+
+def run(words: list[str]) -> int:
+    """Run the command; its exit status. Raises what ends it."""
     cut = words.index("--") if "--" in words else len(words)
     parser = make_parser()
     parsed = parser.parse_args(words[:cut])
@@ -37,19 +45,14 @@ def main(arguments: list[str] | None = None) -> int:
         if "command" not in parsed:
             parser.error(f"no command is taken here after --: {' '.join(words[cut + 1 :])}")
         parsed.command = words[cut + 1 :]
-    try:
-        status: int = parsed.run(parsed)
-        return status
-    except HoldfastError as error:
-        print(f"holdfast: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    status: int = parsed.run(parsed)
+    sys.stdout.flush()  # while an error of that can still be told
+    return status
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="holdfast", description="Keeps a training run on its step: in-memory snapshots, restored bit for bit."
     )
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from holdfast.cli.arguments import output_file
 from holdfast.cli.output import add_json, write_json
 
 
@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
     matrix.add_argument("--cells", default="all", help="'all', 'quick', or names such as 'TP2;PP2' (default all)")
     matrix.add_argument("--list", action="store_true", help="only list the cells")
     matrix.add_argument("--seed", type=int, default=1234, help="seed of weights, data and dropout (default 1234)")
-    matrix.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as Markdown")
+    matrix.add_argument("--markdown", type=output_file, metavar="FILE", help="also write the table as Markdown")
     add_json(matrix)
     matrix.set_defaults(run=_run)
 

@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.cli.arguments import rate, time
+from holdfast.cli.arguments import size as size_in_bytes
 from holdfast.cli.output import add_json, write_json
 from holdfast.planner.sizing import (
     BASE_BYTES,
@@ -22,8 +24,7 @@ from holdfast.planner.sizing import (
     parse_shape,
     size,
 )
-from holdfast.smp_daemon.shared.pacer import parse_rate
-from holdfast.snapshot.interval.durations import duration, parse_duration
+from holdfast.smp_daemon.shared.quantities import amount, duration
 from holdfast.snapshot.resume.arrange import parse_protect
 
 Row = tuple[str, ModelJob, Sizes]
@@ -51,15 +52,35 @@ def add(commands: Any) -> None:
     plan.add_argument("--sequence", type=int, default=4096, help="tokens (default 4096)")
     plan.add_argument("--recompute", default="selective", help=f"{', '.join(RECOMPUTE)} (default selective)")
     plan.add_argument("--no-flash", action="store_true", help="attention keeps its scores")
-    plan.add_argument("--step", default="0s", help="how long a step takes, such as 12s or 800ms")
+    plan.add_argument("--step", default="0", type=time, metavar="TIME", help="how long one takes, such as 12s or 800ms")
     plan.add_argument("--protect", default="auto", help="k+m such as 6+2, copies:r, auto or none (default auto)")
     plan.add_argument("--slots", type=int, default=3, help="slots for each shard (default 3)")
     plan.add_argument("--generations", type=int, default=1, help="protected snapshots that are kept (default 1)")
     plan.add_argument("--persist", action="store_true", help="snapshots are also written to storage")
-    plan.add_argument("--device-rate", default="25GB/s", help="one GPU to host memory (default 25GB/s)")
-    plan.add_argument("--copy-rate", default="10GB/s", help="memory to memory, for --offload (default 10GB/s)")
-    plan.add_argument("--network-rate", default="25GB/s", help="out of a node, for encoding (default 25GB/s)")
-    plan.add_argument("--host-memory", default="0", help="of a node, such as 2TB; warns where the arena is over half")
+    plan.add_argument(
+        "--device-rate", default="25GB/s", type=rate, metavar="RATE", help="one GPU to host memory (default 25GB/s)"
+    )
+    plan.add_argument(
+        "--copy-rate",
+        default="10GB/s",
+        type=rate,
+        metavar="RATE",
+        help="memory to memory, for --offload (default 10GB/s)",
+    )
+    plan.add_argument(
+        "--network-rate",
+        default="25GB/s",
+        type=rate,
+        metavar="RATE",
+        help="out of a node, for encoding (default 25GB/s)",
+    )
+    plan.add_argument(
+        "--host-memory",
+        default="0",
+        type=size_in_bytes,
+        metavar="SIZE",
+        help="of a node, such as 2TB; warns where the arena is over half",
+    )
     add_json(plan)
     plan.set_defaults(run=run)
 
@@ -67,10 +88,10 @@ def add(commands: Any) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the command."""
     machine = Machine(
-        parse_rate(parsed.device_rate),
-        parse_rate(parsed.copy_rate),
-        parse_rate(parsed.network_rate),
-        parse_rate(parsed.host_memory),
+        parsed.device_rate,
+        parsed.copy_rate,
+        parsed.network_rate,
+        parsed.host_memory,
     )
     job = ModelJob(
         parse_shape(parsed.model or "7b"),
@@ -86,7 +107,7 @@ def run(parsed: argparse.Namespace) -> int:
         parsed.sequence,
         parsed.recompute,
         not parsed.no_flash,
-        parse_duration(parsed.step),
+        parsed.step,
     )
     protection = parse_protect(parsed.protect)
     jobs = [(parsed.model, job)] if parsed.model else variants(job)
@@ -159,11 +180,3 @@ def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) ->
                 f"{amount(machine.host_memory)}: use more nodes, fewer --slots or --generations or less parity",
                 soft_wrap=True,
             )
-
-
-def amount(count: float) -> str:
-    """Bytes, to three digits."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}" if count < 999 * scale else f"{count / scale:.0f} {unit}"
-    return f"{count:.0f} B"

@@ -8,12 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.plan import amount
 from holdfast.planner.costs import Costs
 from holdfast.planner.curves import IntervalPoint, curves, nines
 from holdfast.planner.recommend import Recommendation
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.durations import duration
+from holdfast.smp_daemon.shared.quantities import amount, duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

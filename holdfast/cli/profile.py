@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ from typing import Any
 from rich.console import Console
 
 from holdfast import sessions
+from holdfast.cli.arguments import deadline, output_file
 from holdfast.cli.output import add_json, write_json
-from holdfast.cli.plan import amount
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.quantities import amount, duration
+from holdfast.smp_daemon.shared.scratch import Scratch
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
-from holdfast.snapshot.interval.durations import duration
 from holdfast.snapshot.interval.measured import Measured
 from holdfast.snapshot.interval.profile import RecordingOrders
 
@@ -49,8 +49,6 @@ class ProfilePlan:
             raise ConfigError("what shall be profiled? holdfast profile -- torchrun ... train.py")
         if self.steps < 4:
             raise ConfigError(f"--steps {self.steps}: record 4 or more, two of each kind")
-        if not self.output.parent.is_dir():
-            raise ConfigError(f"--output {self.output}: {self.output.parent} is no directory; make it first")
 
 
 def add(commands: Any) -> None:
@@ -63,9 +61,11 @@ def add(commands: Any) -> None:
         "stall, its copying, sealing and encoding, and sizes: the FILE of holdfast tune --measured. The job begins "
         "anew, in memory of its own; rank 0 writes the file, so on several hosts it must be on a common file system.",
     )
-    profile.add_argument("--output", "-o", type=Path, default=Path("profile.json"), help="(default profile.json)")
+    profile.add_argument(
+        "--output", "-o", type=output_file, default="profile.json", metavar="FILE", help="(default profile.json)"
+    )
     profile.add_argument("--steps", type=int, default=40, help="to record, after those that warm up (default 40)")
-    profile.add_argument("--deadline", type=float, default=1800.0, metavar="SECONDS", help="(default 1800)")
+    profile.add_argument("--deadline", type=deadline, default="30min", metavar="TIME", help="(default 30min)")
     add_json(profile)
     profile.add_argument("command", nargs=argparse.REMAINDER, help="such as -- torchrun ... train.py")
     profile.set_defaults(run=_command)
@@ -79,8 +79,8 @@ def run(plan: ProfilePlan) -> Measured:
     """
     output = plan.output.resolve()
     written = output.with_name(f".{output.name}.{os.getpid()}")
-    with tempfile.TemporaryDirectory(prefix=f"holdfast-profile-{os.getpid()}-", dir="/dev/shm") as text:
-        folder = Path(text)
+    with Scratch("profile") as scratch:
+        folder = scratch.path
         log = folder / "log"
         environment = os.environ | RecordingOrders(str(written), plan.steps).to_environment()
         environment |= {ARENA_ENV: str(folder / "arena"), "HOLDFAST_JOB": "profile"}

@@ -7,15 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.cli.arguments import or_none, output_file, rate, some_time, time
 from holdfast.cli.output import add_json, write_json
-from holdfast.cli.plan import amount
 from holdfast.planner.sizing import STATE_BYTES, parse_shape
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.pacer import parse_rate
-from holdfast.snapshot.interval.durations import duration, parse_duration
+from holdfast.smp_daemon.shared.quantities import amount, duration
 from holdfast.snapshot.interval.profiles import PROFILES, profile
 from holdfast.snapshot.resume.arrange import parse_protect
 
@@ -48,19 +46,41 @@ def add(commands: Any) -> None:
     simulate.add_argument("--protect", default="7+1,6+2", help="codes, k+m, of holdfast (default 7+1,6+2)")
     simulate.add_argument("--every", default="1", help="steps between its snapshots, such as 1,10 (default 1)")
     simulate.add_argument("--spares", default="auto", help="machines that stand by (default auto: 4 in 1,024 nodes)")
-    simulate.add_argument("--persist", default="1h", help="between copies of memory to storage; 0s: none (default 1h)")
+    simulate.add_argument(
+        "--persist",
+        default="1h",
+        type=time,
+        metavar="TIME",
+        help="between copies of memory to storage; 0: none (default 1h)",
+    )
     simulate.add_argument("--model", default="405b", help="as of holdfast plan (default 405b)")
-    simulate.add_argument("--step", default="6s", help="how long a step takes (default 6s)")
-    simulate.add_argument("--restart", default="auto", help="new processes on all nodes (default auto: by size)")
+    simulate.add_argument(
+        "--step", default="6s", type=some_time, metavar="TIME", help="how long a step takes (default 6s)"
+    )
+    simulate.add_argument(
+        "--restart",
+        default="auto",
+        type=or_none("auto", time),
+        metavar="TIME",
+        help="new processes on all nodes, such as 5min (default auto: by size)",
+    )
     simulate.add_argument("--rack", type=int, default=2, help="nodes that one shock takes (default 2)")
-    simulate.add_argument("--network-rate", default="25GB/s", help="out of a node (default 25GB/s)")
-    simulate.add_argument("--storage-rate", default="auto", help="of the storage (default auto: 3 MB/s for each GPU)")
+    simulate.add_argument(
+        "--network-rate", default="25GB/s", type=rate, metavar="RATE", help="out of a node (default 25GB/s)"
+    )
+    simulate.add_argument(
+        "--storage-rate",
+        default="auto",
+        type=or_none("auto", rate),
+        metavar="RATE",
+        help="of the storage (default auto: 3MB/s for each GPU)",
+    )
     simulate.add_argument("--seeds", type=int, default=5, help="runs of each (default 5)")
     simulate.add_argument("--seed", type=int, default=1234, help="of the first (default 1234)")
     simulate.add_argument("--published", action="store_true", help="also repeat what studies have published")
-    simulate.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
+    simulate.add_argument("--markdown", type=output_file, metavar="FILE", help="also write the tables as Markdown")
     simulate.add_argument(
-        "--plot", type=Path, metavar="FILE", help="also draw where the time goes, as SVG (extra: plots)"
+        "--plot", type=output_file, metavar="FILE", help="also draw where the time goes, as SVG (extra: plots)"
     )
     add_json(simulate)
     simulate.set_defaults(run=run)
@@ -100,17 +120,17 @@ def _sweep(parsed: argparse.Namespace) -> Sweep:
     from holdfast.planner.fleet.sweep import Sweep
 
     state = parse_shape(parsed.model).parameters * STATE_BYTES["adam"]
-    site = Site(network_rate=parse_rate(parsed.network_rate), rack=parsed.rack)
+    site = Site(network_rate=parsed.network_rate, rack=parsed.rack)
     return Sweep(
         gpus=_numbers("--gpus", parsed.gpus),
         strategies=_strategies(parsed),
         failures=FailureProcess.of(profile(parsed.profile), shape=parsed.bursts),
         days=parsed.days,
         spares=tuple(None if word == "auto" else _numbers("--spares", word)[0] for word in parsed.spares.split(",")),
-        job=FleetJob(1, parsed.gpus_per_node, parse_duration(parsed.step), state),
+        job=FleetJob(1, parsed.gpus_per_node, parsed.step, state),
         site=site,
-        restart_s=None if parsed.restart == "auto" else parse_duration(parsed.restart),
-        storage_rate=None if parsed.storage_rate == "auto" else parse_rate(parsed.storage_rate),
+        restart_s=parsed.restart,
+        storage_rate=parsed.storage_rate,
         seeds=parsed.seeds,
         seed=parsed.seed,
     )
@@ -122,7 +142,7 @@ def _strategies(parsed: argparse.Namespace) -> tuple[Strategy, ...]:
     names = list(NAMES) if parsed.strategies == "all" else parsed.strategies.split(",")
     if unknown := [name for name in names if name not in NAMES]:
         raise ConfigError(f"--strategies: there is no {unknown[0]!r}: choose of {', '.join(NAMES)}")
-    persist_s = parse_duration(parsed.persist) or math.inf
+    persist_s = parsed.persist or math.inf
     codes = [(text, parse_protect(text)) for text in parsed.protect.split(",")]
     if unfit := [text for text, code in codes if not code.data or not code.parity]:
         raise ConfigError(

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.output import add_json, write_json
-from holdfast.smp_daemon.__main__ import add_options
-from holdfast.smp_daemon.shared.budget import parse_size
+from holdfast.cli.arguments import arena_folder
+from holdfast.cli.output import NO_ANSWER, NOT_FOUND, add_json, write_json
+from holdfast.smp_daemon.__main__ import add_options, parse_grace, settings_of
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, socket_path
+from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, SmpUnavailable
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, arena_path, find_owners, socket_path
 from holdfast.smp_daemon.shared.spawn import (
     find_leftovers,
     launch,
@@ -24,12 +24,6 @@ from holdfast.smp_daemon.shared.spawn import (
     start_deadline_s,
 )
 from holdfast.snapshot.connect import job_from_environment, node_from_environment
-
-NOT_RUNNING = 3
-"""Exit status where there is no SMP, as init scripts have it."""
-
-NO_ANSWER = 4
-"""Exit status where there is one that does not answer."""
 
 
 def add(commands: Any) -> None:
@@ -55,21 +49,21 @@ def add(commands: Any) -> None:
         help="end it; what it holds stays in memory for the next one",
         description="Ends the SMP orderly. What it holds stays on tmpfs, and the next SMP of the job on this node "
         "takes it over; --remove deletes it. Refused while trainers are connected. It moves nothing to other nodes: "
-        f"that is what `holdfast drain` does. Status 0: it has ended; {NOT_RUNNING}: none ran; 1: it was refused.",
+        f"that is what `holdfast drain` does. Status 0: it has ended; {NOT_FOUND}: none ran; 1: it was refused.",
     )
     stop.add_argument("--remove", action="store_true", help="also delete what it holds, or a dead one held")
     stop.add_argument("--force", action="store_true", help="even while trainers are connected")
     status = kinds.add_parser(
         "status",
         help="say whether it runs, and what it holds",
-        description=f"Status 0: it runs and answers; {NOT_RUNNING}: none runs; {NO_ANSWER}: one does not answer.",
+        description=f"Status 0: it runs and answers; {NOT_FOUND}: none runs; {NO_ANSWER}: one does not answer.",
     )
     stop.set_defaults(run=_stop)
     status.set_defaults(run=_status)
     for parser in (start, stop, status):
         parser.add_argument("--job", help="id of the training run (default HOLDFAST_JOB, or torchrun's or Slurm's)")
         parser.add_argument(
-            "--arena", type=Path, help=f"where arenas lie (default {ARENA_ENV} or /dev/shm/holdfast-<uid>)"
+            "--arena", type=arena_folder, help=f"where arenas lie (default {ARENA_ENV} or /dev/shm/holdfast-<uid>)"
         )
         add_json(parser)
 
@@ -96,6 +90,8 @@ def smp_arguments(parsed: argparse.Namespace) -> list[str]:
 def _start(parsed: argparse.Namespace) -> int:
     job = parsed.job or job_from_environment()
     arena = arena_path(job, parsed.arena).absolute()
+    settings = settings_of(parsed)
+    parse_grace(parsed.grace)
     own = smp_command(job, parsed.node or node_from_environment(), arena, parsed.host)
     command = [*own, *smp_arguments(parsed)]
     if not parsed.detach:
@@ -108,7 +104,7 @@ def _start(parsed: argparse.Namespace) -> int:
         if found is None or not socket_path(arena).exists():
             raise
         owner, verb = found, "runs already"
-    reserved = parse_size(parsed.memory) if verb == "started" else 0
+    reserved = settings.memory if verb == "started" else 0
     where = f"{owner.host}:{owner.control_port}" + (f", {reserved:,} bytes reserved" if reserved else "")
     print(f"SMP {owner.pid} of job {owner.job} on {owner.node}: {verb}, {where}", file=sys.stderr)
     write_json(parsed.json, {"started": verb == "started", **asdict(owner)})
@@ -128,15 +124,23 @@ def _stop(parsed: argparse.Namespace) -> int:
             client.close()
     except SmpUnavailable as error:
         if running_owner(arena) is not None:
-            raise HoldfastError(f"the SMP of {arena} runs and does not answer: {error}; kill it by its pid") from error
-        dead = [each for each in find_leftovers(arena, job=job) if each.arena == arena] if parsed.remove else []
+            raise SmpUnavailable(f"the SMP of {arena} runs and does not answer: {error}: kill it by its pid") from error
+        if not arena.exists():
+            raise NotFound(unknown(job, arena)) from error
+        dead = [each for each in find_leftovers(arena, job=job) if each.path == arena] if parsed.remove else []
         for leftover in dead:
             remove(leftover)
     said = f"SMP {pid} of job {job}: ended" if pid else f"no SMP of job {job} runs here"
     kept = arena.exists()
     print(f"{said}; {arena} {'stays for the next one' if kept else 'is removed'}", file=sys.stderr)
     write_json(parsed.json, {"job": job, "pid": pid, "arena": str(arena), "kept": kept})
-    return 0 if pid else NOT_RUNNING
+    return 0 if pid else NOT_FOUND
+
+
+def unknown(job: str, arena: Path) -> str:
+    """That a job has no arena where one was looked for, and which have."""
+    known = ", ".join(sorted({owner.job for owner in find_owners(arena.parent)})) or "no other job's"
+    return f"job {job}: there is no arena {arena}: {arena.parent} has {known}"
 
 
 def _status(parsed: argparse.Namespace) -> int:
@@ -146,7 +150,8 @@ def _status(parsed: argparse.Namespace) -> int:
     arena = arena_path(job, parsed.arena).absolute()
     owner = running_owner(arena)
     report: dict[str, Any] = {"job": job, "arena": str(arena), "running": owner is not None, "answers": False}
-    lines, code = [f"no SMP of job {job} runs here" + ("; its arena is there" if arena.exists() else "")], NOT_RUNNING
+    said = f"no SMP of job {job} runs here; its arena {arena} is there" if arena.exists() else unknown(job, arena)
+    lines, code = [said], NOT_FOUND
     if owner is not None:
         report |= asdict(owner)
         lines, code = [f"SMP {owner.pid} of job {job} on {owner.node} does not answer"], NO_ANSWER

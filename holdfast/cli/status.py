@@ -13,10 +13,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.cli.arguments import arena_folder, some_time
 from holdfast.cli.output import add_json, write_json
+from holdfast.cli.smp import unknown
 from holdfast.smp_daemon.ops.overview import Overview, look
-from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, find_owners
+from holdfast.smp_daemon.shared.errors import ConfigError, NotFound
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, arena_path, find_owners
 
 COLOURS = {-1: "bold red", 0: "yellow"}
 
@@ -30,12 +32,12 @@ def add(commands: Any) -> None:
         "only if there is a job, every SMP of it answers, and no job's snapshot is lost.",
     )
     top = commands.add_parser("top", help="the same, again and again")
-    top.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="how often to look (default 2)")
+    top.add_argument("--every", type=some_time, default="2s", metavar="TIME", help="how often to look (default 2s)")
     top.add_argument("--count", type=int, default=0, help="how many times; 0: until interrupted (default 0)")
     for parser, run in ((status, show_status), (top, show_top)):
         parser.add_argument("--job", help="only this job")
         parser.add_argument(
-            "--arena", type=Path, help=f"where to look (default {ARENA_ENV} or /dev/shm/holdfast-<uid>)"
+            "--arena", type=arena_folder, help=f"where to look (default {ARENA_ENV} or /dev/shm/holdfast-<uid>)"
         )
         parser.set_defaults(run=run)
     add_json(status)
@@ -45,6 +47,8 @@ def show_status(parsed: argparse.Namespace) -> int:
     """``holdfast status``."""
     console = Console(stderr=parsed.json == "-", highlight=False)
     overviews = gather(parsed.arena, parsed.job)
+    if parsed.job and not overviews:
+        raise NotFound(unknown(parsed.job, arena_path(parsed.job, parsed.arena)))
     console.print(render(overviews))
     write_json(parsed.json, [overview.to_json() for _, overview in overviews])
     return 0 if overviews and all(is_well(overview) for _, overview in overviews) else 1
@@ -52,8 +56,8 @@ def show_status(parsed: argparse.Namespace) -> int:
 
 def show_top(parsed: argparse.Namespace) -> int:
     """``holdfast top``."""
-    if parsed.every <= 0 or parsed.count < 0:
-        raise ConfigError(f"--every {parsed.every} --count {parsed.count}: look every so many seconds, 0 times or more")
+    if parsed.count < 0:
+        raise ConfigError(f"--count {parsed.count}: look 0 times or more")
     looked = 0
     with Live(Text("looking ..."), console=Console(highlight=False), auto_refresh=False) as live:
         while True:

@@ -12,17 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.cli import plots
+from holdfast.cli.arguments import input_file, output_file, rate, size, some_time
 from holdfast.cli.output import add_json, write_json
-from holdfast.cli.plan import amount
 from holdfast.planner.codes import PLACEMENTS, Domains
 from holdfast.planner.costs import Assumptions, Costs, assume, from_measured
 from holdfast.planner.reasons import reasons
 from holdfast.planner.recommend import Recommendation, Targets, recommend
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.pacer import parse_rate
-from holdfast.snapshot.interval.durations import duration, parse_duration
+from holdfast.smp_daemon.shared.quantities import amount, duration
 from holdfast.snapshot.interval.failures import (
-    BEYOND_S,
     CLASSES,
     DAY_S,
     FailureModel,
@@ -44,48 +42,96 @@ def add(commands: Any) -> None:
         description="Recommends the interval between snapshots, what to encode and to persist, k + m and spare nodes, "
         "and says what to expect and why. Costs come from a measured profile, or from --step, --state and rates, which "
         "are assumptions. docs/tuning.md derives every formula.",
+        epilog="Measured: holdfast profile -- torchrun ... train.py, then holdfast tune --measured profile.json. "
+        "Assumed: holdfast tune --step 12s --state 98GB --nodes 128 --mtbf 1000d",
     )
-    tune.add_argument(
-        "--measured", type=Path, metavar="FILE", help="profile that a run recorded of its snapshots (JSON)"
+    job = tune.add_argument_group("the job")
+    job.add_argument("--measured", type=input_file, metavar="FILE", help="profile that a run recorded (JSON)")
+    job.add_argument(
+        "--step", type=some_time, metavar="TIME", help="a step without snapshots, such as 12s; without --measured"
     )
-    tune.add_argument("--step", help="a step without snapshots, such as 12s or 800ms; without --measured")
-    tune.add_argument("--state", help="state of one node, such as 98GB; without --measured")
-    tune.add_argument("--nodes", type=int, help="(default: those of the profile, or 8)")
-    tune.add_argument("--gpus-per-node", type=int, default=8, help="(default 8)")
+    job.add_argument("--state", type=size, metavar="SIZE", help="of one node, such as 98GB; without --measured")
+    job.add_argument("--nodes", type=int, metavar="N", help="(default: those of the profile, or 8)")
+    job.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="(default 8)")
+    job.add_argument("--slots", type=int, default=3, metavar="N", help="for each shard (default 3); without --measured")
+    rates = tune.add_argument_group("rates of the machine, where nothing was measured")
+    for option, default, meaning in (
+        ("--device-rate", "25GB/s", "one GPU to host memory"),
+        ("--copy-rate", "10GB/s", "host memory of a node, for digests"),
+        ("--network-rate", "25GB/s", "out of a node, for encoding"),
+        ("--persist-rate", "1GB/s", "a node to storage; 0: no such tier"),
+    ):
+        rates.add_argument(option, type=rate, default=default, metavar="RATE", help=f"{meaning} (default {default})")
+    rates.add_argument(
+        "--interference",
+        default="5%",
+        metavar="SHARE",
+        help="by which work of ours slows training meanwhile (default 5%%)",
+    )
+    failures = tune.add_argument_group("what fails, and how long it takes to come back")
     names = ", ".join(PROFILES)
-    tune.add_argument("--failures", default="ft-hsdp", metavar="NAME", help=f"published: {names} (default ft-hsdp)")
-    tune.add_argument("--mtbf", help="of one node, such as 1000d or 36h; --failures then only says what fails")
-    tune.add_argument(
-        "--log", type=Path, metavar="CSV", help="own incidents: time and class or cause; see docs/tuning.md"
+    failures.add_argument("--failures", default="ft-hsdp", metavar="NAME", help=f"of {names} (default ft-hsdp)")
+    failures.add_argument(
+        "--mtbf",
+        type=some_time,
+        metavar="TIME",
+        help="of one node, such as 1000d or 36h; --failures then only says what fails",
     )
-    tune.add_argument("--log-nodes", type=int, metavar="N", help="nodes of the job of the log (default --nodes)")
-    tune.add_argument("--log-span", metavar="TIME", help="what the log covers, such as 90d (default: from its lines)")
-    tune.add_argument("--beyond", default="90d", help="time between losses of the whole job's memory (default 90d)")
-    tune.add_argument("--domain-nodes", type=int, default=2, help="nodes that fail together, as a rack (default 2)")
-    tune.add_argument("--placement", default="neighbours", help=f"{', '.join(PLACEMENTS)} (default neighbours)")
-    tune.add_argument("--overhead-budget", default="1%", help="of training time; 0: any (default 1%%)")
-    tune.add_argument("--memory-budget", default="0", help="shared memory of a node, such as 400GB; 0: any (default)")
-    tune.add_argument("--target-survival", default="0.999", help="of what is in memory, for 30 days (default 0.999)")
-    tune.add_argument(
-        "--protect", default="choose", help="choose, or k+m such as 6+2, copies:r, auto, none (default choose)"
+    failures.add_argument(
+        "--log", type=input_file, metavar="CSV", help="own incidents: time and class or cause; see docs/tuning.md"
     )
-    tune.add_argument("--slots", type=int, default=3, help="slots for each shard (default 3); without --measured")
-    tune.add_argument("--device-rate", default="25GB/s", help="one GPU to host memory (default 25GB/s)")
-    tune.add_argument("--copy-rate", default="10GB/s", help="host memory of a node, for digests (default 10GB/s)")
-    tune.add_argument("--network-rate", default="25GB/s", help="out of a node, for encoding (default 25GB/s)")
-    tune.add_argument("--persist-rate", default="1GB/s", help="a node to storage; 0: no such tier (default 1GB/s)")
-    tune.add_argument(
-        "--interference", default="5%", help="by which work of ours slows training meanwhile (default 5%%)"
+    failures.add_argument("--log-nodes", type=int, metavar="N", help="nodes of the job of the log (default --nodes)")
+    failures.add_argument(
+        "--log-span", type=some_time, metavar="TIME", help="what the log covers, such as 90d (default: from its lines)"
     )
-    tune.add_argument("--restart", default="5min", help="from dead processes to the next step (default 5min)")
-    tune.add_argument("--rebuild", default="10min", help="from a lost node to the next step (default 10min)")
-    tune.add_argument(
-        "--repair-window", help="until a lost node's bytes are protected again (default: rebuilt, encoded)"
+    failures.add_argument(
+        "--domain-nodes", type=int, default=2, metavar="N", help="nodes that fail together, as a rack (default 2)"
     )
-    tune.add_argument("--node-repair", default="1d", help="until a node that was taken out is back (default 1d)")
-    tune.add_argument("--seed", type=int, default=1, help="of the Monte Carlo (default 1)")
-    tune.add_argument("--plot", type=Path, metavar="FILE", help="also draw waste and survival, as SVG (extra: plots)")
-    add_json(tune)
+    failures.add_argument(
+        "--placement", default="neighbours", metavar="HOW", help=f"{', '.join(PLACEMENTS)} (default neighbours)"
+    )
+    for option, default, meaning in (
+        ("--beyond", "90d", "between losses of the whole job's memory"),
+        ("--restart", "5min", "from dead processes to the next step"),
+        ("--rebuild", "10min", "from a lost node to the next step"),
+        ("--node-repair", "1d", "until a node that was taken out is back"),
+    ):
+        failures.add_argument(
+            option, type=some_time, default=default, metavar="TIME", help=f"{meaning} (default {default})"
+        )
+    failures.add_argument(
+        "--repair-window",
+        type=some_time,
+        metavar="TIME",
+        help="until a lost node's bytes are protected again (default: rebuilt, encoded)",
+    )
+    aims = tune.add_argument_group("what is wanted")
+    aims.add_argument("--overhead-budget", default="1%", metavar="SHARE", help="of training time; 0: any (default 1%%)")
+    aims.add_argument(
+        "--memory-budget",
+        type=size,
+        default="0",
+        metavar="SIZE",
+        help="shared memory of a node, such as 400GB; 0: any (default)",
+    )
+    aims.add_argument(
+        "--target-survival",
+        default="0.999",
+        metavar="SHARE",
+        help="of what is in memory, for 30 days (default 0.999)",
+    )
+    aims.add_argument(
+        "--protect",
+        default="choose",
+        metavar="CODE",
+        help="choose, or k+m such as 6+2, copies:r, auto, none (default choose)",
+    )
+    report = tune.add_argument_group("the answer")
+    report.add_argument("--seed", type=int, default=1, metavar="N", help="of the Monte Carlo (default 1)")
+    report.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="also draw waste and survival, as SVG (extra: plots)"
+    )
+    add_json(report)
     tune.set_defaults(run=run)
 
 
@@ -163,16 +209,16 @@ def _groups(sizes: tuple[int, ...]) -> str:
 def _costs(parsed: argparse.Namespace) -> tuple[Costs, int]:
     """Costs, and of how many nodes."""
     assumptions = Assumptions(
-        step_s=_seconds("--step", parsed.step) if parsed.step else None,
-        state_bytes=_bytes("--state", parsed.state) if parsed.state else None,
+        step_s=parsed.step,
+        state_bytes=parsed.state,
         gpus_per_node=parsed.gpus_per_node,
-        device_rate=parse_rate(parsed.device_rate),
-        copy_rate=parse_rate(parsed.copy_rate),
-        network_rate=parse_rate(parsed.network_rate),
-        persist_rate=parse_rate(parsed.persist_rate),
+        device_rate=parsed.device_rate,
+        copy_rate=parsed.copy_rate,
+        network_rate=parsed.network_rate,
+        persist_rate=parsed.persist_rate,
         interference=_fraction("--interference", parsed.interference),
-        restart_s=_seconds("--restart", parsed.restart),
-        rebuild_s=_seconds("--rebuild", parsed.rebuild),
+        restart_s=parsed.restart,
+        rebuild_s=parsed.rebuild,
         slots=parsed.slots,
     )
     if parsed.measured is None:
@@ -190,13 +236,11 @@ def _costs(parsed: argparse.Namespace) -> tuple[Costs, int]:
 
 
 def _failures(parsed: argparse.Namespace, nodes: int) -> FailureModel:
-    mtbf_s = _seconds("--mtbf", parsed.mtbf) if parsed.mtbf else None
-    beyond_s = _seconds("--beyond", parsed.beyond) if parsed.beyond else BEYOND_S
-    prior = from_profile(profile(parsed.failures), mtbf_s, beyond_s)
+    prior = from_profile(profile(parsed.failures), parsed.mtbf, parsed.beyond)
     if parsed.log is None:
         return prior
     incidents = parse_log(_read("--log", parsed.log))
-    span_s = _seconds("--log-span", parsed.log_span) if parsed.log_span else span(incidents)
+    span_s = parsed.log_span or span(incidents)
     estimate = learn(incidents, parsed.log_nodes if parsed.log_nodes is not None else nodes, span_s, prior)
     seen = ", ".join(f"{kind} {estimate.events[kind]}" for kind in CLASSES)
     return replace(estimate.model, source=f"{estimate.model.source} ({seen})")
@@ -209,31 +253,13 @@ def _targets(parsed: argparse.Namespace, nodes: int) -> Targets:
         code = (chosen.data, chosen.parity) if chosen.parity and nodes > 1 else (0, 0)
     return Targets(
         overhead_budget=_fraction("--overhead-budget", parsed.overhead_budget) or None,
-        memory_budget=_bytes("--memory-budget", parsed.memory_budget) or None,
+        memory_budget=parsed.memory_budget or None,
         target_survival=_fraction("--target-survival", parsed.target_survival),
         code=code,
-        repair_window_s=_seconds("--repair-window", parsed.repair_window) if parsed.repair_window else None,
-        node_repair_s=_seconds("--node-repair", parsed.node_repair),
+        repair_window_s=parsed.repair_window,
+        node_repair_s=parsed.node_repair,
         seed=parsed.seed,
     )
-
-
-def _seconds(option: str, text: str) -> float:
-    """More than 0."""
-    try:
-        seconds = parse_duration(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}; one unit, and more than 0") from error
-    if seconds <= 0:
-        raise ConfigError(f"{option} {text}: give more than 0")
-    return seconds
-
-
-def _bytes(option: str, text: str) -> float:
-    try:
-        return parse_rate(text)
-    except ConfigError:
-        raise ConfigError(f"{option} {text!r}: give bytes, 0 or more, such as 98GB or 1.5TB") from None
 
 
 def _fraction(option: str, text: str) -> float:

@@ -55,11 +55,13 @@ def parse_spares(text: str) -> list[Address]:
     return found
 
 
-def leave_on_sigterm(drain: Callable[[], Drained], stop: Callable[[], None], grace_s: float) -> None:
+def leave_on_signals(
+    drain: Callable[[], Drained], stop: Callable[[], None], grace_s: float, told: Callable[[int], None]
+) -> None:
     """From now on SIGTERM calls `drain`, then `stop`; after `grace_s` in any case, and on a second one at once.
 
-    SIGINT ends it at once. The arena stays for a successor. Call it in the main thread; with a `grace_s` of 0 SIGTERM
-    ends the process as it does any other.
+    SIGINT ends it at once. `told` is called with the number of each signal. The arena stays for a successor. Call it in
+    the main thread; with a `grace_s` of 0 SIGTERM ends the process as it does any other.
     """
 
     def leave() -> None:
@@ -71,14 +73,19 @@ def leave_on_sigterm(drain: Callable[[], Drained], stop: Callable[[], None], gra
         finally:
             stop()
 
+    def end(number: int, frame: object) -> None:
+        told(number)
+        stop()
+
     def begin(number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, lambda number, frame: stop())
+        told(number)
+        signal.signal(signal.SIGTERM, end)
         limit = threading.Timer(grace_s, stop)
         limit.daemon = True
         limit.start()
         threading.Thread(target=leave, name="drain", daemon=True).start()
 
-    signal.signal(signal.SIGINT, lambda number, frame: stop())
+    signal.signal(signal.SIGINT, end)
     if grace_s:
         signal.signal(signal.SIGTERM, begin)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.quantities import parse_rate, parse_time
 
 LEAST_EVERY_S = 0.1
-_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +33,10 @@ class PersistOptions:
             raise ConfigError(f"{self.keep} persisted snapshots kept: keep 1 at least")
 
 
-def parse_options(url: str, every: str, keep: str, bandwidth: float) -> PersistOptions | None:
-    """The tier as arguments or the environment name it; None if `url` is empty. Raises `ConfigError`."""
-    if not url:
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|)\s*", every)
-    if match is None:
-        raise ConfigError(f"{every!r} is no time span: say how often to persist, such as 600, 90s, 30min or 2h")
+def parse_options(url: str, every: str, keep: str, bandwidth: str) -> PersistOptions | None:
+    """The tier as options or the environment name it; None if `url` is empty. Raises `ConfigError`."""
     if not keep.strip().isdigit():
         raise ConfigError(f"{keep!r} is no number of persisted snapshots to keep: use 1 or more")
-    return PersistOptions(url, float(match[1]) * _UNITS[match[2]], int(keep), bandwidth)
+    every_s = parse_time(every, "--persist-every (HOLDFAST_PERSIST_EVERY)")
+    rate = parse_rate(bandwidth, "--persist-bandwidth (HOLDFAST_PERSIST_BANDWIDTH)")
+    return PersistOptions(url, every_s, int(keep), rate) if url else None

@@ -6,29 +6,14 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 from pathlib import Path
 
 import numpy as np
 
-from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall
 
 RESERVE = "reserve"
 """Name of the file that holds the memory of slots that are not made yet."""
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def parse_size(text: str) -> int:
-    """Bytes from ``"64G"``, ``"64GB"``, ``"60GiB"``, ``"1.5e9"``; 0 means no limit. Raises `ConfigError`."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+]?[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", text)
-    try:
-        if match is not None and not (match[3] and not match[2]):
-            return int(float(match[1]) * (_BINARY if match[3] else _UNITS)[match[2]])
-    except (ValueError, OverflowError):
-        pass
-    raise ConfigError(f"{text!r} is no amount of memory: say bytes, such as 64GB or 60GiB, or 0 for no limit")
 
 
 def pages(length: int) -> int:

@@ -48,6 +48,13 @@ def current_crash_loop(inventories: Collection[Inventory]) -> CrashLoop | None:
     return start.before if start.before is not None and start.base <= start.before.base else None
 
 
+def steps_finished(inventories: Collection[Inventory]) -> int | None:
+    """How many steps the newest start had finished, as far as the nodes of its trainers can tell; None: none can."""
+    start = newest_start(inventories)
+    ends = _ends(inventories, start) if start is not None else {}
+    return max((end.step for end in ends.values()), default=None)
+
+
 def _ends(inventories: Collection[Inventory], start: Start) -> dict[str, TrainerEnd]:
     ends: dict[str, TrainerEnd] = {}
     for inventory in inventories:

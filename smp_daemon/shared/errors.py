@@ -17,6 +17,10 @@ class ConfigError(HoldfastError):
     """An argument, an environment variable or the machine's set-up is wrong; the message says how to fix it."""
 
 
+class NotFound(HoldfastError):
+    """There is no such job, node or arena here; the message names those that there are."""
+
+
 class SmpUnavailable(HoldfastError):
     """No SMP answers on this node, or it went away."""
 
@@ -66,6 +70,7 @@ BY_NAME: dict[str, type[HoldfastError]] = {
     for cls in (
         HoldfastError,
         ConfigError,
+        NotFound,
         SmpUnavailable,
         ArenaTooSmall,
         StaleEpoch,

@@ -5,8 +5,6 @@ Pure: the caller brings the clock and does the waiting.
 
 from __future__ import annotations
 
-import re
-
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 BURST_S = 0.1
@@ -14,8 +12,6 @@ BURST_S = 0.1
 
 MAX_TURNS = 64
 """More would leave each too little of the interval."""
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 class Pacer:
@@ -78,18 +74,3 @@ def parse_turns(text: str) -> int:
         return int(text)
     except ValueError as error:
         raise ConfigError(f"{text!r} is no number of turns: use 1 to {MAX_TURNS}, 1 for all groups at once") from error
-
-
-def parse_rate(text: str) -> float:
-    """Bytes per second from ``"2G"``, ``"500MB/s"``, ``"1.5e9"``; 0 means no limit.
-
-    Raises:
-        ConfigError: anything else.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+]?[0-9]+)?)\s*([KMGT]?)B?(?:/s)?\s*", text)
-    try:
-        if match is not None:
-            return float(match[1]) * _UNITS[match[2]]
-    except ValueError:
-        pass
-    raise ConfigError(f"{text!r} is not a rate: say bytes per second, such as 500M or 2GB/s, or 0 for no limit")

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.smp_daemon.shared.budget import parse_size, wipe_file
+from holdfast.smp_daemon.shared import scratch
+from holdfast.smp_daemon.shared.budget import wipe_file
 from holdfast.smp_daemon.shared.errors import (
     BY_NAME,
     ConfigError,
@@ -29,6 +30,7 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import Owner, arena_base, read_owner
 from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.quantities import parse_size
 
 START_DEADLINE_S = 120.0
 """It takes half a second, but not where all ranks of a node read their modules from a file server at that time. An SMP
@@ -48,7 +50,8 @@ log = get_log(__name__)
 
 def start_deadline_s(memory: str | None = None) -> float:
     """How long an SMP may take to start: longer, the more memory it reserves (default ``HOLDFAST_MEMORY``)."""
-    return START_DEADLINE_S + parse_size(memory or os.environ.get("HOLDFAST_MEMORY", "0")) / ZEROED_PER_S
+    text = memory or os.environ.get("HOLDFAST_MEMORY", "0")
+    return START_DEADLINE_S + parse_size(text, "HOLDFAST_MEMORY") / ZEROED_PER_S
 
 
 def start_smp(job: str, node: str, arena: Path, *, host: str = "127.0.0.1", insecure: bool = False) -> Owner:
@@ -122,19 +125,29 @@ def parse_report(text: str, errors: str = "") -> Owner:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """An arena that nobody trains with: its directory, job, bytes, and its SMP if that still runs."""
+    """What nobody trains with: an arena, or the scratch folder of a command that was killed.
 
-    arena: Path
+    Attributes:
+        job: whose arena; empty of a scratch folder.
+        smps: of those that still run.
+    """
+
+    path: Path
     job: str
     bytes: int
-    smp: psutil.Process | None
+    smps: tuple[psutil.Process, ...]
 
 
 def find_leftovers(
     base: Path | None = None, *, job: str | None = None, older_than_s: float = 0.0
 ) -> Iterator[Leftover]:
-    """Arenas below `base` whose trainers are all gone, and which nothing wrote to for `older_than_s`."""
+    """Arenas below `base` whose trainers are all gone, and which nothing wrote to for `older_than_s`.
+
+    Unless one `job` is asked for, also scratch folders whose command was killed, however young: no job needs them.
+    """
     base = base or arena_base()
+    if job is None:
+        yield from filter(None, map(_abandoned, scratch.find_abandoned(base)))
     now = time.time()
     owned = {path.parent for path in base.glob("**/smp.json")}
     begun = {path.parent for path in base.glob("**/lock") if is_arena(path.parent)}
@@ -144,7 +157,7 @@ def find_leftovers(
         except (ProtocolError, TypeError):
             owner = None
         found_job = owner.job if owner else arena.name
-        if job is not None and found_job != job:
+        if (job is not None and found_job != job) or scratch.of_a_command(arena, base) is not None:
             continue
         try:
             files = [file.stat() for file in arena.iterdir() if file.is_file()]
@@ -152,9 +165,18 @@ def find_leftovers(
             continue  # its job has just finished
         newest = max((file.st_mtime for file in files), default=0.0)
         smp = _running(owner)
-        if now - newest < older_than_s or _has_trainers(arena, smp):
+        smps = () if smp is None else (smp,)
+        if now - newest < older_than_s or _has_trainers(arena, smps):
             continue
-        yield Leftover(arena, found_job, sum(file.st_blocks * 512 for file in files), smp)
+        yield Leftover(arena, found_job, sum(file.st_blocks * 512 for file in files), smps)
+
+
+def _abandoned(folder: Path) -> Leftover | None:
+    smps = tuple(filter(None, (running_process(path.parent) for path in folder.glob("**/smp.json"))))
+    if _has_trainers(folder, smps):
+        return None  # the command was killed, and what it had started was not
+    size = sum(path.lstat().st_blocks * 512 for path in folder.glob("**/*"))
+    return Leftover(folder, "", size, smps)
 
 
 def is_arena(path: Path) -> bool:
@@ -171,18 +193,18 @@ def is_arena(path: Path) -> bool:
 
 
 def remove(leftover: Leftover, *, zero: bool = False) -> None:
-    """End the leftover's SMP, if it runs, and delete its arena; with `zero` its slots are overwritten first.
+    """End the leftover's SMPs, and delete its folder; with `zero` its slots are overwritten first.
 
     Raises:
         DeadlineExceeded: the SMP did not end.
     """
-    if leftover.smp is not None:
-        end(leftover.smp)
+    for smp in leftover.smps:
+        end(smp)
     if zero:
-        for pattern in ("*.safetensors", "*.parity"):
-            for path in leftover.arena.glob(pattern):
+        for pattern in ("**/*.safetensors", "**/*.parity"):
+            for path in leftover.path.glob(pattern):
                 wipe_file(path)
-    shutil.rmtree(leftover.arena)
+    shutil.rmtree(leftover.path)
 
 
 def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S) -> list[Path]:
@@ -201,7 +223,7 @@ def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S
                 continue
             with lock.open("a") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                dead = [each for each in find_leftovers(arena, older_than_s=older_than_s) if each.smp is None]
+                dead = [each for each in find_leftovers(arena, older_than_s=older_than_s) if not each.smps]
                 if dead and not (arena / "node.json").exists():
                     remove(dead[0], zero=zero)
                     removed.append(arena)
@@ -237,6 +259,14 @@ def running_owner(arena: Path) -> Owner | None:
     return owner if _running(owner) is not None else None
 
 
+def running_process(arena: Path) -> psutil.Process | None:
+    """The SMP of `arena`, if it runs; None, too, where ``smp.json`` is not readable."""
+    try:
+        return _running(read_owner(arena))
+    except (ProtocolError, TypeError):
+        return None
+
+
 def _running(owner: Owner | None) -> psutil.Process | None:
     """The owner's process, if it is still that process and not one that got its pid."""
     if owner is None:
@@ -249,11 +279,11 @@ def _running(owner: Owner | None) -> psutil.Process | None:
         return None
 
 
-def _has_trainers(arena: Path, smp: psutil.Process | None) -> bool:
-    """Whether another process than the SMP has files of the arena mapped."""
-    needle = f"{arena.resolve()}/"
+def _has_trainers(folder: Path, smps: Sequence[psutil.Process]) -> bool:
+    """Whether another process than the SMPs has files below the folder mapped."""
+    needle, others = f"{folder.resolve()}/", {smp.pid for smp in smps}
     for process in psutil.process_iter():
-        if smp is not None and process.pid == smp.pid:
+        if process.pid in others:
             continue
         try:
             if needle in Path(f"/proc/{process.pid}/maps").read_text():

@@ -12,6 +12,9 @@ from statistics import median
 
 from holdfast.smp_daemon.shared.board import TrainerPhase
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.quantities import parse_time
+
+DEADLINES = "--deadlines (HOLDFAST_DEADLINES)"
 
 LATE_AT = 0.5
 """What has taken more than this fraction of its deadline is late."""
@@ -58,18 +61,25 @@ class Deadlines:
 
 
 def parse_deadlines(text: str) -> Deadlines:
-    """From ``"step=120,copy=300"``; what is not named is as it is by default. Raises `ConfigError`."""
+    """From ``"step=2min,copy=5min"``; what is not named is as it is by default. Raises `ConfigError`."""
     known = {field.name for field in fields(Deadlines)}
     found: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.strip().partition("=")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            found[name] = -1.0
-        if name not in known or not 0 <= found[name] <= 1e9:
-            raise ConfigError(f"--deadlines: {part!r}; say NAME=SECONDS, with the names {', '.join(sorted(known))}")
+        if name not in known:
+            raise ConfigError(f"{DEADLINES}: {part!r}: say NAME=TIME, with the names {', '.join(sorted(known))}")
+        found[name] = _factor(value) if name == "factor" else parse_time(value, f"{DEADLINES}: {name}")
     return Deadlines(**found)
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = -1.0
+    if not 0 <= factor <= 1e9:
+        raise ConfigError(f"{DEADLINES}: factor: {text!r} is no factor: say by how much of a step, such as 10")
+    return factor
 
 
 @dataclass(frozen=True, slots=True)

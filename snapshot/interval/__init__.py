@@ -2,7 +2,6 @@
 
 __all__ = [
     "checks",
-    "durations",
     "failures",
     "measured",
     "overlap",

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.interval.durations import duration
+from holdfast.smp_daemon.shared.quantities import duration
 from holdfast.snapshot.interval.overlap import STALE_STEPS, OverlapLog, Overlapped, check_budget
 from holdfast.snapshot.interval.periods import Interval, choose_interval
 from holdfast.snapshot.interval.rates import FailureRate

@@ -15,9 +15,9 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.quantities import parse_time
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.interval.durations import parse_duration
 from holdfast.snapshot.interval.failures import from_profile
 from holdfast.snapshot.interval.governor import Governor
 from holdfast.snapshot.interval.online import Online
@@ -217,10 +217,7 @@ def mtbf_from_environment() -> float | None:
     text = os.environ.get(MTBF_ENV)
     if not text:
         return None
-    try:
-        seconds = parse_duration(text)
-    except ConfigError as error:
-        raise ConfigError(f"{MTBF_ENV}: {error}") from error
+    seconds = parse_time(text, MTBF_ENV)
     if seconds <= 0:
         raise ConfigError(f"{MTBF_ENV}={text!r}: give more than 0")
     return seconds

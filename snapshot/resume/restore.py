@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
+from holdfast.smp_daemon.shared.crash_loop import steps_finished
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
@@ -33,6 +34,7 @@ from holdfast.smp_daemon.shared.plan import (
     plan_restore,
     whole_snapshots,
 )
+from holdfast.smp_daemon.shared.quantities import duration
 from holdfast.smp_daemon.shared.slotfile import PAGE_BYTES, RECORD, Leaf, SlotFormat, read_format, read_stamp
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
 from holdfast.snapshot.collective.agreement import Agreement
@@ -84,6 +86,7 @@ class Restored:
         passed_over: why what would have been better was not taken.
         earlier: older snapshots that are whole, oldest first.
         abandoned: newer ones, if an older one was chosen.
+        steps_again: how many steps that the start before had finished are done again; None: no node knows.
     """
 
     epoch: int
@@ -102,6 +105,33 @@ class Restored:
     passed_over: tuple[str, ...] = ()
     earlier: tuple[SnapshotId, ...] = ()
     abandoned: tuple[SnapshotId, ...] = ()
+    steps_again: int | None = None
+
+    def __str__(self) -> str:
+        """A line for people."""
+        if self.snapshot is None:
+            return "nothing was restored: the job begins"
+        source = SOURCES[self.tier] + (", cut anew for another number of ranks" if self.how == "resharded" else "")
+        match self.steps_again:
+            case None:
+                again = "how many finished steps are done again is not known"
+            case 0:
+                again = "no finished step is lost"
+            case 1:
+                again = "1 finished step is done again"
+            case _:
+                again = f"{self.steps_again:,} finished steps are done again"
+        took = duration(self.clock["load"] - self.clock["enter"])
+        return f"restored step {self.snapshot.step:,} from {source} in {took}; {again}"
+
+
+SOURCES = {
+    "local": "the memory of its own nodes",
+    "group": "the memory of other nodes",
+    "previous": "memory, not the newest snapshot",
+    PERSISTED: "storage",
+}
+"""What each tier of `resume.choice` is, in words."""
 
 
 def restore(
@@ -136,6 +166,7 @@ def restore(
     unacknowledged: set[SnapshotId] = set()
     streak: CrashLoop | None = None
     choice: Choice | None = None
+    finished: int | None = None
     joined = False
     while True:
         inventories, coords, everyones = exchange(client, agreement, coord, options)
@@ -144,6 +175,7 @@ def restore(
         if not joined:
             streak = check_repeats(inventories, agree(everyones))
             choice = choose(inventories, everyones[0])
+            finished = steps_finished(inventories)
         unacknowledged.update(*(inventory.never_acknowledged for inventory in inventories))
         plan, newest = _plan(client, agreement, inventories, coords, course, unacknowledged, choice, failure, elastic)
         resharded = plan is not None and set(plan.sources.layout.coords) != set(coords)
@@ -192,6 +224,7 @@ def restore(
                 passed_over=tuple(course.passed_over),
                 earlier=tuple(snapshot for snapshot in held if snapshot < plan.snapshot),
                 abandoned=tuple(snapshot for snapshot in held if choice is not None and snapshot > plan.snapshot),
+                steps_again=None if finished is None else max(0, finished - plan.snapshot.step),
             )
         course.failed(plan, str(failure or "another rank failed"), damaged=not unspoilt)
         text, why = "recovery of %s is tried again: %s", failure or "another rank failed"

@@ -1,0 +1,95 @@
+"""What options and arguments of all commands have in common: how they are read, and refused."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
+
+T = TypeVar("T")
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are `ConfigError`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')}: see {self.prog} --help")
+
+
+def checked(read: Callable[[str], T]) -> Callable[[str], T]:
+    """A reader that raises `ConfigError`, as the type of an option: the error names the option."""
+
+    def convert(text: str) -> T:
+        try:
+            return read(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def or_none(word: str, read: Callable[[str], T]) -> Callable[[str], T | None]:
+    """The type of an option that also takes a word, which means None."""
+    return lambda text: None if text == word else read(text)
+
+
+size = checked(parse_size)
+rate = checked(parse_rate)
+time = checked(parse_time)
+
+
+@checked
+def some_time(text: str) -> float:
+    """Seconds, more than 0."""
+    seconds = parse_time(text)
+    if seconds <= 0:
+        raise ConfigError(f"{text!r}: give more than 0")
+    return seconds
+
+
+@checked
+def deadline(text: str) -> float:
+    """Seconds, more than 0 and at most a week."""
+    seconds = some_time(text)
+    if seconds > MOST_S:
+        raise ConfigError(f"{text!r} is longer than {duration(MOST_S)}: give less")
+    return seconds
+
+
+MOST_S = 7 * 86400.0
+
+
+@checked
+def output_file(text: str) -> Path:
+    """A file that can be written, for what is known only after hours of work."""
+    path, folder = Path(text), Path(text).parent
+    if path.is_dir():
+        raise ConfigError(f"{text} is a directory: name a file")
+    if not folder.is_dir():
+        raise ConfigError(f"{text}: there is no directory {folder}: make it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{text} cannot be written: permission denied: choose another file")
+    return path
+
+
+@checked
+def input_file(text: str) -> Path:
+    """A file that is there."""
+    path = Path(text)
+    if not path.is_file():
+        raise ConfigError(f"{text} is no file: name one that is there")
+    return path
+
+
+@checked
+def arena_folder(text: str) -> Path:
+    """A directory that holds arenas, or that may be made."""
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{text} is no directory: name one that holds arenas")
+    return path

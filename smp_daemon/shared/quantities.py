@@ -1,0 +1,90 @@
+"""Sizes, times and rates as people write and read them: a number and its unit.
+
+Every option, variable and text that means one of these is read here. A number without a unit is refused, for nobody can
+see whether 64 are bytes or gigabytes; 0 is the same in all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+
+_NUMBER_AND_UNIT = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantity:
+    """One kind: what it is called, what to write, and how much each unit is."""
+
+    name: str
+    examples: str
+    units: Mapping[str, float]
+
+    def read(self, text: str, what: str) -> float:
+        begin = f"{what}: {text!r}" if what else repr(text)
+        match = _NUMBER_AND_UNIT.fullmatch(text)
+        if match is not None:
+            number, unit = float(match[1]), match[2]
+            if number == 0 and unit in ("", *self.units):
+                return 0.0
+            if not unit:
+                raise ConfigError(f"{begin} has no unit: give a {self.name} such as {self.examples}")
+            if unit in self.units and math.isfinite(number * self.units[unit]):
+                return number * self.units[unit]
+        raise ConfigError(f"{begin} is no {self.name}: give one such as {self.examples}")
+
+
+_POWERS = {letter: power for power, letter in enumerate("KMGTP", 1)}
+_BYTES: dict[str, float] = {
+    "B": 1,
+    **{f"{letter}{end}": 1000.0**power for letter, power in _POWERS.items() for end in ("", "B")},
+    **{f"{letter}{end}": 1024.0**power for letter, power in _POWERS.items() for end in ("i", "iB")},
+    "kB": 1000.0,
+}
+_SIZE = _Quantity("size", "64GB or 60GiB", _BYTES)
+_RATE = _Quantity("rate", "2GB/s or 500MB/s", {f"{unit}/s": count for unit, count in _BYTES.items()})
+_TIME = _Quantity(
+    "time", "800ms, 90s, 5min, 36h or 1000d", {"ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+)
+
+
+def parse_size(text: str, what: str = "") -> int:
+    """Bytes, from ``"64GB"``, ``"60GiB"`` or ``"0"``.
+
+    Args:
+        what: names the option or variable in the error.
+
+    Raises:
+        ConfigError: it has no unit, or another's, or is no number.
+    """
+    return int(_SIZE.read(text, what))
+
+
+def parse_rate(text: str, what: str = "") -> float:
+    """Bytes per second, from ``"2GB/s"``, ``"500MiB/s"`` or ``"0"``; else as `parse_size`."""
+    return _RATE.read(text, what)
+
+
+def parse_time(text: str, what: str = "") -> float:
+    """Seconds, from ``"90s"``, ``"800ms"``, ``"36h"``, ``"1000d"`` or ``"0"``; else as `parse_size`."""
+    return _TIME.read(text, what)
+
+
+def duration(seconds: float) -> str:
+    """A time, to three digits."""
+    for unit, scale in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def amount(count: float) -> str:
+    """Bytes, to three digits."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}" if count < 999 * scale else f"{count / scale:.0f} {unit}"
+    return f"{count:.0f} B"
