@@ -39,6 +39,9 @@ GLOBAL_GENERATORS = {
 OWN_GENERATORS = ("torch.Generator ", "numpy.random.", "random.Random ")
 """How values of generators begin that are no global ones."""
 
+NOTHING = "nothing"
+"""What is found where a value is not there."""
+
 VARIABLE = re.compile(r"[^.\[{]+\.[^.\[{]+")
 """The start of a name: function and variable."""
 
@@ -107,11 +110,18 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit found. `resumed` are the steps that resumed runs began with, `compared` how many values were."""
+    """What an audit found.
+
+    Attributes:
+        resumed: the steps that resumed runs began with.
+        compared: how many values were.
+        passing: names of what differed as a resumed run began, and could do nothing: see `compare_rank`.
+    """
 
     resumed: tuple[int, ...]
     compared: int
     differences: tuple[Difference, ...]
+    passing: frozenset[str] = frozenset()
 
     @property
     def exact(self) -> bool:
@@ -137,7 +147,7 @@ def run(plan: AuditPlan, progress: Callable[[str], None]) -> AuditReport:
     once, twice = (compare(notes[RUNS[0]], notes[RUNS[1]], notes[name], plan.ignore) for name in RUNS[3:])
     if not once.exact:
         return once  # what comes after it differs for that reason alone
-    return AuditReport(once.resumed + twice.resumed, once.compared + twice.compared, twice.differences)
+    return together([once, twice])
 
 
 def compare(
@@ -165,36 +175,82 @@ def together(reports: Sequence[AuditReport]) -> AuditReport:
         tuple(sorted({step for report in reports for step in report.resumed})),
         sum(report.compared for report in reports),
         tuple(difference for report in reports for difference in report.differences),
+        frozenset().union(*(report.passing for report in reports)),
     )
 
 
-def compare_rank(rank: int, one: Notes, two: Notes, later: Notes, ignore: Iterable[str] = ()) -> AuditReport:
+def compare_rank(
+    rank: int,
+    one: Notes,
+    two: Notes,
+    later: Notes,
+    ignore: Iterable[str] = (),
+    harmless: Callable[[str], bool] = lambda name: False,
+) -> AuditReport:
     """What a process of a rank has found and computed otherwise than two undisturbed ones, which tell what is not
-    deterministic: what it could reach when its first step began, and outputs and gradients of every step. Pure."""
+    deterministic: what it could reach when its first step began, and outputs and gradients of every step. Pure.
+
+    A new process has some things otherwise that no training depends on: libraries set flags on first use and make
+    caches. No list of their names is kept; what counts is what they do. A difference is *passing*, and no fault, if the
+    value is the one with which the undisturbed process began, too; if the difference is gone when the next step begins;
+    and if nothing else of this process differs, then or ever: no output, no gradient, and nothing that can be reached
+    as any later step begins. Whatever had an effect in the one step in which it differed would have left a trace there.
+
+    Args:
+        harmless: of a process that did not live to the next step: names whose differences passed in others.
+    """
     ignored = [re.compile(pattern) for pattern in ignore]
+
+    def compared(step: int, kind: str) -> tuple[int, list[Difference]]:
+        pick = (lambda notes: notes.computed) if kind == "computed" else (lambda notes: notes.values)
+        return _differences(rank, step, kind, pick(one)[step], pick(two).get(step, {}), pick(later)[step], ignored)
+
+    first = min(later.values)
+    count, found = compared(first, "not restored") if first in one.values else (0, [])
+    results = [compared(step, "computed") for step in sorted(one.computed.keys() & later.computed.keys())]
+    afterwards = [step for step in sorted(one.values.keys() & later.values.keys()) if step > first]
+    passing: frozenset[str] = frozenset()
+    if found and not any(differences for _, differences in results):
+        fresh = one.values[min(one.values)]
+        if not afterwards:
+            passing = frozenset(each.name for each in found if harmless(each.name))
+        elif not any(compared(step, "not restored")[1] for step in afterwards):
+            passing = frozenset(each.name for each in found if each.found == fresh.get(each.name, NOTHING))
+        if len(passing) < len(found):  # who knows what the others have to do with it
+            passing = frozenset()
+        found = [each for each in found if each.name not in passing]
+    found += [difference for _, differences in results for difference in differences]
+    return AuditReport((first,), count + sum(number for number, _ in results), tuple(found), passing)
+
+
+def _differences(
+    rank: int,
+    step: int,
+    kind: str,
+    expected: Values,
+    again: Values,
+    held: Values,
+    ignored: Sequence[re.Pattern[str]],
+) -> tuple[int, list[Difference]]:
+    """How many values were compared, and what is not as expected, twice alike."""
     found: list[Difference] = []
     compared = 0
-    step = min(later.values)
-    pairs = [("not restored", step, one.values.get(step, {}), two.values.get(step, {}), later.values[step])]
-    steps = sorted(one.computed.keys() & later.computed.keys())
-    pairs += [("computed", s, one.computed[s], two.computed.get(s, {}), later.computed[s]) for s in steps]
-    for kind, at, expected, again, held in pairs:
-        roots = set(map(_variable, held))
-        for name, value in expected.items():
-            if any(pattern.search(name) for pattern in ignored):
-                continue
-            compared += 1
-            if again.get(name) != value:
-                if kind == "computed":
-                    found.append(Difference("not deterministic", rank, at, name, value, again.get(name, "nothing")))
-            elif name in held:
-                if held[name] != value:
-                    found.append(Difference(kind, rank, at, name, value, held[name]))
-            elif kind == "computed":
-                found.append(Difference(kind, rank, at, name, value, "nothing"))
-            elif _variable(name) != name and _variable(name) in roots:  # not just a variable that is not set yet
-                found.append(Difference("absent", rank, at, name, value, "nothing"))
-    return AuditReport((step,), compared, tuple(found))
+    roots = set(map(_variable, held))
+    for name, value in expected.items():
+        if any(pattern.search(name) for pattern in ignored):
+            continue
+        compared += 1
+        if again.get(name) != value:
+            if kind == "computed":
+                found.append(Difference("not deterministic", rank, step, name, value, again.get(name, NOTHING)))
+        elif name in held:
+            if held[name] != value:
+                found.append(Difference(kind, rank, step, name, value, held[name]))
+        elif kind == "computed":
+            found.append(Difference(kind, rank, step, name, value, NOTHING))
+        elif _variable(name) != name and _variable(name) in roots:  # not just a variable that is not set yet
+            found.append(Difference("absent", rank, step, name, value, NOTHING))
+    return compared, found
 
 
 def show(console: Console, report: AuditReport, most: int = 12) -> None:
@@ -202,6 +258,8 @@ def show(console: Console, report: AuditReport, most: int = 12) -> None:
     if report.exact:
         steps = " and ".join(map(str, report.resumed))
         console.print(f"exact: resumed at steps {steps}; {report.compared:,} values are those of the undisturbed run")
+        if report.passing:
+            console.print(_passing(sorted(report.passing)), markup=False)
         return
     said = {
         "not deterministic": "differs between two undisturbed runs, so no resume can be exact:",
@@ -226,6 +284,14 @@ def show(console: Console, report: AuditReport, most: int = 12) -> None:
         console.print(
             "Give such state to snap.track(...) or extra=, or say --ignore PATTERN if it does not matter.", markup=False
         )
+
+
+def _passing(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (
+        f"as a resumed run began, {', '.join(names[:most])}{more} differed, as in any new process; that was gone when "
+        "the next step began, and nothing that was computed differs: such as flags that a library sets on first use"
+    )
 
 
 def drift(difference: Difference) -> str | None:

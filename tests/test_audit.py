@@ -97,6 +97,48 @@ main()
 """
 
 
+PLAIN_DDP = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from holdfast import InMemorySnapshot
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
+    model = DistributedDataParallel(layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    data = TensorDataset(torch.randn(256, 4))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    with InMemorySnapshot(model, optimizer, scheduler=scheduler) as snap:
+        for epoch in range(snap.epoch, 4):
+            sampler.set_epoch(epoch)
+            for (x,) in snap.data(loader):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+@pytest.mark.cluster
+def test_plain_ddp_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    script = tmp_path / "train.py"
+    script.write_text(PLAIN_DDP)
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    report = run(AuditPlan((*launcher, str(script)), deadline_s=120), lambda name: None)
+    assert report.exact, report.differences
+    assert {name.rpartition(".")[2] for name in report.passing} >= {"_has_rebuilt_buckets", "_lazy_init_ran"}
+
+
 @pytest.mark.cluster
 def test_generators_that_drifted_are_named_with_the_reason(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -186,6 +228,46 @@ def test_a_variable_that_is_not_set_yet_is_not_missed_but_part_of_an_object_is()
 
 def test_names_may_be_ignored() -> None:
     assert compare([notes()], [notes()], [notes("9", first=2)], [r"\.x$"]).exact
+
+
+FLAGS = {0: "False", 1: "True", 2: "True", 3: "True"}
+"""Of a library, by step: set on first use."""
+
+
+def flagged(values: dict[int, str], **more: Any) -> Notes:
+    made = notes(**more)
+    for step, value in values.items():
+        if step in made.values:
+            made.values[step] = {**made.values[step], "main.ddp._has_rebuilt_buckets": value}
+    return made
+
+
+def resumed_with(values: dict[int, str], **more: Any) -> AuditReport:
+    return compare([flagged(FLAGS)], [flagged(FLAGS)], [flagged(values, first=2, **more)])
+
+
+def test_a_flag_that_is_set_on_first_use_is_no_state() -> None:
+    report = resumed_with({2: "False", 3: "True"})
+    assert report.exact and report.passing == {"main.ddp._has_rebuilt_buckets"}
+    console = Console(record=True, width=300, file=io.StringIO())
+    show(console, report)
+    assert "main.ddp._has_rebuilt_buckets differed, as in any new process; that was gone" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("values", "more"),
+    [
+        ({2: "False", 3: "False"}, {}),  # it stays different
+        ({2: "Maybe", 3: "True"}, {}),  # no process begins so
+        ({2: "False"}, {}),  # nobody saw the next step
+        ({2: "False", 3: "True"}, {"computed": "b"}),  # and what was computed differs
+        ({2: "False", 3: "True"}, {"value": "9"}),  # and something else was forgotten
+    ],
+)
+def test_a_difference_that_may_have_done_something_is_named(values: dict[int, str], more: dict[str, str]) -> None:
+    report = resumed_with(values, **more)
+    assert ("not restored", "main.ddp._has_rebuilt_buckets") in kinds(report)
+    assert not report.passing
 
 
 @pytest.mark.parametrize("resumed", [[notes(first=0)], [Notes()]])

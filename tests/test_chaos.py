@@ -269,7 +269,7 @@ def test_a_bad_file_is_refused(text: str, message: str) -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chaos", *arguments]) == 1
+    assert main(["chaos", *arguments]) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 

@@ -197,9 +197,9 @@ class TestANodeThatIsDrained:
 
     def test_that_nobody_knows_is_an_error(self, ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
         started(ground, 2, "auto")
-        assert drain(ground, "node7") == 1
-        assert "there are: node0, node1" in capsys.readouterr().err
-        assert drain(ground, "node1", "--at", "127.0.0.1:1") == 1
+        assert drain(ground, "node7") == 3
+        assert "there are node0, node1" in capsys.readouterr().err
+        assert drain(ground, "node1", "--at", "127.0.0.1:1") == 2
         assert "--at needs --job" in capsys.readouterr().err
 
 

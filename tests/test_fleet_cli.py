@@ -102,12 +102,12 @@ def test_published_numbers_are_repeated_on_request(
         (["--seeds", "0"], "nothing to simulate"),
         (["--rack", "0"], "racks of 0 nodes"),
         (["--bursts", "0"], "shape of 0.0"),
-        (["--step", "0s"], "a step of 0.0 s"),
+        (["--step", "0s"], "--step: '0s': give more than 0"),
         (["--step", "6"], "--step: '6' has no unit"),
     ],
 )
 def test_what_cannot_be_ends_with_a_message(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", *options]) == 1
+    assert main(["simulate", *options]) == 2
     assert re.search(re.escape(message), capsys.readouterr().err)

@@ -116,7 +116,7 @@ def test_without_matplotlib_the_extra_to_install_is_named_before_any_work(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    assert main([*command, "--plot", str(tmp_path / "plot.svg")]) == 1
+    assert main([*command, "--plot", str(tmp_path / "plot.svg")]) == 2
     printed = capsys.readouterr()
     assert "pip install 'holdfast-train[plots]'" in printed.err
     assert not printed.out

@@ -100,7 +100,7 @@ def test_every_option_refuses_a_number_without_a_unit(
 
 
 def test_options_that_mean_a_size_a_time_or_a_rate_say_so() -> None:
-    telling = ("rate", "memory", "deadline", "bandwidth", "older", "step-time", "mtbf", "window", "grace", "span")
+    telling = ("-rate", "memory", "deadline", "bandwidth", "older", "step-time", "mtbf", "window", "grace", "span")
     silent = [
         (words, option)
         for words, option, kind in options()

@@ -109,7 +109,7 @@ def test_a_frozen_base_is_captured_once_and_kept() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "7b", *options]) == 1
+    assert main(["plan", "--model", "7b", *options]) == 2
 
     assert re.search(message, capsys.readouterr().err)
 

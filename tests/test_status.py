@@ -171,7 +171,7 @@ def test_the_commands_say_it_too(
     assert "silent" in capsys.readouterr().out
     assert main(["status", "--arena", str(tmp_path)]) == 1
     assert "no job has snapshots on this machine" in capsys.readouterr().out
-    assert main(["top", "--every", "0"]) == 1
+    assert main(["top", "--every", "0"]) == 2
 
 
 def test_the_page_and_what_it_asks_for(smps: list[SmpProcess], job: Run) -> None:

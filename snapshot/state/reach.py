@@ -44,10 +44,6 @@ INSIDE = (
 """What of these packages is looked into nevertheless."""
 
 
-PASSING = frozenset({"_opt_called"})
-"""Attributes that torch sets in order to warn of the order of calls, and for nothing else."""
-
-
 def reachable(frame: FrameType | None = None) -> dict[str, str]:
     """What the functions on the stack, from `frame` or the caller on outwards, can reach: a text for each value, equal
     only if the values are. Blocks for about one read of all tensors."""
@@ -133,11 +129,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif type(value).__name__.endswith("iterator") and type(value).__module__ == "builtins":
         yield ".position", repr(value.__reduce__()[2:])
     elif _is_looked_into(value):
-        yield from (
-            (f".{name}", part)
-            for name, part in vars(value).items()
-            if name not in PASSING and not name.startswith("__")
-        )
+        yield from ((f".{name}", part) for name, part in vars(value).items() if not name.startswith("__"))
 
 
 def _is_looked_into(value: Any) -> bool:

@@ -1,0 +1,212 @@
+"""Ctrl-C, SIGTERM and a closed terminal end every command at any moment, with its status, and leave nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.cli.lifetime import COMMAND_ENV, run_to_the_end
+from holdfast.cli.main import main
+from holdfast.cli.output import Interrupted
+from holdfast.smp_daemon.shared.scratch import Scratch
+from tests.deadlines import DEADLINE_S
+
+ROOT = Path(__file__).parent.parent
+MARK = "HOLDFAST_TEST_MARK"
+SLOW_S = 3 * DEADLINE_S
+JOB = (sys.executable, "-m", "examples.acp_sgd")
+
+
+class Command:
+    """A command as a terminal would start it, in a group of its own, with a folder for arenas of its own."""
+
+    def __init__(self, folder: Path, words: tuple[str, ...]) -> None:
+        self.arenas = folder
+        self._mark = secrets.token_hex(8)
+        environment = os.environ | {MARK: self._mark, "HOLDFAST_ARENA": str(folder), "COLUMNS": "80"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "holdfast.cli", *words],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.said = ""
+
+    def read_to(self, text: str) -> None:
+        """Wait until it has said something."""
+        assert self.process.stdout is not None
+        while text not in self.said:
+            line = self.process.stdout.readline()
+            assert line, self.said
+            self.said += line
+
+    def end(self, number: signal.Signals) -> int:
+        """What a terminal does: the signal goes to the whole group. The exit status, when all output was read."""
+        assert self.process.stdout is not None
+        os.killpg(self.process.pid, number)
+        self.said += self.process.communicate(timeout=SLOW_S)[0]
+        return self.process.returncode
+
+    def left(self) -> list[psutil.Process]:
+        """Processes that it has started, and these in turn, in whatever session."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def close(self) -> None:
+        for process in self.left():
+            with suppress(psutil.Error):
+                process.kill()
+        self.process.wait(DEADLINE_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(f"/dev/shm/holdfast-test-{os.getpid()}-{secrets.token_hex(4)}")
+    yield path
+    if path.exists():
+        for each in sorted(path.glob("**/*"), reverse=True):
+            each.rmdir() if each.is_dir() and not each.is_symlink() else each.unlink()
+        path.rmdir()
+
+
+def check(folder: Path, words: tuple[str, ...], said: str, number: signal.Signals) -> str:
+    """Start a command, end it by a signal once it has said something, and look for what is left; all that it said."""
+    command = Command(folder, words)
+    try:
+        command.read_to(said)
+        assert command.end(number) == 128 + number, command.said
+        assert command.said.rstrip().endswith(f"holdfast: ended by {number.name}"), command.said
+        assert "Traceback" not in command.said
+        assert [process.cmdline() for process in command.left()] == []
+        assert not folder.exists() or [path.name for path in folder.iterdir()] == []
+        return command.said
+    finally:
+        command.close()
+
+
+DEMO = ("demo", "--nodes", "2", "--ranks", "2", "--steps", "200", "--kill", "trainer:1@3", "--kill", "node:1@6")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("words", "said", "number"),
+    [
+        pytest.param(DEMO, "undisturbed run", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(DEMO, "run with kills", signal.SIGINT, marks=pytest.mark.slow),
+        (DEMO, "node 1 killed", signal.SIGINT),
+        pytest.param(DEMO, "restored after step 2", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(("matrix", "--cells", "DDP"), "\n", signal.SIGINT, marks=pytest.mark.slow),
+        (("chaos", "run", "quick"), "[1/", signal.SIGINT),
+        pytest.param(
+            ("chaos", "run", "--seed", "1", "--", *JOB), "undisturbed again", signal.SIGINT, marks=pytest.mark.slow
+        ),
+        pytest.param(("chaos", "run", "--seed", "1", "--", *JOB), "with faults", signal.SIGINT, marks=pytest.mark.slow),
+        (("audit", "--", *JOB), "killed", signal.SIGINT),
+        pytest.param(("audit", "--", *JOB), "undisturbed", signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(("bench", "ec", "--quick"), "\n", signal.SIGINT, marks=pytest.mark.slow),
+        (("top", "--every", "1h"), "\n", signal.SIGINT),
+    ],
+    ids=lambda value: "-".join(value[:2]) if isinstance(value, tuple) else str(value).strip(),
+)
+def test_a_command_that_a_signal_ends_leaves_nothing(
+    folder: Path, words: tuple[str, ...], said: str, number: signal.Signals
+) -> None:
+    text = check(folder, words, said, number)
+    if words[:2] == ("chaos", "run") and "--" not in words:
+        assert "scenarios were run, of which 0 failed" in text
+
+
+@pytest.mark.cluster
+def test_what_a_command_left_that_was_killed_is_seen_by_gc(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = Command(folder, ("audit", "--", *JOB))
+    try:
+        command.read_to("resumed, and killed")
+        os.kill(command.process.pid, signal.SIGKILL)
+        command.process.wait(DEADLINE_S)
+        for process in command.left():  # its job was not its child, and its SMP detached
+            if "holdfast.smp_daemon" not in process.cmdline():
+                process.kill()
+        limit = time.monotonic() + DEADLINE_S
+        while any("holdfast.smp_daemon" not in each.cmdline() for each in command.left() if each.is_running()):
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        assert main(["gc", "--arena", str(folder), "--json", "-"]) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        assert Path(found["arena"]).name.startswith(".audit-") and found["removed"]
+        assert not command.left()
+        assert list(folder.iterdir()) == []
+    finally:
+        command.close()
+
+
+# ---------------------------------------------------------------------- how it is done
+
+
+def test_a_signal_is_an_exception_and_what_was_started_is_ended(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("HOLDFAST_ARENA", str(folder))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    pids: list[int] = []
+    seen: list[BaseException] = []
+
+    def work() -> int:
+        Scratch("some").__enter__()
+        # Nobody knows of it any more, and it is in a session of its own: as if the signal came in the middle of Popen.
+        start = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+        done = subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True, check=True)
+        pids.append(int(done.stdout))
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it was not interrupted")
+
+    def failed(error: BaseException) -> int:
+        seen.append(error)
+        assert not psutil.pid_exists(pids[0]) or psutil.Process(pids[0]).status() == psutil.STATUS_ZOMBIE
+        assert list(folder.iterdir()) == []
+        os.kill(os.getpid(), signal.SIGINT)  # a second one does nothing
+        return 7
+
+    assert run_to_the_end(work, failed) == 7
+    assert isinstance(seen[0], Interrupted) and seen[0].number == signal.SIGTERM
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert COMMAND_ENV not in os.environ
+
+
+def test_what_a_command_leaves_on_purpose_stays() -> None:
+    process: list[subprocess.Popen[bytes]] = []
+
+    def work() -> int:
+        process.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+        return 0
+
+    assert run_to_the_end(work, lambda error: 1) == 0
+    assert process[0].poll() is None
+    process[0].kill()
+    process[0].wait(DEADLINE_S)
+
+
+def test_signals_that_are_ignored_stay_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run_to_the_end(lambda: os.kill(os.getpid(), signal.SIGHUP) or 5, lambda error: 1) == 5
+    finally:
+        signal.signal(signal.SIGHUP, before)
