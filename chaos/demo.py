@@ -67,6 +67,12 @@ class DemoPlan:
     device: str = "cpu"
 
     @property
+    def code(self) -> str:
+        """k + m in effect, in words."""
+        code = parse_protect(self.protect).for_nodes(self.nodes)
+        return f"{code.data}+{code.parity}" if code.parity and self.nodes > 1 else "nothing against the loss of nodes"
+
+    @property
     def options(self) -> dict[str, Any]:
         """Of `chaos.gpt.Gpt`."""
         return {} if self.device == "cpu" else {"tensor": 1, "distributed": False}
@@ -82,7 +88,13 @@ class DemoPlan:
         steps = [kill.step for kill in self.kills]
         if steps != sorted(set(steps)):
             raise ConfigError(f"kills must come at different steps, in order; these come at {steps}")
-        survivable = min(parse_protect(self.protect).parity, self.nodes - 1)
+        code = parse_protect(self.protect)
+        if code.data + code.parity > self.nodes:
+            raise ConfigError(
+                f"--protect {self.protect}: {code.data}+{code.parity} needs {code.data + code.parity} nodes, and there "
+                f"are {self.nodes}: use more --nodes, or a smaller code"
+            )
+        survivable = min(code.parity, self.nodes - 1)
         for kill in self.kills:
             limit = world if kill.kind == "trainer" else self.nodes
             if not all(0 <= target < limit for target in kill.targets):
@@ -145,6 +157,7 @@ class Account:
             "ranks": self.plan.nodes * self.plan.ranks_per_node,
             "seed": self.plan.seed,
             "protect": self.plan.protect,
+            "code": self.plan.code,
             "losses": self.losses,
             "disk_bytes_written": self.disk_bytes_written,
             "leaks": self.leaks,

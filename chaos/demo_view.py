@@ -68,7 +68,7 @@ def show(console: Console, account: Account) -> None:
     console.print(f"[bold]megatron-core GPT[/], tensor parallel 2 x data parallel {ranks // 2}, bf16, dropout")
     console.print(
         f"{plan.nodes} nodes x {plan.ranks_per_node} ranks, {_how_often(account)}, "
-        f"protect {plan.protect}, seed {plan.seed}"
+        f"protect {plan.code}{'' if plan.code == plan.protect else f' ({plan.protect})'}, seed {plan.seed}"
     )
     console.print(f"loss {account.losses[0]:.4f} → {account.losses[-1]:.4f}   {_spark(account.losses)}")
     console.print(_timeline(plan, account.recoveries))

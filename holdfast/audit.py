@@ -215,7 +215,9 @@ def compare_rank(
         if not afterwards:
             passing = frozenset(each.name for each in found if harmless(each.name))
         elif not any(compared(step, "not restored")[1] for step in afterwards):
-            passing = frozenset(each.name for each in found if each.found == fresh.get(each.name, NOTHING))
+            then, now = one.values[afterwards[0]], later.values[afterwards[0]]
+            begun = {each.name for each in found if each.found == fresh.get(each.name, NOTHING)}
+            passing = frozenset(name for name in begun if now.get(name) == then.get(name))
         if len(passing) < len(found):  # who knows what the others have to do with it
             passing = frozenset()
         found = [each for each in found if each.name not in passing]

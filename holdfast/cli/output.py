@@ -9,10 +9,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.arguments import output_file
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, NotFound, SmpUnavailable
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
 
 OK, FAILED, WRONG, NOT_FOUND, NO_ANSWER = range(5)
 """Exit statuses: all is well; it is not, or something failed; wrong usage or set-up; there is no such job, node or SMP;
@@ -32,6 +35,27 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         self.number = number
         super().__init__(f"ended by {signal.Signals(number).name}")
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, gap: int = 2) -> list[str]:
+    """The lines of a table, the first `left` columns to the left and the others to the right. Pure.
+
+    Nothing is cut, whatever the terminal, and nothing stands at the end of a line: what is too wide is broken.
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for row in (head, *rows):
+        cells = [
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append((" " * gap).join(cells).rstrip())
+    return lines
+
+
+def say(console: Console, text: RenderableType) -> None:
+    """Print text: on a terminal broken between words, in a pipe as it is."""
+    console.print(text, soft_wrap=not console.is_terminal, markup=False)
 
 
 def add_json(command: argparse._ActionsContainer) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from holdfast.cli.arguments import rate, time
 from holdfast.cli.arguments import size as size_in_bytes
-from holdfast.cli.output import add_json, write_json
+from holdfast.cli.output import add_json, columns, say, write_json
 from holdfast.planner.sizing import (
     BASE_BYTES,
     PRESETS,
@@ -81,6 +80,13 @@ def add(commands: Any) -> None:
         metavar="SIZE",
         help="of a node, such as 2TB; warns where the arena is over half",
     )
+    plan.add_argument(
+        "--gpu-memory",
+        type=size_in_bytes,
+        default="80GB",
+        metavar="SIZE",
+        help="of one GPU; warns where it cannot hold what is asked of it (default 80GB)",
+    )
     add_json(plan)
     plan.set_defaults(run=run)
 
@@ -92,6 +98,7 @@ def run(parsed: argparse.Namespace) -> int:
         parsed.copy_rate,
         parsed.network_rate,
         parsed.host_memory,
+        parsed.gpu_memory,
     )
     job = ModelJob(
         parse_shape(parsed.model or "7b"),
@@ -121,7 +128,16 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.persist:
         slots += " and one that is written to storage"
     show(Console(stderr=parsed.json == "-", highlight=False), rows, machine, slots)
-    write_json(parsed.json, [{"name": name, "job": asdict(each), "sizes": asdict(sizes)} for name, each, sizes in rows])
+    data = [
+        {
+            "name": name,
+            "job": asdict(each),
+            "sizes": asdict(sizes),
+            "fits_gpu": sizes.device_bytes <= machine.gpu_memory,
+        }
+        for name, each, sizes in rows
+    ]
+    write_json(parsed.json, data)
     return 0
 
 
@@ -146,37 +162,55 @@ def variants(job: ModelJob) -> list[tuple[str, ModelJob]]:
 
 def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) -> None:
     """Print a table, what it rests on (of `slots`, in words), and what does not fit."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    for heading in ("GPU holds", "captured", "a node", "arena", "copied", "safe", "every"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    head = ("", "on GPU", "captured", "a node", "arena", "copied", "safe", "every")
+    cells = []
     for name, _, sizes in rows:
         every = f"{sizes.interval_steps} steps" if sizes.interval_steps else duration(sizes.interval_s)
-        table.add_row(
-            name,
-            amount(sizes.device_bytes),
-            amount(sizes.gpu_bytes),
-            amount(sizes.node_bytes),
-            amount(sizes.arena_bytes),
-            duration(sizes.copy_s),
-            duration(sizes.copy_s + sizes.encode_s) if sizes.parity else "-",
-            every,
+        cells.append(
+            [
+                name,
+                amount(sizes.device_bytes),
+                amount(sizes.gpu_bytes),
+                amount(sizes.node_bytes),
+                amount(sizes.arena_bytes),
+                duration(sizes.copy_s),
+                duration(sizes.copy_s + sizes.encode_s) if sizes.parity else "-",
+                every,
+            ]
         )
-    console.print(table, width=max(console.width, 100), soft_wrap=True)
+    for line in columns(head, cells, gap=1):
+        console.print(line, soft_wrap=True, markup=False)
     first = rows[0]
     code = f"{first[2].data}+{first[2].parity}" if first[2].parity else "no parity: processes only"
-    console.print(
+    say(
+        console,
         f"\n{first[1].nodes} nodes of {first[1].gpus_per_node} GPUs, {code}, {slots}; "
         f"{amount(machine.device_rate)}/s from a GPU, {amount(machine.copy_rate)}/s in memory, "
-        f"{amount(machine.network_rate)}/s to the network. 'captured' is each GPU's share of a snapshot, 'arena' the "
-        "shared memory of a node, 'every' the shortest interval at which each snapshot is protected. 'GPU holds' is an "
-        "estimate.",
-        soft_wrap=True,
+        f"{amount(machine.network_rate)}/s to the network. 'on GPU' is an estimate of what each holds, 'captured' each "
+        "GPU's share of a snapshot, 'arena' the shared memory of a node, 'every' the shortest interval at which each "
+        "snapshot is protected.",
     )
-    for name, _, sizes in rows:
-        if machine.host_memory and sizes.arena_bytes > machine.host_memory / 2:
-            console.print(
-                f"{name}: an arena of {amount(sizes.arena_bytes)} is more than half of a node's "
-                f"{amount(machine.host_memory)}: use more nodes, fewer --slots or --generations or less parity",
-                soft_wrap=True,
-            )
+    for warning in warnings(rows, machine):
+        say(console, warning)
+
+
+def warnings(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
+    """What does not fit, a line for each kind. Pure."""
+    large = [
+        f"{name} {amount(sizes.device_bytes)}" for name, _, sizes in rows if sizes.device_bytes > machine.gpu_memory
+    ]
+    if large:
+        yield (
+            f"WARNING: more than the {amount(machine.gpu_memory)} of a GPU (--gpu-memory): {', '.join(large)}: use "
+            "more GPUs, --tensor, --pipeline, a higher --zero, --recompute full or a smaller --micro-batch"
+        )
+    arenas = [
+        f"{name} {amount(sizes.arena_bytes)}"
+        for name, _, sizes in rows
+        if machine.host_memory and sizes.arena_bytes > machine.host_memory / 2
+    ]
+    if arenas:
+        yield (
+            f"WARNING: arenas of more than half of a node's {amount(machine.host_memory)} (--host-memory): "
+            f"{', '.join(arenas)}: use more nodes, fewer --slots or --generations or less parity"
+        )

@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.arguments import arena_folder, some_time
-from holdfast.cli.output import add_json, write_json
+from holdfast.cli.output import add_json, columns, say, write_json
 from holdfast.cli.smp import unknown
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, arena_path, find_owners
+from holdfast.smp_daemon.shared.quantities import amount
 
 COLOURS = {-1: "bold red", 0: "yellow"}
 
@@ -49,7 +50,7 @@ def show_status(parsed: argparse.Namespace) -> int:
     overviews = gather(parsed.arena, parsed.job)
     if parsed.job and not overviews:
         raise NotFound(unknown(parsed.job, arena_path(parsed.job, parsed.arena)))
-    console.print(render(overviews))
+    say(console, render(overviews))
     write_json(parsed.json, [overview.to_json() for _, overview in overviews])
     return 0 if overviews and all(is_well(overview) for _, overview in overviews) else 1
 
@@ -59,9 +60,16 @@ def show_top(parsed: argparse.Namespace) -> int:
     if parsed.count < 0:
         raise ConfigError(f"--count {parsed.count}: look 0 times or more")
     looked = 0
-    with Live(Text("looking ..."), console=Console(highlight=False), auto_refresh=False) as live:
+    console = Console(highlight=False)
+    with (
+        Live(Text("looking ..."), console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live
+    ):
         while True:
-            live.update(render(gather(parsed.arena, parsed.job)), refresh=True)
+            found = render(gather(parsed.arena, parsed.job))
+            if live is not None:
+                live.update(found, refresh=True)
+            else:
+                say(console, found)
             looked += 1
             if looked == parsed.count:
                 return 0
@@ -109,29 +117,31 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
             Text(f"INSECURE: anybody on the network may read and spoil {', '.join(insecure)}", style=COLOURS[-1])
         )
     parts += [Text(status.said) for status in overview.statuses if status.said]
-    parts += [Text(trouble, style="yellow") for status in overview.statuses for trouble in status.troubles]
+    parts += [Text(trouble, style="yellow") for trouble in overview.troubles]
     parts += [Text(recovery_line(recovery)) for recovery in overview.recoveries[:2]]
-    table = Table(box=None, pad_edge=False)
-    for heading in ("node", "address"):
-        table.add_column(heading)
-    for heading in ("connections", "newest step", "arena", "process", "damaged", "repaired"):
-        table.add_column(heading, justify="right")
+    rows = []
     for status in overview.statuses:
-        held = status.inventory
+        held, counters = status.inventory, status.counters
         newest = max((snapshot for snapshot, _ in held.shards), default=None)
-        table.add_row(
-            held.node,
-            f"{held.host}:{held.control_port}",
-            str(held.trainers),
-            f"{newest.step:,}" if newest else "",
-            f"{status.arena_bytes / 1e6:,.1f} MB",
-            f"{status.rss_bytes / 1e6:,.1f} MB",
-            str(status.counters["units_damaged"]),
-            str(status.counters["units_repaired"]),
+        damaged = f"{counters['units_damaged']:,}"
+        if counters["units_repaired"]:
+            damaged += f" ({counters['units_repaired']:,} repaired)"
+        rows.append(
+            [
+                held.node,
+                f"{held.host}:{held.control_port}",
+                str(held.trainers),
+                f"{newest.step:,}" if newest else "-",
+                amount(status.arena_bytes),
+                amount(status.rss_bytes),
+                damaged,
+            ]
         )
-    for name in overview.silent:
-        table.add_row(Text(name, style=COLOURS[-1]), Text("silent", style=COLOURS[-1]))
-    return [*parts, table, Text("")]
+    rows += [[name, "silent", "-", "-", "-", "-", "-"] for name in overview.silent]
+    head = ["node", "address", "connections", "newest", "arena", "process", "damaged"]
+    for line, row in zip(columns(head, rows, left=2), [head, *rows], strict=True):
+        parts.append(Text(line, style=COLOURS[-1] if row[1] == "silent" else ""))
+    return [*parts, Text("")]
 
 
 def recovery_line(recovery: dict[str, Any]) -> str:

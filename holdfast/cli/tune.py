@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from holdfast.cli import plots
 from holdfast.cli.arguments import input_file, output_file, rate, size, some_time
-from holdfast.cli.output import add_json, write_json
+from holdfast.cli.output import add_json, say, write_json
 from holdfast.planner.codes import PLACEMENTS, Domains
 from holdfast.planner.costs import Assumptions, Costs, assume, from_measured
 from holdfast.planner.reasons import reasons
@@ -160,32 +159,33 @@ def show(console: Console, found: Recommendation, costs: Costs) -> None:
     """Print what to do, what to expect and why, in one screen."""
     code, step_s = found.code, found.step_s
     every = found.periods[0]
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_row("snapshot", f"every {_count(every, 'step')} ({duration(every * step_s)})")
-    table.add_row("encode", _how_often(found.encode_every, found.encode_every * every * step_s))
-    table.add_row("persist", _how_often(found.persist_every, found.persist_every * every * step_s))
-    table.add_row("protect", f"{code}, {_groups(code.sizes)}" if code.parity else "none: processes only")
-    table.add_row("spare nodes", str(found.spares))
-    console.print(table)
+    for name, what in (
+        ("snapshot", f"every {_count(every, 'step')} ({duration(every * step_s)})"),
+        ("encode", _how_often(found.encode_every, found.encode_every * every * step_s)),
+        ("persist", _how_often(found.persist_every, found.persist_every * every * step_s)),
+        ("protect", f"{code}, {_groups(code.sizes)}" if code.parity else "none: processes only"),
+        ("spare nodes", str(found.spares)),
+    ):
+        say(console, f"{name:<13}{what}")
     played = f"{found.played.mean:.2%}"
-    console.print(
+    say(
+        console,
         f"\noverhead {found.overhead:.2%}   effective training time {played} ± {found.played.error:.2%} (Monte Carlo, "
         f"seed {found.seed})   first order {max(0.0, 1 - found.waste):.2%}",
-        soft_wrap=True,
     )
-    console.print(
+    say(
+        console,
         f"lost {duration((1 - found.played.mean) * DAY_S)} a day: "
         + ", ".join(f"{level.name} {share:.2%}" for level, share in zip(found.levels, found.lost, strict=True)),
-        soft_wrap=True,
     )
-    console.print(
+    say(
+        console,
         f"memory {amount(found.memory_bytes)} a node   network {amount(found.network_rate)}/s a node   storage "
         f"{amount(found.storage_rate)}/s a node   survives 30 days {survival_text(code.risk)}",
-        soft_wrap=True,
     )
-    console.print("\nwhy")
+    say(console, "\nwhy")
     for reason in found.why:
-        console.print(f"* {reason}", soft_wrap=True)
+        say(console, f"* {reason}")
 
 
 def survival_text(risk: float) -> str:

@@ -94,10 +94,11 @@ def _persisting(found: Recommendation, duration: Show) -> str:
         return "there is no storage tier: what is beyond parity ends the run"
     if not last.rate:
         return "persisted as rarely as is allowed: nothing is beyond parity"
+    every = duration(found.periods[-1] * found.step_s).replace(" ", "")
     return (
         f"persisted for what memory does not survive, once in {duration(1 / last.rate)}; a persist takes "
-        f"{duration(last.cost_s)} of training. Switch it on with HOLDFAST_PERSIST; else it is your job's to do, "
-        "with its own checkpoints. Losses of the whole job's memory are in this, not in 'survives 30 days'"
+        f"{duration(last.cost_s)} of training. SMPs do it with HOLDFAST_PERSIST=URL HOLDFAST_PERSIST_EVERY={every}. "
+        "Losses of the whole job's memory are in this, not in 'survives 30 days'"
     )
 
 

@@ -175,12 +175,14 @@ class Machine:
         copy_rate: host memory to host memory, one thread (for offloaded state).
         network_rate: out of a node, what encoding may use of it.
         host_memory: of a node, in bytes; 0 if not known.
+        gpu_memory: of one GPU, in bytes.
     """
 
     device_rate: float = 25e9
     copy_rate: float = 10e9
     network_rate: float = 25e9
     host_memory: float = 0.0
+    gpu_memory: float = 80e9
 
     def __post_init__(self) -> None:
         if min(self.device_rate, self.copy_rate, self.network_rate) <= 0 or self.host_memory < 0:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.smp_daemon.ops.status import Status, take_statuses
+from holdfast.smp_daemon.ops.status import Status, take_statuses, troubles
 from holdfast.smp_daemon.recovery.inventories import addresses_of
 from holdfast.smp_daemon.recovery.recoveries import summarise
 from holdfast.smp_daemon.recovery.redundancy import Redundancy, redundancies, safest
@@ -76,6 +76,11 @@ class Overview:
         """(node, event): the last lines of all nodes' logs, the newest first."""
         found = [(status.inventory.node, event) for status in self.statuses for event in status.events]
         return sorted(found, key=lambda pair: -pair[1].at)[:EVENTS_SHOWN]
+
+    @property
+    def troubles(self) -> list[str]:
+        """Trainers and peers that are not well, in words."""
+        return troubles(self.statuses)
 
     def age_s(self, each: Redundancy) -> float | None:
         """Seconds since the last shard of a snapshot was sealed; None if no SMP that answers knows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,12 +70,7 @@ class Status:
     @property
     def troubles(self) -> list[str]:
         """Trainers and peers that are not well, in words."""
-        bad = [str(trainer) for trainer in self.trainers if trainer.health != Health.ALIVE]
-        for name, age_s in sorted(self.leases.items()):
-            health = judge_lease(age_s, self.lease_s)
-            if health is not Health.ALIVE:
-                bad.append(f"peer {name} is {health} to {self.inventory.node}: quiet for {age_s:,.1f} s")
-        return bad
+        return troubles([self])
 
     def to_plain(self, known: Collection[str] = ()) -> dict[str, Any]:
         """What `read` reads back, and `troubles`. `known`: see `Inventory.to_plain`."""
@@ -89,6 +84,22 @@ class Status:
         inventory = Inventory.read(told.get("inventory"), known)
         status = from_plain(cls, told | {"inventory": to_plain(_BLANK)}, "a status")
         return replace(status, inventory=inventory)
+
+
+def troubles(statuses: Sequence[Status]) -> list[str]:
+    """Trainers and peers that are not well, in words: a line for each, however many see that a peer is quiet. Pure."""
+    bad = [str(trainer) for status in statuses for trainer in status.trainers if trainer.health != Health.ALIVE]
+    seen: dict[tuple[str, Health], list[tuple[float, str]]] = {}
+    for status in statuses:
+        for name, age_s in status.leases.items():
+            health = judge_lease(age_s, status.lease_s)
+            if health is not Health.ALIVE:
+                seen.setdefault((name, health), []).append((age_s, status.inventory.node))
+    for (name, health), ages in sorted(seen.items()):
+        longest_s = max(age_s for age_s, _ in ages)
+        to = ages[0][1] if len(ages) == 1 else f"{len(ages)} nodes"
+        bad.append(f"peer {name} is {health} to {to}: quiet for {longest_s:,.1f} s")
+    return bad
 
 
 def take_status(smp: Core) -> Status:
