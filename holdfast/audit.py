@@ -343,6 +343,9 @@ def _run(plan: AuditPlan, folder: Path, name: str) -> list[Notes]:
     environment = os.environ | orders.to_environment()
     environment |= {ARENA_ENV: str(arena), "HOLDFAST_JOB": "audit", "HOLDFAST_OVERHEAD_BUDGET": "0"}
     environment |= {DRIFT_ENV: "accept"}  # what drifted is to be seen, not refused
+    # Sets of texts have the same order in the runs that are compared, and another in the run that tells whether what is
+    # computed depends on it.
+    environment = {"PYTHONHASHSEED": str(int(name == RUNS[1]))} | environment
     log = notes / "log"
     status = sessions.run(plan.command, environment, log, plan.deadline_s, f"{name} run")
     if (status != 0) is not (name in KILLED):

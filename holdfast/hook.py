@@ -113,7 +113,12 @@ class InMemorySnapshot(SnapshotHook):
 class SettledSnapshot(InMemorySnapshot):
     """For trainers that say when a step begins: `settle`."""
 
-    checks = Checks(resumption=False, reading=False)  # trainers restore what is theirs after entering
+    # They restore what is theirs after entering.
+    checks = Checks(
+        resumption=False,
+        reading=False,
+        restored_by_themselves=frozenset({"transformers", "accelerate", "lightning", "lightning_fabric"}),
+    )
 
     def settle(self) -> None:
         """The next step begins; all of the last one is done. It may be called more often than steps are taken."""

@@ -34,6 +34,7 @@ from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
 from holdfast.snapshot.state.inputs import Batch
+from holdfast.snapshot.state.reach import Theirs
 from holdfast.snapshot.step.beginning import Beginning, Doubtful
 from holdfast.snapshot.step.boundary import BEGIN, Boundary
 from holdfast.snapshot.step.capture import Capture
@@ -56,10 +57,12 @@ class Checks:
     Attributes:
         resumption: whether the first step after a restore must begin with what was restored.
         reading: whether it is said that something was read between entering and the first step.
+        restored_by_themselves: packages whose integration restores what their objects hold; see `state.reach.Theirs`.
     """
 
     resumption: bool = True
     reading: bool = True
+    restored_by_themselves: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -188,7 +191,10 @@ class Session:
         if orders is None:
             return None
         rank, at = self.rank.agreement.rank, self.progress
-        return Auditor(orders, rank, at.epoch, at.step, adapter.modules(), self.drain, lambda: self.protected_step)
+        theirs = Theirs(self._checks.restored_by_themselves)
+        return Auditor(
+            orders, rank, at.epoch, at.step, adapter.modules(), self.drain, lambda: self.protected_step, theirs
+        )
 
     # ------------------------------------------------------------------ what users ask for
 

@@ -28,6 +28,12 @@ SLOW_S = 3 * DEADLINE_S
 JOB = (sys.executable, "-m", "examples.acp_sgd")
 
 
+def _as_from_a_terminal() -> None:
+    """Whoever runs these tests in the background may ignore signals, and what it starts would, too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Command:
     """A command as a terminal would start it, in a group of its own, with a folder for arenas of its own."""
 
@@ -44,6 +50,7 @@ class Command:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_as_from_a_terminal,
         )
         self.said = ""
 

@@ -20,7 +20,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.snapshot.state import rng
-from holdfast.snapshot.state.reach import plain, reachable
+from holdfast.snapshot.state.reach import Theirs, plain, reachable
 
 AUDIT_ENV = "HOLDFAST_AUDIT"
 DRAIN_DEADLINE_S = 10.0
@@ -81,15 +81,18 @@ class Auditor:
         modules: Sequence[torch.nn.Module],
         drain: Callable[[float], bool],
         protected: Callable[[], int | None],
+        theirs: Theirs,
     ) -> None:
         """
         Args:
             step: that this epoch began with.
             protected: tells the newest step that is known to be protected.
+            theirs: what frameworks restore by themselves.
         """
         self._orders = orders
         self._drain = drain
         self._protected = protected
+        self._theirs = theirs
         self._file = Path(orders.notes, f"rank{rank}.jsonl").open("a", buffering=1)  # noqa: SIM115
         self._modules = modules
         self._settled = self._computed = -1
@@ -104,7 +107,7 @@ class Auditor:
         if self._settled == step:
             return
         self._settled = step
-        values = reachable(sys._getframe(1))
+        values = reachable(sys._getframe(1), self._theirs)
         values |= {f"random.{name}": _text(state) for name, state in rng.capture().items()}
         self._note({"step": step, "values": values, "protected": self._protected()})
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+import sysconfig
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -24,6 +26,9 @@ MOST = 200_000
 
 SHORT = 60
 """Plain values of up to so many characters are shown as they are, others as a digest."""
+
+COMPUTED_WITH = (torch.Tensor, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""Values that are no plain ones."""
 
 OURS = frozenset(
     {
@@ -44,14 +49,47 @@ INSIDE = (
 """What of these packages is looked into nevertheless."""
 
 
-def reachable(frame: FrameType | None = None) -> dict[str, str]:
+class Theirs:
+    """What is a framework's to restore, and not looked into.
+
+    A framework whose integration is in use, such as a `Trainer`, goes on by itself where its counters say. So neither
+    the variables of its functions are looked at, nor the plain values that its objects hold, and other installed
+    packages' objects that hang on these: places in loops, bars of progress. What is computed with is: tensors, arrays
+    and generators wherever they are, modules and optimizers, and all objects of classes of the user's own.
+    """
+
+    def __init__(self, packages: Collection[str] = ()) -> None:
+        self.packages = frozenset(packages)
+
+    def are_values_of(self, value: Any, held: bool) -> bool:
+        """Whether the plain values of `value` are; `held`: by an object of which that is true."""
+        if isinstance(value, Mapping | list | tuple | set | frozenset):
+            return held
+        module = type(value).__module__
+        package = package_of(module)
+        if package in self.packages:
+            return True
+        return held and not f"{module}.".startswith(INSIDE) and _is_installed(package)
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    """Whether a package was installed, and is not the user's own code."""
+    if package in sys.stdlib_module_names:
+        return True
+    place = getattr(sys.modules.get(package), "__file__", None) or ""
+    return any(place.startswith(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+
+
+def reachable(frame: FrameType | None = None, theirs: Theirs | None = None) -> dict[str, str]:
     """What the functions on the stack, from `frame` or the caller on outwards, can reach: a text for each value, equal
     only if the values are. Blocks for about one read of all tensors."""
-    looking = _Looking()
+    theirs = theirs or Theirs()
+    looking = _Looking(theirs)
     frame = frame or sys._getframe(1)
     while frame is not None:
         package = package_of(str(frame.f_globals.get("__name__", "")))
-        if package not in OURS:
+        if package not in OURS and package not in theirs.packages:
             where = frame.f_code.co_name.strip("<>")
             for name, value in list(frame.f_locals.items()):
                 if not name.startswith("__"):
@@ -64,21 +102,24 @@ class _Looking:
     """One walk. From each variable an object is looked into once: a variable that one run has and the other has not
     must not change the names of all else."""
 
-    def __init__(self) -> None:
+    def __init__(self, theirs: Theirs) -> None:
         self.found: dict[str, str] = {}
+        self._theirs = theirs
         self._texts: dict[int, tuple[torch.Tensor, str]] = {}  # the tensor too, so that its id is not used again
 
     def into(self, path: str, value: Any) -> None:
         seen: dict[int, Any] = {}
-        todo = [(path, value)]
+        todo = [(path, value, False)]
         while todo and len(self.found) < MOST:
-            path, value = todo.pop()
+            path, value, held = todo.pop()
             text = self._text(value)
             if text is not None:
-                self.found.setdefault(path, text)
+                if not held or isinstance(value, COMPUTED_WITH):
+                    self.found.setdefault(path, text)
             elif id(value) not in seen:
                 seen[id(value)] = value
-                todo += [(f"{path}{name}", part) for name, part in _parts(value)]
+                held = self._theirs.are_values_of(value, held)
+                todo += [(f"{path}{name}", part, held) for name, part in _parts(value)]
 
     def _text(self, value: Any) -> str | None:
         if not isinstance(value, torch.Tensor):
