@@ -30,6 +30,9 @@ from holdfast.snapshot.state.audit import AuditOrders
 
 RUNS = ("undisturbed", "undisturbed again", "killed", "resumed, and killed", "resumed")
 KILLED = RUNS[2:4]
+QUIET_S = 10.0
+"""After so long without a step it is said that there is none yet."""
+
 GLOBAL_GENERATORS = {
     "random.python": "Python's generator",
     "random.numpy": "NumPy's global generator",
@@ -140,7 +143,7 @@ def run(plan: AuditPlan, progress: Callable[[str], None]) -> AuditReport:
             notes = {}
             for name in RUNS:
                 progress(name)
-                notes[name] = _run(plan, folder, name)
+                notes[name] = _run(plan, folder, name, progress)
         finally:
             for leftover in find_leftovers(folder):
                 remove(leftover)
@@ -333,7 +336,26 @@ def _variable(name: str) -> str:
     return match[0] if match else name
 
 
-def _run(plan: AuditPlan, folder: Path, name: str) -> list[Notes]:
+class _Progress:
+    """Says how far a run is: each new step, and now and then that there is none yet."""
+
+    def __init__(self, notes: Path, name: str, steps: int, progress: Callable[[str], None]) -> None:
+        self._notes, self._name, self._steps, self._progress = notes, name, steps, progress
+        self._step, self._said_s = -1, 0.0
+
+    def look(self, ran_s: float) -> None:
+        """After so many seconds."""
+        step = max((max(rank[-1].values, default=-1) for rank in read(self._notes) if rank), default=-1)
+        if step > self._step:
+            self._progress(f"{self._name}: step {step} of {self._steps} after {ran_s:.0f} s")
+        elif step < 0 and ran_s - self._said_s > QUIET_S:
+            self._progress(f"{self._name}: no step yet after {ran_s:.0f} s")
+        else:
+            return
+        self._step, self._said_s = step, ran_s
+
+
+def _run(plan: AuditPlan, folder: Path, name: str, progress: Callable[[str], None]) -> list[Notes]:
     """One run, and what its ranks noted. Raises `HoldfastError` if it did not end as it should."""
     number = RUNS.index(name)
     notes = folder / f"notes{number}"
@@ -347,7 +369,8 @@ def _run(plan: AuditPlan, folder: Path, name: str) -> list[Notes]:
     # computed depends on it.
     environment = {"PYTHONHASHSEED": str(int(name == RUNS[1]))} | environment
     log = notes / "log"
-    status = sessions.run(plan.command, environment, log, plan.deadline_s, f"{name} run")
+    look = _Progress(notes, name, plan.steps, progress).look
+    status = sessions.run(plan.command, environment, log, plan.deadline_s, f"{name} run", look)
     if (status != 0) is not (name in KILLED):
         raise HoldfastError(f"the {name} run ended with status {status}\n{tail(log)}")
     return read_last(notes, log, name)

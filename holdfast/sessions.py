@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded
@@ -13,21 +15,34 @@ from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded
 TAIL_LINES = 60
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], log: Path, deadline_s: float, what: str) -> int:
+LOOK_EVERY_S = 1.0
+
+
+def run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    deadline_s: float,
+    what: str,
+    meanwhile: Callable[[float], None] = lambda seconds: None,
+) -> int:
     """Run a command to its end, what it prints going to `log`; its exit status. Blocks.
 
     Args:
         what: names the run in errors.
+        meanwhile: called every `LOOK_EVERY_S`, with the seconds that it has run.
 
     Raises:
         ConfigError: it cannot be started.
         DeadlineExceeded: it took too long, and was ended; the message ends with what it printed.
     """
-    process = start(command, environment, log)
+    process, began = start(command, environment, log), time.monotonic()
     try:
-        return process.wait(deadline_s)
-    except subprocess.TimeoutExpired:
-        raise DeadlineExceeded(f"the {what} took over {deadline_s:.0f} s\n{tail(log)}") from None
+        while (ran_s := time.monotonic() - began) < deadline_s:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(min(LOOK_EVERY_S, deadline_s - ran_s))
+            meanwhile(time.monotonic() - began)
+        raise DeadlineExceeded(f"the {what} took over {deadline_s:.0f} s\n{tail(log)}")
     finally:
         end(process)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from holdfast import ConfigError, HoldfastError
 from holdfast.chaos.cluster import History, VirtualCluster
-from holdfast.chaos.demo import JOB, DemoPlan, Kill, account
+from holdfast.chaos.demo import JOB, Account, DemoPlan, Kill, account
+from holdfast.chaos.demo_view import show
 from holdfast.chaos.drill import TARGET, compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.cli.demo import _kills
@@ -162,6 +165,23 @@ def test_what_is_killed_is_as_the_options_say(options: list[str], kills: str) ->
 def test_nodes_that_there_are_not_cannot_be_lost(lose: str) -> None:
     with pytest.raises(HoldfastError, match="there are 4 nodes"):
         _kills(make_parser().parse_args(["demo", "--lose", lose]))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "protect", "code"), [(4, "auto", "3+1"), (4, "2+2", "2+2"), (4, "copies:2", "1+2"), (9, "auto", "3+1")]
+)
+def test_the_code_in_effect_is_said(nodes: int, protect: str, code: str) -> None:
+    plan = DemoPlan(nodes, 2, 4, 1, protect, ())
+    assert plan.code == code
+    console = Console(record=True, width=80, file=io.StringIO())
+    show(console, Account(plan, True, "", [2.0, 1.0], [], 0, [], 1.0, 1, None))
+    said = f"protect {code}" if code == protect else f"protect {code} ({protect})"
+    assert said in " ".join(console.export_text().split())
+
+
+def test_a_code_that_the_nodes_cannot_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--protect 6\+2: 6\+2 needs 8 nodes, and there are 4: use more --nodes, or"):
+        DemoPlan(4, 2, 4, 1, "6+2", ())
 
 
 @pytest.mark.parametrize("text", ["node:1+@3", "node:+1@3", "node:1", "rack:1@3", "node:1@x"])

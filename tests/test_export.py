@@ -17,7 +17,7 @@ from holdfast.cli.main import main
 from holdfast.export.source import from_place, list_place
 from holdfast.export.tensors import SlotCopy, read_slot, whole_tensors, write_safetensors
 from holdfast.smp_daemon.persist.place import open_place
-from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, StateMismatch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from tests.smp_kit import JOB, Ground, Run, playground, run_on
@@ -101,7 +101,7 @@ def test_what_cannot_be_exported_is_said(persisted: tuple[Ground, Run, SnapshotI
         export(tmp_path / "x", place=place, step=7)
     with pytest.raises(ConfigError, match=r"step 7 is not in the memory of job 'testrun': there are 12"):
         export(tmp_path / "x", job=JOB, arena=ground.base, step=7)
-    with pytest.raises(ConfigError, match="no SMP of job 'other'"):
+    with pytest.raises(NotFound, match="no SMP of job 'other'"):
         export(tmp_path / "x", job="other", arena=ground.base)
     with pytest.raises(ConfigError, match="is there already"):
         export(tmp_path, place=place)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pydoc
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +22,9 @@ from holdfast import ConfigError, HoldfastError, InMemorySnapshot, SmpUnavailabl
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.inventory import Inventory
+from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import read_owner
+from holdfast.snapshot.resume.restore import Restored
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import kill_smps, suspend
 
@@ -125,6 +129,55 @@ def test_an_exception_in_the_loop_keeps_everything_for_the_restart(arena: Path) 
     with InMemorySnapshot(again, other) as snap:
         assert snap.step == 4
         assert all(torch.equal(a, b) for a, b in zip(values(again, other), kept, strict=True))
+
+
+def test_what_is_in_help() -> None:
+    """Where people look for what `snap` has."""
+    text = " ".join(pydoc.render_doc(InMemorySnapshot, renderer=pydoc.plaintext).split())
+    assert "restored | How this rank started: from which ``snapshot``" in text
+    assert "statistics | Counters since it was entered" in text
+
+
+def test_a_restore_says_one_line_with_nothing_set_up(arena: Path) -> None:
+    """After a kill in the middle of the fifth step, as a shell shows it; a cold start says nothing of that."""
+    said = []
+    for stop in ("3", "-1"):
+        command = [sys.executable, "-c", SCRIPT, stop, "6"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        said.append([line for line in done.stderr.splitlines() if "restored" in line])
+    cold, (line,) = said
+    assert cold == []
+    assert re.fullmatch(
+        r"restored step 3 from the memory of its own nodes in [\d.]+ m?s; no finished step is lost", line
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (
+            {"steps_again": 0},
+            "restored step 1,200 from the memory of its own nodes in 830 ms; no finished step is lost",
+        ),
+        (
+            {"steps_again": 1, "tier": "group"},
+            "restored step 1,200 from the memory of other nodes in 830 ms; 1 finished step is done again",
+        ),
+        (
+            {"steps_again": 1300, "tier": "persisted"},
+            "restored step 1,200 from storage in 830 ms; 1,300 finished steps are done again",
+        ),
+        (
+            {"tier": "group", "how": "resharded"},
+            "restored step 1,200 from the memory of other nodes, cut anew for another number of ranks in 830 ms; how "
+            "many finished steps are done again is not known",
+        ),
+    ],
+)
+def test_how_a_rank_started_is_a_line(more: dict[str, Any], line: str) -> None:
+    given = {"tier": "local", "how": "held", "clock": {"enter": 1.0, "load": 1.83}} | more
+    assert str(Restored(2, SnapshotId(1, 1200), **given)) == line
+    assert str(Restored(1)) == "nothing was restored: the job begins"
 
 
 def test_restored_tensors_do_not_alias_the_snapshot(arena: Path) -> None:

@@ -125,5 +125,19 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     assert re.search(
         "arenas of more than half of a node's 200 GB .*405b ZeRO-3 1.04 TB.*: use more nodes", " ".join(output.split())
     )
+    lines = output.splitlines()
+    table = lines[: lines.index("")]
+    assert len(table) == len(rows) + 1 and max(map(len, table)) <= 80
+    assert "…" not in output and not [line for line in lines if line != line.rstrip()]
     assert main(["plan", "--model", "70b", "--step", "10s"]) == 0
     assert "1 steps" in capsys.readouterr().out
+
+
+def test_a_gpu_that_cannot_hold_what_it_is_told_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    report = "-"
+    assert main(["plan", "--model", "70b", "--json", report]) == 0
+    told = capsys.readouterr()
+    assert [row["fits_gpu"] for row in json.loads(told.out)] == [False]
+    assert "WARNING: more than the 80 GB of a GPU (--gpu-memory): 70b" in " ".join(told.err.split())
+    assert main(["plan", "--model", "70b", "--tensor", "8", "--zero", "3", "--gpu-memory", "141GB"]) == 0
+    assert "WARNING" not in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -15,8 +16,11 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
 from holdfast.cli.main import main
+from holdfast.cli.output import say
+from holdfast.cli.status import render
 from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.ops.status import Status
@@ -27,7 +31,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Protoc
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_SAYING
-from holdfast.smp_daemon.shared.paths import read_owner
+from holdfast.smp_daemon.shared.paths import Owner, read_owner
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.spawn import smp_command
 from tests.deadlines import DEADLINE_S
@@ -36,6 +40,36 @@ from tests.test_regroup import SNAPSHOT, everything, layout_of
 
 ROOT = Path(__file__).parent.parent
 SIZES = [[3000], [3000], [2000], [4000]]
+
+
+def status_of(number: int, leases: dict[str, float]) -> Status:
+    """Of one of many nodes."""
+    inventory = Inventory(f"node{number}", f"10.0.{number // 250}.{number % 250}", 41234, 41235, trainers=8)
+    counters = dict.fromkeys(Counters().read(), 0)
+    return Status(inventory, 1, 1.0, "/arena", 64 * 10**9, 0, {}, 10**9, (), counters, leases=leases, lease_s=30.0)
+
+
+def many_that_miss_one() -> Overview:
+    statuses = tuple(status_of(number, {"node128": 16.0 + number / 100}) for number in range(128))
+    return Overview("job", statuses, (), ())
+
+
+def test_however_many_see_that_a_peer_is_late_it_is_one_line() -> None:
+    overview = many_that_miss_one()
+    assert overview.troubles == ["peer node128 is late to 128 nodes: quiet for 17.3 s"]
+    assert overview.statuses[3].troubles == ["peer node128 is late to node3: quiet for 16.0 s"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_status_fits_80_columns_and_a_pipe(terminal: bool) -> None:
+    owner = Owner(1, 1.0, "job", "node0", "127.0.0.1", 1, 2, 3)
+    out = io.StringIO()
+    say(Console(file=out, width=80, force_terminal=terminal, no_color=True), render([(owner, many_that_miss_one())]))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).splitlines()
+    rows = [line for line in lines if line.startswith("node")]
+    assert len(rows) == 129 and max(map(len, lines)) <= 80
+    assert rows[128].split() == ["node127", "10.0.0.127:41234", "8", "-", "64", "GB", "1", "GB", "0"]
+    assert not [line for line in lines if line != line.rstrip()]
 
 
 # ---------------------------------------------------------------------- what is safe against what

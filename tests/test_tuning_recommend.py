@@ -124,7 +124,7 @@ def test_every_snapshot_is_encoded_although_less_would_be_best_and_that_is_said(
     assert (result.encode_every, every > 1, gain > CLOSE) == (1, True, True)
     said = " ".join(reasons(result, dear, MODEL, LABELLED, Targets(), str, str))
     assert f"one in {every} encoded, would gain {gain:.2%}" in said
-    assert "your job's to do" in said
+    assert "SMPs do it with HOLDFAST_PERSIST=URL" in said
 
 
 def test_one_node_keeps_only_processes() -> None:
@@ -272,3 +272,20 @@ def test_the_tuner_runs_without_torch_and_scipy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_help_has_its_options_in_groups_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "--help"])
+    text = capsys.readouterr().out
+    for title in ("the job:", "rates of the machine", "what fails", "what is wanted:", "the answer:"):
+        assert title in text
+    assert "holdfast tune --step 12s --state 98GB --nodes 128 --mtbf 1000d" in " ".join(text.split())
+    assert text.partition("options:")[2].partition("\n\n")[0].strip().startswith("-h, --help")
+
+
+def test_what_is_persisted_is_said_with_what_switches_it_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(JOB) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"SMPs do it with HOLDFAST_PERSIST=URL HOLDFAST_PERSIST_EVERY=[\d.]+(h|min|d)\.", output)
+    assert not [line for line in output.splitlines() if line != line.rstrip()]

@@ -15,7 +15,7 @@ from holdfast.smp_daemon.persist.reading import find, read_shard
 from holdfast.smp_daemon.recovery.fetch import Fetcher
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
+from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.paths import find_owners
@@ -96,7 +96,7 @@ def _inventories(job: str, arena: Path | None) -> list[Inventory]:
     """What the SMPs of a job hold: those of this machine, and all that they know of."""
     owners = [owner.control for owner in find_owners(arena, job)]
     if not owners:
-        raise ConfigError(f"no SMP of job {job!r} has an arena on this machine: `holdfast status` names those that do")
+        raise NotFound(f"no SMP of job {job!r} has an arena on this machine: `holdfast status` names those that do")
     here = gather_inventories(job, owners)
     others = addresses_of([layout for inventory in here for layout in inventory.layouts.values()])
     known = {inventory.node: inventory for inventory in gather_inventories(job, sorted({*others} - {*owners}))}
