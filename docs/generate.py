@@ -219,11 +219,35 @@ def cell(text: str | None) -> str:
 
 # ---------------------------------------------------------------------- commands
 
+STATUSES = (
+    (0, "all is well"),
+    (1, "it is not: something differs, was lost or failed"),
+    (2, "refused: wrong usage, a wrong setting, a path that cannot be used, or not now"),
+    (3, "there is no such job, node or SMP here"),
+    (4, "an SMP does not answer"),
+    ("130, 143, 129", "ended by Ctrl-C, SIGTERM, a closed terminal"),
+)
+
 
 def commands() -> Iterator[str]:
     parser = importlib.import_module("holdfast.cli.main").make_parser()
     yield "# Commands"
-    yield "`holdfast COMMAND --help` says the same. The exit status is 0 if all is well, 1 if not, 2 for wrong usage."
+    yield "`holdfast COMMAND --help` says the same."
+    yield (
+        "Sizes, times and rates are a number and a unit: `64GB` or `60GiB`; `800ms`, `90s`, `5min`, `36h` or `1000d`; "
+        "`2GB/s`. A number without one is refused, but for 0. So it is in [variables](reference-environment.md)."
+    )
+    yield "## How a command ends"
+    yield "\n".join(["| exit status | |", "|---:|---|", *(f"| {status} | {meaning} |" for status, meaning in STATUSES)])
+    yield (
+        "An error is one line on standard error, `holdfast: what: limit: fix`. With `--json FILE` it is also written "
+        "where the result would have been, `-` being standard output, as one object, the same of every command:"
+    )
+    yield '```json\n{"error": {"kind": "NotFound", "message": "job my-run: there is no arena ...", "status": 3}}\n```'
+    yield (
+        "`kind` is the name of a Python error. Ctrl-C, SIGTERM and a closed terminal end all that a command started, "
+        "and remove its files. What a command left that was killed with SIGKILL, `holdfast gc` removes."
+    )
     found = list(leaves(parser))
     yield "\n".join(
         [

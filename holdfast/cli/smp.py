@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
         help="end it; what it holds stays in memory for the next one",
         description="Ends the SMP orderly. What it holds stays on tmpfs, and the next SMP of the job on this node "
         "takes it over; --remove deletes it. Refused while trainers are connected. It moves nothing to other nodes: "
-        f"that is what `holdfast drain` does. Status 0: it has ended; {NOT_FOUND}: none ran; 1: it was refused.",
+        f"that is what `holdfast drain` does. Status 0: it has ended; {NOT_FOUND}: none ran.",
     )
     stop.add_argument("--remove", action="store_true", help="also delete what it holds, or a dead one held")
     stop.add_argument("--force", action="store_true", help="even while trainers are connected")
