@@ -147,16 +147,22 @@ def run(plan: AuditPlan, progress: Callable[[str], None]) -> AuditReport:
         finally:
             for leftover in find_leftovers(folder):
                 remove(leftover)
-    once, twice = (compare(notes[RUNS[0]], notes[RUNS[1]], notes[name], plan.ignore) for name in RUNS[3:])
+    first, second, short, long = (notes[name] for name in (RUNS[0], RUNS[1], *RUNS[3:]))
+    twice = compare(first, second, long, plan.ignore)
+    once = compare(first, second, short, plan.ignore, twice.passing.__contains__)
     if not once.exact:
         return once  # what comes after it differs for that reason alone
     return together([once, twice])
 
 
 def compare(
-    first: Sequence[Notes], second: Sequence[Notes], resumed: Sequence[Notes], ignore: Iterable[str] = ()
+    first: Sequence[Notes],
+    second: Sequence[Notes],
+    resumed: Sequence[Notes],
+    ignore: Iterable[str] = (),
+    harmless: Callable[[str], bool] = lambda name: False,
 ) -> AuditReport:
-    """What differs, rank by rank. Pure.
+    """What differs, rank by rank. Pure; `harmless` as of `compare_rank`.
 
     Raises:
         HoldfastError: the resumed run began from nothing, or with another number of ranks.
@@ -168,7 +174,7 @@ def compare(
         step = min(three.values, default=0)
         if step == 0 or step not in one.values:
             raise HoldfastError(f"rank {rank} was not restored: the resumed run began with step {step}")
-        reports.append(compare_rank(rank, one, two, three, ignore))
+        reports.append(compare_rank(rank, one, two, three, ignore, harmless))
     return together(reports)
 
 
@@ -195,12 +201,12 @@ def compare_rank(
 
     A new process has some things otherwise that no training depends on: libraries set flags on first use and make
     caches. No list of their names is kept; what counts is what they do. A difference is *passing*, and no fault, if the
-    value is the one with which the undisturbed process began, too; if the difference is gone when the next step begins;
-    and if nothing else of this process differs, then or ever: no output, no gradient, and nothing that can be reached
-    as any later step begins. Whatever had an effect in the one step in which it differed would have left a trace there.
+    value is the one with which the undisturbed process began, too; if the difference is gone some steps later, for
+    good; and if nothing else of this process differs, then or ever: no output, no gradient, and nothing that can be
+    reached as any later step begins. Whatever had an effect while it differed would have left a trace there.
 
     Args:
-        harmless: of a process that did not live to the next step: names whose differences passed in others.
+        harmless: of a process that did not live until they are gone: names whose differences passed in others.
     """
     ignored = [re.compile(pattern) for pattern in ignore]
 
@@ -214,16 +220,20 @@ def compare_rank(
     afterwards = [step for step in sorted(one.values.keys() & later.values.keys()) if step > first]
     passing: frozenset[str] = frozenset()
     if found and not any(differences for _, differences in results):
-        fresh = one.values[min(one.values)]
-        if not afterwards:
-            passing = frozenset(each.name for each in found if harmless(each.name))
-        elif not any(compared(step, "not restored")[1] for step in afterwards):
-            then, now = one.values[afterwards[0]], later.values[afterwards[0]]
-            begun = {each.name for each in found if each.found == fresh.get(each.name, NOTHING)}
-            passing = frozenset(name for name in begun if now.get(name) == then.get(name))
-        if len(passing) < len(found):  # who knows what the others have to do with it
+        fresh, names = one.values[min(one.values)], {each.name for each in found}
+        left = [{each.name for each in compared(step, "not restored")[1]} for step in afterwards]
+        if all(each <= names for each in left):
+            last = afterwards[-1] if afterwards else first
+            gone = {name for name in names if later.values[last].get(name) == one.values[last].get(name)}
+            passing = frozenset(
+                each.name
+                for each in found
+                if each.found == fresh.get(each.name, NOTHING) and (each.name in gone or harmless(each.name))
+            )
+        if passing == names:
+            found = []
+        else:  # who knows what the others have to do with it
             passing = frozenset()
-        found = [each for each in found if each.name not in passing]
     found += [difference for _, differences in results for difference in differences]
     return AuditReport((first,), count + sum(number for number, _ in results), tuple(found), passing)
 
@@ -294,8 +304,8 @@ def show(console: Console, report: AuditReport, most: int = 12) -> None:
 def _passing(names: Sequence[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (
-        f"as a resumed run began, {', '.join(names[:most])}{more} differed, as in any new process; that was gone when "
-        "the next step began, and nothing that was computed differs: such as flags that a library sets on first use"
+        f"as a resumed run began, {', '.join(names[:most])}{more} differed, as in any new process; that was gone "
+        "soon, and nothing that was computed differs: such as flags that a library sets on first use"
     )
 
 

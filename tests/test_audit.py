@@ -254,6 +254,13 @@ def test_a_flag_that_is_set_on_first_use_is_no_state() -> None:
     assert "main.ddp._has_rebuilt_buckets differed, as in any new process; that was gone" in console.export_text()
 
 
+def test_a_process_that_did_not_live_until_it_was_gone_is_judged_by_one_that_did() -> None:
+    short = [flagged({2: "False", 3: "False"}, first=2)]
+    assert not compare([flagged(FLAGS)], [flagged(FLAGS)], short).exact
+    harmless = resumed_with({2: "False", 3: "True"}).passing
+    assert compare([flagged(FLAGS)], [flagged(FLAGS)], short, (), harmless.__contains__).exact
+
+
 @pytest.mark.parametrize(
     ("values", "more"),
     [

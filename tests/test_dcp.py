@@ -49,7 +49,7 @@ def test_what_four_ranks_saved_two_and_eight_load(launcher: Launcher, arena: Pat
 @pytest.mark.proves("dcp")
 def test_a_lost_node_is_computed_from_parity(launcher: Launcher, arena: Path) -> None:
     saved = run(launcher, arena, "save", 4, saves=2)
-    (lost,) = [leftover for leftover in find_leftovers(arena) if leftover.arena.parent.name == "node1"]
+    (lost,) = [leftover for leftover in find_leftovers(arena) if leftover.path.parent.name == "node1"]
     remove(lost)
     loaded = run(launcher, arena, "load", 2)
     assert [end["digests"] for end in loaded] == [saved[0]["digests"]] * 2

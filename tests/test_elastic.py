@@ -51,7 +51,7 @@ class Fleet:
         return cluster.run()
 
     def lose(self, node: int) -> None:
-        (lost,) = [left for left in find_leftovers(self._base) if left.arena.parent.name == f"node{node}"]
+        (lost,) = [left for left in find_leftovers(self._base) if left.path.parent.name == f"node{node}"]
         remove(lost)
 
 
