@@ -211,8 +211,8 @@ def compare_rank(
     ignored = [re.compile(pattern) for pattern in ignore]
 
     def compared(step: int, kind: str) -> tuple[int, list[Difference]]:
-        pick = (lambda notes: notes.computed) if kind == "computed" else (lambda notes: notes.values)
-        return _differences(rank, step, kind, pick(one)[step], pick(two).get(step, {}), pick(later)[step], ignored)
+        expected, again, held = (each.computed if kind == "computed" else each.values for each in (one, two, later))
+        return _differences(rank, step, kind, expected[step], again.get(step, {}), held[step], ignored)
 
     first = min(later.values)
     count, found = compared(first, "not restored") if first in one.values else (0, [])

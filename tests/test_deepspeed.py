@@ -66,7 +66,7 @@ def test_a_job_that_is_started_again_goes_on_bit_for_bit(
     kind: dict[str, Any] = {"stage": stage, "precision": precision}
     losses, state = run(launcher, arena, memory=False, **kind)
     first, _ = run(launcher, arena, steps=3, **kind)
-    (lost,) = [leftover for leftover in find_leftovers(arena) if leftover.arena.parent.name == "node1"]
+    (lost,) = [leftover for leftover in find_leftovers(arena) if leftover.path.parent.name == "node1"]
     remove(lost)
     shutil.rmtree(arena / "node1")
     rest, again = run(launcher, arena, keep=False, **kind)

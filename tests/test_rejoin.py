@@ -163,7 +163,7 @@ def test_what_says_whose_an_arena_was_is_left_to_the_last_and_found(ground: Grou
         if path.name != "smp.json":
             path.unlink()
     [found] = find_leftovers(smp.arena.parent)
-    assert (found.arena, found.job) == (smp.arena, JOB)
+    assert (found.path, found.job) == (smp.arena, JOB)
     remove(found)
     assert not smp.arena.exists()
 

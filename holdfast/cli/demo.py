@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from holdfast import HoldfastError
+from holdfast import ConfigError
 from holdfast.cli.output import add_json, write_json
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _kills(parsed: argparse.Namespace) -> tuple[Kill, ...]:
         return tuple(Kill(*kill) for kill in parsed.kill)
     first, second = max(2, parsed.steps * 3 // 10), max(3, parsed.steps * 6 // 10)
     if not 0 <= parsed.lose <= parsed.nodes:
-        raise HoldfastError(f"--lose {parsed.lose}: there are {parsed.nodes} nodes")
+        raise ConfigError(f"--lose {parsed.lose}: there are {parsed.nodes} nodes")
     last = max(parsed.lose - 1, min(2, parsed.nodes - 1))
     lost = tuple(range(last - parsed.lose + 1, last + 1))
     trainer = Kill("trainer", (parsed.nodes * parsed.ranks // 2 - 1,), first)
