@@ -202,8 +202,8 @@ def compare_rank(
     A new process has some things otherwise that no training depends on: libraries set flags on first use and make
     caches. No list of their names is kept; what counts is what they do. A difference is *passing*, and no fault, if the
     value is the one with which the undisturbed process began, too; if the difference is gone some steps later, for
-    good; and if nothing else of this process differs, then or ever: no output, no gradient, and nothing that can be
-    reached as any later step begins. Whatever had an effect while it differed would have left a trace there.
+    good; and if nothing of this process differs that did not as it began: no output, no gradient, and nothing that can
+    be reached as any later step begins. Whatever had an effect while it differed would have left a trace there.
 
     Args:
         harmless: of a process that did not live until they are gone: names whose differences passed in others.
@@ -230,10 +230,7 @@ def compare_rank(
                 for each in found
                 if each.found == fresh.get(each.name, NOTHING) and (each.name in gone or harmless(each.name))
             )
-        if passing == names:
-            found = []
-        else:  # who knows what the others have to do with it
-            passing = frozenset()
+        found = [each for each in found if each.name not in passing]
     found += [difference for _, differences in results for difference in differences]
     return AuditReport((first,), count + sum(number for number, _ in results), tuple(found), passing)
 
