@@ -43,7 +43,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
 
     from holdfast.smp_daemon.coding.drain import leave_on_sigterm, parse_spares
     from holdfast.smp_daemon.node.core import Settings
-    from holdfast.smp_daemon.ops.web import parse_port, show
+    from holdfast.smp_daemon.ops.web import parse_http, show
     from holdfast.smp_daemon.persist.options import parse_options
     from holdfast.smp_daemon.service import Smp, watch  # NumPy makes threads when it is imported
     from holdfast.smp_daemon.shared.budget import parse_size
@@ -53,7 +53,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
 
     try:
         chosen_format()
-        http_port = parse_port(arguments.http)
+        http = parse_http(arguments.http)
         access = access_of(arguments.host, arguments.insecure, current())
         spares = parse_spares(arguments.spares)
         settings = Settings(
@@ -85,12 +85,12 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             settings,
             access,
         )
-        web = show(smp, http_port)
     except HoldfastError as error:
         _say(out, {"error": type(error).__name__, "message": str(error)})
         return 1
     log_to(arguments.arena / "smp.log", job=arguments.job, node=arguments.node, epoch=lambda: smp.store.epoch)
     threading.excepthook = _log_bug
+    web = show(smp, http)
     _log_backend(settings.backend)
     _log_access(access, arguments.host)
     _log_memory(smp)
@@ -125,8 +125,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--http",
         default=os.environ.get("HOLDFAST_HTTP", "auto"),
         metavar="PORT",
-        help="port of loopback for the page, /status.json and /metrics; auto: the one before, or any; off: none "
-        "(default HOLDFAST_HTTP or auto)",
+        help="port of loopback for the page, /status.json and /metrics; ADDRESS:PORT: others are given /metrics alone "
+        "there; auto: the one before, or any; off: none. One that is taken is replaced by another (default "
+        "HOLDFAST_HTTP or auto)",
     )
     parser.add_argument("--owner-pid", type=int, help="finish when this process is gone")
     parser.add_argument(

@@ -34,4 +34,5 @@ __all__ = [
     "system",
     "transport",
     "uids",
+    "versions",
 ]

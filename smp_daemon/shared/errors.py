@@ -21,6 +21,10 @@ class SmpUnavailable(HoldfastError):
     """No SMP answers on this node, or it went away."""
 
 
+class VersionMismatch(ConfigError):
+    """Two versions of holdfast met that cannot talk to each other, or read what the other wrote; nothing was done."""
+
+
 class ArenaTooSmall(ConfigError):
     """The shared memory cannot hold what the job needs."""
 
@@ -67,6 +71,7 @@ BY_NAME: dict[str, type[HoldfastError]] = {
         HoldfastError,
         ConfigError,
         SmpUnavailable,
+        VersionMismatch,
         ArenaTooSmall,
         StaleEpoch,
         NoFreeSlot,
