@@ -24,6 +24,7 @@ from holdfast.smp_daemon.shared.spawn import (
     start_deadline_s,
 )
 from holdfast.snapshot.connect import job_from_environment, node_from_environment
+from holdfast.snapshot.launchers import check_reachable, spanning
 
 NOT_RUNNING = 3
 """Exit status where there is no SMP, as init scripts have it."""
@@ -96,6 +97,7 @@ def smp_arguments(parsed: argparse.Namespace) -> list[str]:
 def _start(parsed: argparse.Namespace) -> int:
     job = parsed.job or job_from_environment()
     arena = arena_path(job, parsed.arena).absolute()
+    check_reachable(parsed.host, spanning(os.environ))
     own = smp_command(job, parsed.node or node_from_environment(), arena, parsed.host)
     command = [*own, *smp_arguments(parsed)]
     if not parsed.detach:
