@@ -48,8 +48,9 @@ def check_range(who: str, said: Range, release: str = "") -> None:
     theirs = f"holdfast {release}" if release else "another version of holdfast"
     older = "older" if said[1] < oldest else "newer"
     raise VersionMismatch(
-        f"{who} is of {theirs} and speaks {_text(said)}; holdfast {RELEASE} here speaks {_text((oldest, newest))}. "
-        f"It is {older} by more than one release: install the same on both (docs/upgrades.md)"
+        f"{who} is of {theirs} and speaks {_text(said)}; it met holdfast {RELEASE}, which speaks "
+        f"{_text((oldest, newest))}. It is {older} by more than one release: install the same on both "
+        "(docs/upgrades.md)"
     )
 
 
