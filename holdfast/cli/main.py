@@ -11,6 +11,7 @@ from holdfast.cli import (
     bench,
     chaos,
     demo,
+    deploy,
     doctor,
     drain,
     export,
@@ -24,7 +25,9 @@ from holdfast.cli import (
     tune,
 )
 
-COMMANDS = (demo, matrix, audit, status, smp, drain, export, gc, doctor, bench, chaos, plan, profile, tune, simulate)
+COMMANDS = (
+    *(demo, matrix, audit, status, smp, drain, export, gc, deploy, doctor, bench, chaos, plan, profile, tune, simulate),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

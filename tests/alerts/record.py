@@ -167,7 +167,8 @@ def job_ended(scene: Scene) -> None:
 
 
 def bits_flip(scene: Scene) -> None:
-    """A byte of each slot of a node changes."""
+    """A byte of each slot of a node changes, in a job that waits: a snapshot that is replaced at once is not read."""
+    scene.kill_trainers(by=signal.SIGSTOP)
     for path in [*scene.nodes[1].arena.glob("*.safetensors"), *scene.nodes[1].arena.glob("*.parity")]:
         with path.open("r+b") as file:
             file.seek(-9, os.SEEK_END)
@@ -193,7 +194,7 @@ SCENES: dict[str, tuple[Callable[[Scene], None], int, int, Callable[[Path], dict
     "trainer-hangs": (trainer_hangs, 2, 25, lambda base: {}),
     "smp-died": (smp_died, 2, 10, lambda base: {}),
     "job-ended": (job_ended, 2, 12, lambda base: {}),
-    "bits-flip": (bits_flip, 2, 8, lambda base: {}),
+    "bits-flip": (bits_flip, 2, 6, lambda base: {"HOLDFAST_DEADLINES": "step=0"}),
     "storage-fails": (
         storage_fails,
         2,
