@@ -404,4 +404,4 @@ def test_what_differs_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureF
     assert "mine" not in (tmp_path / "prolog.sh").read_text()
     (tmp_path / "file").touch()
     assert main(["deploy", "slurm", "--to", str(tmp_path / "file")]) == 1
-    assert "cannot be written: Not a directory" in capsys.readouterr().err
+    assert "cannot be written: File exists; choose another with --to" in capsys.readouterr().err
