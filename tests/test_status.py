@@ -187,7 +187,8 @@ def test_the_page_and_what_it_asks_for(smps: list[SmpProcess], job: Run) -> None
     assert said["snapshots"][0]["tolerates"] == 2
     assert len(said["nodes"]) == 4
     assert fetch(smps[1], "/etc/passwd")[0] == 404
-    assert fetch(smps[1], "/status.json", Host="rebound.example:80")[0] == 403
+    for path in ("/", "/status.json", "/metrics"):
+        assert fetch(smps[1], path, Host="rebound.example:80")[0] == 403
 
 
 def test_metrics_are_what_dashboard_and_alerts_ask_for(smps: list[SmpProcess], job: Run) -> None:

@@ -222,8 +222,8 @@ class _HttpRequest(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        path, refused = self.path.partition("?")[0], self._refused()
-        if refused and path != METRICS:
+        path = self.path.partition("?")[0]
+        if refused := self._refused(path):
             self.send_error(HTTPStatus.FORBIDDEN, refused)
             return
         made = self.server.web.pages().get(path)
@@ -242,10 +242,10 @@ class _HttpRequest(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _refused(self) -> str:
-        """Why no more than metrics are given to whoever asks; empty if it asks on this machine, under its name."""
+    def _refused(self, path: str) -> str:
+        """Why that is not given to whoever asks; empty if it is."""
         if not ipaddress.ip_address(self.connection.getsockname()[0]).is_loopback:
-            return f"only {METRICS} is to be had from other machines"
+            return "" if path == METRICS else f"only {METRICS} is to be had from other machines"
         return "" if is_local(self.headers.get("Host", "")) else "ask for 127.0.0.1 or localhost"
 
     def log_message(self, format: str, *args: object) -> None:
