@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -136,6 +137,12 @@ def release(sock: socket.socket) -> None:
     """Whoever waits at a point may go on."""
     with suppress(OSError):  # it was killed
         sock.sendall(b"g")
+
+
+def loopback_of(name: str) -> str:
+    """An address of loopback for a node: its own, unless another name happens to have the same."""
+    a, b, c, _ = zlib.crc32(name.encode()).to_bytes(4, "big")
+    return f"127.{16 + a % 224}.{b}.{1 + c % 254}"
 
 
 class LocalNode:

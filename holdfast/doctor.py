@@ -164,8 +164,9 @@ def why_not_bound(host: str, port: int) -> str:
 
 def _bindings(host: str, http: str) -> dict[str, str]:
     wanted = {("127.0.0.1", 0): None, (host, 0): None}
-    if http.isdigit():
-        wanted["127.0.0.1", int(http)] = None
+    address, _, port = http.rpartition(":")
+    if port.isdigit():
+        wanted[address or "127.0.0.1", int(port)] = None
     return {f"{address}:{port}": why_not_bound(address, port) for address, port in wanted}
 
 

@@ -46,7 +46,7 @@ GROUPS = (
                 "HOLDFAST_HOST",
                 "127.0.0.1",
                 "Address on which this node's SMP listens for the other SMPs. Off loopback it needs a token, "
-                "certificates, or `HOLDFAST_INSECURE=1`.",
+                "certificates, or `HOLDFAST_INSECURE=1`. [On several hosts](running.md#several-hosts) it must be set.",
             ),
             Variable("HOLDFAST_ARENA", "/dev/shm/holdfast-<uid>", "Directory for arenas. It must be on tmpfs."),
             Variable(
@@ -182,8 +182,8 @@ GROUPS = (
             Variable(
                 "HOLDFAST_HTTP",
                 "auto",
-                "Loopback port of the SMP's page, `/status.json` and `/metrics`. `auto`: the one before, or any free "
-                "one; `off`: none.",
+                "Loopback port of the SMP's page, `/status.json` and `/metrics`; `ADDRESS:PORT`: `/metrics` for other "
+                "machines. One that is taken is replaced. `auto`: the one before, or any free one; `off`: none.",
             ),
         ),
     ),

@@ -47,13 +47,13 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
         make_idle()  # before the first thread is made: threads inherit it, the process has no say
 
     from holdfast.smp_daemon.coding.drain import leave_on_signals, parse_spares
-    from holdfast.smp_daemon.ops.web import parse_port, show
+    from holdfast.smp_daemon.ops.web import parse_http, show
     from holdfast.smp_daemon.service import Smp, watch  # NumPy makes threads when it is imported
     from holdfast.smp_daemon.shared.spawn import sweep
 
     try:
         chosen_format()
-        http_port = parse_port(arguments.http)
+        http = parse_http(arguments.http)
         access = access_of(arguments.host, arguments.insecure, current())
         spares = parse_spares(arguments.spares)
         grace_s = parse_grace(arguments.grace)
@@ -68,12 +68,12 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             settings,
             access,
         )
-        web = show(smp, http_port)
     except HoldfastError as error:
         _say(out, {"error": type(error).__name__, "message": str(error)})
         return 1
     log_to(arguments.arena / "smp.log", job=arguments.job, node=arguments.node, epoch=lambda: smp.store.epoch)
     threading.excepthook = _log_bug
+    web = show(smp, http)
     _log_backend(settings.backend)
     _log_access(access, arguments.host)
     _log_memory(smp)
@@ -143,8 +143,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--http",
         default=os.environ.get("HOLDFAST_HTTP", "auto"),
         metavar="PORT",
-        help="port of loopback for the page, /status.json and /metrics; auto: the one before, or any; off: none "
-        "(default HOLDFAST_HTTP or auto)",
+        help="port of loopback for the page, /status.json and /metrics; ADDRESS:PORT: others are given /metrics alone "
+        "there; auto: the one before, or any; off: none. One that is taken is replaced by another (default "
+        "HOLDFAST_HTTP or auto)",
     )
     parser.add_argument("--owner-pid", type=int, help="finish when this process is gone")
     parser.add_argument(

@@ -15,7 +15,7 @@ from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.recovery.rebuild import recover, repair_parity, verify
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.messages import (
     Abandon,
@@ -59,6 +59,7 @@ from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.starts import KILLED, TrainerEnd
 from holdfast.smp_daemon.shared.transport import Message, MessageStream
 from holdfast.smp_daemon.shared.uids import peer_of
+from holdfast.smp_daemon.shared.versions import RELEASE, check_range, spoken
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool
 
 MAX_DIGESTS = (MAX_MESSAGE_BYTES - (1 << 12)) // len(f"{(1 << 64) - 1},")
@@ -133,8 +134,7 @@ class TrainerConversation:
         if self._lender is not None:
             self._lender.close()
         if self._greeted:
-            with self._store.changed:
-                self._smp.trainers -= 1
+            self._smp.trainer_left()
 
     def _hello(self, request: Hello) -> Greeted:
         if request.job != self._store.job:
@@ -142,22 +142,18 @@ class TrainerConversation:
                 f"the SMP at {self._store.arena.path} serves job {self._store.job!r}, not {request.job!r}: "
                 "check HOLDFAST_JOB"
             )
-        if request.version != PROTOCOL_VERSION:
-            raise ConfigError(
-                f"the SMP speaks version {PROTOCOL_VERSION}, this trainer version {request.version}: "
-                "install the same holdfast on both"
-            )
+        check_range("this trainer", request.speaks, request.release)
         if request.coord is not None and request.epoch is None:
             self._check_room()
         if not self._greeted:
             self._greeted = True
-            with self._store.changed:
-                self._smp.trainers += 1
+            self._smp.trainer_came()
         row = None
         if request.coord is not None:
             self._coord = request.coord
             row = self._smp.watchdog.attend(self._pid, self._coord, self._hang_up)
-        return Greeted(node=self._store.node, pid=self._smp.system.os.getpid(), row=row)
+        pid = self._smp.system.os.getpid()
+        return Greeted(node=self._store.node, pid=pid, row=row, speaks=spoken(), release=RELEASE)
 
     def _check_room(self) -> None:
         """A trainer comes that has joined no epoch. Raises `ConfigError` if another run of this job is at work here: it

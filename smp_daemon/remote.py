@@ -29,7 +29,6 @@ from holdfast.smp_daemon.shared.messages import (
     PeerBulk,
     PeerControl,
     PeerInventory,
-    PeerRequest,
     PeerStatus,
     Ping,
     Pong,
@@ -38,6 +37,7 @@ from holdfast.smp_daemon.shared.messages import (
     ShardUnit,
     SumReply,
     UnitReply,
+    check_request,
     read_request,
 )
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
@@ -101,7 +101,7 @@ class PeerConversation:
                 self._accumulates = True  # and no more of anything else: accumulating has connections of its own
                 make_background(self._smp.settings.priority)
             return self._accumulate(request, payload, stream), None
-        self._check_job(request)
+        check_request(request, self._store.job)
         match request:
             case AskShard():
                 return self._shard(request.coord), None
@@ -127,10 +127,6 @@ class PeerConversation:
         """What was accumulated stays, and a unit that came in part was not accumulated."""
         self._links.close()
 
-    def _check_job(self, request: PeerRequest) -> None:
-        if request.job != self._store.job:
-            raise ProtocolError(f"this SMP serves job {self._store.job!r}, not {request.job!r}")
-
     def _accumulate(self, request: Accumulate, payload: int, stream: MessageStream) -> Message:
         """Waits for the slot first and only then takes a buffer, so that buffers are held for no longer than a copy."""
         limit = self._store.longest_unit()
@@ -141,7 +137,7 @@ class PeerConversation:
         codings, coding = self._store.codings, Coding(request.snapshot, request.tag)
         try:
             try:
-                self._check_job(request)
+                check_request(request, self._store.job)
                 codings.await_gathering(request.epoch, coding)
             except HoldfastError:
                 _discard(payload, stream)

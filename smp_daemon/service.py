@@ -19,8 +19,9 @@ from holdfast.smp_daemon.net.peers import PeerServer
 from holdfast.smp_daemon.node.core import Core, Settings
 from holdfast.smp_daemon.remote import PeerConversation, answer_control
 from holdfast.smp_daemon.shared.failpoints import failpoint
-from holdfast.smp_daemon.shared.paths import Owner, read_owner, socket_path
+from holdfast.smp_daemon.shared.paths import LOOPBACK, Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.versions import RELEASE
 
 START_DEADLINE_S = 10.0
 
@@ -68,6 +69,8 @@ class Smp(Core):
             self._control.port,
             bulk.getsockname()[1],
             before.http_port if before is not None else 0,
+            before.http_host if before is not None else LOOPBACK,
+            RELEASE,
         )
         authenticator = Authenticator(self.credentials, job, system)
         # Not before the owner is known: others may ask for it at once.

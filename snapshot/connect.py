@@ -9,9 +9,10 @@ from pathlib import Path
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.paths import arena_path, socket_path
+from holdfast.smp_daemon.shared.paths import LOOPBACK, arena_path, read_owner, socket_path
 from holdfast.smp_daemon.shared.spawn import start_smp
 from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.snapshot.launchers import check_reachable, spanning
 
 log = get_log(__name__)
 
@@ -24,21 +25,36 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, sys
 
     Raises:
         SmpUnavailable: there is none.
-        ConfigError: it cannot be started, or serves another job.
+        ConfigError: it cannot be started, serves another job, or the other hosts of the job cannot reach it.
     """
     try:
-        return SmpClient(arena, job, coord, system)
+        client = SmpClient(arena, job, coord, system)
     except SmpUnavailable:
         if not start:
             raise
-    start_here(arena, job)
-    return SmpClient(arena, job, coord, system)
+        start_here(arena, job)
+        client = SmpClient(arena, job, coord, system)
+    try:
+        if (spans := spanning(os.environ)) and (owner := read_owner(arena, system)) is not None:
+            check_reachable(owner.host, spans, f"SMP {owner.pid} of this node, which `holdfast smp stop` ends, listens")
+    except BaseException:
+        client.close()
+        raise
+    return client
 
 
-def start_here(arena: Path, job: str) -> None:
-    """Start an SMP for this node, unless another rank is faster. Blocks until one serves. Raises `ConfigError`."""
+def start_here(arena: Path, job: str, spans: str = "") -> None:
+    """Start an SMP for this node, unless another rank is faster. Blocks until one serves.
+
+    Args:
+        spans: who says that the job spans several hosts, if the environment does not; see `launchers.spanning`.
+
+    Raises:
+        ConfigError: it cannot be started, or the other hosts could not reach it.
+    """
     node = node_from_environment()
-    host = os.environ.get("HOLDFAST_HOST", "127.0.0.1")
+    host = os.environ.get("HOLDFAST_HOST", LOOPBACK)
+    check_reachable(host, spans or spanning(os.environ))
     try:
         start_smp(job, node, arena, host=host, insecure=os.environ.get("HOLDFAST_INSECURE") == "1")
     except ConfigError:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import get_log
@@ -81,6 +81,8 @@ class OwnSmp:
                 self.attach_again(epoch, None, ATTACH_DEADLINE_S)
             except DeadlineExceeded as error:
                 raise self._put_off(error) from error
+            except ConfigError as error:  # another's, or of another version: training goes on without it
+                raise SmpUnavailable(str(error)) from error
         except DeadlineExceeded as error:
             raise self._put_off(error) from error
         self._pause_s = LEAST_PAUSE_S

@@ -48,6 +48,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         nodes=nodes,
         groups=tuple(tuple(group) for group in (order[:cut], order[cut:]) if group),
         data=draw(st.integers(1, 4)),
+        left=tuple(draw(st.lists(names, max_size=2, unique=True))),
         parity=draw(st.integers(0, 2)),
         unit_bytes=draw(st.integers(1, 64)),
         slots=draw(st.integers(2, 16)),

@@ -15,7 +15,7 @@ import pytest
 from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("ec", "smp_daemon", "snapshot", "integrations", "chaos")
+PARTS = ("ec", "smp_daemon", "snapshot", "integrations", "chaos", "deploy")
 """Folders at the top that are parts of ``holdfast``."""
 
 ROOMS = (
@@ -34,6 +34,7 @@ ROOMS = (
         "chaos.loops",
         "chaos.ray",
         "bench",
+        "deploy",
         "cli",
         "examples",
     ),

@@ -34,9 +34,10 @@ from holdfast.smp_daemon.shared.errors import (
     SmpUnavailable,
     StaleEpoch,
     Unrecoverable,
+    VersionMismatch,
 )
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.limits import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION
+from holdfast.smp_daemon.shared.limits import MAX_SOCKET_PATH_BYTES
 from holdfast.smp_daemon.shared.paths import socket_path
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.records import digest, digest_units
@@ -44,6 +45,7 @@ from holdfast.smp_daemon.shared.slotfile import RECORD, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.transport import Message, MessageStream, call, connect
+from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
 from holdfast.smp_daemon.storage.holdings import Holdings, Key
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
@@ -407,8 +409,10 @@ class TestFencing:
             SmpClient(lone.arena, "otherun")
 
     def test_a_trainer_of_another_version_is_refused(self, lone: SmpProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("holdfast.smp_daemon.shared.client.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
-        with pytest.raises(ConfigError, match=r"version \d+, this trainer version \d+: install the same holdfast"):
+        newer = (PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2)
+        monkeypatch.setattr("holdfast.smp_daemon.shared.client.spoken", lambda: newer)
+        text = rf"trainer is of holdfast .* and speaks protocols {newer[0]} to {newer[1]}; .*install the same on both"
+        with pytest.raises(VersionMismatch, match=text):
             SmpClient(lone.arena, lone.job)
 
     def test_without_an_smp_a_trainer_is_told_how_to_start_one(self, ground: Ground) -> None:

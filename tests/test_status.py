@@ -18,13 +18,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
+from holdfast import __version__
 from holdfast.cli.main import main
 from holdfast.cli.output import say
 from holdfast.cli.status import render
 from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.ops.status import Status
-from holdfast.smp_daemon.ops.web import is_local, page, parse_port
+from holdfast.smp_daemon.ops.web import is_local, page, parse_http
 from holdfast.smp_daemon.recovery.redundancy import redundancies, safest
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
@@ -34,6 +35,7 @@ from holdfast.smp_daemon.shared.limits import MAX_SAYING
 from holdfast.smp_daemon.shared.paths import Owner, read_owner
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.spawn import smp_command
+from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, Run, SmpProcess, refusal, run_on
 from tests.test_regroup import SNAPSHOT, everything, layout_of
@@ -219,7 +221,8 @@ def test_the_page_and_what_it_asks_for(smps: list[SmpProcess], job: Run) -> None
     assert said["snapshots"][0]["tolerates"] == 2
     assert len(said["nodes"]) == 4
     assert fetch(smps[1], "/etc/passwd")[0] == 404
-    assert fetch(smps[1], "/status.json", Host="rebound.example:80")[0] == 403
+    for path in ("/", "/status.json", "/metrics"):
+        assert fetch(smps[1], path, Host="rebound.example:80")[0] == 403
 
 
 def test_metrics_are_what_dashboard_and_alerts_ask_for(smps: list[SmpProcess], job: Run) -> None:
@@ -234,7 +237,8 @@ def test_metrics_are_what_dashboard_and_alerts_ask_for(smps: list[SmpProcess], j
         asked = set(re.findall(r"\bholdfast_\w+", (ROOT / "deploy" / file).read_text()))
         assert asked
         assert asked <= exported
-    assert len(re.findall(r"- alert:", (ROOT / "deploy" / "alerts.yml").read_text())) == 7
+    (build,) = families["holdfast_build_info"].samples
+    assert build.labels == {"job": JOB, "node": "node2", "version": __version__, "protocol": str(PROTOCOL_VERSION)}
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
@@ -272,11 +276,13 @@ def test_it_may_be_off_or_on_a_port_of_ones_own(ground: Ground) -> None:
     shown = ground.smp("node8").owner.http_port
     command = smp_command(JOB, "node9", ground.base / "node9" / JOB, ground.host())
     assert "choose another with --http" in str(refusal([*command, "--http", str(shown)]))
-    assert parse_port("off") is None
-    assert parse_port("auto") == 0
-    for bad in ("0", "65536", "http", "-1"):
-        with pytest.raises(ConfigError, match="--http takes a port from 1 to 65535, auto or off"):
-            parse_port(bad)
+    assert parse_http("off") is None
+    assert parse_http("auto") == ("127.0.0.1", 0)
+    assert parse_http("9411") == ("127.0.0.1", 9411)
+    assert parse_http("0.0.0.0:9411") == ("0.0.0.0", 9411)
+    for bad in ("0", "65536", "http", "-1", ":9411", "host:9411", "10.0.0.1:", "10.0.0.1:0"):
+        with pytest.raises(ConfigError, match="--http takes a port from 1 to 65535, ADDRESS:PORT, auto or off"):
+            parse_http(bad)
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1:8080", "127.3.4.5", "[::1]:80", "[::1]"])

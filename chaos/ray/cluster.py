@@ -21,7 +21,7 @@ from typing import Any, Self
 import psutil
 
 from holdfast.chaos.cluster import History
-from holdfast.chaos.runner import Event, LocalNode, Runner, Wiring, release, using_arenas
+from holdfast.chaos.runner import Event, LocalNode, Runner, Wiring, loopback_of, release, using_arenas
 from holdfast.integrations.ray.worker_group import Seat
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
@@ -136,6 +136,7 @@ class VirtualRay(Runner):
         environment = {
             NODE_ENV: name,
             ARENA_ENV: str(self.memory(name)),
+            "HOLDFAST_HOST": loopback_of(name),
             "HOLDFAST_OVERHEAD_BUDGET": "0",
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",

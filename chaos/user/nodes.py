@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast import sessions
-from holdfast.chaos.runner import LocalNode
+from holdfast.chaos.runner import LocalNode, loopback_of
 from holdfast.chaos.user.command import CommandPlan
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.snapshot.state.audit import AuditOrders
@@ -32,6 +32,8 @@ class CommandNode(LocalNode):
         ours = self.environment() | {"HOLDFAST_OVERHEAD_BUDGET": "0"}
         if plan.nodes == 1:
             ours.pop("HOLDFAST_NODE")
+        else:
+            ours["HOLDFAST_HOST"] = loopback_of(self.name)
         orders = AuditOrders(str(self._folder / "notes"), plan.steps)
         environment = os.environ | orders.to_environment() | ours | extra
         self._process = sessions.start(plan.command, environment, self._folder / "log")

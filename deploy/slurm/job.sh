@@ -1,22 +1,37 @@
 #!/bin/bash
 #SBATCH --job-name=train
-#SBATCH --nodes=4
+#SBATCH --nodes=5
 #SBATCH --ntasks-per-node=1
+#SBATCH --no-kill
 # Without an administrator: the SMPs are a step of the job itself, beside the trainers' step, and outlive that one.
+# TRAINING nodes train; what is allocated beyond that is spare. --no-kill: the loss of a node ends what ran there, and not
+# the job, which goes on with a spare.
 set -u
 umask 077
+training=${TRAINING:-4}
 export HOLDFAST_JOB="$SLURM_JOB_ID" HOLDFAST_TOKEN_FILE="$HOME/.holdfast-$SLURM_JOB_ID"
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 [ -e "$HOLDFAST_TOKEN_FILE" ] || head -c 32 /dev/urandom | base64 >"$HOLDFAST_TOKEN_FILE"
 trap 'rm -f "$HOLDFAST_TOKEN_FILE"' EXIT
+# Each node's name and address: for its SMP, and for its trainers, which start another if that one is gone.
 # shellcheck disable=SC2016  # each node's own shell is to expand these, not this one
-srun --overlap --ntasks-per-node=1 --cpus-per-task=1 --kill-on-bad-exit=0 --label bash -c '
-    export HOLDFAST_NODE="$SLURMD_NODENAME"
-    HOLDFAST_HOST=$(hostname -I | cut -d" " -f1) exec holdfast smp start' &
+on_node='export HOLDFAST_NODE="$SLURMD_NODENAME" HOLDFAST_HOST
+    HOLDFAST_HOST=$(hostname -I | cut -d" " -f1)
+    exec "$@"'
+srun --overlap --no-kill --kill-on-bad-exit=0 --ntasks-per-node=1 --cpus-per-task=1 --label \
+    bash -c "$on_node" on_node holdfast smp start &
 smps=$!
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 for attempt in 1 2 3 4 5; do
-    if srun --overlap --ntasks-per-node=1 torchrun --nnodes="$SLURM_NNODES" --nproc-per-node=8 \
-        --rdzv-backend=c10d --rdzv-endpoint="$head:29500" --rdzv-id="$SLURM_JOB_ID" train.py; then
+    up=$(sinfo --noheader --Node --responding --nodes="$SLURM_JOB_NODELIST" --states=allocated,mixed --format=%N |
+        sort -u | head -n "$training")
+    if [ "$(echo "$up" | wc -w)" -lt "$training" ]; then
+        echo "attempt $attempt: $training nodes are to train, and only these respond:" "$up" >&2
+        sleep "${RETRY_S:-60}"
+        continue
+    fi
+    if srun --overlap --no-kill --nodes="$training" --nodelist="$(echo "$up" | paste -sd,)" --ntasks-per-node=1 \
+        bash -c "$on_node" on_node torchrun --nnodes="$training" --nproc-per-node="${GPUS:-8}" \
+        --rdzv-backend=c10d --rdzv-endpoint="$(echo "$up" | head -n 1):29500" --rdzv-id="$SLURM_JOB_ID" train.py; then
         break
     fi
     echo "attempt $attempt failed; the next one goes on from memory" >&2

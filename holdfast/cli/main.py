@@ -11,6 +11,7 @@ from holdfast.cli import (
     bench,
     chaos,
     demo,
+    deploy,
     doctor,
     drain,
     export,
@@ -27,7 +28,9 @@ from holdfast.cli.arguments import Parser
 from holdfast.cli.lifetime import run_to_the_end
 from holdfast.cli.output import report
 
-COMMANDS = (demo, matrix, audit, status, smp, drain, export, gc, doctor, bench, chaos, plan, profile, tune, simulate)
+COMMANDS = (
+    *(demo, matrix, audit, status, smp, drain, export, gc, deploy, doctor, bench, chaos, plan, profile, tune, simulate),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -24,6 +24,7 @@ from holdfast.smp_daemon.shared.spawn import (
     start_deadline_s,
 )
 from holdfast.snapshot.connect import job_from_environment, node_from_environment
+from holdfast.snapshot.launchers import check_reachable, spanning
 
 
 def add(commands: Any) -> None:
@@ -92,6 +93,7 @@ def _start(parsed: argparse.Namespace) -> int:
     arena = arena_path(job, parsed.arena).absolute()
     settings = settings_of(parsed)
     parse_grace(parsed.grace)
+    check_reachable(parsed.host, spanning(os.environ))
     own = smp_command(job, parsed.node or node_from_environment(), arena, parsed.host)
     command = [*own, *smp_arguments(parsed)]
     if not parsed.detach:

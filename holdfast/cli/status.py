@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
         "status",
         help="say which step of which job is safe against what",
         description="Asks the SMPs of this machine, and those of other nodes that they know, what they hold. Status 0 "
-        "only if there is a job, every SMP of it answers, and no job's snapshot is lost.",
+        "only if there is a job, every SMP of it answers, no node and no snapshot is lost, and its trainers are here.",
     )
     top = commands.add_parser("top", help="the same, again and again")
     top.add_argument("--every", type=some_time, default="2s", metavar="TIME", help="how often to look (default 2s)")
@@ -52,7 +52,7 @@ def show_status(parsed: argparse.Namespace) -> int:
         raise NotFound(unknown(parsed.job, arena_path(parsed.job, parsed.arena)))
     say(console, render(overviews))
     write_json(parsed.json, [overview.to_json() for _, overview in overviews])
-    return 0 if overviews and all(is_well(overview) for _, overview in overviews) else 1
+    return 0 if overviews and all(overview.is_well for _, overview in overviews) else 1
 
 
 def show_top(parsed: argparse.Namespace) -> int:
@@ -85,12 +85,6 @@ def gather(base: Path | None = None, job: str | None = None) -> list[tuple[Owner
     return list(found.values())
 
 
-def is_well(overview: Overview) -> bool:
-    """Whether all of its SMPs answer, and nothing is lost."""
-    safe = overview.safest
-    return bool(overview.statuses) and not overview.silent and (safe is None or safe.tolerates >= 0)
-
-
 def render(overviews: Sequence[tuple[Owner, Overview]]) -> RenderableType:
     """All jobs, one below the other."""
     if not overviews:
@@ -105,8 +99,9 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
         return [Text(gone, style=COLOURS[-1])]
     style = COLOURS.get(safe.tolerates, "green") if safe else "yellow"
     parts: list[RenderableType] = [Text.assemble((overview.job, "bold"), ": ", (overview.sentence(), style))]
-    if owner.http_port:
-        parts.append(Text(f"http://127.0.0.1:{owner.http_port}/", style="dim"))
+    parts += [Text(trouble, style=COLOURS[-1]) for trouble in overview.alarms]
+    version = f"holdfast {owner.version or 'of unknown version'}"
+    parts.append(Text(f"{owner.url if owner.http_port else 'no page'}, {version}", style="dim"))
     parts += [Text(line, style="yellow" if "not persisted" in line else "") for line in overview.tiers]
     parts += [Text(overview.repeats, style="yellow")] if overview.repeats else []
     older = ", ".join(f"{snapshot.step:,}" for snapshot in overview.older)
@@ -137,10 +132,11 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
                 damaged,
             ]
         )
-    rows += [[name, "silent", "-", "-", "-", "-", "-"] for name in overview.silent]
+    for how, names in (("silent", overview.silent), ("lost", overview.lost)):
+        rows += [[name, how, "-", "-", "-", "-", "-"] for name in names]
     head = ["node", "address", "connections", "newest", "arena", "process", "damaged"]
     for line, row in zip(columns(head, rows, left=2), [head, *rows], strict=True):
-        parts.append(Text(line, style=COLOURS[-1] if row[1] == "silent" else ""))
+        parts.append(Text(line, style=COLOURS[-1] if row[1] in ("silent", "lost") else ""))
     return [*parts, Text("")]
 
 

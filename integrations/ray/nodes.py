@@ -195,7 +195,8 @@ class NodeAgent:
 
     def _begin(self) -> None:
         if running_owner(self._arena) is None:
-            start_here(self._arena, self._job)
+            hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+            start_here(self._arena, self._job, f"Ray has {len(hosts)} of them" if len(hosts) > 1 else "")
 
     def report(self, begin: bool = False) -> dict[str, Any]:
         """Of `NodeSmp`, what is known here. With `begin` an SMP is started if none runs. Raises `HoldfastError`."""

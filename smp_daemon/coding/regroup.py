@@ -99,6 +99,7 @@ def plan_regroup(inventories: Sequence[Inventory]) -> Regrouping | None:
         revision=max(revision for _, revision in known) + 1,
         nodes=(*kept, *members),
         groups=(*_keep_groups(layout, whole, kept), *_new_groups(layout, members, len(kept))),
+        left=tuple(sorted((departing | set(layout.left)) - {node.name for node in (*kept, *members)})),
     )
     return Regrouping(sources, regrouped, tuple(pool))
 

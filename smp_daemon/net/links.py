@@ -8,7 +8,7 @@ from typing import Self
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ProtocolError, SmpUnavailable
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
-from holdfast.smp_daemon.shared.messages import PeerRequest
+from holdfast.smp_daemon.shared.messages import PeerRequest, introduced
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, connect, receive_reply
@@ -46,7 +46,7 @@ class Links:
         """Send a message; its reply is `receive`d later, in order."""
         self.connect(address, message.job)
         try:
-            self._streams[address].send(message, payload)
+            self._streams[address].send(introduced(message), payload)
         except ProtocolError:
             raise  # it is too long, and nothing of it was sent
         except BaseException:

@@ -18,12 +18,20 @@ from holdfast.smp_daemon.shared.errors import (
     ConfigError,
     DeadlineExceeded,
     HoldfastError,
-    ProtocolError,
     SmpUnavailable,
 )
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES
-from holdfast.smp_daemon.shared.messages import ParityDone, PeerControl, PeerRequest, Ping, Pong, read_request
+from holdfast.smp_daemon.shared.messages import (
+    ParityDone,
+    PeerControl,
+    PeerRequest,
+    Ping,
+    Pong,
+    check_request,
+    introduced,
+    read_request,
+)
 from holdfast.smp_daemon.shared.plain import encode_json, from_plain, pack, unpack
 from holdfast.smp_daemon.shared.signatures import Signer
 from holdfast.smp_daemon.shared.sources import Address
@@ -109,8 +117,7 @@ class PeerServer:
 
         try:
             request: PeerControl = read_request(PeerControl, unpack(dict[str, Any], body, "a message"))
-            if request.job != self._job:
-                raise ProtocolError(f"this SMP serves job {self._job!r}, not {request.job!r}")
+            check_request(request, self._job)
             return pack(self._answer(request, at_end))
         except HoldfastError as error:
             return encode_json({"error": type(error).__name__, "message": str(error)})
@@ -152,7 +159,7 @@ class PeerClient:
             DeadlineExceeded: no answer in time.
             HoldfastError: the error that it replies with.
         """
-        body = pack(request)
+        body = pack(introduced(request))
         try:
             return self._asked(address, body, deadline_s, starting, again=True)
         except grpc.RpcError as error:
@@ -176,7 +183,7 @@ class PeerClient:
                 name = member.name
                 self._tell(
                     member.control,
-                    encode_json(request),
+                    encode_json(introduced(request)),
                     lambda why, name=name: failed(f"node {name!r} could not be told: {why}"),  # type: ignore[misc]
                     again=True,
                 )

@@ -22,10 +22,12 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.pacer import MAX_TURNS, Pacer
 from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.records import write_json
 from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.starts import WELL
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import ParityKey, ShardKey
@@ -33,6 +35,8 @@ from holdfast.smp_daemon.storage.store import Store
 from holdfast.smp_daemon.watchdog.liveness import Deadlines
 from holdfast.smp_daemon.watchdog.on_hang import OnHang
 from holdfast.smp_daemon.watchdog.watchdog import Watchdog
+
+log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class Core:
         stopped: set when the SMP is to end. `finished`: nothing of the job is needed any more.
         system: what threads and clock it runs on.
         trainers: how many are connected. `said`: what the training loop last asked to be told to operators.
+        impaired: optional parts that do not work as they were asked to, and how, in words.
     """
 
     owner: Owner
@@ -99,7 +104,9 @@ class Core:
         self.stopped = system.Event()
         self.access = access
         self.trainers = 0
+        self._trained_s = system.monotonic()
         self.said = ""
+        self.impaired: dict[str, str] = {}
         self.finished = False
         self.arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero, system=system)
         self.credentials = system.credentials()
@@ -160,10 +167,35 @@ class Core:
                 record=self.store.record,
             )
 
-    def shown_at(self, port: int) -> None:
-        """It shows itself over HTTP on that port of loopback: tell those who look into the arena."""
-        self.owner = replace(self.owner, http_port=port)
+    def shown_at(self, host: str, port: int) -> None:
+        """It shows itself over HTTP there: tell those who look into the arena."""
+        self.owner = replace(self.owner, http_host=host, http_port=port)
         self.write_owner()
+
+    def impair(self, part: str, how: str) -> None:
+        """An optional part does not work as it was asked to. It is logged, and shown to operators from now on."""
+        self.impaired[part] = how
+        log.error(how)
+
+    def trainer_came(self) -> None:
+        """A trainer has connected."""
+        with self.store.changed:
+            self.trainers += 1
+
+    def trainer_left(self) -> None:
+        """Its connection has ended."""
+        with self.store.changed:
+            self.trainers -= 1
+            self._trained_s = self.system.monotonic()
+
+    @property
+    def trainerless_s(self) -> float | None:
+        """For how many seconds no trainer has been connected; None: none ever was, or all have ended well."""
+        with self.store.changed:
+            ends = self.store.record.ends.values()
+            if not self.store.epoch or (ends and all(end.failure == WELL for end in ends)):
+                return None
+            return 0.0 if self.trainers else self.system.monotonic() - self._trained_s
 
     def finish(self) -> None:
         """The job has ended well: nothing of it is needed any more."""

@@ -13,6 +13,8 @@ from holdfast.smp_daemon.ops.status import Status
 
 GAUGES = {
     "holdfast_up_seconds": "how long the SMP has run",
+    "holdfast_build_info": "1; its labels say which version of holdfast this is, and which protocol it speaks",
+    "holdfast_impaired_parts": "optional parts (page, log) that do not work as they were asked to: see the status",
     "holdfast_epoch": "newest epoch, which is one more at every start of the job",
     "holdfast_connections": "of trainers to this SMP: two each",
     "holdfast_sealed_step": "newest step that this node has sealed",
@@ -22,6 +24,9 @@ GAUGES = {
     "holdfast_memory_bytes": "memory that slots may take, reserved from the start; 0: no limit",
     "holdfast_rss_bytes": "memory of the process, with what it has mapped of the arena",
     "holdfast_silent_nodes": "nodes of the job whose SMP does not answer this one",
+    "holdfast_lost_nodes": "nodes without which the others have regrouped, and which do not answer",
+    "holdfast_trainerless_seconds": "for how long no trainer has been connected here; absent: none ever was, or all "
+    "have ended well",
     "holdfast_trainers": "of this node, as far as they said that they are here",
     "holdfast_trainers_late": "of them, those that have been quiet for over half of their phase's deadline",
     "holdfast_trainers_hung": "of them, those that have been quiet for longer than their phase's deadline",
@@ -29,6 +34,7 @@ GAUGES = {
     "holdfast_heartbeat_age_seconds": "since the quietest of them was last heard of",
     "holdfast_lease_age_seconds": "since the quietest other member of the group was last heard of",
     "holdfast_safe_step": "the newest of the steps that tolerate most node failures",
+    "holdfast_safe_age_seconds": "since that step was sealed",
     "holdfast_tolerated_node_failures": "how many more nodes may fail before that step is lost; -1: it is",
     "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
     "holdfast_persist_failing": "1 if the last snapshot that was to be persisted was not, 0 if it was, or none was",
@@ -64,10 +70,12 @@ class _StatusCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = {"job": self._overview.job, "node": self._mine.inventory.node}
+        build = {"version": self._mine.version, "protocol": str(self._mine.protocol)}
         for name, value in _gauges(self._mine, self._overview).items():
             if value is not None:
-                gauge = GaugeMetricFamily(name, GAUGES[name], labels=list(labels))
-                gauge.add_metric(list(labels.values()), value)
+                own = labels | (build if name == "holdfast_build_info" else {})
+                gauge = GaugeMetricFamily(name, GAUGES[name], labels=list(own))
+                gauge.add_metric(list(own.values()), value)
                 yield gauge
         for name, what in COUNTERS.items():
             counter = CounterMetricFamily(f"holdfast_{name}", what, labels=list(labels))
@@ -81,6 +89,8 @@ def _gauges(mine: Status, overview: Overview) -> dict[str, float | None]:
     sealed = max((snapshot for snapshot, _ in inventory.shards), default=None)
     return {
         "holdfast_up_seconds": mine.up_s,
+        "holdfast_build_info": 1,
+        "holdfast_impaired_parts": len(mine.impaired),
         "holdfast_epoch": inventory.epoch,
         "holdfast_connections": inventory.trainers,
         "holdfast_sealed_step": sealed.step if sealed else None,
@@ -90,11 +100,14 @@ def _gauges(mine: Status, overview: Overview) -> dict[str, float | None]:
         "holdfast_memory_bytes": mine.memory_bytes,
         "holdfast_rss_bytes": mine.rss_bytes,
         "holdfast_silent_nodes": len(overview.silent),
+        "holdfast_lost_nodes": len(overview.lost),
+        "holdfast_trainerless_seconds": mine.trainerless_s,
         "holdfast_trainers": len(mine.trainers),
         **{f"holdfast_trainers_{h}": sum(t.health == h for t in mine.trainers) for h in ("late", "hung", "dead")},
         "holdfast_heartbeat_age_seconds": max((trainer.quiet_s for trainer in mine.trainers), default=0.0),
         "holdfast_lease_age_seconds": max(mine.leases.values(), default=0.0),
         "holdfast_safe_step": safe.snapshot.step if safe else None,
+        "holdfast_safe_age_seconds": overview.age_s(safe) if safe else None,
         "holdfast_tolerated_node_failures": safe.tolerates if safe else None,
         "holdfast_persisted_step": persisted.step if persisted else -1,
         "holdfast_persist_failing": bool(mine.tier and mine.tier.problem),

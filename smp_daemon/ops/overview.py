@@ -26,6 +26,7 @@ class Overview:
     Attributes:
         statuses: of those that answer, by node.
         silent: nodes of the newest layout whose SMP does not answer.
+        lost: nodes of this epoch without which the others have regrouped, and which do not answer.
         snapshots: every snapshot that a restart might go back to, the newest first.
     """
 
@@ -33,6 +34,38 @@ class Overview:
     statuses: tuple[Status, ...]
     silent: tuple[str, ...]
     snapshots: tuple[Redundancy, ...]
+    lost: tuple[str, ...] = ()
+
+    @property
+    def trainerless_s(self) -> float | None:
+        """For how long no trainer has been connected anywhere; None: none ever was, or all have ended well."""
+        return min((s.trainerless_s for s in self.statuses if s.trainerless_s is not None), default=None)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether all of its SMPs answer, no node and no snapshot is lost, and, if it has begun, it has trainers."""
+        held = self.safest is None or self.safest.tolerates >= 0
+        return bool(self.statuses) and held and not (self.silent or self.lost or self.trainerless_s)
+
+    @property
+    def alarms(self) -> list[str]:
+        """What is wrong with the job as a whole, in words. What is wrong with a node, its `Status` says."""
+        bad = []
+        if self.trainerless_s:
+            bad.append(f"no trainer is connected, for {self.trainerless_s:,.0f} s: the job does not train")
+        bad += [f"{name} is lost: the others have regrouped without it" for name in self.lost]
+        if len(self.versions) > 1:
+            of = [f"{version or 'unknown'} on {', '.join(nodes)}" for version, nodes in self.versions.items()]
+            bad.append(f"SMPs are of several versions of holdfast: {'; '.join(of)}")
+        return bad
+
+    @property
+    def versions(self) -> dict[str, list[str]]:
+        """Which nodes' SMPs are of which version of holdfast; empty: older than that it says so."""
+        found: dict[str, list[str]] = {}
+        for status in self.statuses:
+            found.setdefault(status.version, []).append(status.inventory.node)
+        return dict(sorted(found.items()))
 
     @property
     def safest(self) -> Redundancy | None:
@@ -83,9 +116,9 @@ class Overview:
         return troubles(self.statuses)
 
     def age_s(self, each: Redundancy) -> float | None:
-        """Seconds since the last shard of a snapshot was sealed; None if no SMP that answers knows."""
+        """Seconds since the first shard of a snapshot was sealed; None if no SMP that answers knows."""
         ages = [age_s for status in self.statuses for snapshot, age_s in status.ages_s if snapshot == each.snapshot]
-        return min(ages, default=None)
+        return max(ages, default=None)
 
     def to_json(self) -> dict[str, Any]:
         """For people's programs, and the page. Layouts are named by their digests alone."""
@@ -95,6 +128,10 @@ class Overview:
             "at": time.time(),
             "safe": self.sentence(),
             "silent": self.silent,
+            "lost": self.lost,
+            "trainerless_s": self.trainerless_s,
+            "alarms": self.alarms,
+            "versions": self.versions,
             "persisted": self.tiers,
             "recoveries": self.recoveries,
             "events": [[node, event.at, event.level, event.text] for node, event in self.events],
@@ -135,8 +172,12 @@ def look(job: str, first: Address) -> Overview:
     statuses = take_statuses(job, [first])
     known = [layout for status in statuses for layout in status.inventory.layouts.values()]
     newest = max(known, key=lambda layout: (layout.epoch, layout.revision), default=None)
-    others = [address for address in addresses_of([newest] if newest else []) if address != first]
+    epoch = [layout for layout in known if newest is not None and layout.epoch == newest.epoch]
+    gone = {node.name for layout in epoch for node in layout.nodes} - set(newest.left if newest else ())
+    others = [address for address in addresses_of(epoch, gone) if address != first]
     statuses = sorted([*statuses, *take_statuses(job, others, known)], key=lambda each: each.inventory.node)
     answering = {status.inventory.node for status in statuses}
     silent = [node.name for node in newest.nodes if node.name not in answering] if newest else []
-    return Overview(job, tuple(statuses), tuple(silent), tuple(redundancies([status.inventory for status in statuses])))
+    lost = sorted(gone - answering - {node.name for node in newest.nodes}) if newest else []
+    held = redundancies([status.inventory for status in statuses])
+    return Overview(job, tuple(statuses), tuple(silent), tuple(held), tuple(lost))

@@ -16,10 +16,11 @@ from holdfast.smp_daemon.recovery.inventories import ask_all
 from holdfast.smp_daemon.recovery.recoveries import Recovery
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.logs import LogEvent, last_events
+from holdfast.smp_daemon.shared.logs import LogEvent, last_events, log_file_problem
 from holdfast.smp_daemon.shared.messages import PeerStatus
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION, RELEASE
 from holdfast.smp_daemon.storage.pool import SlotState
 from holdfast.smp_daemon.watchdog.liveness import Health, WatchedTrainer, judge_lease
 
@@ -36,7 +37,8 @@ class Status:
             they may take, reserved from the start; 0: there is no limit.
         slots: how many slots are in each `SlotState`.
         rss_bytes: memory of the process, with what it has mapped of the arena.
-        ages_s: of each snapshot, seconds since its newest shard here was sealed.
+        ages_s: of each snapshot, seconds since its first shard here was sealed: one that is held for a lost node is
+            newer than that.
         counters: see `smp_daemon.shared.counters.Counts`.
         trainers: of this node, see `smp_daemon.watchdog.liveness.WatchedTrainer`.
         leases: seconds since each other member of the group was last heard of. `lease_s`: after how many it is given
@@ -46,6 +48,9 @@ class Status:
         recoveries: the last ones here, the newest first.
         events: the last lines of its log, the newest first, see `smp_daemon.shared.logs.LogEvent`.
         access: how it tells friend from foe, see `smp_daemon.shared.credentials.access_of`.
+        trainerless_s: for how long no trainer has been connected; None: none ever was, or all have ended well.
+        impaired: what is optional here and does not work as it was asked to, in words.
+        version: of holdfast. `protocol`: the newest that it speaks, see `smp_daemon.shared.versions`.
     """
 
     inventory: Inventory
@@ -66,6 +71,10 @@ class Status:
     recoveries: tuple[Recovery, ...] = ()
     events: tuple[LogEvent, ...] = ()
     access: str = ""
+    trainerless_s: float | None = None
+    impaired: tuple[str, ...] = ()
+    version: str = ""
+    protocol: int = 0
 
     @property
     def troubles(self) -> list[str]:
@@ -87,8 +96,10 @@ class Status:
 
 
 def troubles(statuses: Sequence[Status]) -> list[str]:
-    """Trainers and peers that are not well, in words: a line for each, however many see that a peer is quiet. Pure."""
-    bad = [str(trainer) for status in statuses for trainer in status.trainers if trainer.health != Health.ALIVE]
+    """Optional parts, trainers and peers that are not well, in words: a line for each, however many see that a peer is
+    quiet. Pure."""
+    bad = [f"{status.inventory.node}: {how}" for status in statuses for how in status.impaired]
+    bad += [str(trainer) for status in statuses for trainer in status.trainers if trainer.health != Health.ALIVE]
     seen: dict[tuple[str, Health], list[tuple[float, str]]] = {}
     for status in statuses:
         for name, age_s in status.leases.items():
@@ -116,7 +127,7 @@ def take_status(smp: Core) -> Status:
                 reserved += slot.bytes
                 if slot.state is SlotState.SEALED and slot.snapshot is not None:
                     age = max(0.0, now - pool.record_path(slot).stat().st_mtime)
-                    ages[slot.snapshot] = min(age, ages.get(slot.snapshot, age))
+                    ages[slot.snapshot] = max(age, ages.get(slot.snapshot, age))
     process = psutil.Process()
     return Status(
         inventory,
@@ -137,6 +148,10 @@ def take_status(smp: Core) -> Status:
         tuple(smp.recoveries.last()),
         last_events(),
         smp.access,
+        smp.trainerless_s,
+        (*smp.impaired.values(), *([problem] if (problem := log_file_problem()) else [])),
+        RELEASE,
+        PROTOCOL_VERSION,
     )
 
 

@@ -1,7 +1,7 @@
 """What an SMP shows to people and monitoring, over HTTP on loopback: a page, ``/status.json`` and ``/metrics``.
 
 Read-only. A browser is answered only under a name of this machine's own, so that no web page elsewhere can read it
-through a name that it controls (DNS rebinding).
+through a name that it controls (DNS rebinding). Where it listens off loopback, others are given the metrics alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.ops.status import take_status
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.paths import LOOPBACK
+from holdfast.smp_daemon.shared.sources import Address
 
-HOST = "127.0.0.1"
+METRICS = "/metrics"
 REQUEST_DEADLINE_S = 5.0
 MAX_REQUESTS = 32
 FRESH_S = 1.0
@@ -45,41 +47,61 @@ HEADERS = {
 log = get_log(__name__)
 
 
-def parse_port(text: str) -> int | None:
-    """What ``--http`` says: a port; 0 for ``auto``; None for ``off``. Raises `ConfigError`."""
+def parse_http(text: str) -> Address | None:
+    """What ``--http`` says: a port of loopback or of an address; port 0 for ``auto``; None for ``off``.
+
+    Raises:
+        ConfigError: it says something else.
+    """
     if text == "off":
         return None
     if text == "auto":
-        return 0
-    if not text.isdigit() or not 0 < int(text) < 1 << 16:
-        raise ConfigError(f"--http takes a port from 1 to 65535, auto or off, not {text!r}")
-    return int(text)
-
-
-def show(smp: Core, port: int | None) -> Web | None:
-    """Have `smp` show itself on `port`; 0: where its predecessor did, if that is free, or anywhere; None: not at all.
-
-    Raises:
-        ConfigError: the port is taken.
-    """
-    if port is None:
-        smp.shown_at(0)
-        return None
+        return LOOPBACK, 0
+    host, colon, port = text.rpartition(":")
     try:
-        web = Web(smp, port or smp.owner.http_port)
-    except ConfigError:
-        if port:
-            raise
-        web = Web(smp)
-    smp.shown_at(web.port)
-    return web
+        ipaddress.IPv4Address(host if colon else LOOPBACK)
+        if port.isdigit() and 0 < int(port) < 1 << 16:
+            return host or LOOPBACK, int(port)
+    except ValueError:
+        pass
+    raise ConfigError(f"--http takes a port from 1 to 65535, ADDRESS:PORT, auto or off, not {text!r}")
+
+
+def show(smp: Core, asked: Address | None) -> Web | None:
+    """Have `smp` show itself at `asked`, if it can be had; else where its predecessor did, or on any port of loopback.
+
+    Nothing that goes wrong here is raised: training does not depend on it. The log says it, and `Core.impaired`.
+
+    Args:
+        asked: see `parse_http`; port 0: where its predecessor did, or anywhere; None: nowhere.
+    """
+    if asked is None:
+        smp.shown_at(LOOPBACK, 0)
+        return None
+    before = smp.owner.http_host, smp.owner.http_port
+    places = [*([asked] if asked[1] else []), *([before] if before[1] else []), (LOOPBACK, 0)]
+    problem = ""
+    for place in places:
+        try:
+            web = Web(smp, *place)
+        except (OSError, RuntimeError) as error:  # the latter: no thread can be started
+            problem = problem or f"{place[0]}:{place[1]} ({getattr(error, 'strerror', None) or error})"
+            continue
+        smp.shown_at(place[0], web.port)
+        if asked[1] and place != asked:
+            url = smp.owner.url
+            smp.impair("page", f"page and /metrics are at {url}, not at {problem}: free that, or change HOLDFAST_HTTP")
+        return web
+    smp.shown_at(LOOPBACK, 0)
+    smp.impair("page", f"there is no page and no /metrics, for want of {problem}")
+    return None
 
 
 class Web:
     """The server, in threads of its own until `close`."""
 
-    def __init__(self, smp: Core, port: int = 0) -> None:
-        """Serve on `port` of loopback; 0: any free one. Raises `ConfigError` if it is taken."""
+    def __init__(self, smp: Core, host: str = LOOPBACK, port: int = 0) -> None:
+        """Serve on `port` of an address; 0: any free one. Raises `OSError` if it is taken."""
         self._smp = smp
         # Held by the one thread that looks at the job, for seconds. The others are shown the last overview meanwhile,
         # and wait only if there is none; what they read is replaced as a whole.
@@ -87,13 +109,12 @@ class Web:
         self._overview: Overview | None = None
         self._fresh_until = 0.0
         self._bodies: dict[str, tuple[Overview, bytes]] = {}
+        self._server = _Server((host, port), self)
         try:
-            self._server = _Server((HOST, port), self)
-        except OSError as error:
-            raise ConfigError(
-                f"the SMP cannot show itself on {HOST}:{port}: {error.strerror}; choose another with --http"
-            ) from error
-        threading.Thread(target=self._server.serve_forever, name="web", daemon=True).start()
+            threading.Thread(target=self._server.serve_forever, name="web", daemon=True).start()
+        except RuntimeError:
+            self._server.server_close()
+            raise
 
     @property
     def port(self) -> int:
@@ -123,7 +144,7 @@ class Web:
         return {
             "/": lambda: ("text/html; charset=utf-8", page()),
             "/status.json": lambda: ("application/json", self._rendered(_status_json)),
-            "/metrics": lambda: ("text/plain; version=0.0.4; charset=utf-8", self._rendered(self._metrics)),
+            METRICS: lambda: ("text/plain; version=0.0.4; charset=utf-8", self._rendered(self._metrics)),
         }
 
     def _rendered(self, render: Callable[[Overview], bytes]) -> bytes:
@@ -201,19 +222,31 @@ class _HttpRequest(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        if not is_local(self.headers.get("Host", "")):
-            self.send_error(HTTPStatus.FORBIDDEN, "ask for 127.0.0.1 or localhost")
+        path = self.path.partition("?")[0]
+        if refused := self._refused(path):
+            self.send_error(HTTPStatus.FORBIDDEN, refused)
             return
-        made = self.server.web.pages().get(self.path.partition("?")[0])
+        made = self.server.web.pages().get(path)
         if made is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        kind, body = made()
+        try:
+            kind, body = made()
+        except Exception:  # a bug: whoever asks shall see that it is one, and the SMP goes on
+            log.exception("%s could not be made", path)
+            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "see the log of this SMP")
+            return
         self.send_response(HTTPStatus.OK)
         for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
+
+    def _refused(self, path: str) -> str:
+        """Why that is not given to whoever asks; empty if it is."""
+        if not ipaddress.ip_address(self.connection.getsockname()[0]).is_loopback:
+            return "" if path == METRICS else f"only {METRICS} is to be had from other machines"
+        return "" if is_local(self.headers.get("Host", "")) else "ask for 127.0.0.1 or localhost"
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug(format, *args)

@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.smp_daemon.persist.manifest import PersistManifest
 from holdfast.smp_daemon.persist.options import PersistOptions
-from holdfast.smp_daemon.persist.place import PersistPlace, open_place
+from holdfast.smp_daemon.persist.place import PersistPlace, open_place, place_name
 from holdfast.smp_daemon.persist.reading import find, look, read_shard
 from holdfast.smp_daemon.persist.writing import publish, tidy, write_node
 from holdfast.smp_daemon.recovery.rebuild import RecoveredSlot, recovered
@@ -66,11 +66,11 @@ class Persister:
     """The tier on one node. Every method is thread-safe, and only those that say so touch the storage."""
 
     def __init__(self, options: PersistOptions | None, priority: str = "normal", system: System = MACHINE) -> None:
-        """`options`: None: the tier is off. `priority`: see `smp_daemon.shared.priority`. Raises `ConfigError`."""
+        """`options`: None: the tier is off. `priority`: see `shared.priority`. The storage is not touched."""
         self.system = system
         self._options = options
         self._priority = priority
-        self._place: PersistPlace | None = open_place(options.url) if options else None
+        self._place: PersistPlace | None = None
         self._pacer = Pacer(options.bandwidth if options else 0.0)
         # Guards the order and the state. Threads of trainers' connections take it in `order`, with the store's lock
         # held; so whoever has it must not take the store's. The persisting thread waits on it, and the thread that
@@ -80,7 +80,7 @@ class Persister:
         self._order: tuple[SnapshotId, Layout] | None = None
         self._accepted: SnapshotId | None = None
         self._episodes = Episodes(log)
-        self._state = TierState(self._place.name, options.every_s, options.keep) if options and self._place else None
+        self._state = TierState(place_name(options.url), options.every_s, options.keep) if options else None
         self._store: Store
 
     @property
@@ -126,11 +126,12 @@ class Persister:
 
     def look(self) -> Persisted:
         """What is at the place. Blocks for as long as the storage takes; raises `PlaceError`."""
-        if self._place is None:
+        if self._options is None:
             return Persisted("")
-        found = find(self._place, self._store.job)
+        place = self._its_place
+        found = find(place, self._store.job)
         return Persisted(
-            self._place.name,
+            place.name,
             max((each.snapshot.epoch for each in found), default=0),
             frozenset(each.snapshot for each in found if each.manifest is not None),
             tuple(f"{each.snapshot}: {each.reason}" for each in found if each.manifest is None),
@@ -163,8 +164,19 @@ class Persister:
 
     @property
     def _its_place(self) -> PersistPlace:
-        if self._place is None:
+        """Opened when it is first needed, and again until it can be: some storages are connected to at once. Blocks.
+
+        Raises:
+            ConfigError: the tier is off.
+            PlaceError: it cannot be opened.
+        """
+        if self._options is None:
             raise ConfigError("this node has no persist tier: set HOLDFAST_PERSIST on all of them")
+        if self._place is None:
+            try:
+                self._place = open_place(self._options.url)
+            except ConfigError as error:  # the tier is optional: nobody but who needs it fails for it
+                raise PlaceError(str(error)) from error
         return self._place
 
     def _manifest(self, snapshot: SnapshotId) -> PersistManifest:

@@ -74,18 +74,29 @@ class PersistPlace(Protocol):
 
 
 def open_place(url: str) -> PersistPlace:
-    """The place that `url` names: a path, or a URL. Nothing is read or written yet.
+    """The place that `url` names: a path, or a URL. Nothing is read or written yet, but some storages are connected to,
+    which blocks.
 
     Raises:
         ConfigError: fsspec, or what it needs for that kind of URL, is not installed, or there is no such kind.
+        PlaceError: it cannot be reached.
     """
-    if url.startswith("file://"):
-        return Directory(Path(urlsplit(url).path))
-    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:(:|//)", url):
-        return Remote(url)
     if not url:
         raise ConfigError("the place for persisted snapshots is empty: give a directory or a URL such as s3://...")
-    return Directory(Path(url).absolute())
+    path = _directory(url)
+    return Remote(url) if path is None else Directory(path)
+
+
+def place_name(url: str) -> str:
+    """`PersistPlace.name` of the place that `url` names. Pure."""
+    return _shown(url) if (path := _directory(url)) is None else str(path)
+
+
+def _directory(url: str) -> Path | None:
+    """Which directory a URL or path names; None: fsspec knows."""
+    if url.startswith("file://"):
+        return Path(urlsplit(url).path)
+    return None if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:(:|//)", url) else Path(url).absolute()
 
 
 @contextmanager
@@ -171,6 +182,8 @@ class Remote:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise ConfigError(f"{_shown(url)} cannot be used: {error}") from error
+        except Exception as error:
+            raise PlaceError(f"{_shown(url)} cannot be reached: {type(error).__name__}: {error}") from error
         self.name = _shown(url)
 
     def files(self, path: str) -> dict[str, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from holdfast.smp_daemon.net.peers import PeerClient
-from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.errors import HoldfastError, VersionMismatch
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
@@ -25,10 +25,12 @@ log = get_log(__name__)
 _silent = Episodes(log)
 
 
-def addresses_of(layouts: Collection[Layout]) -> list[Address]:
-    """Where the SMPs of these layouts answer; the later of several addresses of a node counts."""
+def addresses_of(layouts: Collection[Layout], names: Collection[str] | None = None) -> list[Address]:
+    """Where the SMPs of these layouts answer; the later of several addresses of a node counts. `names`: of these nodes
+    alone."""
     newest = sorted(layouts, key=lambda layout: (layout.epoch, layout.revision))
-    return sorted({node.name: node.control for layout in newest for node in layout.nodes}.values())
+    found = {node.name: node.control for layout in newest for node in layout.nodes}
+    return sorted(address for name, address in found.items() if names is None or name in names)
 
 
 def gather_inventories(
@@ -38,22 +40,43 @@ def gather_inventories(
 
     Args:
         known: layouts that need not be sent.
+
+    Raises:
+        VersionMismatch: one that lives cannot be asked. It must not be taken for lost: what it holds may be the newest.
     """
     by_digest = {layout.digest: layout for layout in known}
     message = PeerInventory(job=job, known=frozenset(by_digest))
-    return ask_all(message, addresses, lambda reply: Inventory.read(reply, by_digest), system)
+    strangers: list[VersionMismatch] = []
+    found = ask_all(message, addresses, lambda reply: Inventory.read(reply, by_digest), system, strangers)
+    if strangers:
+        raise strangers[0]
+    return found
 
 
 def ask_all(
-    message: PeerRequest, addresses: Collection[Address], read: Callable[[Message], T], system: System = MACHINE
+    message: PeerRequest,
+    addresses: Collection[Address],
+    read: Callable[[Message], T],
+    system: System = MACHINE,
+    strangers: list[VersionMismatch] | None = None,
 ) -> list[T]:
-    """What those who answer to `message` say, read by `read`. Blocks as `gather_inventories`."""
+    """What those who answer to `message` say, read by `read`. Blocks as `gather_inventories`.
+
+    Args:
+        strangers: gets the refusals of those that are of a version which this one cannot talk to.
+    """
 
     def ask(address: Address) -> T | None:
         try:
             answer = read(peers.ask(address, message, DEADLINE_S))
             _silent.end(address, "%s answers again", address, extra=about(peer=address))
             return answer
+        except VersionMismatch as error:
+            mismatch = VersionMismatch(f"{address[0]}:{address[1]} cannot be asked: {error}")
+            _silent.begin(address, "%s", mismatch, extra=about(peer=address))
+            if strangers is not None:
+                strangers.append(mismatch)
+            return None
         except HoldfastError as error:
             text, extra = "%s does not answer: %s", about(peer=address)
             _silent.begin(address, text, address, error, level=logging.INFO, extra=extra)

@@ -36,4 +36,5 @@ __all__ = [
     "system",
     "transport",
     "uids",
+    "versions",
 ]

@@ -26,7 +26,6 @@ from holdfast.smp_daemon.shared.limits import (
     CALL_DEADLINE_S,
     MAX_SAYING,
     MOVE_DEADLINE_S,
-    PROTOCOL_VERSION,
     move_deadline,
 )
 from holdfast.smp_daemon.shared.logs import get_log
@@ -73,6 +72,7 @@ from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.starts import Start, TrainerEnd
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
+from holdfast.smp_daemon.shared.versions import RELEASE, check_range, spoken
 
 log = get_log(__name__)
 
@@ -135,6 +135,7 @@ class SmpClient:
         Raises:
             SmpUnavailable: no SMP serves `arena`.
             ConfigError: it serves another job; or, with `coord`, another run of this job is at work here.
+            VersionMismatch: it is of a version of holdfast that this one cannot talk to.
         """
         self.arena = arena
         self.system = system
@@ -159,8 +160,12 @@ class SmpClient:
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m holdfast.smp_daemon`")
         self._stream = connect(socket_path(self.arena), deadline_s, system=self.system)
         # Who has joined an epoch comes back; who has not begins.
-        hello = Hello(job=self._job, version=PROTOCOL_VERSION, coord=self._coord, epoch=self._epoch)
+        oldest, newest = spoken()
+        hello = Hello(
+            job=self._job, version=oldest, newest=newest, release=RELEASE, coord=self._coord, epoch=self._epoch
+        )
         greeted = from_plain(Greeted, self._call(hello, deadline_s), "how an SMP greets")
+        check_range(f"the SMP of {self.arena}", greeted.speaks, greeted.release)
         self.node, self.pid, row = greeted.node, greeted.pid, greeted.row
         self._board = Board(self.arena / "board", system=self.system)
         self._row = row if row is not None and 0 <= row < HEARTBEAT_ROWS else None

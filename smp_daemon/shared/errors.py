@@ -25,6 +25,10 @@ class SmpUnavailable(HoldfastError):
     """No SMP answers on this node, or it went away."""
 
 
+class VersionMismatch(ConfigError):
+    """Two versions of holdfast met that cannot talk to each other, or read what the other wrote; nothing was done."""
+
+
 class ArenaTooSmall(ConfigError):
     """The shared memory cannot hold what the job needs."""
 
@@ -72,6 +76,7 @@ BY_NAME: dict[str, type[HoldfastError]] = {
         ConfigError,
         NotFound,
         SmpUnavailable,
+        VersionMismatch,
         ArenaTooSmall,
         StaleEpoch,
         NoFreeSlot,

@@ -83,6 +83,7 @@ class Layout:
         data: k, data units per stripe; fewer in a group that is too small for k + m.
         parity: m, parity units per stripe; 0 means that nodes do not protect each other.
         slots: slot files per shard, and parity slots per node.
+        left: nodes of earlier revisions that were drained, and are missed by nobody.
     """
 
     job: str
@@ -94,11 +95,12 @@ class Layout:
     parity: int
     unit_bytes: int
     slots: int
+    left: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [n.name for n in self.nodes]
         coords = [s.coord for n in self.nodes for s in n.shards]
-        for text in (self.job, *names, *coords):
+        for text in (self.job, *names, *coords, *self.left):
             if not is_identifier(text):
                 raise ProtocolError(f"{text!r} cannot name a job, a node or a shard")
         if len(set(names)) != len(names) or len(set(coords)) != len(coords):
@@ -111,7 +113,11 @@ class Layout:
             raise ProtocolError("a layout's code is out of range")
         if any(not 1 <= s.bytes <= MAX_SHARD_BYTES for n in self.nodes for s in n.shards):
             raise ProtocolError(f"a shard has at least one byte, and at most {MAX_SHARD_BYTES}")
-        if not 0 <= self.epoch <= MAX_COUNT or not 0 <= self.revision <= MAX_COUNT or len(self.nodes) > MAX_NODES:
+        if (
+            not 0 <= self.epoch <= MAX_COUNT
+            or not 0 <= self.revision <= MAX_COUNT
+            or len(self.nodes) + len(self.left) > MAX_NODES
+        ):
             raise ProtocolError("a layout's epoch, revision or number of nodes is out of range")
         for node in self.nodes:
             if sum(-(-s.bytes // self.unit_bytes) for s in node.shards) > MAX_UNITS:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 
-PROTOCOL_VERSION = 4
-"""Of the messages between trainers and SMPs; both sides must agree."""
-
 MAX_MESSAGE_BYTES = 8 << 20
 """JSON part of one message between a trainer and an SMP, or between SMPs."""
 

@@ -171,6 +171,10 @@ class _LastEvents(logging.Handler):
         text = record.getMessage()[:MAX_EVENT_CHARACTERS]
         self.events.appendleft(LogEvent(record.created, record.levelname.lower(), text))
 
+    def say(self, text: str) -> None:
+        """An event of the log itself."""
+        self.events.appendleft(LogEvent(time.time(), "error", text[:MAX_EVENT_CHARACTERS]))
+
 
 _last = _LastEvents()
 
@@ -198,20 +202,62 @@ def chosen_format() -> str:
 
 
 class _LogFile(logging.handlers.RotatingFileHandler):
-    """If the process crashes in native code, where each thread was is written to the same file, as plain text."""
+    """If the process crashes in native code, where each thread was is written to the same file, as plain text.
+
+    Attributes:
+        problem: why the last line is not in the file; empty if it is.
+    """
+
+    problem = ""
 
     def _open(self) -> TextIOWrapper:
         stream = super()._open()
         faulthandler.enable(stream)
         return stream
 
+    def emit(self, record: logging.LogRecord) -> None:
+        before, self.problem = self.problem, ""
+        super().emit(record)
+        if self.problem and not before:
+            _last.say(self.problem)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk, as a rule. Nobody else is told: there is no other place for lines of the log."""
+        self.problem = _unwritable(self.baseFilename, sys.exc_info()[1])
+
+
+def _unwritable(path: object, error: BaseException | None) -> str:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return f"the log {path} cannot be written: {why}; lines are missing from it"
+
+
+_file: _LogFile | None = None
+_unopened = ""
+
 
 def log_to(path: Path, **identity: Any) -> None:
-    """Have this process log to a file that is never larger than `MAX_BYTES`, beside one older one of that size."""
+    """Have this process log to a file that is never larger than `MAX_BYTES`, beside one older one of that size.
+
+    A file that cannot be written is no reason to end: lines go to standard error then, and `log_file_problem` says so.
+    """
+    global _file, _unopened
     identify(**identity)
-    handler = _LogFile(path, maxBytes=MAX_BYTES, backupCount=1)
+    handler: logging.Handler
+    try:
+        handler = _file = _LogFile(path, maxBytes=MAX_BYTES, backupCount=1)
+        _unopened = ""
+    except OSError as error:
+        handler, _file = logging.StreamHandler(sys.stderr), None
+        _unopened = _unwritable(path, error)
     handler.setFormatter(Formatter(chosen_format()))
     logging.basicConfig(level=logging.INFO, handlers=[handler, _last])
+    if _unopened:
+        get_log(__name__).error(_unopened)
+
+
+def log_file_problem() -> str:
+    """Why lines are missing from the file that `log_to` was given; empty if none are. Thread-safe."""
+    return _file.problem if _file is not None else _unopened
 
 
 def log_here(**identity: Any) -> None:

@@ -5,15 +5,17 @@ A message is a JSON object; `op` says which of these it is. Replies without a ty
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_NODES, MAX_SAYING
 from holdfast.smp_daemon.shared.plain import Count, Identifier, Unsigned, from_plain
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.starts import Failure, Start
+from holdfast.smp_daemon.shared.versions import RELEASE, UNSAID, Range, check_range, spoken
 
 MAX_KNOWN = 4096
 MAX_WAIT_US = 1 << 40
@@ -22,6 +24,12 @@ MAX_TERMS = 255
 
 Microseconds = Annotated[int, msgspec.Meta(ge=0, le=MAX_WAIT_US)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+Speaks = tuple[Count, Count]
+"""A `versions.Range`: the oldest and the newest protocol."""
+
+Version = Annotated[str, msgspec.Meta(max_length=64)]
+"""A version of holdfast."""
+
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_NODES)]
 Digests = Annotated[frozenset[str], msgspec.Meta(max_length=MAX_KNOWN)]
 """Of layouts, see `Layout.digest`: those that the asker knows need not be sent."""
@@ -39,20 +47,35 @@ class Reply(msgspec.Struct, kw_only=True):
 
 
 class Hello(Request, tag="hello", kw_only=True):
-    """The first message. `coord`: of a trainer that wants to be watched; `epoch`: that it has joined already."""
+    """The first message.
+
+    Attributes:
+        version: the oldest protocol that is spoken. `newest`: the newest, if there are several.
+        release: of holdfast.
+        coord: of a trainer that wants to be watched. `epoch`: that it has joined already.
+    """
 
     job: str
     version: Count
+    newest: Count | None = None
+    release: Version = ""
     coord: Identifier | None = None
     epoch: Count | None = None
 
+    @property
+    def speaks(self) -> Range:
+        """Which protocols."""
+        return self.version, self.version if self.newest is None else self.newest
+
 
 class Greeted(Reply, kw_only=True):
-    """Who answers; `row`: of the board, for a watched trainer's heartbeat."""
+    """Who answers; `row`: of the board, for a watched trainer's heartbeat. `speaks`, `release`: of the SMP."""
 
     node: str
     pid: Count
     row: int | None
+    speaks: Speaks = UNSAID
+    release: Version = ""
 
 
 class AskInventory(Request, tag="inventory", kw_only=True):
@@ -297,9 +320,14 @@ TrainerRequest = (
 
 
 class PeerRequest(Request, kw_only=True):
-    """`job`: whose SMP is meant."""
+    """`job`: whose SMP is meant. `speaks`, `release`: of whoever asks; `introduced` adds them."""
 
     job: str
+    speaks: Speaks = UNSAID
+    release: Version = ""
+
+
+P = TypeVar("P", bound=PeerRequest)
 
 
 class Ping(PeerRequest, tag="ping", kw_only=True):
@@ -500,6 +528,18 @@ PeerControl = (
 
 PeerBulk = Accumulate | AskShard | AskShardUnit | AskParityUnit | AskPartialSum
 """What carries raw bytes, or is answered with some, over connections of its own."""
+
+
+def introduced(request: P) -> P:
+    """A request, with which protocols this process speaks."""
+    return msgspec.structs.replace(request, speaks=spoken(), release=RELEASE)
+
+
+def check_request(request: PeerRequest, job: str) -> None:
+    """Raises `VersionMismatch` if no protocol is common with whoever asks, `ProtocolError` if it is not of this job."""
+    check_range("whoever asks", request.speaks, request.release)
+    if request.job != job:
+        raise ProtocolError(f"this SMP serves job {job!r}, not {request.job!r}")
 
 
 def read_request(kinds: Any, message: dict[str, Any]) -> Any:

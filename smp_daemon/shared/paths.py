@@ -14,6 +14,7 @@ from holdfast.smp_daemon.shared.records import read_json
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
 ARENA_ENV = "HOLDFAST_ARENA"
+LOOPBACK = "127.0.0.1"
 
 
 def arena_base() -> Path:
@@ -43,7 +44,8 @@ class Owner:
 
     Attributes:
         created: start time of the process in seconds since 1970, so that a reused pid is not taken for it.
-        http_port: where it shows itself on loopback; 0: nowhere.
+        http_host, http_port: where it shows itself; port 0: nowhere.
+        version: of holdfast, that it is.
     """
 
     pid: int
@@ -54,11 +56,18 @@ class Owner:
     control_port: int
     bulk_port: int
     http_port: int = 0
+    http_host: str = LOOPBACK
+    version: str = ""
 
     @property
     def control(self) -> tuple[str, int]:
         """Where it answers what is small, and what names it."""
         return (self.host, self.control_port)
+
+    @property
+    def url(self) -> str:
+        """Of its page, as this machine reaches it."""
+        return f"http://{LOOPBACK if self.http_host == '0.0.0.0' else self.http_host}:{self.http_port}/"
 
 
 def read_owner(arena: Path, system: System = MACHINE) -> Owner | None:

@@ -30,6 +30,7 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import Owner, arena_base, read_owner
 from holdfast.smp_daemon.shared.pidfds import await_end
+from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.quantities import parse_size
 
 START_DEADLINE_S = 120.0
@@ -120,7 +121,7 @@ def parse_report(text: str, errors: str = "") -> Owner:
         raise SmpUnavailable(f"the SMP ended without a word: {errors.strip()[-2000:] or repr(text)}") from error
     if "error" in report:
         raise BY_NAME.get(report["error"], HoldfastError)(report["message"])
-    return Owner(**report["ready"])
+    return from_plain(Owner, report["ready"], "what an SMP says when it serves")
 
 
 @dataclass(frozen=True, slots=True)

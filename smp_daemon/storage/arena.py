@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import stat
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +268,8 @@ class Arena:
                 pool.remove(slot)
         for path in list(self.path.glob("*")):
             if path.name not in OWNERSHIP:
-                path.unlink(missing_ok=True)
+                with suppress(IsADirectoryError):  # which is nothing of ours, and goes with the rest
+                    path.unlink(missing_ok=True)
         failpoint("arena.emptied")
         (self.path / "lock").unlink(missing_ok=True)
         self._system.rmtree(self.path, ignore_errors=False)

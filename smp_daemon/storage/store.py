@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch, VersionMismatch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES
@@ -23,6 +23,7 @@ from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_j
 from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_format, read_stamp
 from holdfast.smp_daemon.shared.starts import WELL, Record, Start, TrainerEnd
 from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.versions import ARENA_FORMAT, FIRST_FORMAT, RELEASE
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Coding, Codings
 from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
@@ -48,6 +49,8 @@ class _NodeFile:
     epoch: Count
     protected: SnapshotId | None
     record: Record
+    format: Count = ARENA_FORMAT
+    release: str = RELEASE
 
 
 class Store:
@@ -485,6 +488,13 @@ class Store:
         if data is None:
             self.arena.clear()
             return
+        written = data.get("format", FIRST_FORMAT) if isinstance(data, dict) else FIRST_FORMAT
+        if written != ARENA_FORMAT:
+            raise VersionMismatch(
+                f"the arena {self.arena.path} was written by holdfast {data.get('release')} in format {written}, and "
+                f"holdfast {RELEASE} reads format {ARENA_FORMAT}: start the SMP of that version, or give up what this "
+                "node holds with `holdfast gc`: the others have its parity (docs/upgrades.md)"
+            )
         try:
             known = from_plain(_NodeFile, data, "what an SMP has written of its node")
         except ProtocolError as error:

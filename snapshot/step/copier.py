@@ -14,7 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NoFreeSlot, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import (
+    DeadlineExceeded,
+    HoldfastError,
+    NoFreeSlot,
+    SmpUnavailable,
+    VersionMismatch,
+)
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
@@ -228,6 +234,7 @@ class Copier:
             if self._attempt(job, self._seal):
                 text = "snapshots are taken again: %s"
                 self._episodes.end("snapshots", text, job.snapshot, extra=about(job.snapshot))
+                self._episodes.end("version", "the SMP of this node is of a version that can be talked to again")
             self._end(job)
 
     def _end(self, job: CopyJob) -> None:
@@ -249,7 +256,9 @@ class Copier:
                 log.info("%s is given up: %s", job.snapshot, error, extra=about(job.snapshot))
             else:
                 text, extra = "no snapshot of %s: %s", about(job.snapshot, error=type(error).__name__)
-                self._episodes.begin("snapshots", text, job.snapshot, error, level=logging.ERROR, extra=extra)
+                # An SMP is replaced by one of another version: it was away before, which is the lesser news.
+                key = "version" if isinstance(error, VersionMismatch) else "snapshots"
+                self._episodes.begin(key, text, job.snapshot, error, level=logging.ERROR, extra=extra)
             job.abort(error)
         except Exception as error:  # a bug of ours must not kill the thread that the training loop waits for
             log.exception("snapshot of %s failed", job.snapshot, extra=about(job.snapshot))

@@ -22,9 +22,9 @@ from holdfast.smp_daemon.shared import client as client_module
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.limits import PROTOCOL_VERSION
 from holdfast.smp_daemon.shared.messages import Hello, PeerBulk, PeerControl, TrainerRequest
 from holdfast.smp_daemon.shared.plain import to_plain
+from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
 from tests.attacks.victim import Victim, ask, ask_control
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, SmpProcess, playground, read_line

@@ -1,0 +1,1 @@
+"""What Prometheus was told while faults were done to real jobs, and the script that recorded it."""
