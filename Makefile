@@ -35,7 +35,7 @@ demo-torchrun: setup
 	@TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 \
 		$(BIN)/holdfast chaos run --seed 1656 --faults 2 --nodes 3 --steps 10 -- \
 		$(BIN)/torchrun --nnodes=3 --nproc-per-node=1 --max-restarts=9 --rdzv-backend=c10d \
-		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m examples.acp_sgd
+		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m holdfast.examples.acp_sgd
 
 demo-ray: setup
 	@$(BIN)/python -m holdfast.chaos.ray.drill again

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.chaos.cluster import History, Restart, VirtualCluster
-from holdfast.chaos.drill import TARGET, compare, longest_interval, most_held_up, steps_done_again
+from holdfast.chaos.cluster import TARGET, History, Restart, VirtualCluster
+from holdfast.chaos.differences import compare, longest_interval, most_held_up, steps_done_again
 from holdfast.chaos.faults import CATALOGUE
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.recovery import phases

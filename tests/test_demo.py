@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from holdfast import ConfigError, HoldfastError
-from holdfast.chaos.cluster import History, VirtualCluster
+from holdfast.chaos.cluster import TARGET, History, VirtualCluster
 from holdfast.chaos.demo import JOB, DemoPlan, Kill, account
-from holdfast.chaos.drill import TARGET, compare
+from holdfast.chaos.differences import compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.cli.demo import _kills
 from holdfast.cli.main import make_parser

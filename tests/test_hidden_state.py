@@ -23,6 +23,6 @@ LEFT_OUT = [
 @pytest.mark.cluster
 @pytest.mark.parametrize(("job", "piece"), LEFT_OUT)
 def test_a_piece_that_is_left_out_is_missed(launcher: Launcher, job: str, piece: str) -> None:
-    cell = Cell("left out", f"examples.{job}", 2, {"without": piece}, drain=True)
+    cell = Cell("left out", f"holdfast.examples.{job}", 2, {"without": piece}, drain=True)
     difference = drill(launcher, cell, seed=1234).difference
     assert difference.startswith(("loss of rank", "the final state of rank"))
