@@ -2,6 +2,7 @@
 # make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and a spare comes
 # make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and a spare comes
 # make test    the test suite, two files at a time; TESTS=... chooses; its end names what took longest
+# make test-other   the fast tests on Python 3.13 or 3.12, without torch: a minute and a half
 # make slow    all that make test has samples of: every interleaving, scenario, mutant, seed and crash point; an hour
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes
@@ -15,8 +16,8 @@
 # make gpu-wheels  what a GPU machine without network needs beside torch and NumPy, for its Python: GPU_PYTHON=3.12
 # make gpu-offline there: set up with these and its own torch, and then make gpu
 # make gpu-dry the same program on a machine without one, against a device that is not there: six minutes
-# make wheels  an sdist and a wheel for each Python that is here, in dist/
-# make wheels-check  install each in a fresh environment, and kill and restart a job with it
+# make wheels  an sdist and a wheel for each kind of processor that a compiler is here for, in dist/
+# make wheels-check  install each for every Python that is here, lose a trainer and a node with it, from no checkout
 # make proof   the tests that prove what README and docs promise, and a table of what came of each
 # make docs    write the reference out of the code, build the documentation, check every link: build/docs/index.html
 
@@ -25,7 +26,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check docs clean setup
+.PHONY: demo demo-torchrun demo-ray test test-other slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -42,6 +43,9 @@ demo-ray: setup
 
 test: setup
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=50 $(TESTS)
+
+test-other: setup
+	@$(BIN)/python -m tests.other_python $(OTHER)
 
 slow: setup
 	@$(BIN)/pytest -m slow $(TESTS)
@@ -102,7 +106,7 @@ gpu-offline:
 	@touch $(READY)
 
 wheels: setup
-	@$(BIN)/python -m tests.wheels build python3.11 python3.12 python3.13
+	@$(BIN)/python -m tests.wheels build
 
 wheels-check: setup
 	@$(BIN)/python -m tests.wheels check dist/*.whl $(WHEELS_CHECK)

@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,11 @@ class Absent(MetaPathFinder):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--without``: on purpose some packages are not there."""
+    """What `tests.other_python` says: on purpose some packages are not there, and not every case is run."""
     parser.addoption(
-        "--without", default="", metavar="PACKAGES", help="skip, and count, what imports one of these with commas"
+        "--without", default="", metavar="PACKAGES", help="skip, and count, what imports one of these, with commas"
     )
+    parser.addoption("--cases", type=int, default=0, metavar="N", help="at most so many of each test function")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,15 +53,33 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.meta_path.append(Absent(without))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test whose processes need a package that is not there on purpose is skipped as one that imports it."""
+    for marker in item.iter_markers("needs"):
+        for name in marker.args:
+            find_spec(name)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``--cases``: so many of each test function, of all its parameters alike."""
+    most = config.getoption("cases")
+    if not most:
+        return
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {id(cases[len(cases) * i // most]) for cases in functions.values() for i in range(most)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Which modules ``--without`` left out, by name."""
     if not config.getoption("without"):
         return
-    skipped = [
-        report for report in terminalreporter.stats.get("skipped", []) if "is not installed" in str(report.longrepr)
-    ]
-    modules = sorted({report.nodeid for report in skipped if "::" not in report.nodeid})
-    tests = Counter(report.nodeid.partition("::")[0] for report in skipped if "::" in report.nodeid)
+    skipped = [each for each in terminalreporter.stats.get("skipped", []) if "is not installed" in str(each.longrepr)]
+    modules = sorted({each.nodeid for each in skipped if "::" not in each.nodeid})
+    tests = Counter(each.nodeid.partition("::")[0] for each in skipped if "::" in each.nodeid)
     terminalreporter.section(f"without {config.getoption('without')}")
     terminalreporter.write_line(f"{len(modules)} modules are skipped: {', '.join(modules)}")
     told = ", ".join(f"{name} ({count})" for name, count in sorted(tests.items()))

@@ -98,6 +98,7 @@ def noted(lines: list[str]) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.needs("torch")
 @sampled("kills", few=2, whole=5)
 @pytest.mark.proves("plain-loader")
 def test_the_loop_of_the_readme_is_exact_wherever_it_is_killed(

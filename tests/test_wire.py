@@ -348,6 +348,7 @@ with Launcher(["holdfast.chaos.drill", "holdfast.chaos.workload"]) as launcher:
 """
 
 
+@pytest.mark.needs("torch")
 @wired
 @pytest.mark.cluster
 def test_nothing_is_left_of_a_run_that_is_killed() -> None:
