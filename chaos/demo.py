@@ -176,8 +176,8 @@ def run(plan: DemoPlan, progress: Callable[[str, Event], None]) -> Account:
     began = time.monotonic()
     args = {"job": JOB, "seed": plan.seed, "steps": plan.steps, "hook": {"protect": plan.protect}}
     args |= {"defaults": plan.defaults, "options": plan.options}
+    progress("import", {"kind": "begin"})
     with Launcher(PRELOAD, device=plan.device) as launcher:
-        progress("import", {"kind": "begin"})
         launcher.wait_ready()
 
         def cluster(phase: str, snapshots: bool) -> VirtualCluster:

@@ -55,9 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test whose processes need a package that is not there on purpose is skipped as one that imports it."""
-    for marker in item.iter_markers("needs"):
-        for name in marker.args:
-            find_spec(name)
+    needed = {name for marker in item.iter_markers("needs") for name in marker.args}
+    needed |= (
+        {"torch"} if item.get_closest_marker("cluster") or "launcher" in getattr(item, "fixturenames", ()) else set()
+    )
+    for name in sorted(needed):
+        find_spec(name)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -44,7 +44,18 @@ def main() -> int:
         return 0
     own = environment(python, asked.also)
     absent = [name for name in FRAMEWORKS if not has(own, name)]
-    command = [own, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", f"--cases={CASES}"]
+    command: list[str | Path] = [
+        own,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+        f"--cases={CASES}",
+    ]
     command += [f"--without={','.join(absent)}", *(f"--ignore={path}" for path in LEFT_OUT)]
     print(f"left out: {', '.join(f'{path} ({why})' for path, why in LEFT_OUT.items())}", flush=True)
     return subprocess.run(command, cwd=ROOT, env=clean(), check=False).returncode

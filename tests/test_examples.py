@@ -99,7 +99,7 @@ def noted(lines: list[str]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.needs("torch")
-@sampled("kills", few=2, whole=5)
+@sampled("kills", few=1, whole=5)
 @pytest.mark.proves("plain-loader")
 def test_the_loop_of_the_readme_is_exact_wherever_it_is_killed(
     arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
