@@ -2,6 +2,7 @@
 # make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and a spare comes
 # make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and a spare comes
 # make test    the test suite, two files at a time; TESTS=... chooses; its end names what took longest
+# make test-other   the fast tests on Python 3.13 or 3.12, without torch: a minute and a half
 # make slow    all that make test has samples of: every interleaving, scenario, mutant, seed and crash point; an hour
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes
@@ -16,8 +17,8 @@
 # make gpu-wheels  what a GPU machine without network needs beside torch and NumPy, for its Python: GPU_PYTHON=3.12
 # make gpu-offline there: set up with these and its own torch, and then make gpu
 # make gpu-dry the same program on a machine without one, against a device that is not there: six minutes
-# make wheels  an sdist and a wheel for each Python that is here, in dist/
-# make wheels-check  install each in a fresh environment, and kill and restart a job with it
+# make wheels  an sdist and a wheel for each kind of processor that a compiler is here for, in dist/
+# make wheels-check  install each for every Python that is here, lose a trainer and a node with it, from no checkout
 # make proof   the tests that prove what README and docs promise, and a table of what came of each
 # make docs    write the reference out of the code, build the documentation, check every link: build/docs/index.html
 
@@ -26,7 +27,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check docs clean setup
+.PHONY: demo demo-torchrun demo-ray test test-other slow proof check matrix chaos loops fuzz stall bench-service bench-load bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -36,13 +37,16 @@ demo-torchrun: setup
 	@TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 \
 		$(BIN)/holdfast chaos run --seed 1656 --faults 2 --nodes 3 --steps 10 -- \
 		$(BIN)/torchrun --nnodes=3 --nproc-per-node=1 --max-restarts=9 --rdzv-backend=c10d \
-		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m examples.acp_sgd
+		--rdzv-endpoint=127.0.0.1:29400 --rdzv-id=demo --local-addr=127.0.0.1 -m holdfast.examples.acp_sgd
 
 demo-ray: setup
 	@$(BIN)/python -m holdfast.chaos.ray.drill again
 
 test: setup
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=50 $(TESTS)
+
+test-other: setup
+	@$(BIN)/python -m tests.other_python $(OTHER)
 
 slow: setup
 	@$(BIN)/pytest -m slow $(TESTS)
@@ -107,7 +111,7 @@ gpu-offline:
 	@touch $(READY)
 
 wheels: setup
-	@$(BIN)/python -m tests.wheels build python3.11 python3.12 python3.13
+	@$(BIN)/python -m tests.wheels build
 
 wheels-check: setup
 	@$(BIN)/python -m tests.wheels check dist/*.whl $(WHEELS_CHECK)

@@ -12,8 +12,7 @@ from typing import Any
 import psutil
 
 from holdfast.chaos.actions import obstacle
-from holdfast.chaos.cluster import History, VirtualCluster
-from holdfast.chaos.drill import TARGET
+from holdfast.chaos.cluster import TARGET, History, VirtualCluster
 from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.scenario import WORKLOAD, Scenario

@@ -39,6 +39,9 @@ from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, Hol
 from holdfast.smp_daemon.shared.failpoints import SMP_FAILPOINTS
 from holdfast.smp_daemon.shared.scratch import Scratch
 
+TARGET = "holdfast.chaos.drill:train"
+"""What a trainer runs if nothing else is said."""
+
 
 class JobFailed(HoldfastError):
     """A trainer failed although nothing was done to it."""

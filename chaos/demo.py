@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.chaos.cluster import History, Restart, VirtualCluster
-from holdfast.chaos.drill import TARGET, compare, longest_interval, most_held_up, steps_done_again
+from holdfast.chaos.cluster import TARGET, History, Restart, VirtualCluster
+from holdfast.chaos.differences import compare, longest_interval, most_held_up, steps_done_again
 from holdfast.chaos.faults import CATALOGUE
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.recovery import phases
@@ -189,8 +189,8 @@ def run(plan: DemoPlan, progress: Callable[[str, Event], None]) -> Account:
     began = time.monotonic()
     args = {"job": JOB, "seed": plan.seed, "steps": plan.steps, "hook": {"protect": plan.protect}}
     args |= {"defaults": plan.defaults, "options": plan.options}
+    progress("import", {"kind": "begin"})
     with Launcher(PRELOAD, device=plan.device) as launcher:
-        progress("import", {"kind": "begin"})
         launcher.wait_ready()
 
         def cluster(phase: str, snapshots: bool) -> VirtualCluster:

@@ -44,7 +44,9 @@ class DemoProgress:
     def tell(self, phase: str, event: Event) -> None:
         """Take note of an event; see `holdfast.chaos.demo.run`."""
         kind = event["kind"]
-        if kind == "begin" and phase in LABELS:
+        if kind == "begin" and phase == "import" and not self._console.is_terminal:
+            self._console.print("importing torch, megatron-core")
+        elif kind == "begin" and phase in LABELS:
             self._bar.update(self._task, completed=self._bar.tasks[self._task].total, note="")
             self._task = self._bar.add_task(LABELS[phase], total=self._plan.steps, note="")
             if not self._console.is_terminal:

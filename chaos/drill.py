@@ -1,6 +1,7 @@
 """One job twice on virtual nodes, undisturbed and with faults: whether both came out the same, to the last bit.
 
-A job is a class whose instances are one rank's training. `train` is what every trainer runs; `compare` is the verdict.
+A job is a class whose instances are one rank's training. `train` is what every trainer runs;
+`holdfast.chaos.differences` is the verdict.
 """
 
 from __future__ import annotations
@@ -20,14 +21,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from holdfast.chaos.cluster import History
-from holdfast.chaos.runner import Event
 from holdfast.chaos.trainer import Trainer
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.interval.policy import DEFAULT_BUDGET
 
-TARGET = "holdfast.chaos.drill:train"
 DRAIN_DEADLINE_S = 2.0
 
 State = Iterable[tuple[str, Any]]
@@ -115,17 +113,6 @@ def go_through(args: Mapping[str, Any], report: Callable[..., None]) -> None:
 def place() -> torch.device:
     """Where this process trains: on its GPU, or where it sees none, on the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def longest_interval(history: History) -> int:
-    """The most steps that there were from one snapshot to the next; 0: nobody said."""
-    return max((event.get("interval") or 0 for event in history.of("step")), default=0)
-
-
-def most_held_up(history: History) -> float | None:
-    """The part of the last start's time for which the hook held up the loop, of the rank where it was most; None: it
-    did not end."""
-    return max((event["held_up"] for event in history.of("end") if "held_up" in event), default=None)
 
 
 def drains(drain: bool | int, step: int) -> bool:
@@ -216,41 +203,3 @@ def generators() -> Iterator[tuple[str, Any]]:
 def local(value: Any) -> Any:
     """This rank's part of a distributed tensor; anything else as it is."""
     return value.to_local() if hasattr(value, "to_local") else value
-
-
-def compare(undisturbed: History, disturbed: History) -> str:
-    """The first difference between two runs, or an empty text: every loss of every rank, every final state.
-
-    A step that was done twice must have come out the same both times.
-    """
-    expected = {(e["rank"], e["step"]): e["loss"] for e in undisturbed.of("step")}
-    seen = set()
-    for event in disturbed.of("step"):
-        key = (event["rank"], event["step"])
-        seen.add(key)
-        if event["loss"] != expected.get(key):
-            return f"loss of rank {key[0]} at step {key[1]}: {event['loss']}, undisturbed {expected.get(key)}"
-    if seen != expected.keys():
-        return f"{len(expected.keys() - seen)} losses are missing"
-    ends = {e["rank"]: e["digests"] for e in undisturbed.of("end")}
-    for event in disturbed.of("end"):
-        if difference := _difference(ends.pop(event["rank"], {}), event):
-            return difference
-    return f"no final state of ranks {sorted(ends)}" if ends else ""
-
-
-def _difference(expected: dict[str, str], end: Event) -> str:
-    found: dict[str, str] = end["digests"]
-    names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if not names:
-        return ""
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"the final state of rank {end['rank']} differs: {', '.join(names[:4])}{more}"
-
-
-def steps_done_again(history: History, generation: int) -> int:
-    """How many steps that were finished before a restart had to be done again after it."""
-    before = history.of("step", generation=generation - 1) or history.of("started", generation=generation - 1)
-    done = max((event["step"] for event in before), default=0)
-    started = history.of("started", generation=generation)
-    return max(0, done - started[0]["step"]) if started else 0

@@ -16,9 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.chaos.cluster import History, VirtualCluster
-from holdfast.chaos.drill import TARGET, compare, steps_done_again
+from holdfast.chaos.cluster import TARGET, History, VirtualCluster
+from holdfast.chaos.differences import compare, steps_done_again
 from holdfast.chaos.launcher import Launcher
+from holdfast.extras import has
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 
 GPT = "holdfast.chaos.gpt:Gpt"
@@ -57,7 +58,7 @@ class Cell:
 
 
 def _torch(name: str, job: str, ranks: int, *, quick: bool = False, **options: Any) -> Cell:
-    return Cell(name, f"examples.{job}", ranks, options, quick, drain=True)
+    return Cell(name, f"holdfast.examples.{job}", ranks, options, quick, drain=True)
 
 
 def _gpt(name: str, ranks: int, *, quick: bool = False, **options: Any) -> Cell:
@@ -139,9 +140,15 @@ class CellVerdict:
 
 
 def choose(names: str) -> tuple[Cell, ...]:
-    """Cells from ``"all"``, ``"quick"`` or a list such as ``"TP2;PP2"``. Raises `ConfigError` for others."""
+    """Cells from ``"all"``, ``"quick"``, ``"torch"``, which need nothing else, or a list such as ``"TP2;PP2"``.
+
+    Raises:
+        ConfigError: there is no such cell.
+    """
     if names == "all":
         return CELLS
+    if names == "torch":
+        return tuple(cell for cell in CELLS if cell.job != GPT)
     if names == "quick":
         return tuple(cell for cell in CELLS if cell.quick)
     known = {cell.name: cell for cell in CELLS}
@@ -225,8 +232,8 @@ def judge(cell: Cell, undisturbed: History, disturbed: History, seconds: float) 
 
 def versions() -> dict[str, str]:
     """Of what trained, by name."""
-    found = {name: metadata.version(name) for name in ("torch", "megatron-core")}
-    return {"Python": platform.python_version(), **found}
+    found = {"Python": platform.python_version(), "torch": metadata.version("torch")}
+    return found | ({"megatron-core": metadata.version("megatron-core")} if has("megatron") else {})
 
 
 def show(console: Console, verdicts: Iterable[CellVerdict]) -> None:

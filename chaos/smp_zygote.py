@@ -5,6 +5,7 @@ What runs in each is `smp_daemon.__main__.main`, as ``python -m holdfast.smp_dae
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -109,6 +110,8 @@ def _serve(channel: socket.socket) -> None:
     # NumPy's are turned off above.
     for part in ("service", "coding.drain", "ops.web", "persist.options", "__main__"):
         importlib.import_module(f"holdfast.smp_daemon.{part}")
+    gc.collect()
+    gc.freeze()  # or a collection in an SMP walks over, and so copies, every page of what was imported
     while True:
         data, descriptors, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, 1)
         if not data:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.chaos.cluster import History
-from holdfast.chaos.drill import compare, longest_interval, most_held_up, steps_done_again
+from holdfast.chaos.differences import compare, longest_interval, most_held_up, steps_done_again
 from holdfast.chaos.scenario import Scenario
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 

@@ -16,6 +16,7 @@ Trainers die with it, and it ends, killing them, when its socket closes.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -202,6 +203,8 @@ def main() -> None:
     for module in sys.argv[2:]:
         importlib.import_module(module)
     _settle_access_times()
+    gc.collect()
+    gc.freeze()  # or a collection in a trainer walks over, and so copies, every page of what was imported
     TrainerZygote(channel).run()
 
 

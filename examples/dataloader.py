@@ -1,8 +1,8 @@
 """The loop of the README, with a plain shuffled DataLoader: run it, kill it with ``kill -9`` at any moment, run it
 again.
 
-``HOLDFAST_JOB=dataloader python -m examples.dataloader``. Two workers read and augment; dropout, a schedule that is
-stepped once an epoch, and a validation after each epoch draw from the same generators.
+``HOLDFAST_JOB=dataloader python -m holdfast.examples.dataloader``. Two workers read and augment; dropout, a schedule
+that is stepped once an epoch, and a validation after each epoch draw from the same generators.
 """
 
 from __future__ import annotations

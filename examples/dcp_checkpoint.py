@@ -1,6 +1,6 @@
 """Distributed checkpoints in memory: run it, kill it with ``kill -9``, run it again, on more ranks or on fewer.
 
-``HOLDFAST_JOB=dcp torchrun --standalone --nproc-per-node 2 -m examples.dcp_checkpoint``
+``HOLDFAST_JOB=dcp torchrun --standalone --nproc-per-node 2 -m holdfast.examples.dcp_checkpoint``
 """
 
 from __future__ import annotations

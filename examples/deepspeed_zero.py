@@ -1,6 +1,6 @@
 """A DeepSpeed run that may be killed at any moment: run it, kill it with ``kill -9``, run it again.
 
-``HOLDFAST_JOB=deepspeed torchrun --standalone --nproc-per-node 2 -m examples.deepspeed_zero``, with
+``HOLDFAST_JOB=deepspeed torchrun --standalone --nproc-per-node 2 -m holdfast.examples.deepspeed_zero``, with
 ``pip install 'holdfast-train[deepspeed]'``. On a machine without GPUs set ``DS_ACCELERATOR=cpu``, too.
 """
 

@@ -1,6 +1,7 @@
 """A job that goes on with fewer ranks after a loss, and with more again: DDP or FSDP2, the same global batch always.
 
-``export HOLDFAST_JOB=elastic HOLDFAST_ELASTIC=1; torchrun --standalone --nproc-per-node 4 -m examples.elastic``
+    export HOLDFAST_JOB=elastic HOLDFAST_ELASTIC=1
+    torchrun --standalone --nproc-per-node 4 -m holdfast.examples.elastic
 
 Kill it with ``kill -9``, and start it with ``--nproc-per-node 3``: the losses go on as they would have with four, but
 for the last digits. What is added up by three ranks is added up in another order.
@@ -18,9 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from examples.plain import seed_everything
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from holdfast.examples.plain import seed_everything
 from holdfast.integrations.batches import GlobalBatches, portion
 
 WIDTH, BATCH, SAMPLES, LARGEST = 24, 24, 100, 4

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from examples.plain import BATCH, WIDTH, seed_everything
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from holdfast.examples.plain import BATCH, WIDTH, seed_everything
 
 DAMPING, DECAY = 0.03, 0.95
 

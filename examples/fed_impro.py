@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from examples.plain import seed_everything
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from holdfast.examples.plain import seed_everything
 
 CLASSES, INPUTS, FEATURES, CLIENTS, PICKED, LOCAL_STEPS = 4, 12, 16, 10, 2, 3
 

@@ -1,6 +1,7 @@
 """A transformers.Trainer that may be killed at any moment: run it, kill it with ``kill -9``, run it again.
 
-``HOLDFAST_JOB=huggingface python -m examples.huggingface_trainer``, with ``pip install 'holdfast-train[huggingface]'``.
+``HOLDFAST_JOB=huggingface python -m holdfast.examples.huggingface_trainer``, with
+``pip install 'holdfast-train[huggingface]'``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A Lightning fit that may be killed at any moment: run it, kill it with ``kill -9``, run it again.
 
-``HOLDFAST_JOB=lightning python -m examples.lightning_fit``, with ``pip install 'holdfast-train[lightning]'``.
+``HOLDFAST_JOB=lightning python -m holdfast.examples.lightning_fit``, with ``pip install 'holdfast-train[lightning]'``.
 """
 
 from __future__ import annotations

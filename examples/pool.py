@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from examples.plain import BATCH, WIDTH, seed_everything
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from holdfast.examples.plain import BATCH, WIDTH, seed_everything
 
 STAGES = ((1, 24), (4, 160), (2, 64), (1, 40))
 """How many blocks, of what inner width, the owners of stages bear, in turn."""

@@ -1,5 +1,5 @@
 """Reinforcement learning under Ray: players, which have no state of their own, make experience; a worker group of
-trainers learns from it, and its state is in memory: ``python -m examples.ray_rollouts --nodes 2``.
+trainers learns from it, and its state is in memory: ``python -m holdfast.examples.ray_rollouts --nodes 2``.
 
 A trainer that dies, or its node, is made again and goes on where it was. A player that dies is made again by Ray, which
 calls it again; what it does follows from its arguments alone, so nothing changes.
@@ -82,6 +82,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from examples import ray_rollouts  # the module that Ray's workers know, not __main__
+    from holdfast.examples import ray_rollouts  # the module that Ray's workers know, not __main__
 
     ray_rollouts.main()

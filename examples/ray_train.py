@@ -1,4 +1,4 @@
-"""Ray Train, with its state in memory and no checkpoint: ``python -m examples.ray_train --workers 2``.
+"""Ray Train, with its state in memory and no checkpoint: ``python -m holdfast.examples.ray_train --workers 2``.
 
 When a worker dies, or its node, Train makes all workers again, and they go on from the step that they were in.
 """
@@ -69,6 +69,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from examples import ray_train  # the module that Ray's workers know, not __main__
+    from holdfast.examples import ray_train  # the module that Ray's workers know, not __main__
 
     ray_train.main()

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from examples.plain import Plain
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from holdfast.examples.plain import Plain
 
 BATCH, LEAST = 12, 3
 """Rows of a batch, which never changes, and of the smallest sub-batch."""

@@ -3,7 +3,7 @@
 With ``pip install 'holdfast-train[torchft]'``, on each of two nodes, R being 0 and 1::
 
     torchft_lighthouse --min_replicas 1 &          # once; its address goes into TORCHFT_LIGHTHOUSE
-    HOLDFAST_JOB=ft REPLICA_GROUP_ID=R torchrun --standalone --max-restarts 9 -m examples.torchft_replicas
+    HOLDFAST_JOB=ft REPLICA_GROUP_ID=R torchrun --standalone --max-restarts 9 -m holdfast.examples.torchft_replicas
 """
 
 from __future__ import annotations

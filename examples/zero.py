@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from examples.plain import BATCH, WIDTH, seed_everything
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from holdfast.examples.plain import BATCH, WIDTH, seed_everything
 
 HIDDEN, RANK, LAYERS = 32, 4, 4
 

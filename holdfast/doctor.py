@@ -30,7 +30,7 @@ from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FI
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.populate import populate
 from holdfast.smp_daemon.storage.pool import SHMEM_HUGE
-from holdfast.snapshot.copy.pages import REGISTER_BYTES
+from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.runs import streams
 
 MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bold red")}

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from examples.elastic import Elastic
-from examples.zero import Zero
 from holdfast.chaos import drill
 from holdfast.chaos.trainer import Trainer
+from holdfast.examples.elastic import Elastic
+from holdfast.examples.zero import Zero
 from holdfast.smp_daemon.shared.failpoints import failpoint
 
 DRAIN_DEADLINE_S = 10.0

@@ -15,7 +15,7 @@ import pytest
 from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("ec", "smp_daemon", "snapshot", "integrations", "chaos", "deploy")
+PARTS = ("ec", "smp_daemon", "snapshot", "integrations", "chaos", "deploy", "examples")
 """Folders at the top that are parts of ``holdfast``."""
 
 ROOMS = (
@@ -43,9 +43,9 @@ ROOMS = (
 
 
 def product() -> dict[str, Path]:
-    """Every module that is shipped, and the examples, by its name without ``holdfast.``."""
+    """Every module that is shipped, by its name without ``holdfast.``."""
     found = {}
-    for folder in (*PARTS, "holdfast", "examples"):
+    for folder in (*PARTS, "holdfast"):
         for path in sorted((ROOT / folder).glob("**/*.py")):
             inside = path.relative_to(ROOT)
             name = ".".join((inside.parent if path.name == "__init__.py" else inside.with_suffix("")).parts)

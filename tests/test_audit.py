@@ -24,7 +24,13 @@ ROOT = Path(__file__).parent.parent
 
 def audit(job: str, *options: str, ranks: int = 1, **more: Any) -> AuditReport:
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
-    command = (sys.executable, *launcher, "-m", f"examples.{job}", *(f"--option={option}" for option in options))
+    command = (
+        sys.executable,
+        *launcher,
+        "-m",
+        f"holdfast.examples.{job}",
+        *(f"--option={option}" for option in options),
+    )
     return run(AuditPlan(command, deadline_s=60, **more), lambda name: None)
 
 

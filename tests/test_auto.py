@@ -42,7 +42,7 @@ def test_the_interval_follows_steps_that_take_three_times_as_long(launcher: Laun
 
 @pytest.mark.cluster
 def test_a_restart_goes_on_with_the_interval_and_counts_the_failure(launcher: Launcher) -> None:
-    history = run(launcher, 200, 1000, kill=180)
+    history = run(launcher, 120, 1000, kill=110)
     starts = history.of("started", generation=1)
     assert len(starts) == 2
     for start in starts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from holdfast.cli.main import main, make_parser
 from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES
 from holdfast.smp_daemon.ops.web import parse_http
 from holdfast.smp_daemon.shared.quantities import parse_size, parse_time
+from tests import pythons, wheels
 from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
@@ -405,3 +408,62 @@ def test_what_differs_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "file").touch()
     assert main(["deploy", "slurm", "--to", str(tmp_path / "file")]) == 1
     assert "cannot be written: File exists; choose another with --to" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- the container
+
+RECIPE = DEPLOY / "container" / "Dockerfile"
+
+
+@cache
+def instructions() -> list[tuple[str, str]]:
+    """Of the recipe, in order: the word each begins with, and the rest."""
+    text = re.sub(r"(?m)^#.*\n", "", RECIPE.read_text())
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [(line.partition(" ")[0], line.partition(" ")[2].strip()) for line in lines if line.strip()]
+
+
+def of(word: str) -> list[str]:
+    return [rest for first, rest in instructions() if first == word]
+
+
+def test_the_container_has_a_python_that_is_supported() -> None:
+    [base] = of("FROM")
+    assert base == "python:${PYTHON}-slim-bookworm"
+    [version] = [rest.partition("=")[2] for rest in of("ARG") if rest.startswith("PYTHON=")]
+    assert version in pythons.VERSIONS
+
+
+def test_the_container_copies_what_make_wheels_builds_and_nothing_else() -> None:
+    [copied] = of("COPY")
+    pattern, folder = copied.split()
+    assert fnmatch(f"holdfast_train-0.1.0-cp311-abi3-{wheels.OLDEST_LIBC}x86_64.whl", pattern)
+    assert f"-t train {wheels.DIST.name}\n" in RECIPE.read_text()  # what is built is the context
+    assert f"--find-links {folder.rstrip('/')} " in " ".join(of("RUN"))
+
+
+def test_the_container_installs_the_distribution_and_an_extra_by_their_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [name] = re.findall(r'"([\w-]+)\[\$\{EXTRAS\}\]"', " ".join(of("RUN")))
+    assert name == project["name"]
+    [extra] = [rest.partition("=")[2] for rest in of("ARG") if rest.startswith("EXTRAS=")]
+    assert extra in project["optional-dependencies"]
+
+
+def test_the_containers_shell_commands_are_there() -> None:
+    for script in of("RUN"):
+        subprocess.run(["sh", "-n", "-c", script], check=True, timeout=DEADLINE_S)
+        for command in re.split(r"&&", script):
+            program = shlex.split(command)[0]
+            assert program == "pip" or shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin"), program
+
+
+def test_the_container_is_a_user_without_privileges_and_what_it_runs_is_a_command() -> None:
+    words = [word for word, _ in instructions()]
+    [user] = of("USER")
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user) and f"--uid {user.partition(':')[0]} " in " ".join(of("RUN"))
+    assert words.index("USER") > max(at for at, word in enumerate(words) if word in ("RUN", "COPY"))
+    for text in (*of("CMD"), *of("HEALTHCHECK")):
+        program, *arguments = json.loads(text[text.index("[") :])
+        assert program == "holdfast"
+        make_parser().parse_args(arguments)

@@ -66,6 +66,7 @@ def test_defaults_in_the_table_are_those_of_the_smp(monkeypatch: pytest.MonkeyPa
     assert compared >= 15
 
 
+@pytest.mark.needs("torch")
 def test_the_reference_is_what_the_code_says() -> None:
     """Made in a process of its own, as ``make docs`` does it."""
     code = "import runpy, json; print(json.dumps(runpy.run_path('docs/generate.py')['pages']()))"
@@ -181,6 +182,7 @@ print(calls, [p.sum().item().hex() for p in model.parameters()])
 """
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.proves("plain-loader")
 def test_the_example_of_the_readme_resumes_bit_for_bit(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it stands there, with a plain shuffled DataLoader; killed in its second epoch."""

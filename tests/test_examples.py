@@ -29,7 +29,7 @@ ALONE = {
 
 
 def start(example: str, job: str, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-u", "-m", f"examples.{example}"]
+    command = [sys.executable, "-u", "-m", f"holdfast.examples.{example}"]
     environment = os.environ | ALONE | {"HOLDFAST_JOB": job, "HOLDFAST_FOLDER": str(folder / job)}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -98,7 +98,8 @@ def noted(lines: list[str]) -> list[tuple[str, str]]:
     ]
 
 
-@sampled("kills", few=2, whole=5)
+@pytest.mark.needs("torch")
+@sampled("kills", few=1, whole=5)
 @pytest.mark.proves("plain-loader")
 def test_the_loop_of_the_readme_is_exact_wherever_it_is_killed(
     arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int

@@ -212,6 +212,7 @@ def test_an_smp_whose_peer_is_away_says_so_once(ground: Ground, monkeypatch: pyt
     assert len(found) < 20, found
 
 
+@pytest.mark.needs("torch")
 def test_a_trainer_logs_only_if_it_is_asked_to(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     smp = ground.smp()
     script = (

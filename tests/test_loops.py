@@ -125,7 +125,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@sampled("seeds", few=12, whole=50)
+@sampled("seeds", few=8, whole=50)
 @pytest.mark.proves("all-or-refused", "exact-or-given-up")
 def test_seeds_are_identical_or_refused_by_name(tmp_path: Path, seeds: int) -> None:
     file, report = tmp_path / "loops.json", tmp_path / "loops.md"

@@ -10,7 +10,7 @@ from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.matrix import CELLS, Cell, choose, drill, judge
 from tests.sampling import chosen
 
-CELL = Cell("toy", "examples.plain:Plain", 2)
+CELL = Cell("toy", "holdfast.examples.plain:Plain", 2)
 COVERING = (
     "TP2 PP2 DP2",
     "TP2 DP2, fp16, no distributed optimizer",

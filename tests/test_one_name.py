@@ -47,6 +47,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.proves("one-name")
 def test_a_job_beside_files_of_the_same_names_is_killed_and_goes_on(folder: Path, arena: Path) -> None:
     killed = run(folder, "train.py")

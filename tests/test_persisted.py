@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.cluster import History, JobFailed, VirtualCluster
-from holdfast.chaos.drill import TARGET, compare
+from holdfast.chaos.cluster import TARGET, History, JobFailed, VirtualCluster
+from holdfast.chaos.differences import compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.runner import Event
 from holdfast.smp_daemon.persist.manifest import directory, shard_name

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.cluster import History, JobFailed, VirtualCluster
-from holdfast.chaos.drill import TARGET, compare
+from holdfast.chaos.cluster import TARGET, History, JobFailed, VirtualCluster
+from holdfast.chaos.differences import compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.matrix import Cell, drill
 from holdfast.chaos.runner import Event
 from holdfast.smp_daemon.shared.paths import arena_base
 
-JOB = "examples.pool:Pool"
+JOB = "holdfast.examples.pool:Pool"
 NODES, SEED, STEPS, MANY_STEPS = 3, 1234, 8, 200
 KILLED = 195
 PAGE_BYTES = 4096

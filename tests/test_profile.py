@@ -51,6 +51,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     return (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.cluster
 def test_a_job_of_two_nodes_is_profiled_ended_and_tuned(
     command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -75,6 +76,7 @@ def test_a_job_of_two_nodes_is_profiled_ended_and_tuned(
     assert json.loads(tuned.read_text())["interval_steps"] >= 1
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.cluster
 def test_a_job_that_is_too_short_is_told(command: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(HoldfastError, match=r"(?s)ended before 40 steps were recorded.*trained to the end"):

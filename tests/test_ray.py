@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.chaos.drill import compare
+from holdfast.chaos.differences import compare
 from holdfast.chaos.faults import Where, injected_by
 from holdfast.chaos.launcher import Launcher
 from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable

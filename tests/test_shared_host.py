@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.chaos.cluster import History, VirtualCluster
-from holdfast.chaos.drill import TARGET, compare
+from holdfast.chaos.cluster import TARGET, History, VirtualCluster
+from holdfast.chaos.differences import compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.matrix import Cell, drill
 from holdfast.chaos.node import VirtualNode
@@ -23,7 +23,7 @@ from holdfast.chaos.runner import Event, Wiring
 from holdfast.smp_daemon.shared.paths import arena_base
 from tests.deadlines import DEADLINE_S
 
-JOB = "examples.shared_host:SharedHost"
+JOB = "holdfast.examples.shared_host:SharedHost"
 NODES, STEPS, SUSPENDED_AFTER = 2, 9, 5
 
 

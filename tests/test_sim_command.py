@@ -29,6 +29,7 @@ def test_two_thousand_seeds_keep_the_promise_and_reach_every_point() -> None:
     assert not [point for point, counts in report["points"].items() if not counts["hits"]]
 
 
+@pytest.mark.needs("torch")
 def test_two_processes_do_what_one_does() -> None:
     arguments = ("--seeds", "110", "--first", "5000")  # more than one batch
     alone, together = run(*arguments), run(*arguments, "--jobs", "2")

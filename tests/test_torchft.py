@@ -164,7 +164,7 @@ class Replica:
 
     def __init__(self, number: int, lighthouse: str) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "8"]
-        command += ["--standalone", "-m", "examples.torchft_replicas"]
+        command += ["--standalone", "-m", "holdfast.examples.torchft_replicas"]
         told = {"REPLICA_GROUP_ID": str(number), "TORCHFT_LIGHTHOUSE": lighthouse, "STEPS": "1000000"}
         self.process = subprocess.Popen(command, env=os.environ | told, stdout=subprocess.PIPE, text=True)
         self._lines: SimpleQueue[str] = SimpleQueue()

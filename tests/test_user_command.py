@@ -160,7 +160,7 @@ def test_a_job_under_torchrun_is_killed_over_and_over_and_ends_the_same(
     report = tmp_path / "report.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["--seed", "0", "--faults", "1", "--double", "--steps", "8", "--deadline", "90s", "--json", str(report)]
-    status = main(["chaos", "run", *options, "--", *launcher, "-m", "examples.acp_sgd"])
+    status = main(["chaos", "run", *options, "--", *launcher, "-m", "holdfast.examples.acp_sgd"])
     found: dict[str, Any] = json.loads(report.read_text())
     assert status == 0, found["problems"]
     assert found["faults_asked"] == found["faults_injected"] == len(found["injected"]) == 2
@@ -175,7 +175,9 @@ def test_another_process_of_the_command_is_killed(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(ROOT)
     report = tmp_path / "report.json"
     seed = next(seed for seed in range(50) if draw(seed, 1, 1, 8, other=True)[0].kind == "kill-other")
-    script = "sleep 97 & helper=$!; python -m examples.acp_sgd & wait -n; status=$?; kill $helper %2; exit $status"
+    script = (
+        "sleep 97 & helper=$!; python -m holdfast.examples.acp_sgd & wait -n; status=$?; kill $helper %2; exit $status"
+    )
     options = ["--seed", str(seed), "--faults", "1", "--steps", "8", "--other", "97", "--json", str(report)]
     assert main(["chaos", "run", *options, "--", "bash", "-c", script]) == 0
     assert [fault["kind"] for fault in json.loads(report.read_text())["injected"]] == ["kill-other"]
@@ -199,7 +201,7 @@ def test_a_node_is_lost_under_agents_of_torchrun_and_a_spare_takes_its_place(
     agents = ["--nnodes=3", "--max-restarts=9", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test"]
     launcher = [sys.executable, "-m", "torch.distributed.run", *agents, "--local-addr=127.0.0.1"]
     options = ["--seed", "1656", "--faults", "2", "--nodes", "3", "--steps", "10", "--json", str(report)]
-    assert main(["chaos", "run", *options, "--", *launcher, "-m", "examples.acp_sgd"]) == 0
+    assert main(["chaos", "run", *options, "--", *launcher, "-m", "holdfast.examples.acp_sgd"]) == 0
     found = json.loads(report.read_text())
     assert [fault["kind"] for fault in found["injected"]] == ["kill-trainer", "lose-node"]
     assert found["epochs"] == 3

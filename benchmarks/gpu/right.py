@@ -169,9 +169,9 @@ def parallel(machine: Machine) -> Figures:
     """torch's ways to train are killed and restarted: FSDP2, also with parameters on the host, and DDP on one GPU."""
     return _cells(
         machine,
-        matrix.Cell("FSDP2", "examples.plain:Shards", 1, drain=True),
-        matrix.Cell("FSDP2, offloaded", "examples.plain:Offloaded", 1, drain=True),
-        matrix.Cell("DDP, two ranks on one GPU", "examples.plain:Replicas", 2, drain=True),
+        matrix.Cell("FSDP2", "holdfast.examples.plain:Shards", 1, drain=True),
+        matrix.Cell("FSDP2, offloaded", "holdfast.examples.plain:Offloaded", 1, drain=True),
+        matrix.Cell("DDP, two ranks on one GPU", "holdfast.examples.plain:Replicas", 2, drain=True),
     )
 
 

@@ -14,14 +14,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.cluster import History, VirtualCluster
-from holdfast.chaos.drill import TARGET, compare
+from holdfast.chaos.cluster import TARGET, History, VirtualCluster
+from holdfast.chaos.differences import compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.ray.cluster import RayFault, VirtualRay
 from holdfast.chaos.runner import Event
 from holdfast.smp_daemon.shared.errors import ConfigError
 
-JOB = "examples.plain:Replicas"
+JOB = "holdfast.examples.plain:Replicas"
 SEED, STEPS = 7, 10
 
 

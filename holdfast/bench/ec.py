@@ -165,9 +165,15 @@ def run(plan: EcBenchmark, console: Console) -> EcReport:
         console=console,
         disable=not console.is_terminal,
     )
+
+    def tell(done: int, cell: Setting) -> None:
+        bar.update(task, completed=done, description=_title(cell))
+        if not console.is_terminal:
+            console.print(f"[{done + 1}/{len(todo)}] {_title(cell)}")
+
     with bar:
         task = bar.add_task("", total=len(todo))
-        rows = measure(plan, todo, lambda n, cell: bar.update(task, completed=n, description=_title(cell)))
+        rows = measure(plan, todo, tell)
         bar.update(task, completed=len(todo))
         bar.update(task, description="four SMPs protect and rebuild")
         ends = [bench_smp.measure(protect, plan.shard_bytes, plan.seed, plan.repeats) for protect in plan.protects]

@@ -35,9 +35,10 @@ def _run(parsed: argparse.Namespace) -> int:
 
     from rich.console import Console
 
+    console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
+    console.print("importing torch")
     from holdfast.audit import AuditPlan, run, show
 
-    console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
     plan = AuditPlan(tuple(parsed.command), parsed.steps, parsed.kill, tuple(parsed.ignore), parsed.deadline)
     report = run(plan, lambda name: console.print(f"{name} ..."))
     show(console, report)

@@ -80,11 +80,13 @@ def _ec(parsed: argparse.Namespace) -> int:
 def _stall(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from holdfast.bench.stall import StallBenchmark, choose, markdown, quick, run, show
     from holdfast.cli import plots
 
     plots.check_plots(parsed.plot)
     console = Console(stderr=parsed.json == "-", highlight=False)
+    console.print("importing torch")
+    from holdfast.bench.stall import StallBenchmark, choose, markdown, quick, run, show
+
     plan = StallBenchmark(
         choose(parsed.systems),
         parsed.ranks,

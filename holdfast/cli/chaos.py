@@ -119,6 +119,8 @@ def run_scenarios(parsed: argparse.Namespace) -> int:
 
 def _run_command(parsed: argparse.Namespace) -> int:
     """``holdfast chaos run --seed N -- COMMAND``."""
+    console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
+    console.print("importing torch")
     from holdfast.audit import show
     from holdfast.chaos.user.command import CommandPlan
     from holdfast.chaos.user.run import run
@@ -141,7 +143,6 @@ def _run_command(parsed: argparse.Namespace) -> int:
         tuple(parsed.ignore),
         parsed.deadline,
     )
-    console = Console(stderr=parsed.json == "-", highlight=False, soft_wrap=True)
     console.print(f"seed {seed}")
     verdict = run(plan, lambda text: console.print(text, markup=False))
     seen = verdict.run
@@ -200,12 +201,15 @@ def _run(parsed: argparse.Namespace, scenarios: Sequence[Any]) -> int:
     console = Console(stderr=parsed.json == "-", highlight=False)
     began = time.monotonic()
     verdicts = []
+    console.print("importing torch")
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Campaign() as campaign, Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(scenarios))
         try:
             for number, scenario in enumerate(scenarios, 1):
                 progress.update(bar, description=scenario.name)
+                if not console.is_terminal:
+                    console.print(f"[{number}/{len(scenarios)}] {scenario.name} ...", soft_wrap=True)
                 verdict = campaign.run(scenario, replay_command(scenario))
                 verdicts.append(verdict)
                 progress.advance(bar)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast import ConfigError
 from holdfast.cli.output import add_json, write_json
+from holdfast.extras import require
 
 if TYPE_CHECKING:
     from holdfast.chaos.demo import Kill
@@ -68,6 +69,7 @@ def _run(parsed: argparse.Namespace) -> int:
         parsed.defaults,
         parsed.device,
     )
+    require("megatron", "holdfast demo", "run holdfast matrix --cells torch")
     console = Console(stderr=parsed.json == "-", highlight=False)
     with DemoProgress(console, plan) as progress:
         account = run(plan, progress.tell)

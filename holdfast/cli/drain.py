@@ -52,9 +52,11 @@ def run(parsed: argparse.Namespace) -> int:
     address = _address_of(overview, parsed.node)
     spares = parse_spares(parsed.to)
     message = Drain(job=overview.job, deadline_s=parsed.deadline, spares=tuple(spares), wait=parsed.wait)
+    out = sys.stderr if parsed.json == "-" else sys.stdout
+    print(f"moving what {parsed.node} holds of job {overview.job}", file=out, flush=True)
     with PeerClient(overview.job) as peers:
         drained = from_plain(Drained, peers.ask(address, message, parsed.deadline + MARGIN_S), "what became of a drain")
-    print(sentence(drained), file=sys.stderr if parsed.json == "-" else sys.stdout)
+    print(sentence(drained), file=out)
     write_json(parsed.json, {"job": overview.job, **to_plain(drained)})
     return 0
 

@@ -55,6 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
         return _list(parsed, console)
     if parsed.folder is None:
         raise ConfigError("say into which new directory to export, or --list")
+    console.print(f"exporting {'from ' + parsed.place if parsed.place else 'from memory'} into {parsed.folder}")
     report = export(
         parsed.folder, parsed.format, place=parsed.place, job=parsed.job, step=parsed.step, arena=parsed.arena
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast.cli.arguments import output_file
 from holdfast.cli.output import add_json, write_json
+from holdfast.extras import require
 
 
 def add(commands: Any) -> None:
@@ -16,9 +17,13 @@ def add(commands: Any) -> None:
         help="kill and restore every kind of job there is, compare to the last bit",
         description="Runs each cell, one way to train, twice on virtual nodes: undisturbed, and with a trainer and "
         "then a node killed in the middle of steps. Status 0 only if all losses and all final state are the "
-        "same to the last bit. From a checkout. 1 to 10 seconds a cell on two cores.",
+        "same to the last bit. 1 to 10 seconds a cell on two cores.",
     )
-    matrix.add_argument("--cells", default="all", help="'all', 'quick', or names such as 'TP2;PP2' (default all)")
+    matrix.add_argument(
+        "--cells",
+        default="all",
+        help="'all', 'quick', 'torch' for those without Megatron, or names such as 'TP2;PP2' (default all)",
+    )
     matrix.add_argument("--list", action="store_true", help="only list the cells")
     matrix.add_argument("--seed", type=int, default=1234, help="seed of weights, data and dropout (default 1234)")
     matrix.add_argument("--markdown", type=output_file, metavar="FILE", help="also write the table as Markdown")
@@ -32,7 +37,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from holdfast.bench.ec import describe, machine
-    from holdfast.chaos.matrix import CellVerdict, choose, markdown, report, run, show
+    from holdfast.chaos.matrix import GPT, CellVerdict, choose, markdown, report, run, show
 
     console = Console(stderr=parsed.json == "-", highlight=False)
     cells = choose(parsed.cells)
@@ -40,6 +45,9 @@ def _run(parsed: argparse.Namespace) -> int:
         for cell in cells:
             console.print(f"{cell.name}: {cell.ranks} ranks{', quick' if cell.quick else ''}")
         return 0
+    if megatron := [cell.name for cell in cells if cell.job == GPT]:
+        require("megatron", f"cell {megatron[0]!r}", "choose others, as --cells torch does")
+    console.print(f"importing torch{', megatron-core' if megatron else ''}")
 
     def tell(verdict: CellVerdict) -> None:
         console.print(f"{verdict.cell.name}: {verdict.difference or 'identical'} ({verdict.seconds:.0f} s)")

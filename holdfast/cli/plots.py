@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.extras import require
 from holdfast.planner.costs import Costs
 from holdfast.planner.curves import IntervalPoint, curves, nines
 from holdfast.planner.recommend import Recommendation
-from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import amount, duration
 
 if TYPE_CHECKING:
@@ -48,8 +47,8 @@ def check_plots(target: Path | None) -> None:
     Raises:
         ConfigError: a file is named and matplotlib is not installed.
     """
-    if target is not None and find_spec("matplotlib") is None:
-        raise ConfigError(f"--plot {target} needs matplotlib: pip install 'holdfast-train[plots]', or leave --plot out")
+    if target is not None:
+        require("plots", f"--plot {target}", "leave --plot out")
 
 
 def write(figure: Figure, target: Path) -> None:

@@ -126,8 +126,10 @@ def show(console: Console, measured: Measured) -> None:
 
 def _command(parsed: argparse.Namespace) -> int:
     command = tuple(parsed.command)
-    measured = run(ProfilePlan(command, parsed.output, parsed.steps, parsed.deadline))
+    plan = ProfilePlan(command, parsed.output, parsed.steps, parsed.deadline)
     console = Console(stderr=parsed.json == "-", highlight=False)
+    console.print(f"running the command until it has recorded {plan.steps} steps", soft_wrap=True)
+    measured = run(plan)
     show(console, measured)
     console.print(f"{parsed.output}: give it to holdfast tune --measured", soft_wrap=True)
     write_json(parsed.json, measured.to_json())

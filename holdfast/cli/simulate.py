@@ -97,7 +97,8 @@ def run(parsed: argparse.Namespace) -> int:
     plots.check_plots(parsed.plot)
     console = Console(stderr=parsed.json == "-", highlight=False)
     sweep = _sweep(parsed)
-    rows = run_sweep(sweep)
+    console.print("simulating")
+    rows = run_sweep(sweep, lambda row: console.print(f"  {row.gpus:,} GPUs, {row.strategy}"))
     points = [(point, point.simulated(parsed.seed)) for point in POINTS] if parsed.published else []
     checks = [
         {key: getattr(point, key) for key in ("name", "source", "published", "within", "at_least")}

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.snapshot.copy import runs
+from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, Runtime
 from holdfast.snapshot.copy.engines import (
     LOAD_THREADS,
@@ -38,7 +39,7 @@ from holdfast.snapshot.copy.engines import (
     golden,
     remembered,
 )
-from holdfast.snapshot.copy.pages import REGISTER_BYTES, Pages
+from holdfast.snapshot.copy.pages import Pages
 from holdfast.snapshot.copy.ring import Ring
 from holdfast.snapshot.copy.runs import Runs
 from holdfast.snapshot.copy.tensors import flat

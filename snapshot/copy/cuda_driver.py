@@ -16,6 +16,9 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.runs import Runs, queue
 
+REGISTER_BYTES = 64 << 20
+"""Most for one ``cudaHostRegister``: launches of other threads and processes wait for its end."""
+
 RELAXED = 2
 """Of the modes of a capture: what this thread does breaks no capture of another thread."""
 

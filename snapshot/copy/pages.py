@@ -15,11 +15,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.cuda_runtime import Runtime
 from holdfast.snapshot.copy.engines import address_of
-
-REGISTER_BYTES = 64 << 20
-"""Most for one ``cudaHostRegister``: launches of other threads and processes wait for its end."""
 
 ALREADY = 712
 """CUDA's error code for pages that somebody of this process has registered."""

@@ -1,0 +1,55 @@
+"""What came of a drill: whether two runs of a job differ, and what the kills cost. Pure, and without torch."""
+
+from __future__ import annotations
+
+from holdfast.chaos.cluster import History
+from holdfast.chaos.runner import Event
+
+
+def compare(undisturbed: History, disturbed: History) -> str:
+    """The first difference between two runs, or an empty text: every loss of every rank, every final state.
+
+    A step that was done twice must have come out the same both times.
+    """
+    expected = {(e["rank"], e["step"]): e["loss"] for e in undisturbed.of("step")}
+    seen = set()
+    for event in disturbed.of("step"):
+        key = (event["rank"], event["step"])
+        seen.add(key)
+        if event["loss"] != expected.get(key):
+            return f"loss of rank {key[0]} at step {key[1]}: {event['loss']}, undisturbed {expected.get(key)}"
+    if seen != expected.keys():
+        return f"{len(expected.keys() - seen)} losses are missing"
+    ends = {e["rank"]: e["digests"] for e in undisturbed.of("end")}
+    for event in disturbed.of("end"):
+        if difference := _difference(ends.pop(event["rank"], {}), event):
+            return difference
+    return f"no final state of ranks {sorted(ends)}" if ends else ""
+
+
+def _difference(expected: dict[str, str], end: Event) -> str:
+    found: dict[str, str] = end["digests"]
+    names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if not names:
+        return ""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"the final state of rank {end['rank']} differs: {', '.join(names[:4])}{more}"
+
+
+def steps_done_again(history: History, generation: int) -> int:
+    """How many steps that were finished before a restart had to be done again after it."""
+    before = history.of("step", generation=generation - 1) or history.of("started", generation=generation - 1)
+    done = max((event["step"] for event in before), default=0)
+    started = history.of("started", generation=generation)
+    return max(0, done - started[0]["step"]) if started else 0
+
+
+def longest_interval(history: History) -> int:
+    """The most steps that there were from one snapshot to the next; 0: nobody said."""
+    return max((event.get("interval") or 0 for event in history.of("step")), default=0)
+
+
+def most_held_up(history: History) -> float | None:
+    """The part of the last start's time for which the hook held up the loop, of the rank where it was most; None: it
+    did not end."""
+    return max((event["held_up"] for event in history.of("end") if "held_up" in event), default=None)
