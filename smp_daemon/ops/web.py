@@ -1,4 +1,5 @@
-"""What an SMP shows to people and monitoring, over HTTP on loopback: a page, ``/status.json`` and ``/metrics``.
+"""What an SMP shows to people and monitoring, over HTTP on loopback: a page, ``/status.json``, ``/metrics``
+and ``/healthz``.
 
 Read-only. A browser is answered only under a name of this machine's own, so that no web page elsewhere can read it
 through a name that it controls (DNS rebinding).
@@ -124,6 +125,7 @@ class Web:
             "/": lambda: ("text/html; charset=utf-8", page()),
             "/status.json": lambda: ("application/json", self._rendered(_status_json)),
             "/metrics": lambda: ("text/plain; version=0.0.4; charset=utf-8", self._rendered(self._metrics)),
+            "/healthz": lambda: ("text/plain; charset=utf-8", self._health()),
         }
 
     def _rendered(self, render: Callable[[Overview], bytes]) -> bytes:
@@ -133,6 +135,12 @@ class Web:
         if known is None or known[0] is not overview:
             known = self._bodies[render.__name__] = overview, render(overview)
         return known[1]
+
+    def _health(self) -> bytes:
+        """Of this SMP alone: no other is asked. Blocks for as long as it holds its own lock, so one that is stuck does
+        not answer."""
+        self._smp.inventory()
+        return b"ok\n"
 
     def _metrics(self, overview: Overview) -> bytes:
         node = self._smp.owner.node
@@ -200,6 +208,10 @@ class _HttpRequest(BaseHTTPRequestHandler):
     wbufsize = -1
     disable_nagle_algorithm = True
 
+    def do_HEAD(self) -> None:
+        """As a GET, without the body: `http.server` leaves that out of errors by itself."""
+        self.do_GET()
+
     def do_GET(self) -> None:
         if not is_local(self.headers.get("Host", "")):
             self.send_error(HTTPStatus.FORBIDDEN, "ask for 127.0.0.1 or localhost")
@@ -213,7 +225,8 @@ class _HttpRequest(BaseHTTPRequestHandler):
         for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug(format, *args)
