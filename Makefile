@@ -18,6 +18,7 @@
 # make wheels  an sdist and a wheel for each Python that is here, in dist/
 # make wheels-check  install each in a fresh environment, and kill and restart a job with it
 # make proof   the tests that prove what README and docs promise, and a table of what came of each
+# make pictures   of the page, in docs/, by Chromium
 # make docs    write the reference out of the code, build the documentation, check every link: build/docs/index.html
 
 PYTHON ?= python3.11
@@ -25,7 +26,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check docs clean setup
+.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check pictures docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -109,6 +110,9 @@ wheels-check: setup
 
 proof: setup
 	@$(BIN)/python -m tests.proof
+
+pictures: setup
+	@$(BIN)/python -m tests.pictures
 
 docs: setup
 	@$(BIN)/python docs/generate.py

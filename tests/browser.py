@@ -46,7 +46,7 @@ class Browser:
         self._in, theirs_out = os.pipe()
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={home}", "about:blank"]
         # The browser reads its descriptor 3 and writes to 4. Ours may have these numbers: both are moved away first.
-        moved = f"exec 8<&{theirs_in} 9>&{theirs_out}; exec 3<&8 4>&9 8<&- 9>&-"
+        moved = f"exec {{a}}<&{theirs_in} {{b}}>&{theirs_out}; exec 3<&$a 4>&$b"
         self._process = subprocess.Popen(
             ["bash", "-c", f'{moved}; exec "$@"', "bash", *command],
             pass_fds=(theirs_in, theirs_out),

@@ -343,7 +343,9 @@ def test_a_stopped_trainer_hangs_is_told_once_and_may_go_on(
         dead = await_health(smp, Health.DEAD)
         assert dead.coord == "dp7"
     log = (smp.arena / "smp.log").read_text()
-    assert 1 <= told.read_text().count(f"{JOB} node0 dp7 {process.pid} step 3\n") == log.count("is hung in the step") <= 2
+    assert (
+        1 <= told.read_text().count(f"{JOB} node0 dp7 {process.pid} step 3\n") == log.count("is hung in the step") <= 2
+    )
     assert log.count("died in the step after") == 1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from holdfast.smp_daemon.net.peers import PeerClient
-from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
@@ -52,11 +52,13 @@ def ask_all(
     def ask(address: Address) -> T | None:
         try:
             answer = read(peers.ask(address, message, DEADLINE_S))
-            _silent.end(address, "%s answers again", address, extra=about(peer=address))
+            _silent.end(address, "%s:%d answers again", *address, extra=about(peer=address))
             return answer
         except HoldfastError as error:
-            text, extra = "%s does not answer: %s", about(peer=address)
-            _silent.begin(address, text, address, error, level=logging.INFO, extra=extra)
+            text, args = (
+                ("%s", ()) if isinstance(error, SmpUnavailable | DeadlineExceeded) else ("%s:%d refuses: %s", address)
+            )
+            _silent.begin(address, text, *args, error, level=logging.INFO, extra=about(peer=address))
             return None
 
     with PeerClient(message.job, system=system) as peers, system.Pool(AT_ONCE, "inventories") as pool:
