@@ -14,7 +14,7 @@ from tests.test_page import PHONE, WIDE, been_through, show
 DOCS = Path(__file__).parent.parent / "docs"
 PHONE_HEIGHT = 950
 """CSS pixels of the phone's page that are shown; the rest is a long list of nodes."""
-COLOURS = 32
+COLOURS = 64
 
 
 def main() -> None:

@@ -24,6 +24,8 @@ from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
 
 PHONE, WIDE = 375, 1000
+WORD = 20
+"""Characters of the longest word that has a line's room anywhere."""
 FEW_PIXELS = 1.0
 APART = 15.0
 """How far apart two colours must be in CIE L*a*b*: 2 are told apart side by side."""
@@ -101,6 +103,7 @@ def test_all_of_it_fits_and_can_be_read(
     show(window, job, width, dark=dark)
     assert window.run("[innerWidth, document.documentElement.scrollWidth]") == [width, width]
     assert window.run(CUT_OFF) == []
+    assert window.run(BROKEN) == []
     faint = [each for each in window.run(TEXTS) if contrast(each["ink"], each["paper"]) < READABLE]
     assert faint == []
     picture = window.picture(tmp_path / "picture.png")
@@ -113,6 +116,19 @@ CUT_OFF = """[...document.querySelectorAll("body *")].filter(each => {
     || each.scrollWidth > each.clientWidth + 1 && getComputedStyle(each).display !== "inline");
 }).map(each => each.outerHTML.slice(0, 200))"""
 """Elements that are not on the screen, or do not have the room that they need."""
+
+BROKEN = f"""(() => {{
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [], range = new Range();
+  for (let text; text = walk.nextNode();)
+    for (const word of text.data.matchAll(/\\S+/g)) {{
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      if (word[0].length <= {WORD} && new Set([...range.getClientRects()].map(box => box.top)).size > 1)
+        found.push(word[0]);
+    }}
+  return found;
+}})()"""
+"""Words that are not long, and yet stand on two lines."""
 
 TEXTS = """(() => {
   const colour = text => text.match(/[\\d.]+/g).map(Number);

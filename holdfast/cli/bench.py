@@ -44,6 +44,13 @@ def add(commands: Any) -> None:
     )
     stall.add_argument("--batch", type=int, help="rows of a step (default 32, on a GPU 4096)")
     stall.add_argument("--venvs", type=Path, help="where the peers' environments are (default .venv-peers)")
+    stall.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: show the result that --json wrote there",
+    )
     stall.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables as Markdown")
     stall.add_argument("--plot", type=Path, metavar="FILE", help="also draw the lost time, as SVG (extra: plots)")
     add_json(stall)
@@ -77,7 +84,7 @@ def _ec(parsed: argparse.Namespace) -> int:
 def _stall(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from holdfast.bench.stall import StallBenchmark, choose, markdown, quick, run, show
+    from holdfast.bench.stall import StallBenchmark, StallReport, choose, markdown, quick, run, show
     from holdfast.cli import plots
 
     plots.check_plots(parsed.plot)
@@ -92,11 +99,14 @@ def _stall(parsed: argparse.Namespace) -> int:
         batch=parsed.batch,
         **({"venvs": parsed.venvs} if parsed.venvs else {}),
     )
-    report = run(quick(parsed.device) if parsed.quick else plan, console)
+    if parsed.source:
+        report = StallReport.read(parsed.source)
+    else:
+        report = run(quick(parsed.device) if parsed.quick else plan, console)
     show(console, report)
     if parsed.markdown:
         parsed.markdown.write_text(markdown(report))
     if parsed.plot:
         plots.write(plots.draw_stall(report), parsed.plot)
     write_json(parsed.json, report.to_json())
-    return 1 if report.failed else 0
+    return 1 if report.failed and not parsed.source else 0
