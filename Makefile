@@ -17,6 +17,7 @@
 # make gpu-dry the same program on a machine without one, against a device that is not there: six minutes
 # make wheels  an sdist and a wheel for each Python that is here, in dist/
 # make wheels-check  install each in a fresh environment, and kill and restart a job with it
+# make journeys   three newcomers' first hours, from pip install on: minutes, as root; JOURNEYS="student --python python3.12"
 # make proof   the tests that prove what README and docs promise, and a table of what came of each
 # make pictures   of the page, in docs/, by Chromium
 # make docs    write the reference out of the code, build the documentation, check every link: build/docs/index.html
@@ -26,7 +27,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check pictures docs clean setup
+.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -107,6 +108,9 @@ wheels: setup
 
 wheels-check: setup
 	@$(BIN)/python -m tests.wheels check dist/*.whl $(WHEELS_CHECK)
+
+journeys: setup
+	@$(BIN)/python -m tests.journeys $(JOURNEYS)
 
 proof: setup
 	@$(BIN)/python -m tests.proof

@@ -201,7 +201,7 @@ def draw_stall(report: StallReport) -> Figure:
     intervals = sorted({row["every"] for row in rows}) or [1]
     cells = {every: [row for row in rows if row["every"] == every] for every in intervals}
     lines = max(len(of) + len({row["ranks"] for row in of}) for of in cells.values())
-    figure = _figure(820 * len(intervals), 150 + 22 * lines)
+    figure = _figure(820 * len(intervals), 150 + 22 * max(8, lines))
     figure.suptitle("Training time lost to one snapshot")
     panels = figure.subplots(1, len(intervals), squeeze=False)[0]
     for axes, (every, of) in zip(panels, cells.items(), strict=True):
