@@ -53,11 +53,12 @@ class Host:
         self._process = subprocess.Popen(
             [*OWNED, "unshare", *NAMESPACES, "bash", "-ec", boot],
             stdout=subprocess.PIPE,
+            stderr=(self.home / "boot.log").open("w"),
             text=True,
         )
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "up\n":
-            raise Failed(f"{name} does not start: status {self._process.wait(COMMAND_S)}")
+            raise Failed(f"{name} does not start: {(self.home / 'boot.log').read_text()}")
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         self.pid = int(children[0])
         port = f"h{number}"
