@@ -120,7 +120,9 @@ class Browser:
 
     def picture(self, target: Path) -> Path:
         """The whole page as a PNG, however long it is."""
-        taken = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        width, height = self.run("[innerWidth, document.documentElement.scrollHeight]")
+        all_of_it = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        taken = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=all_of_it)
         target.write_bytes(base64.b64decode(taken["data"]))
         return target
 

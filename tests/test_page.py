@@ -90,10 +90,11 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def show(window: Browser, smp: SmpProcess, width: int, *, dark: bool = False) -> None:
-    """Have the page on a screen so wide, with all that it asks for."""
+    """Have the page on a screen so wide, with what it asked for first: it is no more changed while it is looked at."""
     window.resize(width, phone=width == PHONE)
     window.see(dark=dark)
     window.open(f"http://127.0.0.1:{smp.owner.http_port}/", "document.querySelector('#nodes td')")
+    window.run("show = () => {}")
 
 
 @pytest.mark.parametrize(("width", "dark"), [(PHONE, False), (PHONE, True), (WIDE, False), (320, False), (700, True)])

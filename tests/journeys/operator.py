@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tests.journeys.hosts import Failed, Host, Shell, network
-from tests.journeys.newcomer import check_same, checkout, training
+from tests.journeys.newcomer import Hold, check_same, checkout, training
 from tests.journeys.pages import Docs
 from tests.journeys.student import START, finish, prepared, run_over
 
@@ -27,14 +27,19 @@ def walk(python: Path, folder: Path) -> None:
     with network(folder) as wires:
         hosts = [wires.host(name, number) for number, name in enumerate(NAMES, 1)]
         shells = [served(docs, python, host, hosts[0]) for host in hosts]
+        hold = Hold(docs)
+        hold.at(20)
         undisturbed = run_over(docs, shells, "undisturbed")
         undisturbed[0].wait_for("step 20 ")
         look(docs, shells[1])
+        hold.go()
         finish(undisturbed)
         shells = [served(docs, python, host, hosts[0]) for host in hosts]  # the end of a job ends its SMPs
+        hold.at(60)
         killed = run_over(docs, shells, "killed")
         killed[0].wait_for("step 60 ")
         hosts[2].cut_power()
+        hold.go()
         killed[2].process.wait(60)
         hosts[2] = wires.host(NAMES[2], 3)
         shells[2] = served(docs, python, hosts[2], hosts[0])
@@ -43,6 +48,7 @@ def walk(python: Path, folder: Path) -> None:
         finish(killed)
         check_same(undisturbed[0].said, killed[0].said)
         print("  every loss and the weights are those of an undisturbed run")
+        hold.at(30)
         drain(docs, [served(docs, python, host, hosts[0]) for host in hosts])
 
 

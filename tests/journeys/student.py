@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.journeys.hosts import Failed, Host, Network, Running, Shell, network
-from tests.journeys.newcomer import check_same, checkout, training
+from tests.journeys.newcomer import Hold, check_same, checkout, training
 from tests.journeys.pages import Docs
 
 START, TORCHRUN = "docs/start.md", "docs/torchrun.md"
@@ -24,11 +24,15 @@ def walk(python: Path, folder: Path) -> None:
             shell.run(docs.command(START, "Install", "holdfast doctor"))
         undisturbed = run_over(docs, shells, "undisturbed")
         finish(undisturbed)
+        hold = Hold(docs)
+        hold.at(60)
         killed = run_over(docs, shells, "killed")
         killed[0].wait_for("step 60 ")
         shells[1].run("kill -9 $(pgrep -f '[ ]train.py$' | tail -1)")
+        hold.at(100)
         killed[0].wait_for("step 100 ")
         replaced = lose(docs, python, wires, hosts, killed)
+        hold.go()
         finish([killed[0], replaced])
         check_same(undisturbed[0].said, killed[0].said)
         print("  every loss and the weights are those of an undisturbed run")
