@@ -66,8 +66,8 @@ def been_through(ground: Ground) -> SmpProcess:
         for rank, smp in enumerate(smps)
         if rank in (2, 3, 6)
     ]
-    for trainer in dying:
-        trainer.wait(DEADLINE_S)
+    for process in dying:
+        process.wait(DEADLINE_S)
     smps[1].lose()
     smps[1].launch().wait_ready()
     after = Run([Trainer(smp, f"dp{rank}", 300_000) for rank, smp in enumerate(smps)], protect="2+2")

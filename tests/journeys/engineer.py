@@ -58,9 +58,12 @@ def megatron(docs: Docs, shell: Shell) -> None:
         raise Failed(again.last())
     losses = _losses(undisturbed.said)
     resumed = min(_losses(again.said))
-    lost = max(_losses(killed.said)) - resumed
-    if resumed < 12 or lost > 1 or not losses.items() >= (_losses(killed.said) | _losses(again.said)).items():
-        raise Failed(f"resumed at step {resumed}, {losses} became {_losses(again.said)}")
+    protected = max(int(step) for step in re.findall(r"protected (\d+)", "\n".join(killed.said)))
+    if resumed <= protected or not losses.items() >= (_losses(killed.said) | _losses(again.said)).items():
+        raise Failed(
+            f"killed when step {protected} was protected, resumed with step {resumed}: of {losses} became "
+            f"{_losses(killed.said)} and {_losses(again.said)}"
+        )
     print(f"  resumed with step {resumed}; all {len(losses)} losses are those of an undisturbed run")
     if "no job has snapshots" not in shell.run("holdfast status", status=1):
         raise Failed("a job that ended well left its snapshots behind")
