@@ -60,7 +60,7 @@ def test_a_page_that_does_not_say_it_is_stale(docs: Docs, heading: str, words: s
 
 
 def test_the_loop_of_the_first_page_is_a_program() -> None:
-    compile(training(Docs(ROOT)), "train.py", "exec")
+    assert "InMemorySnapshot" in compile(training(Docs(ROOT)), "train.py", "exec").co_names
 
 
 def test_runs_that_differ_in_one_bit_are_told_apart() -> None:
