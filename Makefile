@@ -19,7 +19,9 @@
 # make gpu-dry the same program on a machine without one, against a device that is not there: six minutes
 # make wheels  an sdist and a wheel for each kind of processor that a compiler is here for, in dist/
 # make wheels-check  install each for every Python that is here, lose a trainer and a node with it, from no checkout
+# make journeys   three newcomers' first hours, from pip install on: minutes, as root; JOURNEYS="student --python python3.12"
 # make proof   the tests that prove what README and docs promise, and a table of what came of each
+# make pictures   of the page, in docs/, by Chromium
 # make docs    write the reference out of the code, build the documentation, check every link: build/docs/index.html
 
 PYTHON ?= python3.11
@@ -27,7 +29,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test test-other slow proof check matrix chaos loops fuzz stall bench-service bench-load bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check docs clean setup
+.PHONY: demo demo-torchrun demo-ray test test-other slow proof check matrix chaos loops fuzz stall bench-service bench-load bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -116,8 +118,14 @@ wheels: setup
 wheels-check: setup
 	@$(BIN)/python -m tests.wheels check dist/*.whl $(WHEELS_CHECK)
 
+journeys: setup
+	@$(BIN)/python -m tests.journeys $(JOURNEYS)
+
 proof: setup
 	@$(BIN)/python -m tests.proof
+
+pictures: setup
+	@$(BIN)/python -m tests.pictures
 
 docs: setup
 	@$(BIN)/python docs/generate.py

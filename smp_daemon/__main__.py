@@ -318,11 +318,20 @@ def _log_backend(backend: str) -> None:
         log.info("parity is computed by %s", name, extra=about(backend=name))
 
 
+_LET_IN = {
+    "loopback": "only this user's processes on this machine",
+    "token": "whoever has the token",
+    "mTLS": "whoever has a certificate of the CA",
+    "token and mTLS": "whoever has the token and a certificate of the CA",
+}
+"""By how an SMP tells friend from foe, see `smp_daemon.shared.credentials.access_of`."""
+
+
 def _log_access(access: str, host: str) -> None:
     if access == "insecure":
         log.warning("INSECURE: whoever reaches %s can read and spoil this job's snapshots: see SECURITY.md", host)
     else:
-        log.info("other SMPs are let in by: %s", access)
+        log.info("%s may connect", _LET_IN[access])
 
 
 def _log_memory(smp: Smp) -> None:

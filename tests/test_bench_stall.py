@@ -14,7 +14,7 @@ from rich.console import Console
 
 from holdfast import ConfigError
 from holdfast.bench.copy import measure_copies
-from holdfast.bench.stall import SYSTEMS, StallBenchmark, StallReport, choose, grid, markdown, run
+from holdfast.bench.stall import SYSTEMS, StallBenchmark, StallReport, choose, grid, markdown, run, summary
 from holdfast.cli.main import main
 
 ROW: dict[str, Any] = {
@@ -74,12 +74,41 @@ def test_the_cheapest_comes_first() -> None:
 def test_a_page_has_a_table_for_each_cell_and_says_what_failed() -> None:
     text = markdown(report(ROW, OTHER, ROW | {"ranks": 2, "every": 1}))
     assert re.findall(r"^## (.*)$", text, re.M) == [
+        "Training time lost to one snapshot, in copies of the state",
         "1 rank, a snapshot every 10 steps",
         "2 ranks, a snapshot every step",
         "Copies into a slot, one thread",
         "Failed",
     ]
     assert "* x, 2 ranks: why" in text
+
+
+def test_one_table_has_every_number_of_ranks_and_every_interval() -> None:
+    protected = ROW | {"system": "holdfast, protected", "ranks": 2, "every": 1, "lost_ratio": 5.0, "taken": 0.5}
+    assert summary([OTHER, ROW, protected, ROW | {"system": "nothing"}]) == [
+        ["lost / copy", "1 rank, every 10 steps", "2 ranks, every step"],
+        ["holdfast", "0.20", "–"],
+        ["holdfast, protected", "–", "5.00 (50% taken)"],
+        ["other <async>", "7.00", "–"],
+    ]
+
+
+def test_a_result_can_be_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, page, plot = tmp_path / "result.json", tmp_path / "page.md", tmp_path / "plot.svg"
+    source.write_text(json.dumps(report(ROW, OTHER).to_json()))
+    command = ["bench", "stall", "--from", str(source), "--markdown", str(page), "--plot", str(plot)]
+    assert main(command) == 0  # what failed then is no failure now
+    assert page.read_text() == markdown(report(ROW, OTHER))
+    ET.fromstring(plot.read_text())
+    source.write_text('{"date": 1}')
+    assert main(command) == 1
+    assert "is no result of `holdfast bench stall" in capsys.readouterr().err
+
+
+def test_what_is_committed_is_what_the_program_makes_of_its_result() -> None:
+    results = Path(__file__).parent.parent / "benchmarks" / "results"
+    for source in results.glob("stall-*.json"):
+        assert source.with_suffix(".md").read_text() == markdown(StallReport.read(source))
 
 
 def test_systems_are_chosen_by_name() -> None:

@@ -46,6 +46,16 @@ def test_alerts_dashboard_and_docs_name_metrics_that_there_are() -> None:
         assert named and named <= there, path
 
 
+def test_every_panel_says_what_it_shows_and_what_is_normal() -> None:
+    panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
+    described = {panel["title"]: panel.get("description", "") for panel in panels}
+    assert len(described) == len(panels) > 10
+    for title, description in described.items():
+        assert len(re.findall(r"[.:] [^.]+\.", description)) >= 1, f"{title}: what is shown, and what to make of it"
+        assert description.endswith("."), title
+    assert len(set(described.values())) == len(panels)
+
+
 # ---------------------------------------------------------------------- what they run and set
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -108,6 +109,17 @@ class StallReport:
         """A JSON object."""
         return asdict(self)
 
+    @classmethod
+    def read(cls, path: Path) -> StallReport:
+        """What `to_json` wrote. Raises `ConfigError` if that is not what is in the file."""
+        try:
+            told = json.loads(path.read_text())
+            rows = [{"device_extra_bytes": 0} | row for row in told["rows"]]
+            copies = [CopyRow(**row) for row in told["copies"]]
+            return cls(told["date"], told["machine"], rows, copies, told["failed"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no result of `holdfast bench stall --json {path}`: {error!r}") from error
+
 
 def quick(device: str = "cpu") -> StallBenchmark:
     """Only this project, only once and small: a trial of the measurement in half a minute."""
@@ -135,7 +147,8 @@ def run(plan: StallBenchmark, console: Console) -> StallReport:
         raise ConfigError(f"{LOOP} is not there: the comparison runs from a checkout of the project")
     if plan.device == "cuda":
         _check_devices(max(plan.ranks))
-    report = StallReport(datetime.now(UTC).isoformat(timespec="seconds"), machine() | device_facts(plan.device))
+    facts = machine() | {"load_average": os.getloadavg()[0]} | device_facts(plan.device)
+    report = StallReport(datetime.now(UTC).isoformat(timespec="seconds"), facts)
     pythons = {system.key: _python(system, plan.venvs, console) for system in plan.systems}
     report.copies = measure_copies(plan.copies)
     for ranks in plan.ranks:
@@ -260,6 +273,7 @@ def _free_port() -> int:
 
 
 COLUMNS = (
+    ("taken", "taken, %"),
     ("stall_p50_ms", "stall p50, ms"),
     ("stall_p99_ms", "p99, ms"),
     ("lost_s", "lost, s"),
@@ -287,7 +301,50 @@ def grid(rows: Iterable[dict[str, Any]], ranks: int, every: int) -> list[list[st
     ]
 
 
+def summary(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A table of all cells: how many copies each system loses to a snapshot, with its head; the cheapest come first."""
+    names = {row["system"] for row in rows} - {"nothing"}
+    ratios = {name: [row["lost_ratio"] for row in rows if row["system"] == name] for name in names}
+    cells = {(row["system"], row["ranks"], row["every"]): lost(row) for row in rows}
+    places = pairs(rows)
+    return [
+        ["lost / copy", *(f"{ranks_text(ranks)}, {every_text(every)}" for ranks, every in places)],
+        *(
+            [name, *(cells.get((name, *place), "–") for place in places)]
+            for name in sorted(names, key=lambda name: statistics.median(ratios[name]))
+        ),
+    ]
+
+
+def lost(row: dict[str, Any]) -> str:
+    """How many copies a row loses to each snapshot, and of how many that were asked for, if not of all."""
+    part = f" ({row['taken']:.0%} taken)" if row["taken"] < 1 else ""
+    return f"{row['lost_ratio']:.2f}{part}"
+
+
+def pairs(rows: Iterable[dict[str, Any]]) -> list[tuple[int, int]]:
+    """(ranks, every) that were measured."""
+    return sorted({(row["ranks"], row["every"]) for row in rows})
+
+
+def ranks_text(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}"
+
+
+def every_text(every: int) -> str:
+    return f"every {'step' if every == 1 else f'{every} steps'}"
+
+
+def describe_run(report: StallReport) -> str:
+    """When and on what, in words."""
+    computer = report.machine
+    load = f", load average {computer['load_average']:.1f} before" if "load_average" in computer else ""
+    return f"{report.date[:10]}: {describe(computer)}{load}{_with_device(computer)}"
+
+
 def _value(row: dict[str, Any], key: str) -> float | None:
+    if key == "taken":
+        return 100.0 * float(row[key])
     if key in ("extra", "device_extra"):
         return float(row[f"{key}_bytes"]) / float(row["state_bytes"])
     return None if row[key] is None else float(row[key])
@@ -301,13 +358,10 @@ def _text(value: float | None) -> str:
 
 def tables(report: StallReport) -> list[tuple[str, list[list[str]]]]:
     """Every table of a report, with its title."""
-    pairs = sorted({(row["ranks"], row["every"]) for row in report.rows})
-    found = [
-        (
-            f"{ranks} rank{'s' * (ranks > 1)}, a snapshot every {'step' if every == 1 else f'{every} steps'}",
-            grid(report.rows, ranks, every),
-        )
-        for ranks, every in pairs
+    found = [("Training time lost to one snapshot, in copies of the state", summary(report.rows))]
+    found += [
+        (f"{ranks_text(ranks)}, a snapshot {every_text(every)}", grid(report.rows, ranks, every))
+        for ranks, every in pairs(report.rows)
     ]
     head = ["copy of", "memcpy, GB/s", "holdfast, GB/s", "holdfast / memcpy"]
     copies = [[row.what, _text(row.memcpy_gbps), _text(row.ours_gbps), _text(row.ratio)] for row in report.copies]
@@ -317,7 +371,10 @@ def tables(report: StallReport) -> list[tuple[str, list[list[str]]]]:
 def show(console: Console, report: StallReport) -> None:
     """Print all tables."""
     for title, (head, *rows) in tables(report):
-        table = Table(*head, title=title)
+        table = Table(title=title)
+        table.add_column(head[0], no_wrap=True)
+        for name in head[1:]:
+            table.add_column(name, overflow="fold")
         for row in rows:
             table.add_row(*row)
         console.print(table)
@@ -328,13 +385,16 @@ def markdown(report: StallReport) -> str:
     lines = [
         "# What a snapshot costs the training loop",
         "",
-        f"{report.date}: {describe(report.machine)}{_with_device(report.machine)}.",
+        f"{describe_run(report)}.",
         "",
         f"One loop for all: linear layers with Adam, {_state(report.rows)} of state a rank, one thread a rank; blocks "
         "of steps with saves between blocks without. *Lost* is all training time lost to one save, stall and slower "
         "steps until it is done, of the slowest rank; *copy* is one copy of the same tensors at the same time on all "
         "ranks, in the same run: a memcpy, or from a GPU a transfer into pinned memory. *Survives kill* and *node*: "
-        "seconds until the newest state would survive a trainer's SIGKILL, or the loss of its node. Medians.",
+        "seconds until the newest state would survive a trainer's SIGKILL, or the loss of its node. *Taken*: of the "
+        "snapshots that were asked for; who is busy with one lets the next pass. *Protected* keeps parity on other "
+        "nodes, each rank a node, all on this machine; the others, and holdfast without it, survive the death of "
+        "processes alone. Medians.",
     ]
     for title, (head, *rows) in tables(report):
         lines += ["", f"## {title}", "", _line(head), _line(["---", *["---:"] * (len(head) - 1)]), *map(_line, rows)]

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.arguments import output_file
+from holdfast.cli.arguments import input_file, output_file
 from holdfast.cli.output import add_json, write_json
 
 
@@ -45,6 +45,13 @@ def add(commands: Any) -> None:
     )
     stall.add_argument("--batch", type=int, help="rows of a step (default 32, on a GPU 4096)")
     stall.add_argument("--venvs", type=Path, help="where the peers' environments are (default .venv-peers)")
+    stall.add_argument(
+        "--from",
+        dest="source",
+        type=input_file,
+        metavar="FILE",
+        help="measure nothing: show the result that --json wrote there",
+    )
     stall.add_argument("--markdown", type=output_file, metavar="FILE", help="also write the tables as Markdown")
     stall.add_argument(
         "--plot", type=output_file, metavar="FILE", help="also draw the lost time, as SVG (extra: plots)"
@@ -85,7 +92,7 @@ def _stall(parsed: argparse.Namespace) -> int:
     plots.check_plots(parsed.plot)
     console = Console(stderr=parsed.json == "-", highlight=False)
     console.print("importing torch")
-    from holdfast.bench.stall import StallBenchmark, choose, markdown, quick, run, show
+    from holdfast.bench.stall import StallBenchmark, StallReport, choose, markdown, quick, run, show
 
     plan = StallBenchmark(
         choose(parsed.systems),
@@ -97,11 +104,14 @@ def _stall(parsed: argparse.Namespace) -> int:
         batch=parsed.batch,
         **({"venvs": parsed.venvs} if parsed.venvs else {}),
     )
-    report = run(quick(parsed.device) if parsed.quick else plan, console)
+    if parsed.source:
+        report = StallReport.read(parsed.source)
+    else:
+        report = run(quick(parsed.device) if parsed.quick else plan, console)
     show(console, report)
     if parsed.markdown:
         parsed.markdown.write_text(markdown(report))
     if parsed.plot:
         plots.write(plots.draw_stall(report), parsed.plot)
     write_json(parsed.json, report.to_json())
-    return 1 if report.failed else 0
+    return 1 if report.failed and not parsed.source else 0

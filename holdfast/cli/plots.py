@@ -37,7 +37,7 @@ OUR_LINES = ("#0b5d41", "#1b7f5c", "#45a583", "#7cc5ab")
 OTHER_LINES = ("#c8553d", "#e0a83b", "#5b8def", "#8b6fc0", "#9aa5b1")
 DASHES = ("-", "--", ":", "-.")
 LEAST, MOST = 0.05, 50.0
-"""Ends of the axis of `draw_stall`."""
+"""The longest and the shortest bar of `draw_stall` end there."""
 TIMES = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 10800, 36000, 86400, 259200, 864000, 2592000)
 
 
@@ -190,25 +190,40 @@ def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def draw_stall(report: StallReport) -> Figure:
-    """For each number of ranks a bar for each system, at the longest interval that was measured: training time lost to
-    one snapshot, over one memcpy. The axis is logarithmic; what is less than its left end is drawn there."""
-    every = max((row["every"] for row in report.rows), default=1)
-    rows = [row for row in report.rows if row["every"] == every and row["system"] != "nothing"]
+    """A panel for each interval that was measured, in it a bar for each system with each number of ranks: training time
+    lost to one snapshot, over one copy of the state. The axis is logarithmic; what is less than its left end is drawn
+    there. Below: when, and on what machine."""
+    from holdfast.bench.stall import describe_run, every_text
+
+    rows = [row for row in report.rows if row["system"] != "nothing"]
+    intervals = sorted({row["every"] for row in rows}) or [1]
+    cells = {every: [row for row in rows if row["every"] == every] for every in intervals}
+    lines = max(len(of) + len({row["ranks"] for row in of}) for of in cells.values())
+    figure = _figure(820 * len(intervals), 150 + 22 * max(8, lines))
+    figure.suptitle("Training time lost to one snapshot")
+    panels = figure.subplots(1, len(intervals), squeeze=False)[0]
+    for axes, (every, of) in zip(panels, cells.items(), strict=True):
+        _losses(axes, of, f"a snapshot {every_text(every)}")
+    figure.supxlabel(describe_run(report), size=8, x=0.01, ha="left")
+    return figure
+
+
+def _losses(axes: Axes, rows: Rows, title: str) -> None:
+    """One panel of `draw_stall`."""
+    from holdfast.bench.stall import lost, ranks_text
+
     rows = sorted(rows, key=lambda row: float(row["lost_ratio"]))
     counts = sorted({row["ranks"] for row in rows})
-    groups = [(f"{n} rank{'s' * (n > 1)}", [row for row in rows if row["ranks"] == n]) for n in counts]
-    figure = _figure(820, 110 + 22 * (len(rows) + len(counts)))
-    figure.suptitle(f"Training time lost to one snapshot, in units of one memcpy of the state (every {every} steps)")
-    axes = figure.subplots()
+    groups = [(ranks_text(n), [row for row in rows if row["ranks"] == n]) for n in counts]
     for at, row in _lines(axes, groups, "system"):
-        ratio = float(row["lost_ratio"])
-        end = min(max(ratio, LEAST * 1.02), MOST)
+        end = min(max(float(row["lost_ratio"]), LEAST * 1.02), MOST)
         colour = OURS if row["system"].startswith("holdfast") else OTHERS
         axes.barh(at, end - LEAST, 0.7, LEAST, color=colour)
-        axes.text(end * 1.05, at, f"{ratio:.2f}", va="center")
-    axes.set(xscale="log", xlim=(LEAST, MOST))
+        axes.text(end * 1.05, at, lost(row), va="center")
+    axes.set(title=title, xscale="log", xlim=(LEAST, MOST * 6))
     axes.set_xticks([0.1, 1.0, 10.0], ["0.1", "1", "10"])
-    return figure
+    axes.set_xlabel("lost time / time of one copy of the state, log scale")
+    axes.set_ylabel("system, by ranks on the machine")
 
 
 def _figure(width: int, height: int) -> Figure:

@@ -163,7 +163,7 @@ class PeerClient:
         try:
             return self._asked(address, body, deadline_s, starting, again=True)
         except grpc.RpcError as error:
-            text = f"{_text(address)} does not answer: {error.code().name}: {error.details()}"
+            text = f"{_text(address)} does not answer: {_why(error)}"
             late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             raise DeadlineExceeded(text) if late else SmpUnavailable(text) from error
 
@@ -245,6 +245,11 @@ class PeerClient:
             return self._grpc.insecure_channel(target, options=_OPTIONS)
         shown = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
         return grpc.secure_channel(target, shown, options=[*_OPTIONS, ("grpc.ssl_target_name_override", tls.name)])
+
+
+def _why(error: grpc.RpcError) -> str:
+    """What gRPC says last is what happened; before that it says where, in layers."""
+    return f"{error.code().name.replace('_', ' ').lower()}, {str(error.details()).rpartition(': ')[2]}"
 
 
 def _text(address: Address) -> str:

@@ -1,4 +1,5 @@
-"""What an SMP shows to people and monitoring, over HTTP on loopback: a page, ``/status.json`` and ``/metrics``.
+"""What an SMP shows to people and monitoring, over HTTP on loopback: a page, ``/status.json``, ``/metrics``
+and ``/healthz``.
 
 Read-only. A browser is answered only under a name of this machine's own, so that no web page elsewhere can read it
 through a name that it controls (DNS rebinding). Where it listens off loopback, others are given the metrics alone.
@@ -145,6 +146,7 @@ class Web:
             "/": lambda: ("text/html; charset=utf-8", page()),
             "/status.json": lambda: ("application/json", self._rendered(_status_json)),
             METRICS: lambda: ("text/plain; version=0.0.4; charset=utf-8", self._rendered(self._metrics)),
+            "/healthz": lambda: ("text/plain; charset=utf-8", self._health()),
         }
 
     def _rendered(self, render: Callable[[Overview], bytes]) -> bytes:
@@ -154,6 +156,12 @@ class Web:
         if known is None or known[0] is not overview:
             known = self._bodies[render.__name__] = overview, render(overview)
         return known[1]
+
+    def _health(self) -> bytes:
+        """Of this SMP alone: no other is asked. Blocks for as long as it holds its own lock, so one that is stuck does
+        not answer."""
+        self._smp.inventory()
+        return b"ok\n"
 
     def _metrics(self, overview: Overview) -> bytes:
         node = self._smp.owner.node
@@ -221,6 +229,10 @@ class _HttpRequest(BaseHTTPRequestHandler):
     wbufsize = -1
     disable_nagle_algorithm = True
 
+    def do_HEAD(self) -> None:
+        """As a GET, without the body: `http.server` leaves that out of errors by itself."""
+        self.do_GET()
+
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if refused := self._refused(path):
@@ -240,7 +252,8 @@ class _HttpRequest(BaseHTTPRequestHandler):
         for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def _refused(self, path: str) -> str:
         """Why that is not given to whoever asks; empty if it is."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from holdfast.smp_daemon.net.peers import PeerClient
-from holdfast.smp_daemon.shared.errors import HoldfastError, VersionMismatch
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, SmpUnavailable, VersionMismatch
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
@@ -69,7 +69,7 @@ def ask_all(
     def ask(address: Address) -> T | None:
         try:
             answer = read(peers.ask(address, message, DEADLINE_S))
-            _silent.end(address, "%s answers again", address, extra=about(peer=address))
+            _silent.end(address, "%s:%d answers again", *address, extra=about(peer=address))
             return answer
         except VersionMismatch as error:
             mismatch = VersionMismatch(f"{address[0]}:{address[1]} cannot be asked: {error}")
@@ -78,8 +78,10 @@ def ask_all(
                 strangers.append(mismatch)
             return None
         except HoldfastError as error:
-            text, extra = "%s does not answer: %s", about(peer=address)
-            _silent.begin(address, text, address, error, level=logging.INFO, extra=extra)
+            text, args = (
+                ("%s", ()) if isinstance(error, SmpUnavailable | DeadlineExceeded) else ("%s:%d refuses: %s", address)
+            )
+            _silent.begin(address, text, *args, error, level=logging.INFO, extra=about(peer=address))
             return None
 
     with PeerClient(message.job, system=system) as peers, system.Pool(AT_ONCE, "inventories") as pool:

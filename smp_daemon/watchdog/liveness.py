@@ -142,6 +142,16 @@ def _verdict(phase: str, quiet_s: float, deadline_s: float) -> HealthVerdict:
     return HealthVerdict(health, phase, quiet_s, deadline_s)
 
 
+_DOING = {
+    "start": "while it started",
+    "restore": "while its state was restored",
+    "step": "in the step after {step:,}",
+    "copy": "while step {step:,} was copied",
+    "gone": "after it had said goodbye",
+}
+"""What a trainer in each phase was about, in words."""
+
+
 @dataclass(frozen=True, slots=True)
 class WatchedTrainer:
     """One trainer, as its node's SMP sees it.
@@ -160,7 +170,8 @@ class WatchedTrainer:
     deadline_s: float
 
     def __str__(self) -> str:
-        where = f"{self.coord} (pid {self.pid}, {self.phase} after step {self.step:,})"
+        trainer = f"trainer {self.coord} (pid {self.pid})"
+        doing = _DOING.get(self.phase, f"in phase {self.phase!r}").format(step=self.step)
         if self.health == Health.DEAD:
-            return f"trainer {where} has died"
-        return f"trainer {where} is {self.health}: quiet for {self.quiet_s:,.1f} s, of {self.deadline_s:,.0f}"
+            return f"{trainer} died {doing}"
+        return f"{trainer} is {self.health} {doing}: quiet for {self.quiet_s:,.1f} s ({self.deadline_s:,g} allowed)"

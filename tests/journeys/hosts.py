@@ -1,0 +1,239 @@
+"""Machines for newcomers: hosts with a network, processes, a name and shared memory of their own, and a shell there.
+
+A host is a process in namespaces of its own. Its end is a power cut: all that ran there and all of its memory are gone.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from holdfast import DeadlineExceeded
+from holdfast.chaos.network.namespaces import unavailable
+
+COMMAND_S = 1200.0
+"""An installation, on a busy machine, takes longest."""
+NETWORK = "10.77.0"
+
+NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+OWNED = ("setpriv", "--pdeathsig", "KILL")
+"""It ends with us, however we end."""
+
+
+class Failed(Exception):
+    """A command did not do what its page says."""
+
+
+class Host:
+    """One machine on a `network`."""
+
+    def __init__(self, name: str, number: int, hub: int, folder: Path) -> None:
+        """`hub`: a process in the namespace of the switch. Raises `Failed`."""
+        self.name = name
+        self.address = f"{NETWORK}.{number}"
+        self.home = folder / f"home-{name}-{number}-{time.monotonic_ns()}"
+        self.home.mkdir()
+        names = folder / "hosts"
+        known = (
+            [line for line in names.read_text().splitlines() if not line.endswith(f" {name}")] if names.exists() else []
+        )
+        names.write_text("\n".join(["127.0.0.1 localhost", *known, f"{self.address} {name}"]) + "\n")
+        boot = (
+            f"hostname {name}; mount -t tmpfs tmpfs /dev/shm; mount --bind {shlex.quote(str(names))} /etc/hosts; "
+            "ip link set lo up; echo up; exec sleep infinity"
+        )
+        self._process = subprocess.Popen(
+            [*OWNED, "unshare", *NAMESPACES, "bash", "-ec", boot],
+            stdout=subprocess.PIPE,
+            stderr=(self.home / "boot.log").open("w"),
+            text=True,
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "up\n":
+            raise Failed(f"{name} does not start: {(self.home / 'boot.log').read_text()}")
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        self.pid = int(children[0])
+        port = f"h{number}"
+        self._plug(hub, f"ip link add {port} type veth peer name eth0 netns {self.pid}")
+        self._plug(hub, f"ip link set {port} master switch up")
+        self._plug(self.pid, f"ip addr add {self.address}/24 dev eth0")
+        self._plug(self.pid, "ip link set eth0 up")
+
+    def _plug(self, where: int, command: str) -> None:
+        done = subprocess.run(
+            ["nsenter", "-t", str(where), "-n", *command.split()], capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise Failed(f"{command}: {done.stderr.strip()}")
+
+    @property
+    def entrance(self) -> list[str]:
+        """What a command begins with that shall run there."""
+        return ["nsenter", "-t", str(self.pid), "-a"]
+
+    def cut_power(self) -> None:
+        """At once; nothing there has time for anything."""
+        if self._process.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self._process.wait(COMMAND_S)
+
+
+@contextmanager
+def network(folder: Path) -> Iterator[Network]:
+    """A switch for hosts; they end with it."""
+    with ExitStack() as at_end:
+        boot = "ip link add switch type bridge && ip link set switch up && echo up && exec sleep infinity"
+        command = [*OWNED, "unshare", "--net", "bash", "-ec", boot]
+        hub = at_end.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        at_end.callback(hub.kill)
+        assert hub.stdout is not None
+        if hub.stdout.readline() != "up\n":
+            raise Failed("no bridge can be made here")
+        yield Network(folder, hub.pid, at_end)
+
+
+class Network:
+    """Where `Host`s are plugged in."""
+
+    def __init__(self, folder: Path, hub: int, at_end: ExitStack) -> None:
+        self._folder, self._hub, self._at_end = folder, hub, at_end
+
+    def host(self, name: str, number: int) -> Host:
+        """One more machine, up; its address ends with `number`."""
+        made = Host(name, number, self._hub, self._folder)
+        self._at_end.callback(made.cut_power)
+        return made
+
+
+def why_no_hosts() -> str:
+    """Why this machine cannot have any; empty if it can."""
+    return unavailable()
+
+
+class Running:
+    """A command that has not ended, and what it says."""
+
+    def __init__(self, process: subprocess.Popen[str], command: str) -> None:
+        self.process, self.command = process, command
+        self.said: list[str] = []
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line.rstrip("\n"))
+            self._lines.put(self.said[-1])
+        self._lines.put(None)
+
+    def wait_for(self, words: str, deadline_s: float = COMMAND_S) -> str:
+        """Block until it says a line with these words. Raises `Failed` if it ends first, or `DeadlineExceeded`."""
+        limit = time.monotonic() + deadline_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, limit - time.monotonic()))
+            except queue.Empty:
+                raise DeadlineExceeded(f"{self.command} did not say {words!r}, but:\n{self.last()}") from None
+            if line is None:
+                raise Failed(f"{self.command} ended before it said {words!r}:\n{self.last()}")
+            if words in line:
+                return line
+
+    def wait(self, deadline_s: float = COMMAND_S) -> int:
+        """Its exit status. Raises `DeadlineExceeded`."""
+        self._reader.join(deadline_s)  # until nobody has its output open any more
+        try:
+            return self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            raise DeadlineExceeded(f"{self.command} does not end; its last words:\n{self.last()}") from None
+
+    def interrupt(self) -> None:
+        """Ctrl-C: the whole foreground of a terminal hears it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def last(self) -> str:
+        return "\n".join(self.said[-40:])
+
+
+class Shell:
+    """A terminal of a newcomer: what is exported stays. On a `host`, or on this machine."""
+
+    def __init__(self, folder: Path, python: Path, host: Host | None = None, **variables: str) -> None:
+        """`folder`: where one is. `python`: of the environment that is activated."""
+        home = host.home if host else folder
+        self.folder, self._host = folder, host
+        self._variables = {
+            "PATH": f"{python.parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": str(home),
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            **variables,
+        }
+        self._kept = home / f".kept-{id(self)}"
+
+    def run(self, command: str, *, status: int = 0) -> str:
+        """What a command says, on either stream. Blocks until it has ended.
+
+        Raises:
+            Failed: with another status than it should.
+        """
+        print(f"  {self.name}$ {command}", flush=True)
+        script = f"{command}\nstatus=$?; env -0 > {self._kept}; exit $status"
+        done = subprocess.run(
+            self._command(script),
+            cwd=self.folder,
+            env=self._variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
+        )
+        if done.returncode != status:
+            raise Failed(f"{command}: status {done.returncode}, not {status}:\n{done.stdout[-3000:]}")
+        kept = dict(each.split("=", 1) for each in self._kept.read_text().split("\0") if each)
+        self._variables = {name: value for name, value in kept.items() if name not in ("_", "SHLVL", "PWD", "OLDPWD")}
+        return done.stdout
+
+    def start(self, command: str) -> Running:
+        """A command that goes on."""
+        print(f"  {self.name}$ {command} &", flush=True)
+        process = subprocess.Popen(
+            self._command(f"exec {command}" if not _assigns(command) else command),
+            cwd=self.folder,
+            env=self._variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        return Running(process, command)
+
+    def _command(self, script: str) -> list[str]:
+        enter = [*self._host.entrance, f"--wd={self.folder}"] if self._host else []
+        return [*OWNED, *enter, "bash", "-c", script]
+
+    @property
+    def name(self) -> str:
+        return self._host.name if self._host else "here"
+
+    def set(self, variables: Mapping[str, str]) -> None:
+        """What stands for an answer of the reader's, such as which host is the head."""
+        self._variables |= variables
+
+
+def _assigns(command: str) -> bool:
+    """Whether it begins with a variable for this command alone."""
+    return "=" in command.split()[0]
