@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from holdfast.hook import InMemorySnapshot
+from holdfast.integrations.megatron_lm import InMemoryCheckpointManager
 
 BATCH = 4
 
@@ -26,17 +27,19 @@ FULL = 3
 OPERATIONS = 7.0
 """Of one iteration."""
 
-Protect = Callable[[torch.nn.Module, torch.optim.Optimizer, Any, Namespace], InMemorySnapshot]
+Protect = Callable[[torch.nn.Module, torch.optim.Optimizer, Any, Namespace], Any]
 
 
 class Samples:
-    """Each sample is its number, and noise from torch's generator."""
+    """Each sample is its number, and noise: from torch's generator, or in a worker, whose seed is another after each
+    restart, from the number."""
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        return torch.full((3,), number / SAMPLES) + torch.rand(3)
+        of = None if get_worker_info() is None else torch.Generator().manual_seed(number)
+        return torch.full((3,), number / SAMPLES) + torch.rand(3, generator=of)
 
 
 def arguments(**given: Any) -> Namespace:
@@ -81,6 +84,8 @@ def pretrain(
     if args.iteration > 0 and args.consumed_valid_samples == 0:
         args.consumed_valid_samples = args.iteration // EVERY * BATCH
     train_loader, valid_loaders, _ = build_train_valid_test_data_loaders(args)
+    if isinstance(snap, Patched):
+        train_loader, valid_loaders = snap.manager.load_data(train_loader, valid_loaders)
     data = iter(cyclic_iter(train_loader) if args.dataloader_type == "cyclic" else train_loader)
     passes = args.dataloader_type == "cyclic" or args.full_validation
     valid_data = iter(cyclic_iter(valid_loaders[0]) if passes else valid_loaders[0])
@@ -97,6 +102,15 @@ def pretrain(
         torch.rand(1).item(),
         random.random(),
     ]
+
+
+class Patched:
+    """What a loop that calls it itself has of its snapshots."""
+
+    def __init__(self, manager: InMemoryCheckpointManager) -> None:
+        self.manager = manager
+        self.drain = manager._snap.drain
+        self.close = manager.close
 
 
 class Sampler:
@@ -206,7 +220,7 @@ def train(
     scheduler: Any,
     args: Namespace,
     iterations: int,
-    snap: InMemorySnapshot | None,
+    snap: InMemorySnapshot | Patched | None,
     tell: Callable[..., None],
 ) -> float:
     """The loop."""
@@ -220,6 +234,8 @@ def train(
             args.skipped_train_samples += BATCH
             continue
         args.curr_iteration = iteration
+        if isinstance(snap, Patched):
+            snap.manager.on_train_step_start(num_floating_point_operations_so_far)
         loss = train_step(data, model, optimizer, scheduler, snap)
         iteration += 1
         args.consumed_train_samples += BATCH
@@ -236,7 +252,7 @@ def train_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
-    snap: InMemorySnapshot | None,
+    snap: InMemorySnapshot | Patched | None,
 ) -> str:
     """One iteration."""
     optimizer.zero_grad()
