@@ -88,26 +88,21 @@ class Loaders:
         """
         chunk, self._builds = self._builds, self._builds + 1
         if train is not None:
-            train = self._one(f"train{chunk}", train, passes=False)
+            train = self._one(f"train{chunk}", train, trains=True)
         if isinstance(valid, list):
-            full = bool(getattr(self._args, "full_validation", False))
             valid = [
-                self._one(f"valid{chunk}/{i}", each, passes=full) if each is not None else None
+                self._one(f"valid{chunk}/{i}", each, trains=False) if each is not None else None
                 for i, each in enumerate(valid)
             ]
         return train, valid
 
-    def _one(self, name: str, loader: Any, *, passes: bool) -> Any:
-        """
-        Args:
-            passes: it is read from its beginning to its end each time.
-        """
+    def _one(self, name: str, loader: Any, *, trains: bool) -> Any:
         kind = self._args.dataloader_type
         if kind == "external":
-            place = _hooked(name, loader)
+            place = _hooked(name, loader, trains=trains)
             if place is not None:
                 self._add(name, place)
-        elif passes:
+        elif not trains and getattr(self._args, "full_validation", False):
             loader = Passes(loader)
             self._add(name, loader)
         elif kind == "cyclic" and self._held is not None:
@@ -230,7 +225,7 @@ class Hooked:
         getattr(self._owner, self._restore)(made(held, _packages(self._owner)))
 
 
-def _hooked(name: str, loader: Any) -> Hooked | None:
+def _hooked(name: str, loader: Any, *, trains: bool) -> Hooked | None:
     """How a loader is asked. What Megatron-LM is given often only wraps it; then it is in an attribute of that."""
     for owner in (loader, *getattr(loader, "__dict__", {}).values()):
         if not hasattr(owner, "__iter__") and not hasattr(owner, "__next__"):
@@ -239,15 +234,15 @@ def _hooked(name: str, loader: Any) -> Hooked | None:
             if callable(getattr(owner, save, None)) and callable(getattr(owner, restore, None)):
                 return Hooked(owner, save, restore)
     kind = f"{type(loader).__module__}.{type(loader).__qualname__}"
-    known = ", ".join(f"{save} and {restore}" for save, restore in HOOKS)
-    if hasattr(loader, SAVE):
+    known = ", or ".join(f"{save} and {restore}" for save, restore in HOOKS)
+    if trains and hasattr(loader, SAVE):
         raise ConfigError(
             f"data loader {name!r}, a {kind}, has {SAVE}, but nothing takes over what that gives: after a restart it "
             f"would begin anew, and the job train on other data; give it, or an attribute of it, {known}"
         )
     log.warning(
         "data loader %r, a %s, does not say where it is, so no snapshot does: after a restart it goes on wherever the "
-        "script's provider begins it. If that is not where args.consumed_train_samples says, give it %s",
+        "script's provider begins it; if that is not where it was, give it, or an attribute of it, %s",
         name,
         kind,
         known,

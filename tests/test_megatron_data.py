@@ -103,6 +103,11 @@ def test_a_loader_that_cannot_be_told_where_to_go_on_is_refused() -> None:
         external().go_on(HalfHooked(), None)
 
 
+def test_a_loader_for_validation_may_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+    external().go_on(None, [HalfHooked()])
+    assert "'valid0/0', a tests.test_megatron_data.HalfHooked, does not say where it is" in caplog.text
+
+
 def test_a_loader_that_the_snapshot_does_not_know_is_refused() -> None:
     loaders = external()
     loaders.set({"ranks": 2, "places": {}})
