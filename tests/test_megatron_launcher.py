@@ -154,8 +154,9 @@ def test_an_unknown_version_is_named_with_all_that_it_lacks() -> None:
     ],
 )
 def test_an_option_that_cannot_be_is_refused_before_the_script_is_looked_for(
-    capsys: pytest.CaptureFixture[str], options: list[str], said: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
 ) -> None:
+    monkeypatch.setenv("HOLDFAST_JOB", "refused")
     with pytest.raises(SystemExit) as ended:
         main([*options, "nowhere.py"])
     assert ended.value.code == 2
@@ -174,11 +175,11 @@ def test_a_job_is_protected_once(script: Path, given: str) -> None:
 
 def test_a_script_that_is_not_there_or_not_in_a_checkout_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.py: there is no such script"):
-        launch(tmp_path / "nowhere.py", [])
+        launch(tmp_path / "nowhere.py", [], job="nowhere")
     alone = tmp_path / "alone.py"
     alone.write_text("")
     status = subprocess.run(
-        [sys.executable, "-m", "holdfast.megatron_lm", str(alone)],
+        [sys.executable, "-m", "holdfast.megatron_lm", "--job", "alone", str(alone)],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
