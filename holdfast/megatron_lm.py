@@ -163,7 +163,7 @@ def _values(arguments: Sequence[str], option: str) -> list[str]:
     """What is given for an option of the script."""
     return [
         value.partition("=")[2] if value.startswith(f"{option}=") else following
-        for value, following in zip(arguments, [*arguments[1:], ""], strict=True)
+        for value, following in zip(arguments, [*arguments[1:], ""], strict=False)
         if value == option or value.startswith(f"{option}=")
     ]
 

@@ -148,7 +148,8 @@ class Resumed:
     def __iter__(self) -> Iterator[Any]:
         begun, skip, self._begun = self._begun, self._skip, False
         if not begun:
-            return iter(self._loader)
+            iterator: Iterator[Any] = iter(self._loader)
+            return iterator
         state = rng.capture()
         try:
             iterator = iter(self._loader)

@@ -149,7 +149,7 @@ def build_train_valid_test_data_loaders(args: Namespace) -> tuple[Any, list[Any]
 def loader_of(args: Namespace, sampler: Any) -> DataLoader[torch.Tensor]:
     """A loader, with workers that stay if it has any."""
     workers = args.num_workers
-    return DataLoader(Samples(), batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+    return DataLoader(Samples(), batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0)  # type: ignore[arg-type]
 
 
 class Savable:
