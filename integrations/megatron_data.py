@@ -224,6 +224,24 @@ class Hooked:
     def set(self, held: Any) -> None:
         """It goes on there."""
         getattr(self._owner, self._restore)(made(held, _packages(self._owner)))
+        if isinstance(self._owner, DataLoader):
+            _make_first_iterator_quiet(self._owner)
+
+
+def _make_first_iterator_quiet(loader: Any) -> None:
+    """It was made in the run before, and drew its workers' seed then; it is made again as the first batch is read, when
+    the generators are those of the snapshot."""
+    make = loader._get_iterator
+
+    def quietly() -> Any:
+        del loader._get_iterator
+        state = rng.capture()
+        try:
+            return make()
+        finally:
+            rng.restore(state)
+
+    loader._get_iterator = quietly
 
 
 def _hooked(name: str, loader: Any, *, trains: bool) -> Hooked | None:

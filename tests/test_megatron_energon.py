@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("megatron.energon", reason="megatron-energon is not installed")
 
-import webdataset
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors import BaseWebdatasetFactory
@@ -24,6 +23,7 @@ SAMPLES = 60
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
     """Numbers, in two shards."""
+    webdataset: Any = pytest.importorskip("webdataset", reason="megatron-energon is not installed")
     (tmp_path / "parts").mkdir()
     with webdataset.ShardWriter(f"{tmp_path}/parts/data-%d.tar", maxcount=SAMPLES // 2) as writer:
         for number in range(SAMPLES):
@@ -48,7 +48,7 @@ class Wrapped:
             worker_config=config,
             shuffle_buffer_size=10,
             max_samples_per_sequence=7,
-            virtual_epoch_length=9,
+            virtual_epoch_length=5,
         )
         self._dataloader = get_savable_loader(samples)
         self._iter = loop.cyclic_iter(self._dataloader)
@@ -57,8 +57,8 @@ class Wrapped:
         return self
 
     def __next__(self) -> torch.Tensor:
-        texts = next(self._iter).text
-        return torch.tensor([[float(text) / SAMPLES] * 3 for text in texts])
+        batch: Any = next(self._iter)
+        return torch.tensor([[float(text) / SAMPLES] * 3 for text in batch.text])
 
     def save_state(self) -> Any:
         """Megatron-LM's half of the hook."""
@@ -66,7 +66,7 @@ class Wrapped:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kill", [("step", 8), ("evaluation", 6, 0)])
+@pytest.mark.parametrize("kill", [("step", 8), ("step", 6), ("evaluation", 6, 0)])
 def test_it_goes_on_where_it_was(
     arena: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch, workers: int, kill: tuple[Any, ...]
 ) -> None:

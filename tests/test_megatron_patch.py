@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import ConfigError
+from holdfast import ConfigError, InMemorySnapshot
 from holdfast.integrations.megatron_lm import InMemoryCheckpointManager
 from tests import megatron_lm_loop as loop
 from tests.deadlines import DEADLINE_S
@@ -53,7 +53,7 @@ def test_what_it_calls_is_there() -> None:
     public = {name for name in vars(InMemoryCheckpointManager) if not name.startswith("_")}
     assert called == public
     assert "from holdfast.integrations.megatron_lm import InMemoryCheckpointManager" in added
-    assert "every=" in added and "every" in inspect.signature(loop.InMemorySnapshot).parameters
+    assert "every=" in added and "every" in inspect.signature(InMemorySnapshot).parameters
 
 
 class Killed(Exception):
