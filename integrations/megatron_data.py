@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -36,22 +36,12 @@ SAVE = "save_state"
 log = get_log(__name__)
 
 
-class Place(Protocol):
-    """One loader's."""
-
-    def get(self) -> Any:
-        """Plain values."""
-
-    def set(self, held: Any) -> None:
-        """The loader has read nothing yet: it goes on there."""
-
-
 class Loaders:
     """Those of one rank, in the order in which they are built. The training thread's."""
 
     def __init__(self, args: Any) -> None:
         self._args = args
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, Passes | Hooked] = {}
         self._held: dict[str, Any] | None = None
         self._builds = 0
 
@@ -106,10 +96,10 @@ class Loaders:
             loader = Passes(loader)
             self._add(name, loader)
         elif kind == "cyclic" and self._held is not None:
-            loader = Resumed(loader, *_of_sampler(loader))
+            loader = PassGoesOn(loader, *_of_sampler(loader))
         return loader
 
-    def _add(self, name: str, place: Place) -> None:
+    def _add(self, name: str, place: Passes | Hooked) -> None:
         self._places[name] = place
         if self._held is None:
             return
@@ -126,7 +116,7 @@ class Loaders:
         return getattr(self._args, "data_parallel_size", None)
 
 
-class Resumed:
+class PassGoesOn:
     """A loader whose first pass in this process goes on, if one had begun before.
 
     What making its iterator draws from the generators, and reading what was read before, must not move them.
@@ -190,10 +180,10 @@ class Passes:
         sampler = self._loader.batch_sampler
         if hasattr(sampler, "last_batch_size"):  # it shuffles each pass anew, by this counter
             sampler.consumed_samples += held * sampler.micro_batch_times_data_parallel_size
-            self._loader = Resumed(self._loader, *_of_sampler(self._loader))
+            self._loader = PassGoesOn(self._loader, *_of_sampler(self._loader))
         else:
             into = held % len(self._loader)
-            self._loader = Resumed(self._loader, bool(into) or (self._loader.persistent_workers and held > 0), into)
+            self._loader = PassGoesOn(self._loader, bool(into) or (self._loader.persistent_workers and held > 0), into)
 
 
 def _of_sampler(loader: Any) -> tuple[bool]:
