@@ -66,7 +66,7 @@ class Wrapped:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kill", [("step", 8), ("step", 6), ("evaluation", 6, 0)])
+@pytest.mark.parametrize("kill", [("step", 8), ("evaluation", 6, 0)])
 def test_it_goes_on_where_it_was(
     arena: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch, workers: int, kill: tuple[Any, ...]
 ) -> None:
