@@ -19,32 +19,47 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from holdfast.integrations.megatron_data import BUILD
 from holdfast.integrations.megatron_lm import MODULE, OPERATIONS, protect
+from holdfast.integrations.megatron_rerun import GET
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.snapshot.options import Options
 
 NEEDED = {
     "get_args": (),
     "pretrain": (),
     "setup_model_and_optimizer": (),
-    "build_pretraining_data_loader": (),
+    BUILD: (),
+    GET: (),
     "train_step": (),
     "checkpoint_and_decide_exit": (OPERATIONS,),
 }
 """Functions of ``megatron.training.training``, and arguments that they must have."""
 
+IN_MEMORY = "in_memory"
+"""What a patched Megatron-LM calls it: docs/megatron-lm.md."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script. Ends the process with status 2 if that cannot be protected."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.megatron_lm", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--every", type=_every, default=1, help="steps from one snapshot to the next, or auto (default 1)"
-    )
-    parser.add_argument("--protect", default="auto", help="k+m such as 6+2, copies:r, auto or none (default auto)")
-    parser.add_argument("--slots", type=int, default=3, help="snapshots that fit in memory at once (default 3)")
-    parser.add_argument("--job", help="the job's name (default $HOLDFAST_JOB)")
-    parser.add_argument("--overhead-budget", type=float, help="part of the training time that snapshots may take")
-    parser.add_argument("script", type=Path, help="such as pretrain_gpt.py, in a checkout of Megatron-LM")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
+    given = parser.add_argument
+    given("--every", type=_every, default=1, help="steps from one snapshot to the next, or auto (default 1)")
+    given("--protect", default="auto", help="k+m such as 6+2, copies:r, auto or none (default auto)")
+    given("--slots", type=int, default=3, help="snapshots that fit in memory at once (default 3)")
+    given("--job", help="the job's name (default $HOLDFAST_JOB)")
+    given("--domains", help="what this node fails together with, as rack=r7,@dp (default $HOLDFAST_DOMAINS)")
+    given("--arena", type=Path, help="where snapshots lie (default $HOLDFAST_ARENA, or /dev/shm/holdfast-<uid>)")
+    given("--overhead-budget", type=float, help="part of the training time that snapshots may take")
+    given("--deadline", type=float, default=60.0, dest="deadline_s", help="seconds that a copy may take (default 60)")
+    given("--max-repeats", type=int, help="starts in a row that may end at the same step (default 5; 0: any number)")
+    given("--generations", type=int, help="protected snapshots that are kept (default 1)")
+    given("--restore-step", type=int, help="go back to the snapshot of this step, not to the newest")
+    given("--elastic", action="store_true", default=None, help="go on with another number of data-parallel ranks")
+    given("--keep", action="store_true", help="leave the last snapshot in memory when the script ends well")
+    given("--strict", action="store_true", help="end the job if snapshots cannot be taken any more")
+    given("script", type=Path, help="such as pretrain_gpt.py, in a checkout of Megatron-LM")
+    given("rest", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
     asked = vars(parser.parse_args(arguments))
     script, rest = asked.pop("script"), asked.pop("rest")
     try:
@@ -57,11 +72,18 @@ def launch(script: Path, arguments: Sequence[str], **options: Any) -> None:
     """Run a training script of Megatron-LM with `InMemorySnapshot`'s options. Ends as the script does.
 
     Raises:
-        ConfigError: the script is not there, or its Megatron-LM is one that is not known.
+        ConfigError: an option cannot be, the script is not there, or its Megatron-LM is one that is not known: the
+            script has not begun.
         HoldfastError: as entering `InMemorySnapshot`.
     """
+    Options.given(**options)
     if not script.is_file():
         raise ConfigError(f"{script}: there is no such script")
+    if IN_MEMORY in _values(arguments, "--non-persistent-ckpt-type"):
+        raise ConfigError(
+            f"--non-persistent-ckpt-type {IN_MEMORY} has Megatron-LM itself protect the job, where it can: leave that "
+            "out, or run the script without holdfast.megatron_lm"
+        )
     sys.path.insert(0, str(script.resolve().parent))  # as Python does for a script
     try:
         training = importlib.import_module(MODULE)
@@ -135,6 +157,15 @@ def _standing_in(training: ModuleType, name: str, function: Callable[..., Any]) 
     finally:
         for place in places:
             setattr(place, name, original)
+
+
+def _values(arguments: Sequence[str], option: str) -> list[str]:
+    """What is given for an option of the script."""
+    return [
+        value.partition("=")[2] if value.startswith(f"{option}=") else following
+        for value, following in zip(arguments, [*arguments[1:], ""], strict=False)
+        if value == option or value.startswith(f"{option}=")
+    ]
 
 
 def _every(text: str) -> int | str:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader
-
 from holdfast.hook import InMemorySnapshot
+from holdfast.integrations.megatron_data import BUILD, Loaders
+from holdfast.integrations.megatron_rerun import GET, Reruns
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.session import Checks
 
@@ -20,10 +20,13 @@ MODULE = "megatron.training.training"
 """Where Megatron-LM has its loop."""
 
 NAME = "megatron_lm"
-"""What the counters are tracked under."""
+"""What all of it is tracked under."""
 
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """Of the arguments."""
+
+COMPARED = ("num_layers", "hidden_size", "num_attention_heads", "add_position_embedding")
+"""Arguments that ``load_checkpoint`` always compares, and not all of which the shapes of tensors tell."""
 
 OPERATIONS = "num_floating_point_operations_so_far"
 """An argument that only says where the loop began; the loop itself counts on in a variable of its own."""
@@ -53,35 +56,98 @@ def protect(
     Raises:
         HoldfastError: as entering `InMemorySnapshot`.
     """
+    training = training or sys.modules.get(MODULE)
     snap = _ScriptSnapshot(model, optimizer, scheduler=scheduler, **options)
-    snap.follow(args, training or sys.modules.get(MODULE))
+    snap.follow(args, getattr(training, GET, None))
     snap.__enter__()
     snap.go_on()
+    if training is not None:
+        snap.listen(training)
     return snap
 
 
+class InMemoryCheckpointManager:
+    """For a Megatron-LM whose loop calls it: ``--non-persistent-ckpt-type in_memory``. Nothing is stood in for.
+
+    Args:
+        args: Megatron-LM's ``get_args()``.
+        options: `InMemorySnapshot`'s.
+    """
+
+    def __init__(self, args: Any, **options: Any) -> None:
+        self._args = args
+        self._options = options
+        self._entered: _ScriptSnapshot | None = None
+
+    @property
+    def _snap(self) -> _ScriptSnapshot:
+        if self._entered is None:
+            raise ConfigError("load is called right after setup_model_and_optimizer, before all others")
+        return self._entered
+
+    def load(self, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
+        """Right after ``setup_model_and_optimizer``; see `protect`. A collective call.
+
+        Raises:
+            HoldfastError: as entering `InMemorySnapshot`.
+        """
+        snap = _ScriptSnapshot(model, optimizer, scheduler=opt_param_scheduler, **self._options)
+        snap.follow(self._args, getattr(sys.modules.get(MODULE), GET, None))
+        snap.__enter__()
+        snap.go_on()
+        self._entered = snap
+
+    def load_data(self, train_dataloader: Any, valid_dataloaders: Any) -> tuple[Any, Any]:
+        """The data loaders of one model chunk, as they go on. After `load`, before iterators are made of them."""
+        return self._snap.loaders.go_on(train_dataloader, valid_dataloaders)
+
+    def on_train_step_start(self, num_floating_point_operations_so_far: float) -> None:
+        """Right before ``train_step`` is called: a step begins, and the snapshot is of now. Returns at once."""
+        self._snap.begin_iteration(num_floating_point_operations_so_far)
+
+    def close(self) -> None:
+        """Training has ended well: the job's snapshots are given up. Not called otherwise. A collective call."""
+        self._snap.close()
+
+
 class _ScriptSnapshot(InMemorySnapshot):
-    """Stands in for two functions of the loop until it is left."""
+    """Knows what the script keeps beside its model, and begins a step with each iteration."""
 
     checks = Checks(reading=False)  # iterators go on by the counters, whatever making them draws
 
-    def follow(self, args: Any, training: ModuleType | None) -> None:
+    def follow(self, args: Any, get_reruns: Callable[[], Any] | None) -> None:
         """Before entering."""
-        self._counters = _LoopCounters(args, lambda: self.step)
+        if getattr(args, "perform_rl_step", False):
+            raise ConfigError("--perform-rl-step: the rollouts that a policy is trained on are not captured")
         self._args = args
-        self._training = training
+        self._counters = _LoopCounters(args, lambda: self.step)
+        self.loaders = Loaders(args)
+        self._reruns = Reruns(get_reruns() if get_reruns is not None else None)
         self._undo: list[Callable[[], None]] = []
-        self.track(NAME, self._counters.get, self._counters.set)
+        self.track(NAME, self._get, self._set)
 
     def go_on(self) -> None:
-        """After entering: the arguments say where the loop goes on, and the loop is listened to."""
+        """After entering: the arguments say where the loop goes on."""
         self._counters.go_on()
         if self.restored.snapshot is not None:
             _update_num_microbatches(self._args)
-            self._replace("build_pretraining_data_loader", _iterating_quietly)
-        follows = self._replace("train_step", self._beginning_with)
-        if follows and not self._replace("checkpoint_and_decide_exit", self._counters.noting_operations):
+
+    def listen(self, training: ModuleType) -> None:
+        """Stand in for functions of the loop's module until this is left."""
+        self._replace(training, BUILD, self.loaders.building)
+        follows = self._replace(training, "train_step", self._beginning_with)
+        if follows and not self._replace(training, "checkpoint_and_decide_exit", self._counters.noting_operations):
             log.warning("no checkpoint_and_decide_exit: after a restart, %s counts from there", OPERATIONS)
+
+    def begin_iteration(self, operations: float | None = None) -> None:
+        """``train_step`` is called.
+
+        Args:
+            operations: `OPERATIONS`, where the loop says it.
+        """
+        self._counters.begin(operations)
+        self.begin()
+        self.loaders.begun()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -90,28 +156,38 @@ class _ScriptSnapshot(InMemorySnapshot):
             self._undo.pop()()
         super().__exit__(kind, error, trace)
 
+    def _get(self) -> dict[str, Any]:
+        return {"counters": self._counters.get(), "data": self.loaders.get(), "reruns": self._reruns.get()}
+
+    def _set(self, held: dict[str, Any]) -> None:
+        counters = held["counters"]
+        self._reruns.set(held["reruns"], same_iteration=self._args.iteration == counters["iteration"])
+        self._counters.set(counters)
+        self.loaders.set(held["data"])
+
     def _beginning_with(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(train_step)
         def stepping(*args: Any, **kwargs: Any) -> Any:
-            self._counters.begin()
-            self.begin()
+            self.begin_iteration()
             return train_step(*args, **kwargs)
 
         return stepping
 
-    def _replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    def _replace(
+        self, training: ModuleType, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> bool:
         """Let what `make` makes of a function of the loop's module stand in for it. Whether there is one."""
-        original = getattr(self._training, name, None)
+        original = getattr(training, name, None)
         if original is None:
             return False
         while isinstance(original, _StandIn):  # of a run that this process has given up
             original = original.original
         stand_in = _StandIn(original, make(original))
-        setattr(self._training, name, stand_in)
+        setattr(training, name, stand_in)
 
         def undo() -> None:
-            if getattr(self._training, name) is stand_in:
-                setattr(self._training, name, original)
+            if getattr(training, name) is stand_in:
+                setattr(training, name, original)
 
         self._undo.append(undo)
         return True
@@ -145,10 +221,14 @@ class _LoopCounters:
         held = {name: getattr(self._args, name) for name in COUNTERS if hasattr(self._args, name)}
         step = self._step()
         iteration = self._first + step if self._iteration is None else self._iteration
-        return {"iteration": iteration, "step": step, OPERATIONS: self._operations} | held
+        return {"iteration": iteration, "step": step, OPERATIONS: self._operations, "args": self._compared()} | held
 
     def set(self, values: dict[str, Any]) -> None:
-        """Take over what was restored."""
+        """Take over what was restored. Raises `StateMismatch` if it is of a model of another kind."""
+        now = self._compared()
+        for name, value in values["args"].items():
+            if name in now and now[name] != value:
+                raise StateMismatch(f"{name} is {value} in the snapshot, {now[name]} in this job")
         self._held = values
         self._first = values["iteration"] - values["step"]
         self._operations = values[OPERATIONS]
@@ -162,12 +242,14 @@ class _LoopCounters:
             self._args.iteration = self._held["iteration"]
             setattr(self._args, OPERATIONS, self._operations)
 
-    def begin(self) -> None:
+    def begin(self, operations: float | None) -> None:
         """``train_step`` is called."""
         held, self._held = self._held, {}
         if "consumed_valid_samples" in held:  # where it is 0, Megatron-LM guesses it when it builds its iterators
             self._args.consumed_valid_samples = held["consumed_valid_samples"]
         self._iteration = getattr(self._args, "curr_iteration", None)
+        if operations is not None:
+            self._operations = operations
 
     def noting_operations(self, decide: Callable[..., Any]) -> Callable[..., Any]:
         """``checkpoint_and_decide_exit``, which is told of them at the end of each iteration."""
@@ -181,41 +263,12 @@ class _LoopCounters:
 
         return deciding
 
+    def _compared(self) -> dict[str, Any]:
+        return {name: getattr(self._args, name) for name in COMPARED if hasattr(self._args, name)}
+
 
 def _update_num_microbatches(args: Any) -> None:
     """As ``load_checkpoint`` does: else a batch size that grows is taken to grow just then, and a checkpoint saved."""
     calculator = sys.modules.get("megatron.core.num_microbatches_calculator")
     if calculator is not None and calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
         calculator.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-
-
-def _iterating_quietly(build: Callable[..., Any]) -> Callable[..., Any]:
-    """``build_pretraining_data_loader``, for a pass that goes on in the middle: its iterator was there already when the
-    run before took its snapshot. With ``cyclic`` it is made as the first batch is read, after the generators were put
-    back; what making it draws must not move them."""
-
-    @functools.wraps(build)
-    def building(*args: Any, **kwargs: Any) -> Any:
-        loader = build(*args, **kwargs)
-        sampler = getattr(loader, "batch_sampler", None)
-        consumed, total = getattr(sampler, "consumed_samples", 0), getattr(sampler, "total_samples", 0)
-        whole = total - getattr(sampler, "last_batch_size", 0)
-        if isinstance(loader, DataLoader) and whole > 0 and consumed % whole:
-            _make_first_iterator_quiet(loader)
-        return loader
-
-    return building
-
-
-def _make_first_iterator_quiet(loader: Any) -> None:
-    make = loader._get_iterator
-
-    def quietly() -> Any:
-        del loader._get_iterator
-        state = torch.get_rng_state()
-        try:
-            return make()
-        finally:
-            torch.set_rng_state(state)
-
-    loader._get_iterator = quietly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,6 +64,8 @@ class Options:
             mtbf_from_environment()
         elif not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(f"every={self.every!r}: a snapshot is taken every 1 or more steps, or 'auto'")
+        if not 0 < self.deadline_s < math.inf:
+            raise ConfigError(f"deadline_s={self.deadline_s}: give the seconds that a copy may take, more than 0")
         check_budget(self.budget)
         if self.for_start.generations + self.slots - 1 > MAX_SLOTS:
             raise ConfigError(

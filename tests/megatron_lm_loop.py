@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from holdfast.hook import InMemorySnapshot
+from holdfast.integrations.megatron_lm import InMemoryCheckpointManager
 
 BATCH = 4
 
@@ -17,20 +21,25 @@ SAMPLES = 410
 EVERY = 3
 """Iterations between evaluations."""
 
+FULL = 3
+"""Samples of a full validation; two of them are read by each evaluation."""
+
 OPERATIONS = 7.0
 """Of one iteration."""
 
-Protect = Callable[[torch.nn.Module, torch.optim.Optimizer, Any, Namespace], InMemorySnapshot]
+Protect = Callable[[torch.nn.Module, torch.optim.Optimizer, Any, Namespace], Any]
 
 
 class Samples:
-    """Each sample is its number, and noise from torch's generator."""
+    """Each sample is its number, and noise: from torch's generator, or in a worker, whose seed is another after each
+    restart, from the number."""
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        return torch.full((3,), number / SAMPLES) + torch.rand(3)
+        of = None if get_worker_info() is None else torch.Generator().manual_seed(number)
+        return torch.full((3,), number / SAMPLES) + torch.rand(3, generator=of)
 
 
 def arguments(**given: Any) -> Namespace:
@@ -44,6 +53,8 @@ def arguments(**given: Any) -> Namespace:
         "iterations_to_skip": [],
         "do_valid": True,
         "dataloader_type": "single",
+        "full_validation": False,
+        "num_workers": 0,
     }
     return Namespace(**known | given)
 
@@ -63,6 +74,7 @@ def pretrain(
         snapshots: where what `protect` returned is noted.
     """
     torch.manual_seed(3)
+    random.seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -71,13 +83,12 @@ def pretrain(
         snapshots.append(snap)
     if args.iteration > 0 and args.consumed_valid_samples == 0:
         args.consumed_valid_samples = args.iteration // EVERY * BATCH
-    data, valid_data = (
-        iter(cyclic_iter(loader) if args.dataloader_type == "cyclic" else loader)
-        for loader in (
-            build_pretraining_data_loader(args.consumed_train_samples),
-            build_pretraining_data_loader(args.consumed_valid_samples),
-        )
-    )
+    train_loader, valid_loaders, _ = build_train_valid_test_data_loaders(args)
+    if isinstance(snap, Patched):
+        train_loader, valid_loaders = snap.manager.load_data(train_loader, valid_loaders)
+    data = iter(cyclic_iter(train_loader) if args.dataloader_type == "cyclic" else train_loader)
+    passes = args.dataloader_type == "cyclic" or args.full_validation
+    valid_data = iter(cyclic_iter(valid_loaders[0]) if passes else valid_loaders[0])
     operations = train(data, valid_data, model, optimizer, scheduler, args, iterations, snap, tell)
     if snap is not None:
         snap.close()
@@ -89,7 +100,17 @@ def pretrain(
         args.skipped_train_samples,
         args.consumed_valid_samples,
         torch.rand(1).item(),
+        random.random(),
     ]
+
+
+class Patched:
+    """What a loop that calls it itself has of its snapshots."""
+
+    def __init__(self, manager: InMemoryCheckpointManager) -> None:
+        self.manager = manager
+        self.drain = manager._snap.drain
+        self.close = manager.close
 
 
 class Sampler:
@@ -107,12 +128,85 @@ class Sampler:
             yield list(range(first, first + BATCH))
 
 
-def build_pretraining_data_loader(consumed_samples: int) -> DataLoader[torch.Tensor]:
-    """A loader of the rest."""
-    return DataLoader(Samples(), batch_sampler=Sampler(consumed_samples))  # type: ignore[arg-type]
+class FullSampler:
+    """All of a few, from the first on."""
+
+    def __len__(self) -> int:
+        return FULL
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([number] for number in range(FULL))
 
 
-def cyclic_iter(loader: DataLoader[torch.Tensor]) -> Iterator[torch.Tensor]:
+def build_train_valid_test_data_loaders(args: Namespace) -> tuple[Any, list[Any], None]:
+    """Loaders of the rest, or what a script brings along."""
+    if args.dataloader_type == "external":
+        return External(), [External()], None
+    valid: Any = FullSampler() if args.full_validation else Sampler(args.consumed_valid_samples)
+    return loader_of(args, Sampler(args.consumed_train_samples)), [loader_of(args, valid)], None
+
+
+def loader_of(args: Namespace, sampler: Any) -> DataLoader[torch.Tensor]:
+    """A loader, with workers that stay if it has any."""
+    workers = args.num_workers
+    return DataLoader(Samples(), batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0)  # type: ignore[arg-type]
+
+
+class Savable:
+    """Samples in an order of its own, and its place, as Energon's loader has them."""
+
+    def __init__(self) -> None:
+        self._place = Position(number=0, seen=Seen(), marks=(1, (2, "three")))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            number = (self._place.number * 7 + 3) % SAMPLES
+            self._place.number += 1
+            self._place.seen[number % 5] = self._place.seen.get(number % 5, 0) + 1
+            yield torch.full((BATCH, 3), (number + sum(self._place.seen.values())) / SAMPLES)
+
+    def save_state_rank(self) -> Position:
+        """Where it is."""
+        return copy.deepcopy(self._place)
+
+    def restore_state_rank(self, place: Position) -> None:
+        """Go on there."""
+        assert type(place) is Position and type(place.seen) is Seen and place.marks == (1, (2, "three"))
+        self._place = place
+
+
+class Seen(dict[int, int]):
+    """Counts."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Position:
+    """Where a `Savable` is."""
+
+    number: int
+    seen: Seen
+    marks: tuple[Any, ...]
+
+
+class External:
+    """What Megatron-LM's example wraps Energon's loader with: it has one half of the hook, and the other is inside."""
+
+    def __init__(self) -> None:
+        self._dataloader = Savable()
+        self._iter = iter(cyclic_iter(self._dataloader))
+
+    def __next__(self) -> torch.Tensor:
+        return next(self._iter)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self._iter
+
+    def save_state(self) -> Position:
+        """Megatron-LM's name for it."""
+        return self._dataloader.save_state_rank()
+
+
+def cyclic_iter(loader: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Makes an iterator when the first batch of a pass is read."""
     while True:
         yield from loader
@@ -126,7 +220,7 @@ def train(
     scheduler: Any,
     args: Namespace,
     iterations: int,
-    snap: InMemorySnapshot | None,
+    snap: InMemorySnapshot | Patched | None,
     tell: Callable[..., None],
 ) -> float:
     """The loop."""
@@ -140,6 +234,8 @@ def train(
             args.skipped_train_samples += BATCH
             continue
         args.curr_iteration = iteration
+        if isinstance(snap, Patched):
+            snap.manager.on_train_step_start(num_floating_point_operations_so_far)
         loss = train_step(data, model, optimizer, scheduler, snap)
         iteration += 1
         args.consumed_train_samples += BATCH
@@ -156,7 +252,7 @@ def train_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
-    snap: InMemorySnapshot | None,
+    snap: InMemorySnapshot | Patched | None,
 ) -> str:
     """One iteration."""
     optimizer.zero_grad()

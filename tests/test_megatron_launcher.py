@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from holdfast import ConfigError
-from holdfast.megatron_lm import NEEDED, check, launch
+from holdfast.megatron_lm import NEEDED, check, launch, main
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from tests.deadlines import DEADLINE_S
 
@@ -37,8 +38,11 @@ def setup_model_and_optimizer(*ignored):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5)
 
-def build_pretraining_data_loader(dataset, consumed):
+def build_train_valid_test_data_loaders(provider):
     raise NotImplementedError("rows are drawn from the generator")
+
+def get_rerun_state_machine():
+    return None
 
 def train_step(model, optimizer, scheduler):
     loss = torch.nn.functional.dropout(model(torch.randn(4, 8)), 0.2).square().mean()
@@ -136,13 +140,46 @@ def test_an_unknown_version_is_named_with_all_that_it_lacks() -> None:
         check(training)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--slots", "2"], "slots=2: a shard has 3 to 16"),
+        (["--slots", "16", "--generations", "2"], "slots=16 and 2 generations"),
+        (["--every", "0"], "every=0"),
+        (["--every", "often"], "neither a number of steps nor auto"),
+        (["--protect", "6+"], "6\\+"),
+        (["--deadline", "0"], "deadline_s=0"),
+        (["--overhead-budget", "2"], "overhead"),
+        (["--job", "a/b"], "a/b"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_the_script_is_looked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
+) -> None:
+    monkeypatch.setenv("HOLDFAST_JOB", "refused")
+    with pytest.raises(SystemExit) as ended:
+        main([*options, "nowhere.py"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert re.search(said, error), error
+    assert "nowhere" not in error
+
+
+@pytest.mark.parametrize(
+    "given", [["--non-persistent-ckpt-type", "in_memory"], ["--non-persistent-ckpt-type=in_memory"]]
+)
+def test_a_job_is_protected_once(script: Path, given: str) -> None:
+    with pytest.raises(ConfigError, match="has Megatron-LM itself protect the job"):
+        launch(script, ["--num-layers", "2", *given.split()], job="twice")
+
+
 def test_a_script_that_is_not_there_or_not_in_a_checkout_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.py: there is no such script"):
-        launch(tmp_path / "nowhere.py", [])
+        launch(tmp_path / "nowhere.py", [], job="nowhere")
     alone = tmp_path / "alone.py"
     alone.write_text("")
     status = subprocess.run(
-        [sys.executable, "-m", "holdfast.megatron_lm", str(alone)],
+        [sys.executable, "-m", "holdfast.megatron_lm", "--job", "alone", str(alone)],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
