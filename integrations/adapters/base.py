@@ -70,11 +70,13 @@ class BaseAdapter:
     def extras(self) -> Collection[str]:
         return self._extra.keys()
 
-    def steppers(self) -> Steppers:
-        """What watches for optimizers that step parameters of this job, and of which nothing is captured."""
+    def steppers(self, inside: Sequence[torch.optim.Optimizer] = ()) -> Steppers:
+        """What watches for optimizers that step parameters of this job, and of which nothing is captured. `inside`:
+        those that are captured with the one around them."""
         parameters = [p for module in self._modules for p in module.parameters()]
         updated = [p for state in self._states for _, p in state.parameters()]
-        return Steppers(self.optimizers(), [state.optimizer for state in self._states], [*parameters, *updated])
+        captured = [state.optimizer for state in self._states]
+        return Steppers(self.optimizers(), [*captured, *inside], [*parameters, *updated])
 
     def updated(self) -> dict[str, Updated]:
         return {stem: parameter for state in self._states for stem, parameter in state.updated().items()}
