@@ -37,7 +37,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from holdfast.chaos import drill
-from holdfast.chaos.standins import emerging, fused_adam, gather, offload
+from holdfast.chaos.standins import emerging, fused_adam, gather, offload, quantized
 from holdfast.hook import InMemorySnapshot
 
 HIDDEN, HEADS, VOCABULARY, SEQUENCE = 64, 4, 128, 32
@@ -65,6 +65,7 @@ class GptOptions:
         offload: the part of the parameters that the CPU steps; `offload_overlap`: each by an optimizer of its own.
         aware: the optimizer is aware of precision: ``fp32``, ``bf16`` or ``fp16`` moments; and ``remainders``, the bits
             that 16-bit weights lack, in place of main parameters.
+        fp8: weights in 8 bits, after this recipe of Transformer Engine: ``delayed``, ``tensorwise`` or ``mxfp8``.
     """
 
     tensor: int = 2
@@ -91,6 +92,7 @@ class GptOptions:
     offload: float | None = None
     offload_overlap: bool = False
     aware: str = ""
+    fp8: str = ""
 
 
 class Gpt:
@@ -172,14 +174,20 @@ def build(options: GptOptions) -> tuple[list[DistributedDataParallel], Any, Opti
     chunks: list[Any] = [_chunk(config, options, stage).to(drill.place()) for stage in range(options.virtual or 1)]
     if options.dtype != "fp32":
         chunks = [Float16Module(config, chunk) for chunk in chunks]
-    gather = options.overlap and (options.distributed or options.layer_wise)
+    if options.fp8:
+        gather.one_by_one()
+    for chunk in chunks if options.fp8 else ():
+        quantized.quantize_weights(chunk, options.fp8)
+    overlap_gather = options.overlap and (options.distributed or options.layer_wise)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=options.distributed or options.layout,
         num_distributed_optimizer_instances=options.instances,
         overlap_grad_reduce=options.overlap,
-        overlap_param_gather=gather,
+        overlap_param_gather=overlap_gather,
         bucket_size=20_000 if options.overlap else None,
+        fp8_param_gather=bool(options.fp8),
+        reuse_grad_buf_for_mxfp8_param_ag=options.fp8 == "mxfp8",
     )
     chunks = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0, **_layout(options, ddp, chunk))
@@ -190,7 +198,7 @@ def build(options: GptOptions) -> tuple[list[DistributedDataParallel], Any, Opti
     config.finalize_model_grads_func = finalize_model_grads
     if options.overlap:
         config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
-    optim = _optimizer(options, chunks, gather)
+    optim = _optimizer(options, chunks, overlap_gather)
     config.grad_scale_func = optim.scale_loss
     scheduler = OptimizerParamScheduler(
         optim,
@@ -243,6 +251,8 @@ def _optimizer(options: GptOptions, chunks: list[Any], overlap_gather: bool) -> 
             "main_params_dtype": moments if moments is torch.float16 else torch.float32,
             "store_param_remainders": options.aware == "remainders",
         }
+    if options.fp8:
+        more |= {"fp8_recipe": options.fp8, "reuse_grad_buf_for_mxfp8_param_ag": options.fp8 == "mxfp8"}
     if options.muon:
         more |= {"muon_tp_mode": "duplicated"}
     config = OptimizerConfig(

@@ -1,9 +1,10 @@
-"""Gathering tensors of unequal size, which NCCL does and gloo refuses."""
+"""What NCCL gathers and gloo does not: tensors of unequal size, and in one go tensors of several types."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,19 @@ import torch.distributed as dist
 def install() -> None:
     """From now on ``torch.distributed.all_gather`` takes them. Idempotent."""
     dist.all_gather = _uneven(getattr(dist.all_gather, "__wrapped__", dist.all_gather))
+
+
+def one_by_one() -> None:
+    """From now on megatron-core's buffers are gathered one after another where nothing overlaps: gloo would mix up the
+    bytes of those of several types. Idempotent."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    together = torch.distributed._coalescing_manager  # type: ignore[attr-defined]
+
+    def gathered(*args: Any, async_ops: bool = False, **kwargs: Any) -> AbstractContextManager[Any]:
+        return together(*args, async_ops=True, **kwargs) if async_ops else nullcontext(_Done())
+
+    param_and_grad_buffer._coalescing_manager = gathered
 
 
 def _uneven(gather: Callable[..., Any]) -> Callable[..., Any]:

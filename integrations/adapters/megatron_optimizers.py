@@ -9,6 +9,7 @@ import torch
 
 from holdfast.integrations.adapters.fused_adam import FusedAdamState, keeps_scales
 from holdfast.integrations.adapters.megatron_offload import HybridState, is_hybrid
+from holdfast.integrations.adapters.transformer_engine import is_quantized
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy.tensors import Block
 from holdfast.snapshot.state.optimizers import OptimizerState
@@ -87,6 +88,8 @@ def casts(part: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     if is_divided(part):
         for g, group in enumerate(part.model_float16_groups):
             for i, weight in enumerate(group):
+                if is_quantized(weight):
+                    continue
                 piece = part._get_model_param_range_map(weight)["param"]
                 main = part.shard_fp32_from_float16_groups[g][i]
                 if main is not None:
@@ -114,6 +117,24 @@ def _shards(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, Block]]:
                 if shard is not None:
                     piece = part._get_model_param_range_map(weight)["param"]
                     yield weight, shard, Block((weight.numel(),), (piece.start,))
+
+
+def gathers_before_casting(part: Any) -> bool:
+    """Whether main parameters are gathered, in 16 bits, before weights are quantized from them."""
+    return bool(getattr(getattr(part, "config", None), "reuse_grad_buf_for_mxfp8_param_ag", False))
+
+
+def holds_gradients(chunk: Any) -> bool:
+    """Whether the buffers of a chunk hold gradients that are not zero."""
+    return any(bool(each.grad_data.any()) for each in [*chunk.buffers, *chunk.expert_parallel_buffers])
+
+
+def copy_to_weights(part: Any) -> None:
+    """Make weights from main parameters, as a step does, up to gathering them."""
+    if gathers_before_casting(part):
+        part._copy_main_params_to_param_buffer()
+    elif hasattr(part, "_copy_main_params_to_model_params"):
+        part._copy_main_params_to_model_params()
 
 
 def _names(of: object) -> set[str]:
