@@ -120,10 +120,9 @@ CELLS: tuple[Cell, ...] = (
     _gpt("Muon, TP2 DP2", 4, muon=True, distributed=False),
     _gpt("layer-wise Muon, TP2 DP2", 4, muon=True, distributed=False, layer_wise=True, quick=True),
     _gpt(
-        "layer-wise Muon, MoE, PP2 DP2 EP2",
+        "layer-wise Muon, MoE, DP4 EP2",
         4,
         tensor=1,
-        pipeline=2,
         experts=4,
         expert_parallel=2,
         muon=True,

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
-from holdfast.integrations.adapters.megatron import _put_back, warn_of_untried
+from holdfast.integrations.adapters.base import BaseAdapter
+from holdfast.integrations.adapters.megatron import MegatronAdapter, _put_back, warn_of_untried
 from holdfast.integrations.adapters.megatron_optimizers import _shards, casts, check_captured, layer_wise, parts
 from holdfast.smp_daemon.shared.budget import Budget
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -52,6 +54,33 @@ def test_a_generator_that_graphs_know_is_put_back_in_place() -> None:
     assert torch.equal(torch.rand(3, generator=generator), drawn)
     plain = _put_back(state.clone(), state)
     assert torch.equal(plain, state) and plain is not state
+
+
+@pytest.mark.parametrize("graphed", [True, False])
+def test_generators_of_the_tracker_draw_the_same_again(graphed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    generators = {name: torch.Generator().manual_seed(seed) for seed, name in enumerate(("model", "expert"))}
+    states = {name: each if graphed else each.get_state() for name, each in generators.items()}
+    monkeypatch.setattr(tracker, "states_", states)
+
+    def draw(name: str) -> list[float]:
+        held = tracker.get_states()[name]
+        generator = held if graphed else torch.Generator().set_state(held)
+        drawn: list[float] = torch.rand(3, generator=generator).tolist()
+        if not graphed:
+            tracker.states_[name] = generator.get_state()
+        return drawn
+
+    adapter = MegatronAdapter.__new__(MegatronAdapter)
+    BaseAdapter.__init__(adapter, torch.nn.Linear(1, 1), [], None, None)
+    draw("model")
+    early = adapter.early()
+    drawn = [draw(name) for name in ("model", "expert", "model")]
+    for _ in range(2):  # what is kept is not drawn from
+        adapter.rewinding(early)()
+        assert [draw(name) for name in ("model", "expert", "model")] == drawn
+    if graphed:
+        assert all(tracker.get_states()[name] is each for name, each in generators.items())
 
 
 def optimizer(main: torch.Tensor | None, weight: torch.Tensor) -> Any:

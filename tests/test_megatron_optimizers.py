@@ -5,16 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from holdfast.chaos.standins import fused_adam, offload, quantized
 from holdfast.integrations.adapters import base, transformer_engine
 from holdfast.integrations.adapters.fused_adam import FusedAdamState, keeps_scales
 from holdfast.integrations.adapters.megatron_cpu import install
 from holdfast.integrations.adapters.megatron_offload import HybridState, stepped
+from holdfast.integrations.adapters.megatron_optimizers import check_quantizes
 from holdfast.integrations.adapters.transformer_engine import check_quantized_anew, check_weights, is_quantized
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.snapshot.copy.tensors import leaf_of
@@ -244,6 +247,17 @@ def test_weights_of_an_unknown_class_are_refused_by_name() -> None:
     )
     with pytest.raises(ConfigError, match=r"model0\.w is kept as GroupedTensor, which is not captured.*--fp8-param"):
         check_weights({of: "model0.w"})
+
+
+def test_weights_in_eight_bits_without_main_parameters_are_refused() -> None:
+    aware = SimpleNamespace(config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True))
+    with pytest.raises(ConfigError, match=r"FusedAdam steps itself .*--use-precision-aware-optimizer"):
+        check_quantizes(aware)
+    layers = object.__new__(LayerWiseDistributedOptimizer)
+    layers.chained_optimizers = []
+    with pytest.raises(ConfigError, match=r"stepped layer by layer .*without a layer-wise optimizer"):
+        check_quantizes(layers)
+    check_quantizes(SimpleNamespace(config=SimpleNamespace()))
 
 
 # ---------------------------------------------------------------------- extra state

@@ -24,6 +24,7 @@ from holdfast.integrations.adapters.megatron_offload import HybridState, stepped
 from holdfast.integrations.adapters.megatron_optimizers import (
     casts,
     check_captured,
+    check_quantizes,
     copy_to_weights,
     gathers_before_casting,
     holds_gradients,
@@ -33,7 +34,7 @@ from holdfast.integrations.adapters.megatron_optimizers import (
     state_of,
 )
 from holdfast.integrations.adapters.transformer_engine import check_quantized_anew, check_weights, is_quantized
-from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import set_dtype
@@ -68,11 +69,8 @@ class MegatronAdapter(BaseAdapter):
         self._replicated = [not is_divided(part) and id(part) not in alone for part in self._parts]
         weights = parameter_names(chunks)
         check_weights(weights)
-        if self._layer_wise and any(map(is_quantized, weights)):
-            raise ConfigError(
-                "weights in 8 or 4 bits that are stepped layer by layer are not captured, as nobody tried them: train "
-                "without --fp8-param-gather, or without a layer-wise optimizer"
-            )
+        if any(map(is_quantized, weights)):
+            check_quantizes(optim)
         states = [
             state_of(part, f"optim{i}", replicated=self._replicated[i], weights=weights)
             for i, part in enumerate(self._parts)

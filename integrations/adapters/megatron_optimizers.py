@@ -58,6 +58,20 @@ def check_captured(optim: Any, chunks: Sequence[Any]) -> None:
         )
 
 
+def check_quantizes(optim: Any) -> None:
+    """Raises `ConfigError` unless weights in 8 or 4 bits are made from main parameters that are known."""
+    if layer_wise(optim):
+        raise ConfigError(
+            "weights in 8 or 4 bits that are stepped layer by layer are not captured, as nobody tried them: train "
+            "without --fp8-param-gather, or without a layer-wise optimizer"
+        )
+    if any(getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False) for part in parts(optim)):
+        raise ConfigError(
+            "weights in 8 bits that FusedAdam steps itself are not captured: there are no main parameters to quantize "
+            "them from; train without --use-precision-aware-optimizer, or without --fp8-param-gather"
+        )
+
+
 def state_of(part: Any, prefix: str, *, replicated: bool, weights: Mapping[torch.Tensor, str]) -> OptimizerState:
     """The state of the torch optimizer that a part wraps. `weights`: what the model's parameters are called."""
     shards = {main: block for _, main, block in _shards(part)}

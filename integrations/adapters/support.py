@@ -1,0 +1,222 @@
+"""What of megatron-core comes back, kind by kind, and what proves it: `docs/support.md` is written from this table.
+
+`tests/test_support.py` holds it against the matrix, the tests that are named and the reports that are committed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Status(StrEnum):
+    """How sure it is."""
+
+    EXACT = "exact, tested on CPU"
+    STRUCTURES = "by the package's own structures"
+    DEVICE = "needs a device"
+    REFUSED = "refused by name"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of state, of optimizer or of parallelism.
+
+    Attributes:
+        option: of Megatron-LM, with which one gets it.
+        cells: of the matrix, which kill and restore it.
+        tests: ``file::function``.
+        note: what the status leaves open.
+    """
+
+    name: str
+    option: str
+    status: Status
+    cells: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+    note: str = ""
+
+
+OPTIMIZERS = "test_megatron_optimizers.py"
+DEVICE_STATE = "test_device_state.py"
+
+KINDS: tuple[Kind, ...] = (
+    Kind(
+        "distributed optimizer; tensor, pipeline and data parallel",
+        "--use-distributed-optimizer",
+        Status.EXACT,
+        (
+            "TP2",
+            "PP2",
+            "DP4",
+            "TP2 PP2 DP2",
+            "Llama, tied embeddings, TP2 PP2 DP2",
+            "tied embeddings, PP2 DP2",
+            "two optimizer instances, DP4",
+        ),
+    ),
+    Kind("32-bit weights", "no --bf16", Status.EXACT, ("TP2 PP2 DP2, fp32",)),
+    Kind("16-bit weights with a loss scale", "--fp16", Status.EXACT, ("TP2 PP2 DP2, fp16",)),
+    Kind(
+        "optimizer alike on all data-parallel ranks",
+        "no --use-distributed-optimizer",
+        Status.EXACT,
+        (
+            "TP2 PP2 DP2, no distributed optimizer",
+            "TP2 PP2 DP2, fp32, no distributed optimizer",
+            "TP2 DP2, fp16, no distributed optimizer",
+        ),
+    ),
+    Kind("virtual pipeline", "--num-layers-per-virtual-pipeline-stage", Status.EXACT, ("virtual pipeline",)),
+    Kind("sequence parallel", "--sequence-parallel", Status.EXACT, ("sequence parallel",)),
+    Kind("recomputed activations", "--recompute-granularity full", Status.EXACT, ("recompute",)),
+    Kind(
+        "overlapped reduction and gathering",
+        "--overlap-grad-reduce --overlap-param-gather",
+        Status.EXACT,
+        ("overlap, TP2 DP4", "overlap, PP2 DP2"),
+    ),
+    Kind(
+        "experts, balanced by a loss or a bias",
+        "--num-experts",
+        Status.EXACT,
+        (
+            "MoE, TP2 PP2 DP2 EP2",
+            "MoE, TP2 EP2, experts cut in two: none has a replica",
+            "MoE with expert bias, PP2 EP2",
+        ),
+    ),
+    Kind(
+        "CPU offload of all parameters (HybridDeviceOptimizer)",
+        "--optimizer-cpu-offload",
+        Status.EXACT,
+        ("CPU offload of all, DP2",),
+        (f"{OPTIMIZERS}::test_an_offloaded_optimizer_goes_on_bit_for_bit",),
+    ),
+    Kind(
+        "CPU offload of a part, overlapped or not",
+        "--optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d",
+        Status.STRUCTURES,
+        ("CPU offload of a half, overlap, TP2 DP2",),
+        (
+            f"{OPTIMIZERS}::test_an_offloaded_optimizer_goes_on_bit_for_bit",
+            f"{OPTIMIZERS}::test_another_fraction_than_the_snapshots_is_refused",
+        ),
+        "FusedAdam, which steps the rest, is stood in for. The fraction must be that of the snapshot",
+    ),
+    Kind(
+        "Muon",
+        "--optimizer muon",
+        Status.EXACT,
+        ("Muon, TP2 DP2",),
+        note="with 0.16 its package, emerging_optimizers 0.1, is stood in for",
+    ),
+    Kind(
+        "Muon, layer by layer (LayerWiseDistributedOptimizer)",
+        "--optimizer dist_muon",
+        Status.EXACT,
+        ("layer-wise Muon, TP2 DP2", "layer-wise Muon, MoE, DP4 EP2"),
+        note="as above",
+    ),
+    Kind(
+        "the same with its layers in the buffers that are gathered",
+        "--use-layer-wise-distributed-optimizer",
+        Status.EXACT,
+        ("layer-wise Muon in buffers, overlap, TP2 DP2",),
+        note="from 0.19 on",
+    ),
+    Kind(
+        "precision-aware optimizer: moments in 16 bits, main parameters of FusedAdam's, remainders",
+        "--use-precision-aware-optimizer",
+        Status.STRUCTURES,
+        (
+            "precision aware, bf16 moments, TP2 DP2",
+            "precision aware, fp16 moments and main parameters, DP2",
+            "precision aware, remainders, overlap, TP2 DP2",
+        ),
+        (f"{OPTIMIZERS}::test_narrow_moments_come_back_with_their_scales",),
+        "FusedAdam is stood in for",
+    ),
+    Kind(
+        "weights in 8 bits: delayed, tensorwise and MXFP8 recipes",
+        "--fp8-param-gather",
+        Status.STRUCTURES,
+        (
+            "weights in 8 bits, delayed scaling, TP2 DP2",
+            "weights in 8 bits, a scale for each tensor, DP2",
+            "weights in 8 bits, MXFP8, PP2 DP2",
+        ),
+        (f"{OPTIMIZERS}::test_weights_that_are_quantized_anew_are_the_same_or_refused",),
+        "Transformer Engine's tensors are stood in for. Whether quantizing anew gives the same bytes is checked as a "
+        "job begins",
+    ),
+    Kind(
+        "Transformer Engine's extra state, delayed scaling",
+        "--fp8-format",
+        Status.STRUCTURES,
+        ("weights in 8 bits, delayed scaling, TP2 DP2",),
+        (
+            f"{OPTIMIZERS}::test_delayed_scaling_comes_back_though_extra_state_is_not_unpickled",
+            "test_extras.py::test_it_may_be_anything_that_can_be_kept",
+            "test_extras.py::test_what_forward_changes_of_it_is_as_it_was_when_the_step_began",
+        ),
+        "its layers are stood in for",
+    ),
+    Kind(
+        "random generators that CUDA graphs know",
+        "--cuda-graph-impl",
+        Status.STRUCTURES,
+        (),
+        (
+            f"{DEVICE_STATE}::test_a_generator_that_graphs_know_is_put_back_in_place",
+            f"{DEVICE_STATE}::test_generators_of_the_tracker_draw_the_same_again",
+        ),
+        "with generators of the CPU",
+    ),
+    Kind(
+        "weights in 8 bits, blockwise recipe; weights in 4 bits (NVFP4)",
+        "--fp8-recipe blockwise; --fp4-param-gather",
+        Status.DEVICE,
+        note="not run; whether quantizing anew gives the same bytes is checked as a job begins",
+    ),
+    Kind("context parallel", "--context-parallel-size", Status.DEVICE, note="not run: attention needs it"),
+    Kind(
+        "moments in 8 bits",
+        "--exp-avg-dtype fp8",
+        Status.REFUSED,
+        (),
+        (f"{OPTIMIZERS}::test_moments_in_eight_bits_are_refused_by_name",),
+    ),
+    Kind(
+        "weights in 8 bits that FusedAdam or a layer-wise optimizer steps",
+        "--fp8-param-gather with --use-precision-aware-optimizer, or Muon layer by layer",
+        Status.REFUSED,
+        (),
+        (f"{OPTIMIZERS}::test_weights_in_eight_bits_without_main_parameters_are_refused",),
+    ),
+    Kind(
+        "weights of another class, such as grouped ones",
+        "--moe-single-grouped-weight",
+        Status.REFUSED,
+        (),
+        (f"{OPTIMIZERS}::test_weights_of_an_unknown_class_are_refused_by_name",),
+    ),
+    Kind(
+        "Megatron-FSDP",
+        "--use-megatron-fsdp",
+        Status.REFUSED,
+        (),
+        (f"{DEVICE_STATE}::test_megatrons_own_fsdp_is_refused",),
+        "its buffers are made on CUDA devices alone",
+    ),
+    Kind(
+        "any other optimizer, or chain of them",
+        "",
+        Status.REFUSED,
+        (),
+        (
+            f"{DEVICE_STATE}::test_an_optimizer_that_nobody_has_tried_is_refused_by_name",
+            f"{DEVICE_STATE}::test_a_chain_that_nobody_has_tried_is_refused_by_name",
+        ),
+    ),
+)
