@@ -65,10 +65,10 @@ def _kinds() -> Iterator[str]:
     exact = _exact_cells()
     yield "## Megatron, kind by kind"
     yield (
-        f"*{table.Status.EXACT}*: killed and restored as above, with megatron-core's own code. "
-        f"*{table.Status.STRUCTURES}*: so, too, or by tests, with megatron-core's own code; what it needs of "
-        f"Transformer Engine or of a GPU is stood in for. *{table.Status.DEVICE}*: not run so far. "
-        f"*{table.Status.REFUSED}*: a job that has it ends before its first step, with what to leave out."
+        f"*{table.SupportStatus.EXACT}*: killed and restored as above, with megatron-core's own code. "
+        f"*{table.SupportStatus.STRUCTURES}*: so, too, or by tests, with megatron-core's own code; what it needs of "
+        f"Transformer Engine or of a GPU is stood in for. *{table.SupportStatus.DEVICE}*: not run so far. "
+        f"*{table.SupportStatus.REFUSED}*: a job that has it ends before its first step, with what to leave out."
     )
     head = ["| kind | option | status | run with | jobs and tests | |", "|---|---|---|---|---|---|"]
     yield "\n".join([*head, *(_kind(kind, exact) for kind in table.KINDS)])

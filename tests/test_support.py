@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.chaos.matrix import CELLS, GPT
 from holdfast.integrations.adapters.megatron import TRIED
-from holdfast.integrations.adapters.support import KINDS, Kind, Status
+from holdfast.integrations.adapters.support import KINDS, SupportedKind, SupportStatus
 
 ROOT = Path(__file__).parents[1]
 OF_MEGATRON = {cell.name: cell for cell in CELLS if cell.job == GPT}
@@ -27,7 +27,7 @@ def reports() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_what_is_named_as_a_proof_is_there(kind: Kind) -> None:
+def test_what_is_named_as_a_proof_is_there(kind: SupportedKind) -> None:
     assert set(kind.cells) <= OF_MEGATRON.keys()
     for name in kind.tests:
         file, _, function = name.partition("::")
@@ -35,12 +35,12 @@ def test_what_is_named_as_a_proof_is_there(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_each_status_has_the_proof_that_it_stands_for(kind: Kind) -> None:
+def test_each_status_has_the_proof_that_it_stands_for(kind: SupportedKind) -> None:
     proved = {
-        Status.EXACT: bool(kind.cells),
-        Status.STRUCTURES: bool(kind.tests),
-        Status.DEVICE: not kind.cells and bool(kind.note),
-        Status.REFUSED: bool(kind.tests) and not kind.cells,
+        SupportStatus.EXACT: bool(kind.cells),
+        SupportStatus.STRUCTURES: bool(kind.tests),
+        SupportStatus.DEVICE: not kind.cells and bool(kind.note),
+        SupportStatus.REFUSED: bool(kind.tests) and not kind.cells,
     }
     assert proved[kind.status]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Status(StrEnum):
+class SupportStatus(StrEnum):
     """How sure it is."""
 
     EXACT = "exact, tested on CPU"
@@ -19,7 +19,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class SupportedKind:
     """A kind of state, of optimizer or of parallelism.
 
     Attributes:
@@ -31,7 +31,7 @@ class Kind:
 
     name: str
     option: str
-    status: Status
+    status: SupportStatus
     cells: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
     note: str = ""
@@ -40,11 +40,11 @@ class Kind:
 OPTIMIZERS = "test_megatron_optimizers.py"
 DEVICE_STATE = "test_device_state.py"
 
-KINDS: tuple[Kind, ...] = (
-    Kind(
+KINDS: tuple[SupportedKind, ...] = (
+    SupportedKind(
         "distributed optimizer; tensor, pipeline and data parallel",
         "--use-distributed-optimizer",
-        Status.EXACT,
+        SupportStatus.EXACT,
         (
             "TP2",
             "PP2",
@@ -55,48 +55,50 @@ KINDS: tuple[Kind, ...] = (
             "two optimizer instances, DP4",
         ),
     ),
-    Kind("32-bit weights", "no --bf16", Status.EXACT, ("TP2 PP2 DP2, fp32",)),
-    Kind("16-bit weights with a loss scale", "--fp16", Status.EXACT, ("TP2 PP2 DP2, fp16",)),
-    Kind(
+    SupportedKind("32-bit weights", "no --bf16", SupportStatus.EXACT, ("TP2 PP2 DP2, fp32",)),
+    SupportedKind("16-bit weights with a loss scale", "--fp16", SupportStatus.EXACT, ("TP2 PP2 DP2, fp16",)),
+    SupportedKind(
         "optimizer alike on all data-parallel ranks",
         "no --use-distributed-optimizer",
-        Status.EXACT,
+        SupportStatus.EXACT,
         (
             "TP2 PP2 DP2, no distributed optimizer",
             "TP2 PP2 DP2, fp32, no distributed optimizer",
             "TP2 DP2, fp16, no distributed optimizer",
         ),
     ),
-    Kind("virtual pipeline", "--num-layers-per-virtual-pipeline-stage", Status.EXACT, ("virtual pipeline",)),
-    Kind("sequence parallel", "--sequence-parallel", Status.EXACT, ("sequence parallel",)),
-    Kind("recomputed activations", "--recompute-granularity full", Status.EXACT, ("recompute",)),
-    Kind(
+    SupportedKind(
+        "virtual pipeline", "--num-layers-per-virtual-pipeline-stage", SupportStatus.EXACT, ("virtual pipeline",)
+    ),
+    SupportedKind("sequence parallel", "--sequence-parallel", SupportStatus.EXACT, ("sequence parallel",)),
+    SupportedKind("recomputed activations", "--recompute-granularity full", SupportStatus.EXACT, ("recompute",)),
+    SupportedKind(
         "overlapped reduction and gathering",
         "--overlap-grad-reduce --overlap-param-gather",
-        Status.EXACT,
+        SupportStatus.EXACT,
         ("overlap, TP2 DP4", "overlap, PP2 DP2"),
     ),
-    Kind(
+    SupportedKind(
         "experts, balanced by a loss or a bias",
         "--num-experts",
-        Status.EXACT,
+        SupportStatus.EXACT,
         (
             "MoE, TP2 PP2 DP2 EP2",
             "MoE, TP2 EP2, experts cut in two: none has a replica",
             "MoE with expert bias, PP2 EP2",
         ),
     ),
-    Kind(
+    SupportedKind(
         "CPU offload of all parameters (HybridDeviceOptimizer)",
         "--optimizer-cpu-offload",
-        Status.EXACT,
+        SupportStatus.EXACT,
         ("CPU offload of all, DP2",),
         (f"{OPTIMIZERS}::test_an_offloaded_optimizer_goes_on_bit_for_bit",),
     ),
-    Kind(
+    SupportedKind(
         "CPU offload of a part, overlapped or not",
         "--optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d",
-        Status.STRUCTURES,
+        SupportStatus.STRUCTURES,
         ("CPU offload of a half, overlap, TP2 DP2",),
         (
             f"{OPTIMIZERS}::test_an_offloaded_optimizer_goes_on_bit_for_bit",
@@ -104,31 +106,31 @@ KINDS: tuple[Kind, ...] = (
         ),
         "FusedAdam, which steps the rest, is stood in for. The fraction must be that of the snapshot",
     ),
-    Kind(
+    SupportedKind(
         "Muon",
         "--optimizer muon",
-        Status.EXACT,
+        SupportStatus.EXACT,
         ("Muon, TP2 DP2",),
         note="with 0.16 its package, emerging_optimizers 0.1, is stood in for",
     ),
-    Kind(
+    SupportedKind(
         "Muon, layer by layer (LayerWiseDistributedOptimizer)",
         "--optimizer dist_muon",
-        Status.EXACT,
+        SupportStatus.EXACT,
         ("layer-wise Muon, TP2 DP2", "layer-wise Muon, MoE, DP4 EP2"),
         note="as above",
     ),
-    Kind(
+    SupportedKind(
         "the same with its layers in the buffers that are gathered",
         "--use-layer-wise-distributed-optimizer",
-        Status.EXACT,
+        SupportStatus.EXACT,
         ("layer-wise Muon in buffers, overlap, TP2 DP2",),
         note="from 0.19 on",
     ),
-    Kind(
+    SupportedKind(
         "precision-aware optimizer: moments in 16 bits, main parameters of FusedAdam's, remainders",
         "--use-precision-aware-optimizer",
-        Status.STRUCTURES,
+        SupportStatus.STRUCTURES,
         (
             "precision aware, bf16 moments, TP2 DP2",
             "precision aware, fp16 moments and main parameters, DP2",
@@ -137,10 +139,10 @@ KINDS: tuple[Kind, ...] = (
         (f"{OPTIMIZERS}::test_narrow_moments_come_back_with_their_scales",),
         "FusedAdam is stood in for",
     ),
-    Kind(
+    SupportedKind(
         "weights in 8 bits: delayed, tensorwise and MXFP8 recipes",
         "--fp8-param-gather",
-        Status.STRUCTURES,
+        SupportStatus.STRUCTURES,
         (
             "weights in 8 bits, delayed scaling, TP2 DP2",
             "weights in 8 bits, a scale for each tensor, DP2",
@@ -150,10 +152,10 @@ KINDS: tuple[Kind, ...] = (
         "Transformer Engine's tensors are stood in for. Whether quantizing anew gives the same bytes is checked as a "
         "job begins",
     ),
-    Kind(
+    SupportedKind(
         "Transformer Engine's extra state, delayed scaling",
         "--fp8-format",
-        Status.STRUCTURES,
+        SupportStatus.STRUCTURES,
         ("weights in 8 bits, delayed scaling, TP2 DP2",),
         (
             f"{OPTIMIZERS}::test_delayed_scaling_comes_back_though_extra_state_is_not_unpickled",
@@ -162,10 +164,10 @@ KINDS: tuple[Kind, ...] = (
         ),
         "its layers are stood in for",
     ),
-    Kind(
+    SupportedKind(
         "random generators that CUDA graphs know",
         "--cuda-graph-impl",
-        Status.STRUCTURES,
+        SupportStatus.STRUCTURES,
         (),
         (
             f"{DEVICE_STATE}::test_a_generator_that_graphs_know_is_put_back_in_place",
@@ -173,46 +175,48 @@ KINDS: tuple[Kind, ...] = (
         ),
         "with generators of the CPU",
     ),
-    Kind(
+    SupportedKind(
         "weights in 8 bits, blockwise recipe; weights in 4 bits (NVFP4)",
         "--fp8-recipe blockwise; --fp4-param-gather",
-        Status.DEVICE,
+        SupportStatus.DEVICE,
         note="not run; whether quantizing anew gives the same bytes is checked as a job begins",
     ),
-    Kind("context parallel", "--context-parallel-size", Status.DEVICE, note="not run: attention needs it"),
-    Kind(
+    SupportedKind(
+        "context parallel", "--context-parallel-size", SupportStatus.DEVICE, note="not run: attention needs it"
+    ),
+    SupportedKind(
         "moments in 8 bits",
         "--exp-avg-dtype fp8",
-        Status.REFUSED,
+        SupportStatus.REFUSED,
         (),
         (f"{OPTIMIZERS}::test_moments_in_eight_bits_are_refused_by_name",),
     ),
-    Kind(
+    SupportedKind(
         "weights in 8 bits that FusedAdam or a layer-wise optimizer steps",
         "--fp8-param-gather with --use-precision-aware-optimizer, or Muon layer by layer",
-        Status.REFUSED,
+        SupportStatus.REFUSED,
         (),
         (f"{OPTIMIZERS}::test_weights_in_eight_bits_without_main_parameters_are_refused",),
     ),
-    Kind(
+    SupportedKind(
         "weights of another class, such as grouped ones",
         "--moe-single-grouped-weight",
-        Status.REFUSED,
+        SupportStatus.REFUSED,
         (),
         (f"{OPTIMIZERS}::test_weights_of_an_unknown_class_are_refused_by_name",),
     ),
-    Kind(
+    SupportedKind(
         "Megatron-FSDP",
         "--use-megatron-fsdp",
-        Status.REFUSED,
+        SupportStatus.REFUSED,
         (),
         (f"{DEVICE_STATE}::test_megatrons_own_fsdp_is_refused",),
         "its buffers are made on CUDA devices alone",
     ),
-    Kind(
+    SupportedKind(
         "any other optimizer, or chain of them",
         "",
-        Status.REFUSED,
+        SupportStatus.REFUSED,
         (),
         (
             f"{DEVICE_STATE}::test_an_optimizer_that_nobody_has_tried_is_refused_by_name",
