@@ -75,7 +75,7 @@ def _kinds() -> Iterator[str]:
 
 
 def _kind(kind: Any, exact: dict[str, set[str]]) -> str:
-    releases = [release for release, cells in sorted(exact.items()) if cells.intersection(kind.cells)]
+    releases = [release for release, cells in sorted(exact.items()) if kind.cells and cells.issuperset(kind.cells)]
     tests = (f"`{test.partition('::')[2]}`" for test in kind.tests)
     proofs = "<br>".join([*kind.cells, *tests])
     option = f"`{kind.option}`" if kind.option.startswith("--") else kind.option
