@@ -131,7 +131,13 @@ class Gpt:
 
     def state(self) -> drill.State:
         yield from drill.modules(*self.chunks)
+        for c, chunk in enumerate(self.chunks):
+            for name, module in chunk.named_modules():
+                for way, scaling in getattr(module, "fp8_meta", {}).items():
+                    yield from ((f"module{c}.{name}.{way}.{key}", each) for key, each in vars(scaling).items())
         for i, part in enumerate(parts(self.optim)):
+            for p, scales in enumerate(getattr(part.optimizer, "_scales", {}).values()):
+                yield f"optim{i}.scales{p}", sorted((key, each.item()) for key, each in scales.items())
             yield from drill.optimizer(part.optimizer, f"optim{i}")
             for g, group in enumerate(part.optimizer.param_groups):
                 yield from ((f"optim{i}.group{g}.main{p}", main) for p, main in enumerate(group["params"]))

@@ -43,15 +43,18 @@ def check_quantized_anew(weights: Mapping[torch.Tensor, str], quantize: Callable
     """Check that `quantize` makes the weights that there are. They are put back, whatever comes of it.
 
     Raises:
+        ConfigError: a weight has no tensors that could be compared.
         StateMismatch: it made others.
     """
-    held = {weight: {key: part.clone() for key, part in _parts(weight).items()} for weight in weights}
+    held = {weight: {key: part.to("cpu", copy=True) for key, part in _parts(weight).items()} for weight in weights}
+    if bare := [weights[weight] for weight, parts in held.items() if not parts]:
+        raise ConfigError(f"{bare[0]}: it cannot be told what the weight consists of; train without --fp8-param-gather")
     quantize()
     differ = ""
     for weight, parts in held.items():
         now = _parts(weight)
         for key, part in parts.items():
-            if not torch.equal(part.view(torch.uint8), now[key].view(torch.uint8)):
+            if not torch.equal(part.view(torch.uint8), now[key].cpu().view(torch.uint8)):
                 differ = differ or f"{weights[weight]} ({key})"
             now[key].copy_(part)
     if differ:
@@ -92,7 +95,8 @@ def put_back_scaling(name: str, module: torch.nn.Module, held: Mapping[str, torc
 
 def _parts(weight: Any) -> dict[str, torch.Tensor]:
     """The tensors that a quantized weight and its quantizer consist of; not transposes, which are made from these."""
-    quantizer = getattr(weight, "_quantizer", None)
-    found = {**vars(weight), **{f"quantizer.{key}": each for key, each in getattr(quantizer, "__dict__", {}).items()}}
-    kept = {key: each for key, each in found.items() if type(each) is torch.Tensor and "transpose" not in key}
-    return {key: each for key, each in kept.items() if each is not weight.grad and key != "main_grad"}
+    of_quantizer = getattr(getattr(weight, "_quantizer", None), "__dict__", {})
+    found = {key: each for key, each in vars(weight).items() if key.startswith("_")}
+    found |= {f"_quantizer.{key}": each for key, each in of_quantizer.items()}
+    kept = (key for key in found if "transpose" not in key and "high_precision" not in key)
+    return {key: found[key] for key in kept if type(found[key]) is torch.Tensor}
