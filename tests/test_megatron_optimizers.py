@@ -3,7 +3,7 @@ of Transformer Engine and of a GPU stood in for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +15,13 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from holdfast.chaos.standins import fused_adam, offload, quantized
 from holdfast.integrations.adapters import base, transformer_engine
 from holdfast.integrations.adapters.fused_adam import FusedAdamState, keeps_scales
-from holdfast.integrations.adapters.megatron_cpu import install
+from holdfast.integrations.adapters.megatron_cpu import _EagerStream
 from holdfast.integrations.adapters.megatron_offload import HybridState, stepped
 from holdfast.integrations.adapters.megatron_optimizers import check_quantizes
 from holdfast.integrations.adapters.transformer_engine import check_quantized_anew, check_weights, is_quantized
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.snapshot.copy.tensors import leaf_of
 from holdfast.snapshot.state.optimizers import OptimizerState
-
-install()
 
 SIZES = (6, 4, 5)
 
@@ -76,12 +74,15 @@ def mains(state: OptimizerState) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def hybrid(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def hybrid(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes megatron-core's own optimizer: ``hybrid(parameters, fraction, overlap)``."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     split = HybridDeviceOptimizer._get_sub_optimizer_param_groups
-    monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", split)
+    monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", split)  # and taken back at the end
+    monkeypatch.setattr(torch.cuda, "Stream", _EagerStream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", _EagerStream)
     offload.install()
 
     def make(of: list[torch.nn.Parameter], fraction: float, overlap: bool = False) -> Any:
