@@ -167,14 +167,17 @@ def test_scales_inside_an_offloaded_optimizer_are_refused(hybrid: Any) -> None:
 # ---------------------------------------------------------------------- precision
 
 
-def aware(of: list[torch.nn.Parameter], moments: torch.dtype, **options: Any) -> fused_adam.FusedAdam:
+def aware(
+    of: list[torch.nn.Parameter], moments: torch.dtype, *, master_weights: bool = True, **options: Any
+) -> fused_adam.FusedAdam:
     return fused_adam.FusedAdam(
         of,
         lr=0.01,
         exp_avg_dtype=moments,
         exp_avg_sq_dtype=moments,
         use_decoupled_grad=True,
-        **{"master_weights": True, "master_weight_dtype": torch.float32} | options,
+        master_weights=master_weights,
+        **options,
     )
 
 
@@ -300,7 +303,7 @@ def test_delayed_scaling_without_room_for_it_is_an_error(other: torch.nn.Module)
 
 
 def test_the_adapters_keep_delayed_scaling_with_the_extra_state() -> None:
-    model = torch.nn.Sequential(Scaled(), torch.nn.Linear(2, 2))
+    model: Any = torch.nn.Sequential(Scaled(), torch.nn.Linear(2, 2))
     adapter = base.BaseAdapter(model, [], None, None)
     model[0].fp8_meta["scaling_fwd"].scale.fill_(7.0)
     late = adapter.late()

@@ -80,7 +80,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
 
 def scale_factor(size_out: int, size_in: int, mode: str = "spectral") -> float:
     """By what an update of that size is multiplied."""
-    factors = {
+    factors: dict[str, float] = {
         "shape_scaling": max(1, size_out / size_in) ** 0.5,
         "spectral": max(size_out, size_in) ** 0.5,
         "unit_rms_norm": (size_out / size_in) ** 0.5,
@@ -104,12 +104,14 @@ def newton_schulz_tp(
     shards = [torch.empty_like(x) for _ in range(tp_group.size())]
     dist.all_gather(shards, x.contiguous(), tp_group)
     whole = _newton_schulz(torch.cat(shards, dim=partition_dim), steps)
-    return whole.chunk(tp_group.size(), dim=partition_dim)[tp_group.rank()]
+    part: torch.Tensor = whole.chunk(tp_group.size(), dim=partition_dim)[tp_group.rank()]
+    return part
 
 
 def _newton_schulz(x: torch.Tensor, steps: int) -> torch.Tensor:
     tall = x.size(-2) > x.size(-1)
-    now = torch.nn.functional.normalize(x.mT if tall else x, p=2.0, dim=(-2, -1), eps=1e-7)
+    unit = x / x.norm().clamp_min(1e-7)
+    now = unit.mT if tall else unit
     for step in range(steps):
         a, b, c = COEFFICIENTS[step % len(COEFFICIENTS)]
         square = now @ now.mT

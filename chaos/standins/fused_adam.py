@@ -101,7 +101,8 @@ class FusedAdam(torch.optim.Optimizer):
     def _main(self, param: torch.Tensor, remainders: bool) -> torch.Tensor:
         if remainders:
             upper = param.detach().view(torch.int16).to(torch.int32) << 16
-            return (upper + self.state[param][MASTER]).view(torch.float32)
+            bits: torch.Tensor = upper + self.state[param][MASTER]
+            return bits.view(torch.float32)
         return self._get(param, MASTER) if self.master_weights else param.detach().float()
 
     def _get(self, param: torch.Tensor, name: str) -> torch.Tensor:

@@ -21,10 +21,13 @@ def one_by_one() -> None:
     bytes of those of several types. Idempotent."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    together = torch.distributed._coalescing_manager  # type: ignore[attr-defined]
+    together: Any = torch.distributed._coalescing_manager  # type: ignore[attr-defined]
 
     def gathered(*args: Any, async_ops: bool = False, **kwargs: Any) -> AbstractContextManager[Any]:
-        return together(*args, async_ops=True, **kwargs) if async_ops else nullcontext(_Done())
+        if not async_ops:
+            return nullcontext(_Done())
+        overlapped: AbstractContextManager[Any] = together(*args, async_ops=True, **kwargs)
+        return overlapped
 
     param_and_grad_buffer._coalescing_manager = gathered
 

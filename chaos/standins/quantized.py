@@ -44,7 +44,7 @@ class QuantizedTensor(torch.Tensor):
         made._data, made._scale_inv, made._quantizer = data, scale_inv, quantizer
         return made
 
-    def dequantize(self) -> torch.Tensor:  # type: ignore[override]
+    def dequantize(self) -> torch.Tensor:
         """What it stands for."""
         numbers = self._data.view(torch.float8_e4m3fn).float().view(self._scale_inv.numel(), -1)
         return (numbers * self._scale_inv.view(-1, 1)).view(self.shape).to(self.dtype)
@@ -52,10 +52,12 @@ class QuantizedTensor(torch.Tensor):
     def _alias(self) -> QuantizedTensor:
         return type(self)(self.shape, self.dtype, self._data, self._scale_inv, self._quantizer)
 
-    data = property(_alias)  # type: ignore[assignment]
+    data = property(_alias)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]._alias()
         if func is torch.ops.aten.copy_.default and isinstance(args[0], QuantizedTensor):

@@ -74,13 +74,16 @@ class BaseAdapter:
     def extras(self) -> Collection[str]:
         return self._extra.keys()
 
-    def steppers(self, inside: Sequence[torch.optim.Optimizer] = ()) -> Steppers:
-        """What watches for optimizers that step parameters of this job, and of which nothing is captured. `inside`:
-        those that are captured with the one around them."""
+    def steppers(self) -> Steppers:
+        """What watches for optimizers that step parameters of this job, and of which nothing is captured."""
         parameters = [p for module in self._modules for p in module.parameters()]
         updated = [p for state in self._states for _, p in state.parameters()]
         captured = [state.optimizer for state in self._states]
-        return Steppers(self.optimizers(), [*captured, *inside], [*parameters, *updated])
+        return Steppers(self.optimizers(), [*captured, *self._inside()], [*parameters, *updated])
+
+    def _inside(self) -> Sequence[torch.optim.Optimizer]:
+        """Optimizers that are captured with the one around them."""
+        return ()
 
     def updated(self) -> dict[str, Updated]:
         return {stem: parameter for state in self._states for stem, parameter in state.updated().items()}

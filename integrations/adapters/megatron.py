@@ -39,7 +39,6 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import set_dtype
 from holdfast.snapshot.state.live import Change, LiveTensor, Stateful, Tree
-from holdfast.snapshot.state.steppers import Steppers
 
 log = get_log(__name__)
 
@@ -92,9 +91,8 @@ class MegatronAdapter(BaseAdapter):
     def optimizers(self) -> Sequence[Any]:
         return [self._optimizer]
 
-    def steppers(self) -> Steppers:
-        inside = [each for state in self._states if isinstance(state, HybridState) for each in state.inside]
-        return super().steppers(inside)
+    def _inside(self) -> Sequence[torch.optim.Optimizer]:
+        return [each for state in self._states if isinstance(state, HybridState) for each in state.inside]
 
     def tensors(self) -> Iterator[LiveTensor]:
         for prefix, chunk in self._of_modules():
@@ -206,10 +204,6 @@ def _put_back(generator: Any, state: torch.Tensor) -> Any:
         generator.set_state(state)
         return generator
     return state.clone()  # draws are made from this very tensor, and would change what is kept
-
-
-def _scaler(part: Any) -> Any:
-    return getattr(part, "grad_scaler", None)
 
 
 def _check_cast(name: str, weight: torch.Tensor, main: torch.Tensor) -> None:
