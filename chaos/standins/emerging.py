@@ -111,7 +111,7 @@ def newton_schulz_tp(
 def _newton_schulz(x: torch.Tensor, steps: int) -> torch.Tensor:
     tall = x.size(-2) > x.size(-1)
     unit = x / x.norm().clamp_min(1e-7)
-    now = unit.mT if tall else unit
+    now: torch.Tensor = unit.mT if tall else unit
     for step in range(steps):
         a, b, c = COEFFICIENTS[step % len(COEFFICIENTS)]
         square = now @ now.mT
