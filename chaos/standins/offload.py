@@ -26,13 +26,13 @@ def install() -> None:
 def _on_gpu(split: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(split)
     def divided(*args: Any) -> Any:
-        with _Divided():
+        with _GpuSeeming():
             return split(*args)
 
     return divided
 
 
-class _Divided(TorchFunctionMode):
+class _GpuSeeming(TorchFunctionMode):
     """All tensors say that they lie on a GPU, but those that were moved to the CPU, and what was made from them."""
 
     def __init__(self) -> None:
