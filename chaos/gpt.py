@@ -5,6 +5,7 @@ The demo trains it, and so does each Megatron cell of the matrix, with other `Gp
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import warnings
@@ -36,6 +37,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from holdfast.chaos import drill
+from holdfast.chaos.standins import emerging, fused_adam, gather, offload, quantized
 from holdfast.hook import InMemorySnapshot
 
 HIDDEN, HEADS, VOCABULARY, SEQUENCE = 64, 4, 128, 32
@@ -58,6 +60,12 @@ class GptOptions:
         distributed: the distributed optimizer; `instances` of it in the data-parallel group.
         overlap: gradients are reduced, and parameters gathered, while others compute.
         llama: rotary positions, SwiGLU, RMSNorm, grouped queries, Megatron's own causal mask.
+        muon: matrices are stepped by Muon, the rest by Adam; `layer_wise`: each rank steps whole layers.
+        layout: layers lie in the buffers of the distributed optimizer, which gathers them; from megatron-core 0.19 on.
+        offload: the part of the parameters that the CPU steps; `offload_overlap`: each by an optimizer of its own.
+        aware: the optimizer is aware of precision: ``fp32``, ``bf16`` or ``fp16`` moments; and ``remainders``, the bits
+            that 16-bit weights lack, in place of main parameters.
+        fp8: weights in 8 bits, after this recipe of Transformer Engine: ``delayed``, ``tensorwise`` or ``mxfp8``.
     """
 
     tensor: int = 2
@@ -78,6 +86,13 @@ class GptOptions:
     llama: bool = False
     layers: int = 2
     dropout: float = 0.1
+    muon: bool = False
+    layer_wise: bool = False
+    layout: bool = False
+    offload: float | None = None
+    offload_overlap: bool = False
+    aware: str = ""
+    fp8: str = ""
 
 
 class Gpt:
@@ -116,7 +131,13 @@ class Gpt:
 
     def state(self) -> drill.State:
         yield from drill.modules(*self.chunks)
-        for i, part in enumerate(self.optim.chained_optimizers):
+        for c, chunk in enumerate(self.chunks):
+            for name, module in chunk.named_modules():
+                for way, scaling in getattr(module, "fp8_meta", {}).items():
+                    yield from ((f"module{c}.{name}.{way}.{key}", each) for key, each in vars(scaling).items())
+        for i, part in enumerate(parts(self.optim)):
+            for p, scales in enumerate(getattr(part.optimizer, "_scales", {}).values()):
+                yield f"optim{i}.scales{p}", sorted((key, each.item()) for key, each in scales.items())
             yield from drill.optimizer(part.optimizer, f"optim{i}")
             for g, group in enumerate(part.optimizer.param_groups):
                 yield from ((f"optim{i}.group{g}.main{p}", main) for p, main in enumerate(group["params"]))
@@ -126,6 +147,12 @@ class Gpt:
         yield from drill.generators()
         for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
             yield f"tracker.{name}", state
+
+
+def parts(optim: Any) -> Iterator[Any]:
+    """The optimizers in a chain, which may be one of chains."""
+    for each in getattr(optim, "chained_optimizers", []):
+        yield from parts(each) if hasattr(each, "chained_optimizers") else (each,)
 
 
 def initialise(options: GptOptions, seed: int) -> None:
@@ -153,38 +180,31 @@ def build(options: GptOptions) -> tuple[list[DistributedDataParallel], Any, Opti
     chunks: list[Any] = [_chunk(config, options, stage).to(drill.place()) for stage in range(options.virtual or 1)]
     if options.dtype != "fp32":
         chunks = [Float16Module(config, chunk) for chunk in chunks]
-    gather = options.overlap and options.distributed
+    if options.fp8:
+        gather.one_by_one()
+    for chunk in chunks if options.fp8 else ():
+        quantized.quantize_weights(chunk, options.fp8)
+    overlap_gather = options.overlap and (options.distributed or options.layer_wise)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=options.distributed,
+        use_distributed_optimizer=options.distributed or options.layout,
         num_distributed_optimizer_instances=options.instances,
         overlap_grad_reduce=options.overlap,
-        overlap_param_gather=gather,
+        overlap_param_gather=overlap_gather,
         bucket_size=20_000 if options.overlap else None,
+        fp8_param_gather=bool(options.fp8),
+        reuse_grad_buf_for_mxfp8_param_ag=options.fp8 == "mxfp8",
     )
-    chunks = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    chunks = [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0, **_layout(options, ddp, chunk))
+        for i, chunk in enumerate(chunks)
+    ]
     for chunk in chunks:
         chunk.broadcast_params()
     config.finalize_model_grads_func = finalize_model_grads
     if options.overlap:
         config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
-    optim = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=1e-3,
-            min_lr=1e-5,
-            weight_decay=0.1,
-            bf16=options.dtype == "bf16",
-            fp16=options.dtype == "fp16",
-            params_dtype=DTYPES[options.dtype],
-            use_distributed_optimizer=options.distributed,
-            overlap_param_gather=gather,
-            clip_grad=1.0,
-            initial_loss_scale=2.0**18,
-            loss_scale_window=3.0,
-        ),
-        chunks,
-    )
+    optim = _optimizer(options, chunks, overlap_gather)
     config.grad_scale_func = optim.scale_loss
     scheduler = OptimizerParamScheduler(
         optim,
@@ -200,6 +220,70 @@ def build(options: GptOptions) -> tuple[list[DistributedDataParallel], Any, Opti
         wd_incr_style="constant",
     )
     return chunks, optim, scheduler
+
+
+def _layout(options: GptOptions, ddp: DistributedDataParallelConfig, chunk: torch.nn.Module) -> dict[str, Any]:
+    """Where in the buffers the layers of a layer-wise optimizer lie, as Megatron-LM 0.19 has it."""
+    if not options.layout:
+        return {}
+    layer_wise = importlib.import_module("megatron.core.optimizer.layer_wise_optimizer")
+    layer_wise.tag_params_for_buffer_routing([chunk])
+    made = layer_wise.LayerWiseDistributedOptimizer.compute_full_param_layout(
+        list(chunk.parameters()), ddp.bucket_size, mpu.get_data_parallel_world_size(with_context_parallel=True), ddp
+    )
+    return {"full_param_layout": made}
+
+
+def _optimizer(options: GptOptions, chunks: list[Any], overlap_gather: bool) -> Any:
+    more: dict[str, Any] = {}
+    if options.offload is not None or options.aware:
+        fused_adam.install()
+    if options.offload is not None:
+        offload.install()
+        more |= {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": options.offload,
+            "overlap_cpu_optimizer_d2h_h2d": options.offload_overlap,
+            "use_precision_aware_optimizer": True,
+            "pin_cpu_grads": False,
+            "pin_cpu_params": False,
+        }
+    if options.aware:
+        moments = DTYPES.get(options.aware, torch.bfloat16)
+        more |= {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": moments,
+            "exp_avg_sq_dtype": moments,
+            "main_params_dtype": moments if moments is torch.float16 else torch.float32,
+            "store_param_remainders": options.aware == "remainders",
+        }
+    if options.fp8:
+        more |= {"fp8_recipe": options.fp8, "reuse_grad_buf_for_mxfp8_param_ag": options.fp8 == "mxfp8"}
+    if options.muon:
+        more |= {"muon_tp_mode": "duplicated"}
+    config = OptimizerConfig(
+        optimizer="adam" if not options.muon else "dist_muon" if options.layer_wise else "muon",
+        lr=1e-3,
+        min_lr=1e-5,
+        weight_decay=0.1,
+        bf16=options.dtype == "bf16",
+        fp16=options.dtype == "fp16",
+        params_dtype=DTYPES[options.dtype],
+        use_distributed_optimizer=options.distributed,
+        overlap_param_gather=overlap_gather,
+        clip_grad=1.0,
+        initial_loss_scale=2.0**18,
+        loss_scale_window=3.0,
+        **more,
+    )
+    if not options.muon:
+        return get_megatron_optimizer(config, chunks)
+    emerging.install()
+    gather.install()
+    muon = importlib.import_module("megatron.core.optimizer.muon")
+    return muon.get_megatron_muon_optimizer(
+        config, chunks, config_overrides={}, layer_wise_distributed_optimizer=options.layer_wise
+    )
 
 
 def _config(options: GptOptions) -> TransformerConfig:

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from holdfast.chaos.cluster import TARGET, History, VirtualCluster
@@ -25,6 +27,9 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 GPT = "holdfast.chaos.gpt:Gpt"
 TRAINER_STEP, NODE_STEP = 4, 7
 """In the middle of which steps a trainer and a node are killed."""
+
+REAL_MUON = (0, 17)
+"""From this release on megatron-core asks for a package of which there is a stand-in for the one before only."""
 
 STEPS = 9
 DEADLINE_S = 240.0
@@ -39,6 +44,7 @@ class Cell:
         ranks: trainers; two on a node, or one where there are fewer than four.
         quick: part of the short cut.
         drain: see `chaos.drill.train`.
+        since: the first release of megatron-core that has it.
     """
 
     name: str
@@ -47,6 +53,7 @@ class Cell:
     options: Mapping[str, Any] = field(default_factory=dict)
     quick: bool = False
     drain: bool = False
+    since: tuple[int, ...] = ()
 
     @property
     def ranks_per_node(self) -> int:
@@ -61,8 +68,8 @@ def _torch(name: str, job: str, ranks: int, *, quick: bool = False, **options: A
     return Cell(name, f"holdfast.examples.{job}", ranks, options, quick, drain=True)
 
 
-def _gpt(name: str, ranks: int, *, quick: bool = False, **options: Any) -> Cell:
-    return Cell(name, GPT, ranks, options, quick)
+def _gpt(name: str, ranks: int, *, quick: bool = False, since: tuple[int, ...] = (), **options: Any) -> Cell:
+    return Cell(name, GPT, ranks, options, quick, since=since)
 
 
 CELLS: tuple[Cell, ...] = (
@@ -103,6 +110,36 @@ CELLS: tuple[Cell, ...] = (
         expert_bias=True,
         quick=True,
     ),
+    _gpt("CPU offload of all, DP2", 2, tensor=1, offload=1.0),
+    _gpt("CPU offload of a half, overlap, TP2 DP2", 4, offload=0.5, offload_overlap=True, quick=True),
+    _gpt("precision aware, bf16 moments, TP2 DP2", 4, aware="bf16"),
+    _gpt("precision aware, fp16 moments and main parameters, DP2", 2, tensor=1, aware="fp16"),
+    _gpt("precision aware, remainders, overlap, TP2 DP2", 4, aware="remainders", overlap=True, quick=True),
+    _gpt("weights in 8 bits, delayed scaling, TP2 DP2", 4, fp8="delayed", quick=True),
+    _gpt("weights in 8 bits, a scale for each tensor, DP2", 2, tensor=1, fp8="tensorwise"),
+    _gpt("weights in 8 bits, MXFP8, PP2 DP2", 4, tensor=1, pipeline=2, fp8="mxfp8"),
+    _gpt("Muon, TP2 DP2", 4, muon=True, distributed=False),
+    _gpt("layer-wise Muon, TP2 DP2", 4, muon=True, distributed=False, layer_wise=True, quick=True),
+    _gpt(
+        "layer-wise Muon, MoE, DP4 EP2",
+        4,
+        tensor=1,
+        experts=4,
+        expert_parallel=2,
+        muon=True,
+        distributed=False,
+        layer_wise=True,
+    ),
+    _gpt(
+        "layer-wise Muon in buffers, overlap, TP2 DP2",
+        4,
+        since=(0, 19),
+        muon=True,
+        distributed=False,
+        layer_wise=True,
+        layout=True,
+        overlap=True,
+    ),
     _torch("one process, foreach", "plain:Plain", 1, quick=True),
     _torch("one process, fused", "plain:Plain", 1, adam="fused"),
     _torch("one process, amsgrad, EMA, two optimizers", "plain:Plain", 1, adam="amsgrad", ema=True, optimizers=2),
@@ -130,6 +167,7 @@ class CellVerdict:
     Attributes:
         difference: what was not as in the undisturbed run, or why it did not run; empty if all was the same.
         restored: the step and how, of every rank at each restart.
+        skipped: why it could not run here; empty if it ran.
     """
 
     cell: Cell
@@ -137,6 +175,7 @@ class CellVerdict:
     restored: tuple[tuple[int, str], ...]
     lost_steps: int
     seconds: float
+    skipped: str = ""
 
 
 def choose(names: str) -> tuple[Cell, ...]:
@@ -158,6 +197,19 @@ def choose(names: str) -> tuple[Cell, ...]:
     return tuple(known[name] for name in asked)
 
 
+def lacks(cell: Cell) -> str:
+    """What of a cell this environment has not; empty if it can run."""
+    if cell.job != GPT:
+        return ""
+    release = metadata.version("megatron-core")
+    numbers = tuple(int(part) for part in release.split(".")[:2])
+    if numbers < cell.since:
+        return f"megatron-core {'.'.join(map(str, cell.since))} (here is {release})"
+    if cell.options.get("muon") and numbers >= REAL_MUON and not find_spec("emerging_optimizers"):
+        return f"the package emerging-optimizers, which megatron-core {release} asks for"
+    return ""
+
+
 def run(
     cells: Iterable[Cell], seed: int, progress: Callable[[CellVerdict], None], device: str = "cpu"
 ) -> list[CellVerdict]:
@@ -177,7 +229,8 @@ def run(
     with Launcher(preload, device=device) as launcher:
         launcher.wait_ready()
         for cell in chosen:
-            verdicts.append(drill(launcher, cell, seed))
+            skipped = lacks(cell)
+            verdicts.append(CellVerdict(cell, "", (), 0, 0.0, skipped) if skipped else drill(launcher, cell, seed))
             progress(verdicts[-1])
     return verdicts
 
@@ -230,6 +283,16 @@ def judge(cell: Cell, undisturbed: History, disturbed: History, seconds: float) 
     return CellVerdict(cell, difference, tuple(restored), lost, seconds)
 
 
+def outcome(verdict: CellVerdict) -> str:
+    """What became of a cell, in a word if all was the same."""
+    return f"skipped: needs {verdict.skipped}" if verdict.skipped else verdict.difference or "identical"
+
+
+def _same(verdict: CellVerdict) -> str:
+    """`outcome`, in a column that is headed so."""
+    return outcome(verdict) if verdict.skipped or verdict.difference else "yes"
+
+
 def versions() -> dict[str, str]:
     """Of what trained, by name."""
     found = {"Python": platform.python_version(), "torch": metadata.version("torch")}
@@ -242,7 +305,7 @@ def show(console: Console, verdicts: Iterable[CellVerdict]) -> None:
         "cell", "ranks", "identical", "steps done again", "s", title="killed, restored, compared to the last bit"
     )
     for verdict in verdicts:
-        same = verdict.difference or "yes"
+        same = escape(_same(verdict))
         table.add_row(
             verdict.cell.name, str(verdict.cell.ranks), same, str(verdict.lost_steps), f"{verdict.seconds:.0f}"
         )
@@ -270,7 +333,7 @@ def markdown(verdicts: Iterable[CellVerdict], when: str, machine: str, seed: int
         "| --- | ---: | --- | ---: | ---: |",
     ]
     for verdict in verdicts:
-        same = verdict.difference.replace("\n", " ") or "yes"
+        same = _same(verdict).replace("\n", " ")
         lines.append(
             f"| {verdict.cell.name} | {verdict.cell.ranks} | {same} | {verdict.lost_steps} | {verdict.seconds:.0f} |"
         )

@@ -10,20 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import ChainedOptimizer
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
-from holdfast.integrations.adapters.megatron import (
-    MegatronAdapter,
-    _casts,
-    _put_back,
-    _shards,
-    check_captured,
-    warn_of_untried,
-)
+from holdfast.integrations.adapters.base import BaseAdapter
+from holdfast.integrations.adapters.megatron import MegatronAdapter, _put_back, warn_of_untried
+from holdfast.integrations.adapters.megatron_optimizers import _shards, casts, check_captured, layer_wise, parts
 from holdfast.smp_daemon.shared.budget import Budget
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.populate import populate
@@ -61,6 +56,33 @@ def test_a_generator_that_graphs_know_is_put_back_in_place() -> None:
     assert torch.equal(plain, state) and plain is not state
 
 
+@pytest.mark.parametrize("graphed", [True, False])
+def test_generators_of_the_tracker_draw_the_same_again(graphed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    generators = {name: torch.Generator().manual_seed(seed) for seed, name in enumerate(("model", "expert"))}
+    states = {name: each if graphed else each.get_state() for name, each in generators.items()}
+    monkeypatch.setattr(tracker, "states_", states)
+
+    def draw(name: str) -> list[float]:
+        held = tracker.get_states()[name]
+        generator = held if graphed else torch.Generator().set_state(held)
+        drawn: list[float] = torch.rand(3, generator=generator).tolist()
+        if not graphed:
+            tracker.states_[name] = generator.get_state()
+        return drawn
+
+    adapter = MegatronAdapter.__new__(MegatronAdapter)
+    BaseAdapter.__init__(adapter, torch.nn.Linear(1, 1), [], None, None)
+    draw("model")
+    early = adapter.early()
+    drawn = [draw(name) for name in ("model", "expert", "model")]
+    for _ in range(2):  # what is kept is not drawn from
+        adapter.rewinding(early)()
+        assert [draw(name) for name in ("model", "expert", "model")] == drawn
+    if graphed:
+        assert all(tracker.get_states()[name] is each for name, each in generators.items())
+
+
 def optimizer(main: torch.Tensor | None, weight: torch.Tensor) -> Any:
     """A distributed optimizer of Megatron's, as far as the adapter looks at one."""
     piece = SimpleNamespace(start=2, end=6)
@@ -80,18 +102,10 @@ def test_where_there_is_no_main_parameter_the_shard_of_the_weight_is_state() -> 
     [(of, shard, block)] = _shards(part)
     assert of is weight and torch.equal(shard, weight[2:6])
     assert (block.whole, block.start) == ((8,), (2,))
-    assert list(_casts(part)) == []
+    assert list(casts(part)) == []
     main = torch.arange(2.0, 6.0)
     [(_, shard, _)] = _shards(optimizer(main, weight))
     assert shard is main
-
-
-def test_weights_of_eight_bits_are_refused_by_name() -> None:
-    adapter = MegatronAdapter.__new__(MegatronAdapter)
-    weight = torch.zeros(8, dtype=torch.uint8)
-    adapter._parts = [optimizer(torch.zeros(4), weight)]
-    with pytest.raises(ConfigError, match=r"group 0 parameter 0 is kept as Tensor of torch\.uint8.*--fp8-param-gather"):
-        adapter.verify()
 
 
 def test_a_device_says_to_which_numa_node_it_is_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,18 +177,14 @@ def made(kind: type[Any], **attributes: Any) -> Any:
     return found
 
 
-def test_an_optimizer_that_keeps_parameters_on_the_host_is_refused() -> None:
-    wrapped = made(FP32Optimizer, optimizer=made(HybridDeviceOptimizer))
-    with pytest.raises(ConfigError, match=r"HybridDeviceOptimizer is not captured.*--optimizer-cpu-offload"):
-        check_captured(wrapped, [wrapped], [])
-
-
-def test_a_layer_wise_optimizer_is_refused_alone_and_in_a_chain() -> None:
-    layer_wise, plain = made(LayerWiseDistributedOptimizer), made(FP32Optimizer, optimizer=None)
-    check_captured(made(ChainedOptimizer), [plain], [])
-    for optim, parts in ((layer_wise, []), (made(ChainedOptimizer), [plain, layer_wise])):
-        with pytest.raises(ConfigError, match=r"LayerWiseDistributedOptimizer is not captured: each rank steps"):
-            check_captured(optim, parts, [])
+def test_chains_of_chains_are_taken_apart() -> None:
+    first, second, stub = made(FP32Optimizer), made(FP32Optimizer), made(FP32Optimizer, is_stub_optimizer=True)
+    inner = made(LayerWiseDistributedOptimizer, chained_optimizers=[first, stub])
+    optim = made(ChainedOptimizer, chained_optimizers=[inner, second])
+    check_captured(optim, [])
+    assert parts(optim) == [first, second]
+    assert layer_wise(optim) == [inner]
+    assert layer_wise(second) == []
 
 
 def test_an_optimizer_that_nobody_has_tried_is_refused_by_name() -> None:
@@ -183,13 +193,24 @@ def test_an_optimizer_that_nobody_has_tried_is_refused_by_name() -> None:
 
     Unheard.__abstractmethods__ = frozenset()
     with pytest.raises(ConfigError, match=r"Unheard is no optimizer of megatron-core that is captured: Dist"):
-        check_captured(made(Unheard), [made(Unheard)], [])
+        check_captured(made(Unheard), [])
+    inside = made(ChainedOptimizer, chained_optimizers=[made(FP32Optimizer), made(Unheard)])
+    with pytest.raises(ConfigError, match=r"Unheard is no optimizer"):
+        check_captured(made(LayerWiseDistributedOptimizer, chained_optimizers=[inside]), [])
+
+
+def test_a_chain_that_nobody_has_tried_is_refused_by_name() -> None:
+    class Woven(ChainedOptimizer):  # type: ignore[misc]
+        """Of a later release."""
+
+    with pytest.raises(ConfigError, match=r"Woven is no chain of optimizers that is captured: ChainedOptimizer, Layer"):
+        check_captured(made(Woven, chained_optimizers=[]), [])
 
 
 def test_megatrons_own_fsdp_is_refused() -> None:
     chunk = SimpleNamespace(ddp_config=DistributedDataParallelConfig(use_megatron_fsdp=True))
     with pytest.raises(ConfigError, match=r"Megatron-FSDP is not captured.*--use-megatron-fsdp"):
-        check_captured(None, [], [chunk])
+        check_captured(made(ChainedOptimizer, chained_optimizers=[]), [chunk])
 
 
 @pytest.mark.parametrize(("version", "said"), [("0.16.1", False), ("0.19.2", False), ("0.20.0rc1", True)])

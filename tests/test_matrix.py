@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from holdfast import ConfigError
 from holdfast.chaos.cluster import History
 from holdfast.chaos.launcher import Launcher
-from holdfast.chaos.matrix import CELLS, Cell, choose, drill, judge
+from holdfast.chaos.matrix import CELLS, GPT, Cell, choose, drill, judge, lacks
 from tests.sampling import chosen
 
 CELL = Cell("toy", "holdfast.examples.plain:Plain", 2)
@@ -15,6 +17,8 @@ COVERING = (
     "TP2 PP2 DP2",
     "TP2 DP2, fp16, no distributed optimizer",
     "MoE with expert bias, PP2 EP2",
+    "weights in 8 bits, delayed scaling, TP2 DP2",
+    "layer-wise Muon, TP2 DP2",
     "one process, foreach",
     "FSDP2",
     "LoRA-FA",
@@ -28,6 +32,8 @@ COVERING = (
 @pytest.mark.parametrize("cell", chosen(choose("quick"), choose(";".join(COVERING))), ids=lambda cell: cell.name)
 @pytest.mark.proves("frameworks")
 def test_a_job_that_is_killed_goes_on_to_the_last_bit(launcher: Launcher, cell: Cell) -> None:
+    if missing := lacks(cell):
+        pytest.skip(f"it needs {missing}")
     verdict = drill(launcher, cell, seed=1234)
     assert verdict.difference == ""
     assert len(verdict.restored) == cell.ranks * (1 + (cell.nodes > 1))
@@ -75,6 +81,25 @@ def test_cells_are_chosen_by_name() -> None:
     assert [cell.name for cell in choose("TP2;FSDP2")] == ["TP2", "FSDP2"]
     with pytest.raises(ConfigError, match="no cell 'TP3': choose of TP2; PP2"):
         choose("TP3")
+
+
+@pytest.mark.parametrize(
+    ("release", "package", "options", "since", "missing"),
+    [
+        ("0.16.1", False, {"muon": True}, (), ""),
+        ("0.19.2", True, {"muon": True}, (0, 19), ""),
+        ("0.19.2", False, {"muon": True}, (), "the package emerging-optimizers, which megatron-core 0.19.2 asks for"),
+        ("0.19.2", False, {}, (0, 19), ""),
+        ("0.18.0rc1", True, {"muon": True}, (0, 19), "megatron-core 0.19 (here is 0.18.0rc1)"),
+    ],
+)
+def test_what_an_environment_lacks_is_said(
+    release: str, package: bool, options: Any, since: Any, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: release)
+    monkeypatch.setattr("holdfast.chaos.matrix.find_spec", lambda name: object() if package else None)
+    assert lacks(Cell("a", GPT, 2, options, since=since)) == missing
+    assert lacks(Cell("a", "examples.plain:Plain", 2, options, since=since)) == ""
 
 
 def test_names_of_cells_are_unique() -> None:

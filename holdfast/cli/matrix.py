@@ -37,7 +37,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from holdfast.bench.ec import describe, machine
-    from holdfast.chaos.matrix import GPT, CellVerdict, choose, markdown, report, run, show
+    from holdfast.chaos.matrix import GPT, CellVerdict, choose, markdown, outcome, report, run, show
 
     console = Console(stderr=parsed.json == "-", highlight=False)
     cells = choose(parsed.cells)
@@ -50,7 +50,7 @@ def _run(parsed: argparse.Namespace) -> int:
     console.print(f"importing torch{', megatron-core' if megatron else ''}")
 
     def tell(verdict: CellVerdict) -> None:
-        console.print(f"{verdict.cell.name}: {verdict.difference or 'identical'} ({verdict.seconds:.0f} s)")
+        console.print(f"{verdict.cell.name}: {outcome(verdict)} ({verdict.seconds:.0f} s)", markup=False)
 
     verdicts = run(cells, parsed.seed, tell)
     show(console, verdicts)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from holdfast.integrations.adapters.transformer_engine import put_back_scaling, scaling
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.slotfile import Leaf
@@ -22,6 +23,9 @@ from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked, containers
 
 log = get_log(__name__)
+
+SCALING = "fp8"
+"""Where in the late state is what `transformer_engine.scaling` gives."""
 
 
 class BaseAdapter:
@@ -74,7 +78,12 @@ class BaseAdapter:
         """What watches for optimizers that step parameters of this job, and of which nothing is captured."""
         parameters = [p for module in self._modules for p in module.parameters()]
         updated = [p for state in self._states for _, p in state.parameters()]
-        return Steppers(self.optimizers(), [state.optimizer for state in self._states], [*parameters, *updated])
+        captured = [state.optimizer for state in self._states]
+        return Steppers(self.optimizers(), [*captured, *self._inside()], [*parameters, *updated])
+
+    def _inside(self) -> Sequence[torch.optim.Optimizer]:
+        """Optimizers that are captured with the one around them."""
+        return ()
 
     def updated(self) -> dict[str, Updated]:
         return {stem: parameter for state in self._states for stem, parameter in state.updated().items()}
@@ -109,6 +118,7 @@ class BaseAdapter:
             "scheduler": [each.state_dict() for each in self._schedulers],
             "extra": self._extras(late=True),
             "get_extra_state": {name: _hooked(module).get_extra_state() for name, module in self._with_extra_state},
+            **self._scalings(),
             "flags": self._flags.state(),
             GRADIENTS: self._flags.gradients(),
             "tracked": tracked.values(self._tracked, late=True),
@@ -159,6 +169,7 @@ class BaseAdapter:
         self._flags.load(fixed["flags"], late["flags"], late[GRADIENTS])
         for name, module in self._with_extra_state:
             _hooked(module).set_extra_state(late["get_extra_state"][name])
+            put_back_scaling(name, module, late.get(SCALING, {}).get(name, {}))
         tracked.load(self._tracked, {**early["tracked"], **late["tracked"]})
         self.carried = early.get("streams", {})
         rng.restore(early["rng"])
@@ -169,6 +180,12 @@ class BaseAdapter:
     def _extras(self, *, late: bool) -> Tree:
         """States of those extras that settle late, or of the others."""
         return {n: part.state_dict() for n, part in self._extra.items() if settles_late(part) is late}
+
+    def _scalings(self) -> Tree:
+        """Of the modules that compute in 8 bits with delayed scaling, if there are any."""
+        found = {name: scaling(module) for name, module in self._with_extra_state}
+        held = {name: {key: each.clone() for key, each in of.items()} for name, of in found.items() if of}
+        return {SCALING: held} if held else {}
 
     def _of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The modules, by name; called where a walk over all tensors begins."""

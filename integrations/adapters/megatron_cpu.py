@@ -84,6 +84,9 @@ class _EagerStream:
     def wait_event(self, event: Any) -> None:
         pass
 
+    def wait(self, stream: Any = None) -> None:
+        pass
+
     def record_event(self, event: Any = None) -> Any:
         return event or self
 

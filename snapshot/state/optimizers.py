@@ -204,9 +204,15 @@ class OptimizerState:
         return [[name for name, _ in group] for group in self._places()]
 
     def plain(self) -> Tree:
-        """Group options such as lr, and what of the per-parameter state `tensors` found to be no tensor."""
+        """Group options such as lr, and what of the per-parameter state `tensors` found to be no tensor.
+
+        A class among the options, as of the optimizers to be made inside, is code of the job and no state.
+        """
         return {
-            "groups": [{k: v for k, v in group.items() if k not in PLACES} for group in self.optimizer.param_groups],
+            "groups": [
+                {k: v for k, v in group.items() if k not in PLACES and not isinstance(v, type)}
+                for group in self.optimizer.param_groups
+            ],
             "state": {name: {key: state[key] for key in keys if key in state} for name, state, keys in self._plain},
         }
 

@@ -1,0 +1,102 @@
+"""Transformer Engine: weights in 8 or 4 bits, and how layers scale what they compute in 8 bits.
+
+Such weights are not captured: they are quantized anew from the main parameters, by megatron-core's own functions. That
+this gives the same bytes is checked once, by doing it. The scales and largest values of delayed scaling are captured as
+they are, since newer releases do not unpickle the extra state that they give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.snapshot.copy.tensors import local
+
+QUANTIZED = ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor")
+"""Classes of weights."""
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+NOT_UNPICKLED = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"
+
+
+def is_quantized(weight: torch.Tensor) -> bool:
+    """Whether a weight is kept in 8 or 4 bits, in one of the classes that are known."""
+    return any(kind.__name__ in QUANTIZED for kind in type(weight).__mro__)
+
+
+def check_weights(weights: Mapping[torch.Tensor, str]) -> None:
+    """Raises `ConfigError` if there are weights of a class of which nobody knows what it keeps."""
+    for weight, name in weights.items():
+        if type(local(weight)) not in PLAIN and not is_quantized(weight):
+            known = ", ".join(QUANTIZED)
+            raise ConfigError(
+                f"{name} is kept as {type(weight).__name__}, which is not captured: {known} are, and plain tensors; "
+                "train without --fp8-param-gather, --fp4-param-gather and --moe-single-grouped-weight"
+            )
+
+
+def check_quantized_anew(weights: Mapping[torch.Tensor, str], quantize: Callable[[], None]) -> None:
+    """Check that `quantize` makes the weights that there are. They are put back, whatever comes of it.
+
+    Raises:
+        ConfigError: a weight has no tensors that could be compared.
+        StateMismatch: it made others.
+    """
+    held = {weight: {key: part.to("cpu", copy=True) for key, part in _parts(weight).items()} for weight in weights}
+    if bare := [weights[weight] for weight, parts in held.items() if not parts]:
+        raise ConfigError(f"{bare[0]}: it cannot be told what the weight consists of; train without --fp8-param-gather")
+    quantize()
+    differ = ""
+    for weight, parts in held.items():
+        now = _parts(weight)
+        for key, part in parts.items():
+            if not torch.equal(part.view(torch.uint8), now[key].cpu().view(torch.uint8)):
+                differ = differ or f"{weights[weight]} ({key})"
+            now[key].copy_(part)
+    if differ:
+        raise StateMismatch(
+            f"{differ}: the weight is not what its main parameter gives when it is quantized anew, and would not come "
+            "back; train without --fp8-param-gather and --fp4-param-gather"
+        )
+
+
+def scaling(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a layer keeps for delayed scaling, live: scales, and the largest values of the last steps."""
+    meta = getattr(module, "fp8_meta", None)
+    if not isinstance(meta, dict):
+        return {}
+    found = {
+        f"{way}.{key}": getattr(meta.get(way), key, None)
+        for way in ("scaling_fwd", "scaling_bwd")
+        for key in ("scale", "amax_history")
+    }
+    return {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
+
+
+def put_back_scaling(name: str, module: torch.nn.Module, held: Mapping[str, torch.Tensor]) -> None:
+    """Fill in what `scaling` gave, after ``set_extra_state``.
+
+    Raises:
+        StateMismatch: the layer has not made room for it.
+    """
+    live = scaling(module)
+    if {key: each.shape for key, each in live.items()} != {key: each.shape for key, each in held.items()}:
+        raise StateMismatch(
+            f"{name}: delayed scaling has {sorted(held) or 'no state'} in the snapshot, {sorted(live) or 'none'} in "
+            f"this job, or of other sizes; if Transformer Engine says that it loads no pickles, set {NOT_UNPICKLED}"
+        )
+    for key, each in live.items():
+        each.copy_(held[key])
+
+
+def _parts(weight: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a quantized weight and its quantizer consist of; not transposes, which are made from these."""
+    of_quantizer = getattr(getattr(weight, "_quantizer", None), "__dict__", {})
+    found = {key: each for key, each in vars(weight).items() if key.startswith("_")}
+    found |= {f"_quantizer.{key}": each for key, each in of_quantizer.items()}
+    kept = (key for key in found if "transpose" not in key and "high_precision" not in key)
+    return {key: found[key] for key in kept if type(found[key]) is torch.Tensor}
