@@ -292,9 +292,12 @@ class _Metrics:
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._elapsed_s = 0.0
+        self._is_restored = False
 
     def begin(self) -> None:
-        self._elapsed_s = time.perf_counter() - self._processor.time_last_log
+        if not self._is_restored:  # the first step after a restore is to begin with what was restored
+            self._elapsed_s = time.perf_counter() - self._processor.time_last_log
+        self._is_restored = False
 
     def get(self) -> dict[str, Any]:
         processor = self._processor
@@ -309,6 +312,7 @@ class _Metrics:
         self._processor.data_loading_times = held["loading_s"]
         self._elapsed_s = held["elapsed_s"]
         self._processor.time_last_log = time.perf_counter() - self._elapsed_s
+        self._is_restored = True
 
 
 def _plain(loader: Any) -> Any:

@@ -1,6 +1,8 @@
-"""torchtitan 0.2: a checkpoint manager that stands in for its own, which its trainer makes by name."""
+"""torchtitan 0.2: a checkpoint manager that stands in for its own, which its trainer makes by name.
 
-from __future__ import annotations
+``--job.custom_config_module holdfast.integrations.torchtitan_0_2``, or the same in a TOML file: importing this is what
+changes it, as `stand_in` is called below.
+"""
 
 import sys
 from dataclasses import dataclass, field
@@ -9,7 +11,7 @@ from typing import Any
 
 from torchtitan.components.checkpoint import CheckpointManager
 
-from holdfast.integrations.torchtitan.trainer import FromMemory, SnapshotOptions, TrainerSnapshots, check
+from holdfast.integrations.torchtitan_trainer import FromMemory, SnapshotOptions, TrainerSnapshots, check
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 TRAINERS = ("torchtitan.train", "__main__")
@@ -18,7 +20,7 @@ TRAINERS = ("torchtitan.train", "__main__")
 
 @dataclass
 class JobConfig:
-    """Adds a section ``[snapshots]`` to torchtitan's, which merges the two."""
+    """Adds a section ``[snapshots]`` to torchtitan's, which merges the two. It wants types here, not their names."""
 
     snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
 
@@ -53,3 +55,6 @@ def stand_in() -> None:
         module: Any = sys.modules.get(name)
         if module is not None and getattr(module, "CheckpointManager", None) is CheckpointManager:
             module.CheckpointManager = InMemoryStandIn
+
+
+stand_in()

@@ -1,4 +1,6 @@
-"""torchtitan 0.3: a checkpoint manager for ``config.checkpoint``."""
+"""torchtitan 0.3: a checkpoint manager that keeps training in memory too. A configuration names it, nothing is edited:
+``--override.imports holdfast.integrations.torchtitan.in_memory``, or `InMemoryCheckpointManager.Config` in a function.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torchtitan
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.config.override import derive, override
 
-from holdfast.integrations.torchtitan.trainer import FromMemory, SnapshotOptions, TrainerSnapshots, check
+from holdfast.integrations.torchtitan_trainer import FromMemory, SnapshotOptions, TrainerSnapshots, check
 
 
 class InMemoryCheckpointManager(FromMemory, CheckpointManager):  # type: ignore[misc, unused-ignore]

@@ -1,0 +1,134 @@
+"""Megatron-LM's rerun state machine, which runs an iteration again when a result of it looks wrong.
+
+Megatron-LM's own checkpoints hold it only while a rerun is pending. Between two steps none is, except in a process
+that was started from such a checkpoint. A rerun that was cut short is done again, from the iteration's first run on,
+with the same random numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.smp_daemon.shared.errors import ConfigError
+
+GET = "get_rerun_state_machine"
+"""Where the loop has it from."""
+
+CHECKPOINTED = (
+    "rerun_requested",
+    "checkpoint_requested",
+    "restart_again_requested",
+    "continue_requested",
+    "suspicious_node",
+    "suspicious_device",
+    "large_value_counts",
+    "max_values",
+)
+"""Attributes with plain values that Megatron-LM's own checkpoint of a pending rerun holds, too."""
+
+NEEDED = (
+    *CHECKPOINTED,
+    "state",
+    "current_iteration",
+    "first_iteration_complete",
+    "failed_validation_call",
+    "initial_result",
+    "error_injector",
+    "stats",
+)
+"""Attributes that a machine must have. `mode` is the command line's; all others are made anew by each step."""
+
+NEEDED_OF_MODULE = ("RerunState", "RerunDiagnostic", "Caller", "Call", "QuickStats")
+
+SAMPLED = ("pos", "zero_cnt", "max", "max_size")
+"""Attributes of statistics, beside the samples."""
+
+
+class Reruns:
+    """What the machine of this process knows. The training thread's.
+
+    Args:
+        machine: Megatron's ``get_rerun_state_machine()``; None: the loop has none.
+
+    Raises:
+        ConfigError: it is one of a version that is not known.
+    """
+
+    def __init__(self, machine: Any) -> None:
+        self._machine = machine
+        if machine is None:
+            return
+        self._module: Any = sys.modules[type(machine).__module__]
+        missing = [f"{type(machine).__name__}.{name}" for name in NEEDED if not hasattr(machine, name)]
+        missing += [name for name in NEEDED_OF_MODULE if not hasattr(self._module, name)]
+        if missing:
+            raise ConfigError(f"{self._module.__name__} has no {', '.join(missing)}: this version of it is not known")
+
+    def get(self) -> dict[str, Any] | None:
+        """As a step begins."""
+        machine = self._machine
+        if machine is None:
+            return None
+        call, injected = machine.failed_validation_call, machine.error_injector.injected_error_type
+        return {name: getattr(machine, name) for name in (*CHECKPOINTED, "current_iteration")} | {
+            "state": machine.state.name,
+            "first_iteration_complete": machine.first_iteration_complete,
+            "failed_validation_call": None if call is None else [list(call.caller), call.sequence],
+            "initial_result": _plain(machine.initial_result),
+            "injected_error_type": None if injected is None else injected.value,
+            "stats": [[list(caller), _sampled(stats)] for caller, stats in machine.stats.items()],
+        }
+
+    def set(self, held: dict[str, Any] | None, *, same_iteration: bool) -> None:
+        """Take over what was restored.
+
+        What the command line says of the machine stays: its mode, and which errors are injected.
+
+        Args:
+            same_iteration: a checkpoint was loaded before, of the very iteration that the loop goes on with. If it
+                says that a rerun is pending, that stays: Megatron wrote it after the snapshot, and ended for it.
+        """
+        machine = self._machine
+        if machine is None or held is None:
+            return
+        module = self._module
+        machine.first_iteration_complete = held["first_iteration_complete"]
+        for caller, sampled in held["stats"]:
+            stats = machine.stats[module.Caller(*caller)] = module.QuickStats()
+            stats.samples = sampled["samples"].tolist()
+            for name in SAMPLED:
+                setattr(stats, name, sampled[name])
+        if same_iteration and machine.state is not module.RerunState.NOT_RUNNING_YET:
+            return
+        for name in (*CHECKPOINTED, "current_iteration"):
+            setattr(machine, name, held[name])
+        machine.state = module.RerunState[held["state"]]
+        machine.data_iterator_checkpoints = None  # batches of before, which the next step would only drop
+        machine.initial_result = _made(held["initial_result"])
+        call, injected = held["failed_validation_call"], held["injected_error_type"]
+        machine.failed_validation_call = None if call is None else module.Call(module.Caller(*call[0]), call[1])
+        if machine.error_injector.should_inject_errors:
+            machine.error_injector.injected_error_type = None if injected is None else module.RerunDiagnostic(injected)
+
+
+def _plain(result: Any) -> Any:
+    """A result by its bytes: as a tensor of its own it would be a change of the layout when there is the first one."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    data = result.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return {"dtype": result.dtype, "shape": list(result.shape), "device": result.device.type, "bytes": data}
+
+
+def _made(result: Any) -> Any:
+    if not isinstance(result, dict):
+        return result
+    flat = torch.from_numpy(result["bytes"]).view(result["dtype"])
+    return flat.reshape(result["shape"]).to(result["device"])
+
+
+def _sampled(stats: Any) -> dict[str, Any]:
+    return {"samples": np.array(stats.samples, dtype=np.float64)} | {name: getattr(stats, name) for name in SAMPLED}
