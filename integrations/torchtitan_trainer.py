@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Any, Literal
 
+from torch.distributed.fsdp import FSDPModule
+
 from holdfast.hook import InMemorySnapshot
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
@@ -142,6 +144,7 @@ class TrainerSnapshots:
     ) -> None:
         self._trainer = trainer = parts["train_state"]
         self._snap: _TrainerSnapshot | None = None
+        self._sharded = [m for part in model_parts for m in part.modules() if isinstance(m, FSDPModule)]
         self._loop = _Loop(trainer, {name: part for name, part in parts.items() if part is not trainer}, dataloader)
         self._make = lambda: _TrainerSnapshot(model_parts, optimizers, scheduler=lr_schedulers, **asdict(options))
         self._undo: list[Callable[[], None]] = []
@@ -188,6 +191,8 @@ class TrainerSnapshots:
         @wraps(train_step)
         def stepping(*args: Any, **kwargs: Any) -> Any:
             self._loop.begin()
+            for module in self._sharded:
+                module.reshard()  # a validation leaves gathered what is not resharded after forward
             if self._snap is not None:
                 self._snap.begin()
             return train_step(*args, **kwargs)
