@@ -82,7 +82,9 @@ def on_cpus() -> None:
         package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         sys.modules[name] = package
     models: Any = sys.modules["megatron.bridge.models"]
-    models.__getattr__ = lambda name: getattr(importlib.import_module(f"megatron.bridge.models.{PROVIDERS[name]}"), name)
+    models.__getattr__ = lambda name: getattr(
+        importlib.import_module(f"megatron.bridge.models.{PROVIDERS[name]}"), name
+    )
     distill: Any = importlib.import_module("modelopt.torch.distill.plugins.megatron")
     distill.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **kwargs: None
     importlib.import_module("megatron.bridge.models.conversion.auto_bridge")

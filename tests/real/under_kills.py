@@ -160,12 +160,16 @@ def generators() -> dict[str, Any]:
 def differences(one: Path, other: Path) -> list[str]:
     """What is not the same in two folders, and what a run says of one step and then says differently."""
     found = []
-    mine, theirs = ({path.name for kind in ("losses", "state") for path in out.glob(f"{kind}.*")} for out in (one, other))
+    mine, theirs = (
+        {path.name for kind in ("losses", "state") for path in out.glob(f"{kind}.*")} for out in (one, other)
+    )
     if mine != theirs or "state.0" not in mine:
         found.append(f"files: {sorted(mine)} and {sorted(theirs)}")
     for name in sorted(mine & theirs):
         a, b = _read(one / name, found), _read(other / name, found)
-        found += [f"{name}: {key}: {a.get(key)} and {b.get(key)}" for key in a.keys() | b.keys() if a.get(key) != b.get(key)]
+        found += [
+            f"{name}: {key}: {a.get(key)} and {b.get(key)}" for key in a.keys() | b.keys() if a.get(key) != b.get(key)
+        ]
     return found
 
 
