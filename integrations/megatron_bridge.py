@@ -46,13 +46,13 @@ log = get_log(__name__)
 
 
 class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
-    """Restores in ``on_data_init_start``, takes a snapshot in ``on_train_step_start``, ends the job in ``on_train_end``.
+    """Restores in ``on_data_init_start``, begins a step in ``on_train_step_start``, ends the job in ``on_train_end``.
 
     Carried, so that training that was killed and started again ends as if nothing had happened: what
     `holdfast.InMemorySnapshot` carries of megatron-core; the counters of ``train_state``; the rerun state machine; all
     random generators, as the first step begins, whatever building data has drawn. Data goes on by the counters.
-    A checkpoint that was loaded before, older by nature, is overwritten. An evaluation that was cut short is done again,
-    with the iteration before it; the evaluation after training is not part of it.
+    A checkpoint that was loaded before, older by nature, is overwritten. An evaluation that was cut short is done
+    again, with the iteration before it; the evaluation after training is not part of it.
 
     If training ends with an exit code, by ``exit_interval`` or a signal, the snapshots stay for the next start.
 

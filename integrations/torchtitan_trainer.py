@@ -1,7 +1,7 @@
 """What goes with a snapshot of torchtitan's `Trainer`, and when: the same in 0.2 and 0.3.
 
-The loop is ``step += 1``, ``train_step``, ``checkpointer.save``, ``validate``. A step begins with ``train_step``, so the
-state is what the validation before it has left.
+The loop is ``step += 1``, ``train_step``, ``checkpointer.save``, ``validate``. A step begins with ``train_step``, so
+the state is what the validation before it has left.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKS = "ParallelAwareDataloader"
 """Its ``state_dict`` is that of its base class, packed by pickle. Nothing here unpickles what was in shared memory."""
 
 VALIDATION = ("_sample_idx", "_token_buffer")
-"""Where the data set of 0.2's validator is, which goes on where the validation before has ended; 0.3 makes a new one."""
+"""Where the data set of 0.2's validator is: it goes on where the validation before has ended; 0.3 makes a new one."""
 
 log = get_log(__name__)
 

@@ -1,11 +1,11 @@
 """Megatron-Bridge's own ``pretrain`` of a small GPT on CPUs.
 
-``python tests/real/megatron_bridge_run.py --out DIR [--ranks N] [--kills K --seed S] [--bare]``: megatron-core's local
+``python tests/real/megatron_bridge_run.py --out DIR [--ranks N] [--kills K --seed S] [--bare]``: megatron-core's own
 layers with dropout, bf16, the distributed optimizer, shuffled validation data every 4 steps, mock data.
 
-`on_cpus` is what lets it run where there is no GPU: `holdfast.integrations.adapters.megatron_cpu` for megatron-core; what
-Megatron-Bridge imports for models of others, but does not use here, is empty: Transformer Engine's LoRA layers, ModelOpt and
-Energon. Its package modules, which import every model there is, are not run.
+`on_cpus` is what lets it run where there is no GPU: `holdfast.integrations.adapters.megatron_cpu` for megatron-core;
+what Megatron-Bridge imports, and does not use here, is empty: Transformer Engine's LoRA layers, ModelOpt and Energon.
+Its package modules, which import every model there is, are not run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import os
 import random
 import sys
 from functools import partial
@@ -208,8 +207,8 @@ def state_of(context: Any) -> dict[str, Any]:
     machine = get_rerun_state_machine()
     return {
         "generators": generators(),
-        "model": [{name: part for name, part in chunk.named_parameters()} for chunk in context.model],
-        "buffers": [{name: part for name, part in chunk.named_buffers()} for chunk in context.model],
+        "model": [dict(chunk.named_parameters()) for chunk in context.model],
+        "buffers": [dict(chunk.named_buffers()) for chunk in context.model],
         "mains": [[group["params"] for group in part.optimizer.param_groups] for part in parts],
         "moments": [[dict(state) for state in part.optimizer.state.values()] for part in parts],
         "schedule": context.scheduler.state_dict(),
