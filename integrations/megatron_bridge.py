@@ -1,4 +1,4 @@
-"""Megatron-Bridge: ``pretrain(config, forward_step, callbacks=[InMemoryCallback()])``, nothing is edited.
+"""Megatron-Bridge: ``pretrain(config, forward_step, callbacks=[BridgeCallback()])``, nothing is edited.
 
 The loop is ``on_train_step_start``, ``train_step``, counters, evaluation, checkpoints. A step begins with the first of
 these, so the state is what the iteration before it has left, its evaluation included.
@@ -45,7 +45,7 @@ BUILD = "build_train_valid_test_data_loaders"
 log = get_log(__name__)
 
 
-class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
+class BridgeCallback(Callback):  # type: ignore[misc, unused-ignore]
     """Restores in ``on_data_init_start``, begins a step in ``on_train_step_start``, ends the job in ``on_train_end``.
 
     Carried, so that training that was killed and started again ends as if nothing had happened: what

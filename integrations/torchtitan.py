@@ -1,5 +1,5 @@
 """torchtitan 0.3: a checkpoint manager that keeps training in memory too. A configuration names it, nothing is edited:
-``--override.imports holdfast.integrations.torchtitan.in_memory``, or `InMemoryCheckpointManager.Config` in a function.
+``--override.imports holdfast.integrations.torchtitan.in_memory``, or `TitanCheckpointManager.Config` in a function.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchtitan.config.override import derive, override
 from holdfast.integrations.torchtitan_trainer import FromMemory, SnapshotOptions, TrainerSnapshots, check
 
 
-class InMemoryCheckpointManager(FromMemory, CheckpointManager):  # type: ignore[misc, unused-ignore]
+class TitanCheckpointManager(FromMemory, CheckpointManager):  # type: ignore[misc, unused-ignore]
     """torchtitan's own, which goes on from memory if there is a snapshot, and from its folder if there is none.
 
     Checkpoints on disk are its parent's, and as they are configured: none, unless ``enable``. Snapshots are taken
@@ -47,4 +47,4 @@ class InMemoryCheckpointManager(FromMemory, CheckpointManager):  # type: ignore[
 def in_memory(config: Any, **options: Any) -> Any:
     """``--override.imports holdfast.integrations.torchtitan.in_memory``, or with options
     ``'holdfast.integrations.torchtitan.in_memory={"every": 5}'``, those of `SnapshotOptions`."""
-    return derive(config, InMemoryCheckpointManager.Config, snapshots=SnapshotOptions(**options))
+    return derive(config, TitanCheckpointManager.Config, snapshots=SnapshotOptions(**options))

@@ -25,7 +25,7 @@ class JobConfig:
     snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
 
 
-class InMemoryStandIn(FromMemory, CheckpointManager):  # type: ignore[misc, unused-ignore]
+class TitanStandIn(FromMemory, CheckpointManager):  # type: ignore[misc, unused-ignore]
     """torchtitan's own, which goes on from memory if there is a snapshot, and from its folder if there is none.
 
     Raises:
@@ -50,11 +50,11 @@ class InMemoryStandIn(FromMemory, CheckpointManager):  # type: ignore[misc, unus
 
 
 def stand_in() -> None:
-    """From now on trainers make an `InMemoryStandIn`."""
+    """From now on trainers make an `TitanStandIn`."""
     for name in TRAINERS:
         module: Any = sys.modules.get(name)
         if module is not None and getattr(module, "CheckpointManager", None) is CheckpointManager:
-            module.CheckpointManager = InMemoryStandIn
+            module.CheckpointManager = TitanStandIn
 
 
 stand_in()

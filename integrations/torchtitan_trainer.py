@@ -145,7 +145,9 @@ class TrainerSnapshots:
         self._trainer = trainer = parts["train_state"]
         self._snap: _TrainerSnapshot | None = None
         self._sharded = [m for part in model_parts for m in part.modules() if isinstance(m, FSDPModule)]
-        self._loop = _Loop(trainer, {name: part for name, part in parts.items() if part is not trainer}, dataloader)
+        self._loop = _TrainerState(
+            trainer, {name: part for name, part in parts.items() if part is not trainer}, dataloader
+        )
         self._make = lambda: _TrainerSnapshot(model_parts, optimizers, scheduler=lr_schedulers, **asdict(options))
         self._undo: list[Callable[[], None]] = []
         self._replace("train", self._guard)
@@ -217,7 +219,7 @@ class _TrainerSnapshot(InMemorySnapshot):
     checks = Checks(reading=False)  # making an iterator draws, and the generators are put back when a step begins
 
 
-class _Loop:
+class _TrainerState:
     """What the trainer keeps outside of the model and the optimizer."""
 
     def __init__(self, trainer: Any, others: Mapping[str, Any], dataloader: Any) -> None:

@@ -194,9 +194,9 @@ def work(asked: Any) -> None:
 
     callbacks: list[Callback] = [Listening()]
     if not asked.bare:
-        from holdfast.integrations.megatron_bridge import InMemoryCallback
+        from holdfast.integrations.megatron_bridge import BridgeCallback
 
-        callbacks.insert(0, InMemoryCallback())
+        callbacks.insert(0, BridgeCallback())
     pretrain(configuration(asked), forward_step, callbacks=callbacks)
 
 
