@@ -185,11 +185,16 @@ def work(asked: Any) -> None:
             notes.note("gradients", step, context.grad_norm)
             notes.step(step)
 
+        is_over = False  # what is evaluated after training is of the last step once more
+
         def on_eval_end(self, context: Any) -> None:
+            if self.is_over:
+                return
             for name, loss in context.total_loss_dict.items():
                 notes.note(f"validation-{name.replace(' ', '-')}", context.state.train_state.step, loss.item())
 
         def on_train_end(self, context: Any) -> None:
+            self.is_over = True
             notes.end(state_of(context))
 
     callbacks: list[Callback] = [Listening()]
