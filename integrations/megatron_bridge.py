@@ -1,0 +1,185 @@
+"""Megatron-Bridge: ``pretrain(config, forward_step, callbacks=[BridgeCallback()])``, nothing is edited.
+
+The loop is ``on_train_step_start``, ``train_step``, counters, evaluation, checkpoints. A step begins with the first of
+these, so the state is what the iteration before it has left, its evaluation included.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from torch.utils.data import DataLoader
+
+from holdfast.hook import InMemorySnapshot
+from holdfast.integrations.megatron_rerun import Reruns
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.session import Checks
+from holdfast.snapshot.state import rng
+
+NAME = "megatron_bridge"
+"""What all of it is tracked under."""
+
+TRIED = ("0.6",)
+"""Releases that were killed, restored and compared."""
+
+COUNTERS = (
+    "step",
+    "consumed_train_samples",
+    "skipped_train_samples",
+    "consumed_valid_samples",
+    "floating_point_operations_so_far",
+)
+"""Of `GlobalState.train_state`; which phases there are follows from the configuration."""
+
+LOADERS = "megatron.bridge.data.loaders"
+BUILD = "build_train_valid_test_data_loaders"
+"""The function of that module that gives all data loaders, after the callback has restored the counters."""
+
+log = get_log(__name__)
+
+
+class BridgeCallback(Callback):  # type: ignore[misc, unused-ignore]
+    """Restores in ``on_data_init_start``, begins a step in ``on_train_step_start``, ends the job in ``on_train_end``.
+
+    Carried, so that training that was killed and started again ends as if nothing had happened: what
+    `holdfast.InMemorySnapshot` carries of megatron-core; the counters of ``train_state``; the rerun state machine; all
+    random generators, as the first step begins, whatever building data has drawn. Data goes on by the counters.
+    A checkpoint that was loaded before, older by nature, is overwritten. An evaluation that was cut short is done
+    again, with the iteration before it; the evaluation after training is not part of it.
+
+    If training ends with an exit code, by ``exit_interval`` or a signal, the snapshots stay for the next start.
+
+    Args:
+        options: for `holdfast.InMemorySnapshot`.
+
+    Raises:
+        ConfigError: from ``pretrain``: a configuration whose data does not come back.
+        HoldfastError: from ``pretrain``, whatever `InMemorySnapshot` raises on entering, and at the first step.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._snap: _BridgeSnapshot | None = None
+
+    @property
+    def snapshot(self) -> InMemorySnapshot | None:
+        """What keeps the state, while training runs."""
+        return self._snap
+
+    def on_data_init_start(self, context: CallbackContext) -> None:
+        if context.optimizer is None:
+            return  # nothing is trained
+        warn_of_untried(version("megatron-bridge"))
+        check(context.state.cfg)
+        snap = _BridgeSnapshot(context.model, context.optimizer, scheduler=context.scheduler, **self._options)
+        snap.follow(context.state.train_state)
+        snap.__enter__()
+        self._snap = snap
+        if snap.restored.snapshot is not None:
+            train_state = context.state.train_state
+            update_num_microbatches(train_state.consumed_train_samples, consistency_check=False)
+            log.info("Megatron-Bridge goes on after step %d, from memory", train_state.step)
+            _make_quiet_what_went_on(sys.modules[LOADERS])
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        if self._snap is not None:
+            self._snap.begin()
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        snap, self._snap = self._snap, None
+        if snap is not None:
+            snap.close()
+
+
+class _BridgeSnapshot(InMemorySnapshot):
+    checks = Checks(reading=False)  # iterators go on by the counters, whatever making them draws
+
+    def follow(self, train_state: Any) -> None:
+        """Before entering."""
+        self._train_state = train_state
+        self._reruns = Reruns(get_rerun_state_machine())
+        self.track(NAME, self._get, self._set)
+
+    def _get(self) -> dict[str, Any]:
+        """As a step begins."""
+        counters = {name: getattr(self._train_state, name) for name in COUNTERS}
+        return {"counters": counters, "reruns": self._reruns.get()}
+
+    def _set(self, held: dict[str, Any]) -> None:
+        """Take over what was restored."""
+        same = self._train_state.step == held["counters"]["step"]
+        self._reruns.set(held["reruns"], same_iteration=same)
+        for name, value in held["counters"].items():
+            setattr(self._train_state, name, value)
+
+
+def warn_of_untried(release: str) -> None:
+    """Say so if nobody has tried this release."""
+    if ".".join(release.split(".")[:2]) not in TRIED:
+        log.warning(
+            "megatron-bridge %s was never tried with holdfast: %s were, see docs/support.md", release, ", ".join(TRIED)
+        )
+
+
+def check(config: Any) -> None:
+    """Raises `ConfigError` if there is state that would not come back."""
+    if config.dataset.dataloader_type == "external":
+        raise ConfigError(
+            "dataloader_type=external: the place in such data is not captured; use single, cyclic or batch"
+        )
+    if getattr(config, "inprocess_restart", None) and config.inprocess_restart.enabled:
+        raise ConfigError(
+            "inprocess_restart: it and holdfast would both restart the job; disable one, see docs/in-process.md"
+        )
+    if BUILD not in vars(sys.modules.get(LOADERS, object)):
+        raise ConfigError(
+            f"{LOADERS} has no {BUILD}: this version of Megatron-Bridge is not known; see docs/support.md"
+        )
+
+
+def _make_quiet_what_went_on(loaders: Any) -> None:
+    """The next call of `BUILD`, and no other, gives loaders whose pass goes on in the middle.
+
+    Their iterators were there already when the run before took its snapshot. Those of shuffled data are made as the
+    first batch is read, after the generators were put back; what making them draws must not move them.
+    """
+    build = getattr(loaders, BUILD)
+
+    def building(*args: Any, **kwargs: Any) -> Any:
+        setattr(loaders, BUILD, build)
+        made = build(*args, **kwargs)
+        for loader in made:
+            if isinstance(loader, DataLoader) and _is_under_way(loader):
+                _make_first_iterator_quiet(loader)
+        return made
+
+    setattr(loaders, BUILD, building)
+
+
+def _is_under_way(loader: Any) -> bool:
+    """Whether a pass has begun, by the counter of the loader's sampler."""
+    sampler = loader.batch_sampler
+    consumed, total = getattr(sampler, "consumed_samples", 0), getattr(sampler, "total_samples", 0)
+    whole = total - getattr(sampler, "last_batch_size", 0)
+    return whole > 0 and bool(consumed % whole or (loader.persistent_workers and consumed))
+
+
+def _make_first_iterator_quiet(loader: Any) -> None:
+    make: Callable[[], Iterator[Any]] = loader._get_iterator
+
+    def quietly() -> Iterator[Any]:
+        del loader._get_iterator
+        state = rng.capture()
+        try:
+            return make()
+        finally:
+            rng.restore(state)
+
+    loader._get_iterator = quietly
