@@ -208,8 +208,16 @@ LIGHTNING = Run(
     files=("transformer.py",),
     make=data.wikitext,
     fits=(
-        Edit("transformer.py", "[n - 4000, 2000, 2000]", "[n - 400, 200, 200]"),
-        Edit("transformer.py", "max_epochs=20", "max_epochs=4"),
+        Edit(
+            "transformer.py",
+            "train_dataset, val_dataset, test_dataset = random_split(dataset, [n - 4000, 2000, 2000])",
+            "train_dataset, val_dataset, test_dataset = random_split(dataset, [n - 200, 100, 100])",
+        ),
+        Edit(
+            "transformer.py",
+            "trainer = L.Trainer(gradient_clip_val=0.25, max_epochs=20)",
+            "trainer = L.Trainer(gradient_clip_val=0.25, max_epochs=2)",
+        ),
     ),
     lines=(
         Edit(
@@ -217,7 +225,11 @@ LIGHTNING = Run(
             "import lightning as L",
             "import lightning as L\nfrom holdfast.integrations.lightning import InMemoryCallback",
         ),
-        Edit("transformer.py", "max_epochs=4)", "max_epochs=4, callbacks=[InMemoryCallback()])"),
+        Edit(
+            "transformer.py",
+            "trainer = L.Trainer(gradient_clip_val=0.25, max_epochs=2)",
+            "trainer = L.Trainer(gradient_clip_val=0.25, max_epochs=2, callbacks=[InMemoryCallback()])",
+        ),
     ),
 )
 
@@ -272,6 +284,11 @@ NO_TRAINER = Run(
             "config = CONFIG_MAPPING[args.model_type]()",
             "config = CONFIG_MAPPING[args.model_type](n_embd=32, n_layer=2, n_head=2, n_positions=64)",
         ),
+        Edit(  # accelerate has no such type any more
+            "run_clm_no_trainer.py",
+            "if accelerator.distributed_type == DistributedType.TPU:",
+            "if accelerator.distributed_type == DistributedType.XLA:",
+        ),
     ),
     lines=(
         Edit(
@@ -286,7 +303,13 @@ NO_TRAINER = Run(
             with protect(accelerator) as snap:
                 starting_epoch, completed_steps = snap.epoch, snap.step
             """,
-            until='logger.info(f"epoch {epoch}: perplexity',
+            until="""
+            if args.checkpointing_steps == "epoch":
+                output_dir = f"epoch_{epoch}"
+                if args.output_dir is not None:
+                    output_dir = os.path.join(args.output_dir, output_dir)
+                accelerator.save_state(output_dir)
+            """,
         ),
         Edit(
             "run_clm_no_trainer.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -10,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from tests.real.comparison import STEP, compare, read
 from tests.real.driver import Kill, Outcome, drive, plan
@@ -21,6 +21,10 @@ from tests.real.registry import Run
 NOTES, SAID = "REAL_NOTES", "REAL_SAID"
 
 KILLS = 3
+ERROR = re.compile(
+    r"^(?:\[rank\d+\]: )?((?:[a-z_.]+\.)?[A-Z]\w+(?:Error|Mismatch|Exceeded|Exception|Unrecoverable): .*)$", re.M
+)
+"""The last line of a traceback."""
 
 
 @dataclass(slots=True)
@@ -182,8 +186,10 @@ def _shown(command: Sequence[str], source: Path) -> str:
 
 
 def _problem(outcome: Outcome, folder: Path, which: str) -> str:
-    if outcome.hung:
-        return f"the {which} run did not end in time:\n{tail(folder / 'log')}"
-    if outcome.status:
-        return f"the {which} run ended with status {outcome.status}:\n{tail(folder / 'log')}"
-    return ""
+    if outcome.status == 0:
+        return ""
+    how = "did not end in time" if outcome.hung else f"ended with status {outcome.status}"
+    log = folder / "log"
+    errors = ERROR.findall(log.read_text(errors="replace"))
+    said = f": {errors[0]}" if errors else ""
+    return f"the {which} run {how}{said}; see {log.relative_to(ROOT)}"
