@@ -15,6 +15,7 @@
 # make gpu-wheels  what a GPU machine without network needs beside torch and NumPy, for its Python: GPU_PYTHON=3.12
 # make gpu-offline there: set up with these and its own torch, and then make gpu
 # make gpu-dry the same program on a machine without one, against a device that is not there: six minutes
+# make real    scripts of others, killed and compared; REAL=FOLDER has checkouts of them: twenty minutes on idle cores
 # make wheels  an sdist and a wheel for each Python that is here, in dist/
 # make wheels-check  install each in a fresh environment, and kill and restart a job with it
 # make proof   the tests that prove what README and docs promise, and a table of what came of each
@@ -25,7 +26,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test slow proof check matrix chaos loops fuzz stall bench-service bench-load gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check docs clean setup
+.PHONY: demo demo-torchrun demo-ray test slow proof check matrix real chaos loops fuzz stall bench-service bench-load gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -54,6 +55,10 @@ check: setup
 matrix: setup
 	$(BIN)/holdfast matrix --markdown benchmarks/results/matrix-$$(date +%F).md \
 		--json benchmarks/results/matrix-$$(date +%F).json
+
+real: setup
+	@$(BIN)/python -m tests.real $(if $(REAL),--real $(REAL)) $(if $(ONLY),--only $(ONLY)) \
+		--json benchmarks/results/real-$$(date +%F).json --markdown benchmarks/results/real-$$(date +%F).md
 
 chaos: setup
 	$(BIN)/holdfast chaos run campaign --json benchmarks/results/chaos-$$(date +%F).json \

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType
 
 from holdfast.hook import InMemorySnapshot
@@ -49,6 +51,8 @@ def protect(accelerator: Accelerator, *, extra: dict[str, Any] | None = None, **
         raise ConfigError(f"an accelerator of type {kind} is not supported: use one process, or DDP")
     if not accelerator._optimizers or not accelerator._models:
         raise ConfigError("the accelerator has prepared no model and optimizer yet: call accelerator.prepare before")
+    for loader in accelerator._dataloaders:
+        _with_generator(loader)
     more: dict[str, Any] = {f"custom{i}": each for i, each in enumerate(accelerator._custom_objects)}
     if accelerator.scaler is not None:
         more["scaler"] = accelerator.scaler
@@ -61,6 +65,14 @@ def protect(accelerator: Accelerator, *, extra: dict[str, Any] | None = None, **
     )
     snap.track(NAME, get=lambda: _counters(accelerator), set=lambda held: _count_on(accelerator, held))
     return snap
+
+
+def _with_generator(loader: Any) -> None:
+    """A seedable sampler makes its generator in its first pass, and seeds it in every pass; `InMemorySnapshot.data`
+    looks for generators before the first one."""
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
+        sampler.generator = torch.Generator(torch.get_default_device())
 
 
 def _counters(accelerator: Accelerator) -> dict[str, Any]:

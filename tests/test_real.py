@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.real import programs
 from tests.real.comparison import Note, compare, read
 from tests.real.driver import Kill, drive, plan
 from tests.real.edits import Edit, apply, difference
@@ -96,6 +97,23 @@ def test_notes_are_read_by_rank_and_in_order(tmp_path: Path) -> None:
     for name, value in (("rank1-0", 1), ("rank0-0", 2), ("rank0-1", 3), ("rank0-10", 4)):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(["loss", value]) + "\n")
     assert read(tmp_path) == {0: [[("loss", 2)], [("loss", 3)], [("loss", 4)]], 1: [[("loss", 1)]]}
+
+
+def test_what_a_program_left_is_compared(tmp_path: Path) -> None:
+    for name, losses, progress in (("plain", "loss 1 0x1\nloss 2 0x2\n", "start\n1\n2\n"), ("killed", "", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "losses.0").write_text(losses)
+        (tmp_path / name / "state.0").write_text("model 12\n")
+        (tmp_path / name / "progress.0").write_text(progress)
+    plain, killed = tmp_path / "plain", tmp_path / "killed"
+    (killed / "losses.0").write_text("loss 1 0x1\nloss 2 0x2\nloss 2 0x2\n")
+    (killed / "progress.0").write_text("start\n1\n2\nstart\n2\n")
+    assert programs.compare(plain, killed) == ("", [1], 1, 2, 1)
+    (killed / "losses.0").write_text("loss 1 0x1\nloss 2 0x2\nloss 2 0x3\n")
+    assert programs.compare(plain, killed).difference == "losses.0: loss 2 was done again with another result"
+    (killed / "losses.0").write_text("loss 1 0x1\n")
+    (killed / "state.0").unlink()
+    assert programs.compare(plain, killed).difference == "losses.0: loss 2 differs; state.0: model differs"
 
 
 def test_a_digest_sees_every_bit_and_no_address() -> None:
@@ -223,4 +241,4 @@ def test_every_run_has_a_name_a_page_and_a_place() -> None:
     for run in RUNS:
         assert (Path(__file__).parent.parent / run.page).is_file(), run.name
         assert run.checkout or run.package, run.name
-        assert run.lines or run.launcher, run.name
+        assert run.lines or run.launcher or run.program, run.name

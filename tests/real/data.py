@@ -60,7 +60,7 @@ def wikitext(folder: Path, python: Path) -> None:
 
 
 def pairs(folder: Path, python: Path) -> None:
-    """Pairs of sentences, a tiny BERT and a metric, where accelerate's examples look for MRPC, bert-base-cased and GLUE."""
+    """Pairs of sentences, a tiny BERT and a metric: where accelerate's examples look for MRPC, BERT and GLUE."""
     home = folder / "tests" / "test_samples" / "MRPC"
     home.mkdir(parents=True)
     drawn = random.Random(3)

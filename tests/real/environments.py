@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORK = ROOT / "build" / "real"
-PINS = [ROOT / "constraints.txt", Path(__file__).parent / "requirements.txt"]
+CONSTRAINTS = ROOT / "constraints.txt"
+REQUIREMENTS = Path(__file__).parent / "requirements"
 INSTALL_S = 1800.0
 
 
@@ -29,19 +30,21 @@ def checkout(real: Path | None, name: str) -> Path:
     return real / name
 
 
-def interpreter(version: str, given: Mapping[str, Path]) -> Path:
-    """An interpreter of this version with everything that is on the package index: one that was given, or that of an
-    environment in build/, which is made if it is not there or was made of other pins.
+def interpreter(name: str, given: Mapping[str, Path]) -> Path:
+    """The Python of an environment: one that was given, or one in build/, which is made if it is not there or was made
+    of other pins. ``requirements/NAME.txt`` says what is in it, and its name ends with the version of Python.
 
     Raises:
         Absent: there is no such Python, or the packages cannot be installed.
     """
-    if version in given:
-        return given[version]
-    home = WORK / f"env-{version}"
-    ready, pins = home / "made-of", hashlib.sha256(b"".join(path.read_bytes() for path in PINS)).hexdigest()
+    if name in given:
+        return given[name]
+    home, requirements = WORK / f"env-{name}", REQUIREMENTS / f"{name}.txt"
+    pins = hashlib.sha256(CONSTRAINTS.read_bytes() + requirements.read_bytes()).hexdigest()
+    ready = home / "made-of"
     if ready.is_file() and ready.read_text() == pins:
         return home / "bin" / "python"
+    version = name.rpartition("-")[2]
     python = shutil.which(f"python{version}")
     if python is None or subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode != 0:
         raise Absent(f"there is no python{version} here")
@@ -49,13 +52,13 @@ def interpreter(version: str, given: Mapping[str, Path]) -> Path:
     shutil.rmtree(home, ignore_errors=True)
     subprocess.run([python, "-m", "venv", home], check=True, timeout=INSTALL_S)
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-    torch = next(line for line in PINS[0].read_text().splitlines() if line.startswith("torch=="))
-    for packages in ([torch], ["-c", str(PINS[0]), "-e", str(ROOT), "-r", str(PINS[1])]):
+    torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
+    for packages in ([torch], ["-e", str(ROOT), "-r", str(requirements)]):  # torch alone: then its CPU build is found
         done = subprocess.run(
             [*pip, *packages], cwd=ROOT, capture_output=True, text=True, timeout=INSTALL_S, check=False
         )
         if done.returncode != 0:
-            raise Absent(f"packages for Python {version} cannot be installed: {done.stderr.strip()[-300:]}")
+            raise Absent(f"the packages of {name} cannot be installed: {done.stderr.strip()[-300:]}")
     ready.write_text(pins)
     return home / "bin" / "python"
 

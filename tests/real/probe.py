@@ -7,13 +7,15 @@ Knows nothing of holdfast. Notes of one process of one rank are one file; a line
     said   a line on standard output that matches ``REAL_SAID``
     final  once, if the script ends well: what is left, by name
 
-Every ``start``, ``step``, ``eval`` and ``end`` is told to the driver through a named pipe.
+``--first`` names modules whose ``watch`` is given the probe before. Every ``start``, ``step``, ``eval`` and ``end`` is
+told to the driver through a named pipe.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -192,7 +194,7 @@ def main() -> None:
     watch(probe, os.environ.get(SAID))
     rest = sys.argv[1:]
     while rest[0] == "--first":
-        runpy.run_module(rest[1], init_globals={"PROBE": probe})
+        importlib.import_module(rest[1]).watch(probe)
         rest = rest[2:]
     try:
         if rest[0] == "-m":

@@ -1,4 +1,4 @@
-"""What is run: somebody else's scripts, how each is started, and the lines of ours that its documentation page names."""
+"""What is run: scripts of others, how each is started, and the lines of ours that its documentation page names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class Run(NamedTuple):
         framework: as the support table calls it.
         what: is trained, in a few words.
         script: relative to the working folder, or ``-m module``.
-        arguments: of the script; ``{source}`` is the checkout.
+        arguments: of the script; ``{source}`` is the checkout, ``{work}`` the working folder.
+        program: one of ``tests/real`` that runs and kills a framework by itself, see `tests.real.programs`; then there
+            is no script.
         lines: ours, put in where it is to be protected. The page that says so is `page`.
         package: the framework on the package index; empty: it lies in `checkout` alone.
         checkout: a folder below ``REAL`` from which `files` are copied into the working folder; if there are none, the
@@ -36,9 +38,10 @@ class Run(NamedTuple):
     name: str
     framework: str
     what: str
-    script: str
-    arguments: str
     page: str
+    script: str = ""
+    arguments: str = ""
+    program: str = ""
     lines: tuple[Edit, ...] = ()
     package: str = ""
     checkout: str = ""
@@ -49,10 +52,10 @@ class Run(NamedTuple):
     first: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     make: Callable[[Path, Path], None] | None = None
-    python: str = "3.11"
+    python: str = "frameworks-3.11"
     variables: tuple[tuple[str, str], ...] = ()
     said: str = ""
-    deadline_s: float = 300.0
+    deadline_s: float = 900.0
 
 
 MEGATRON = (
@@ -66,7 +69,7 @@ MEGATRON = (
 )
 
 
-def megatron(version: str, name: str, what: str, options: str, ranks: int, python: str) -> Run:
+def megatron(version: str, name: str, what: str, options: str, python: str = "frameworks-3.11") -> Run:
     """Megatron-LM's ``pretrain_gpt.py``, where it lies."""
     return Run(
         name=f"{name}-{version}",
@@ -76,7 +79,7 @@ def megatron(version: str, name: str, what: str, options: str, ranks: int, pytho
         arguments=MEGATRON + options,
         page="docs/megatron-lm.md",
         checkout=f"Megatron-LM-{version}",
-        ranks=ranks,
+        ranks=2,
         launcher="-m holdfast.megatron_lm",
         first=("tests.real.megatron_on_cpu",),
         python=python,
@@ -267,9 +270,9 @@ NO_TRAINER = Run(
     framework="accelerate",
     what="transformers' run_clm_no_trainer.py, DDP",
     script="run_clm_no_trainer.py",
-    arguments="--model_type gpt2 --tokenizer_name ./tok --train_file text.txt --validation_file held.txt --block_size 32 "
-    "--num_train_epochs 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --seed 5 --output_dir out "
-    "--num_warmup_steps 3",
+    arguments="--model_type gpt2 --tokenizer_name ./tok --train_file text.txt --validation_file held.txt "
+    "--block_size 32 --num_train_epochs 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --seed 5 "
+    "--output_dir out --num_warmup_steps 3",
     page="docs/accelerate.md",
     package="accelerate",
     checkout="transformers/examples/pytorch/language-modeling",
@@ -319,9 +322,33 @@ NO_TRAINER = Run(
     ),
 )
 
+TITAN = [
+    Run(
+        name=f"torchtitan-{version}{variant and '-'}{variant}",
+        framework="torchtitan",
+        what=f"its debug model{variant and ', '}{said}",
+        page="docs/torchtitan.md",
+        program="torchtitan_run.py",
+        arguments=f"--variant={variant}" if variant else "",
+        package="torchtitan",
+        ranks=2,
+        python=f"torchtitan-{version}-3.11",
+    )
+    for version, variant, said in (("0.2", "", ""), ("0.3", "", ""), ("0.2", "workers", "two processes read data"))
+]
+
+DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
 RUNS: tuple[Run, ...] = (
-    megatron("0.16.1", "megatron", "DP 2, distributed optimizer", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2, "3.11"),
-    megatron("0.16.1", "megatron-tp", "TP 2", "--tensor-model-parallel-size 2", 2, "3.11"),
-    megatron("0.16.1", "megatron-pp", "PP 2", "--pipeline-model-parallel-size 2", 2, "3.11"),
-    NANOGPT, MINGPT, CHARGPT, FSDP2, LIGHTNING, TRAINER, NO_TRAINER,
-)  # fmt: skip
+    megatron("0.16.1", "megatron", "DP 2, distributed optimizer", DISTRIBUTED),
+    megatron("0.16.1", "megatron-tp", "TP 2", "--tensor-model-parallel-size 2"),
+    megatron("0.16.1", "megatron-pp", "PP 2", "--pipeline-model-parallel-size 2"),
+    megatron("0.19.0", "megatron", "DP 2, distributed optimizer", DISTRIBUTED, "megatron-3.12"),
+    NANOGPT,
+    MINGPT,
+    CHARGPT,
+    FSDP2,
+    LIGHTNING,
+    TRAINER,
+    NO_TRAINER,
+)

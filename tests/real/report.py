@@ -31,7 +31,7 @@ def markdown(said: dict[str, Any]) -> str:
         f"{said['when']}: {said['machine']}. Seed {said['seed']}. {exact} of {len(done)} are exact. Each script ran "
         f"undisturbed and without holdfast, and again with the lines of ours below while {KILLS} trainers were killed "
         "with SIGKILL, one after the other, at drawn instants; where it evaluates, the last right after an evaluation. "
-        "*Exact*: everything that was differentiated, in hexadecimal; a digest of parameters, optimizer state and random "
+        "*Exact*: everything that was differentiated, in hexadecimal; digests of parameters, optimizer state and "
         "generators after every step; every evaluation; and all weights, optimizer state, schedules and generators at "
         "the end are the same on every rank.",
         "",

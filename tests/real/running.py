@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from tests.real import programs
 from tests.real.comparison import STEP, compare, read
 from tests.real.driver import Kill, Outcome, drive, plan
 from tests.real.edits import Edit, apply, difference
@@ -77,7 +78,8 @@ def execute(run: Run, real: Path | None, pythons: Mapping[str, Path], seed: int)
     shutil.rmtree(home, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="holdfast-real-", dir="/dev/shm") as arena:
         try:
-            result.outcome, result.said = "differs", _both(run, source, python, home, Path(arena), seed, result)
+            both = _by_program if run.program else _both
+            result.outcome, result.said = "differs", both(run, source, python, home, Path(arena), seed, result)
         finally:
             for leftover in find_leftovers(Path(arena)):
                 remove(leftover)
@@ -116,6 +118,31 @@ def _both(run: Run, source: Path, python: Path, home: Path, arena: Path, seed: i
     return verdict.difference
 
 
+def _by_program(run: Run, source: Path, python: Path, home: Path, arena: Path, seed: int, result: Result) -> str:
+    """The same, of a program that kills by itself; see `tests.real.programs`."""
+    program = f"tests/real/{run.program}"
+    for name, asked in (("plain", ["--bare"]), ("killed", [f"--kills={KILLS}", f"--seed={seed}"])):
+        folder = home / name
+        (folder / "work").mkdir(parents=True)
+        ranks = f"--ranks={result.ranks}"
+        command = [program, "--out", str(folder / "notes"), ranks, *run.arguments.split(), *asked]
+        result.command = " ".join(["python", *command]).replace(f"{ROOT}/", "")
+        environment = _environment(run, arena, {"PYTHONPATH": ""})
+        outcome = drive(
+            [str(python), str(ROOT / program), *command[1:]], environment, folder, (), again=False,
+            deadline_s=run.deadline_s,
+        )  # fmt: skip
+        if problem := _problem(outcome, folder, name):
+            return problem
+    plain, killed = home / "plain" / "notes", home / "killed" / "notes"
+    result.kills = programs.kills(killed)
+    if len(result.kills) < KILLS:
+        return f"it ended after {len(result.kills)} of {KILLS} kills"
+    verdict = programs.compare(plain, killed)
+    result.resumed, result.again, result.losses, result.final = verdict[1:]
+    return verdict.difference
+
+
 def _set_up(run: Run, source: Path, python: Path, folder: Path, edits: Sequence[Edit], result: Result) -> Path:
     """A working folder with the script, its data and the edits; what they changed goes into the result."""
     folder.mkdir(parents=True)
@@ -147,25 +174,26 @@ def _train(
     places = {"source": str(source), "work": str(work)}
     given = {name: value.format(**places) for name, value in run.variables}
     path = ":".join(filter(None, [str(ROOT), given.pop("PYTHONPATH", "")]))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
-    environment |= {
-        "PYTHONPATH": path,
+    environment = _environment(run, arena, {"PYTHONPATH": path, NOTES: str(folder / "notes"), SAID: run.said, **given})
+    environment["HF_HOME"] = str(work / "hub")
+    command = _command(run, source, python, work, len(kills), protected=protected)
+    return drive(command, environment, folder, kills, again=not run.ranks, deadline_s=run.deadline_s)
+
+
+def _environment(run: Run, arena: Path, more: Mapping[str, str]) -> dict[str, str]:
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
+    return mine | {
         "HOLDFAST_JOB": run.name,
         "HOLDFAST_ARENA": str(arena / "arena"),
         "HOLDFAST_OVERHEAD_BUDGET": "0",  # steps take milliseconds: else snapshots would be rare
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HOME": str(work / "hub"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        NOTES: str(folder / "notes"),
-        SAID: run.said,
-        **given,
+        **more,
     }
-    command = _command(run, source, python, work, len(kills), protected=protected)
-    return drive(command, environment, folder, kills, again=not run.ranks, deadline_s=run.deadline_s)
 
 
 def _command(run: Run, source: Path, python: Path, work: Path, restarts: int, *, protected: bool) -> list[str]:

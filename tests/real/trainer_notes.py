@@ -8,7 +8,6 @@ from transformers import Trainer
 
 from tests.real.probe import Probe, digest
 
-PROBE: Probe
 MEASURED = ("_runtime", "_per_second", "memory", "total_flos")
 """Ends or parts of names of what a run takes; it is never the same twice."""
 
@@ -34,6 +33,3 @@ def watch(probe: Probe) -> None:
 
 def _kept(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not any(part in name for part in MEASURED)}
-
-
-watch(PROBE)
