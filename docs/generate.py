@@ -75,8 +75,8 @@ def _scripts() -> Iterator[str]:
     yield "## Scripts of others"
     yield (
         "`make real REAL=...` trains each undisturbed and without holdfast, and again with its documented lines, while "
-        "three trainers are killed at drawn instants. *Exact*: every loss, parameters, optimizer state and generators "
-        "after every step, every evaluation, and all state at the end are the same on all ranks to the last bit. On CPUs."
+        "three trainers are killed at drawn instants. *Exact*: every loss and evaluation, parameters, optimizer state and "
+        "generators after every step, and all state at the end are the same on all ranks to the last bit. On CPUs."
     )
     head = "| framework | release | what was run | ranks | Python, torch | exact | when, on what |"
     yield "\n".join([head, "|---|---|---|---:|---|---|---|", *rows.values()])
@@ -87,8 +87,8 @@ def _jobs() -> Iterator[str]:
     yield "## Kinds of jobs"
     yield (
         "Each line is a run of `holdfast matrix` whose report is committed: every kind of job was trained undisturbed, "
-        "and again with a trainer and then a whole node killed in the middle of steps. On CPUs; on a GPU nothing has run "
-        "yet ([why, and what is ready](gpu.md))."
+        "and again with a trainer and then a whole node killed in the middle of steps. On CPUs; on a GPU nothing has "
+        "run yet ([why, and what is ready](gpu.md))."
     )
     rows = []
     for path in sorted(RESULTS.glob("matrix-*.json"), reverse=True):

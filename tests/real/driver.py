@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def plan(seed: int, kills: int, ranks: int, steps: int, evaluations: int) -> list[Kill]:
+def plan(seed: int | str, kills: int, ranks: int, steps: int, evaluations: int) -> list[Kill]:
     """Kills spread over a run of so many steps; where there are evaluations, the last is right after one.
 
     Raises:

@@ -341,6 +341,8 @@ DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param
 
 RUNS: tuple[Run, ...] = (
     megatron("0.16.1", "megatron", "DP 2, distributed optimizer", DISTRIBUTED),
+    TRAINER,
+    NO_TRAINER,
     megatron("0.16.1", "megatron-tp", "TP 2", "--tensor-model-parallel-size 2"),
     megatron("0.16.1", "megatron-pp", "PP 2", "--pipeline-model-parallel-size 2"),
     megatron("0.19.0", "megatron", "DP 2, distributed optimizer", DISTRIBUTED, "megatron-3.12"),
@@ -349,6 +351,5 @@ RUNS: tuple[Run, ...] = (
     CHARGPT,
     FSDP2,
     LIGHTNING,
-    TRAINER,
-    NO_TRAINER,
+    *(run for run in TITAN if (HERE / run.program).is_file()),
 )

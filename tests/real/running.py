@@ -103,7 +103,7 @@ def _both(run: Run, source: Path, python: Path, home: Path, arena: Path, seed: i
     result.steps = sum(kind == STEP for kind, _ in notes[0][0])
     evaluations = sum(kind == "eval" for kind, _ in notes[0][0])
     try:
-        kills = plan(seed, KILLS, result.ranks, result.steps, evaluations)
+        kills = plan(f"{run.name} {seed}", KILLS, result.ranks, result.steps, evaluations)
     except ValueError as short:
         return str(short)
     result.command = _shown(_command(run, source, Path("python"), killed / "work", len(kills), protected=True), source)
