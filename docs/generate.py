@@ -64,22 +64,26 @@ def _scripts() -> Iterator[str]:
         found = json.loads(path.read_text())
         for run in found["runs"]:
             if run["outcome"] != "skipped":
-                of, torch = run["versions"], run["versions"]["torch"]
-                release = next(value for name, value in of.items() if name not in ("Python", "torch") or len(of) == 2)
+                of = run["versions"]  # of Python, of torch, and then of what was run if that is not torch
+                release = list(of.values())[2 if len(of) > 2 else 1]
                 exact = "yes" if run["outcome"] == "exact" else "**no**"
-                when = f"[{found['when'][:10]}](../benchmarks/results/{path.with_suffix('.md').name})"
                 what = f"[{run['framework']}]({run['page'].removeprefix('docs/')}) | {release} | {run['what']}"
-                rows[run["name"]] = (
-                    f"| {what} | {run['ranks']} | {of['Python']}, {torch} | {exact} | {when}: {found['machine']} |"
-                )
+                on = f"{of['Python']}, {of['torch']} | {exact} | {_when(path, found)}"
+                rows[run["name"]] = f"| {what} | {run['ranks']} | {on} |"
     yield "## Scripts of others"
     yield (
         "`make real REAL=...` trains each undisturbed and without holdfast, and again with its documented lines, while "
-        "three trainers are killed at drawn instants. *Exact*: every loss and evaluation, parameters, optimizer state and "
-        "generators after every step, and all state at the end are the same on all ranks to the last bit. On CPUs."
+        "three trainers are killed at drawn instants. *Exact*: every loss and evaluation, parameters, optimizer state "
+        "and generators after every step, and all state at the end are the same on all ranks to the last bit. On CPUs."
     )
     head = "| framework | release | what was run | ranks | Python, torch | exact | when, on what |"
     yield "\n".join([head, "|---|---|---|---:|---|---|---|", *rows.values()])
+
+
+def _when(path: Path, found: dict[str, Any]) -> str:
+    """The date, with the report, and the machine."""
+    processor = ", ".join(found["machine"].split(", ")[:2])
+    return f"[{found['when'][:10]}](../benchmarks/results/{path.with_suffix('.md').name}), {processor}"
 
 
 def _jobs() -> Iterator[str]:
@@ -99,9 +103,8 @@ def _jobs() -> Iterator[str]:
             chosen = [each for each, mega in zip(found["verdicts"], of_megatron, strict=True) if mega is kind]
             exact = sum(not each["difference"] for each in chosen)
             release = versions["megatron-core"] if kind else versions["torch"]
-            when = f"[{found['when'][:10]}](../benchmarks/results/{path.with_suffix('.md').name})"
             of = f"{release} | {versions['Python']} | {versions['torch']}"
-            rows.append(f"| {name} | {of} | {len(chosen)} | {exact} | {when}: {found['machine']} |")
+            rows.append(f"| {name} | {of} | {len(chosen)} | {exact} | {_when(path, found)} |")
     head = "| what trained | release | Python | torch | jobs | exact | when, on what |"
     yield "\n".join([head, "|---|---|---|---|---:|---:|---|", *rows])
 

@@ -1,9 +1,9 @@
 """Programs of ``tests/real`` that start a framework and kill it by themselves, and what they leave in their folder.
 
 ``PROGRAM --out DIR --ranks N [--bare] [--kills K --seed S]``, ``--bare`` meaning without holdfast. Rank r leaves
-``losses.r``, lines of a name, a step and a number in hex, in which a step that was done again stands twice; ``state.r``,
-lines of a name and a digest, the state at the end; and ``progress.r``, ``start`` and then the steps that it did. Each
-kill is a line of ``kills``.
+``losses.r``, lines of a name, a step and a number in hex, in which a step that was done again stands twice;
+``state.r``, lines of a name and a digest, the state at the end; and ``progress.r``, ``start`` and then the steps that
+it did. Each kill is a line of ``kills``.
 """
 
 from __future__ import annotations
