@@ -105,7 +105,9 @@ transformers.BertForSequenceClassification(shaped).save_pretrained(".")
 """
 
 _METRIC = """
-import datasets, evaluate, numpy as np
+import datasets
+import evaluate
+import numpy as np
 class Metric(evaluate.Metric):
     def _info(self):
         numbers = {{"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}}

@@ -127,7 +127,7 @@ def _by_program(run: Run, source: Path, python: Path, home: Path, arena: Path, s
         ranks = f"--ranks={result.ranks}"
         command = [program, "--out", str(folder / "notes"), ranks, *run.arguments.split(), *asked]
         result.command = " ".join(["python", *command]).replace(f"{ROOT}/", "")
-        environment = _environment(run, arena, {"PYTHONPATH": ""})
+        environment = _environment(run, python, arena, {"PYTHONPATH": str(ROOT)})
         outcome = drive(
             [str(python), str(ROOT / program), *command[1:]], environment, folder, (), again=False,
             deadline_s=run.deadline_s,
@@ -174,15 +174,20 @@ def _train(
     places = {"source": str(source), "work": str(work)}
     given = {name: value.format(**places) for name, value in run.variables}
     path = ":".join(filter(None, [str(ROOT), given.pop("PYTHONPATH", "")]))
-    environment = _environment(run, arena, {"PYTHONPATH": path, NOTES: str(folder / "notes"), SAID: run.said, **given})
-    environment["HF_HOME"] = str(work / "hub")
+    given |= {"PYTHONPATH": path, "HF_HOME": str(work / "hub"), NOTES: str(folder / "notes"), SAID: run.said}
+    environment = _environment(run, python, arena, given)
     command = _command(run, source, python, work, len(kills), protected=protected)
     return drive(command, environment, folder, kills, again=not run.ranks, deadline_s=run.deadline_s)
 
 
-def _environment(run: Run, arena: Path, more: Mapping[str, str]) -> dict[str, str]:
+def _environment(run: Run, python: Path, arena: Path, more: Mapping[str, str]) -> dict[str, str]:
     mine = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
+    config = arena / "bin" / "python3-config"  # virtual environments have none, and what Megatron-LM compiles asks it
+    config.parent.mkdir(exist_ok=True)
+    config.write_text(f"#!{python}\nimport sysconfig\nprint(sysconfig.get_config_var('EXT_SUFFIX'))\n")
+    config.chmod(0o755)
     return mine | {
+        "PATH": f"{config.parent}:{python.parent}:{mine['PATH']}",
         "HOLDFAST_JOB": run.name,
         "HOLDFAST_ARENA": str(arena / "arena"),
         "HOLDFAST_OVERHEAD_BUDGET": "0",  # steps take milliseconds: else snapshots would be rare
