@@ -95,7 +95,7 @@ def _shape(plain: Notes, killed: Notes, kills: int) -> str:
 
 def _along(rank: int, whole: Sequence[Note], processes: Sequence[Sequence[Note]]) -> tuple[str, list[int]]:
     """The first difference, and where in the whole each process begins."""
-    reached, starts = 0, []
+    reached, starts = 0, list[int]()
     for number, process in enumerate(processes):
         notes = _without_final(process)
         fits = [at for at in range(reached + 1) if list(whole[at : at + len(notes)]) == list(notes)]

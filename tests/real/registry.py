@@ -64,7 +64,7 @@ MEGATRON = (
     "--lr-warmup-iters 3 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --transformer-impl local "
     "--use-cpu-initialization --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion "
     "--no-gradient-accumulation-fusion --no-persist-layer-norm --distributed-backend gloo --eval-interval 5 "
-    "--eval-iters 1 --log-interval 1 --no-check-for-nan-in-loss-and-grad --distributed-timeout-minutes 2 "
+    "--eval-iters 1 --log-interval 1 --no-check-for-nan-in-loss-and-grad --distributed-timeout-minutes 10 "
     "--num-workers 0 --no-create-attention-mask-in-dataloader --split 90,8,2 --data-cache-path cache "
 )
 
