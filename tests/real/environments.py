@@ -32,7 +32,8 @@ def checkout(real: Path | None, name: str) -> Path:
 
 def interpreter(name: str, given: Mapping[str, Path]) -> Path:
     """The Python of an environment: one that was given, or one in build/, which is made if it is not there or was made
-    of other pins. ``requirements/NAME.txt`` says what is in it, and its name ends with the version of Python.
+    of other pins. ``requirements/NAME.txt`` says what is in it, ``NAME.alone.txt`` what is put in without all that it asks
+    for; the name ends with the version of Python.
 
     Raises:
         Absent: there is no such Python, or the packages cannot be installed.
@@ -40,6 +41,7 @@ def interpreter(name: str, given: Mapping[str, Path]) -> Path:
     if name in given:
         return given[name]
     home, requirements = WORK / f"env-{name}", REQUIREMENTS / f"{name}.txt"
+    alone = requirements.with_suffix(".alone.txt")
     pins = hashlib.sha256(CONSTRAINTS.read_bytes() + requirements.read_bytes()).hexdigest()
     ready = home / "made-of"
     if ready.is_file() and ready.read_text() == pins:
@@ -53,7 +55,8 @@ def interpreter(name: str, given: Mapping[str, Path]) -> Path:
     subprocess.run([python, "-m", "venv", home], check=True, timeout=INSTALL_S)
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
-    for packages in ([torch], ["-e", str(ROOT), "-r", str(requirements)]):  # torch alone: then its CPU build is found
+    wanted = [[torch], ["-e", str(ROOT), "-r", str(requirements)]]  # torch first: then its CPU build is found
+    for packages in [*wanted, ["--no-deps", "-r", str(alone)]] if alone.is_file() else wanted:
         done = subprocess.run(
             [*pip, *packages], cwd=ROOT, capture_output=True, text=True, timeout=INSTALL_S, check=False
         )

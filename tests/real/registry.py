@@ -337,6 +337,17 @@ TITAN = [
     for version, variant, said in (("0.2", "", ""), ("0.3", "", ""), ("0.2", "workers", "two processes read data"))
 ]
 
+BRIDGE = Run(
+    name="megatron-bridge",
+    framework="Megatron-Bridge",
+    what="its pretrain() of a small GPT, distributed optimizer",
+    page="docs/megatron-bridge.md",
+    program="megatron_bridge_run.py",
+    package="megatron-bridge",
+    ranks=2,
+    python="megatron-bridge-3.12",
+)
+
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 RUNS: tuple[Run, ...] = (
@@ -351,5 +362,5 @@ RUNS: tuple[Run, ...] = (
     CHARGPT,
     FSDP2,
     LIGHTNING,
-    *(run for run in TITAN if (HERE / run.program).is_file()),
+    *(run for run in (*TITAN, BRIDGE) if (HERE / run.program).is_file()),
 )
