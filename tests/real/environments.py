@@ -32,8 +32,8 @@ def checkout(real: Path | None, name: str) -> Path:
 
 def interpreter(name: str, given: Mapping[str, Path]) -> Path:
     """The Python of an environment: one that was given, or one in build/, which is made if it is not there or was made
-    of other pins. ``requirements/NAME.txt`` says what is in it, ``NAME.alone.txt`` what is put in without all that it asks
-    for; the name ends with the version of Python.
+    of other pins. ``requirements/NAME.txt`` says what is in it, ``NAME.alone.txt`` what is put in without all that it
+    asks for; the name ends with the version of Python.
 
     Raises:
         Absent: there is no such Python, or the packages cannot be installed.

@@ -21,6 +21,11 @@ def kills(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def steps(folder: Path) -> int:
+    """How many steps rank 0 did."""
+    return len(set((folder / "progress.0").read_text().split()) - {"start"})
+
+
 def compare(plain: Path, killed: Path) -> Verdict:
     """What the ranks of a run that was killed left, against those of one that was not."""
     found: list[str] = []
@@ -36,11 +41,11 @@ def compare(plain: Path, killed: Path) -> Verdict:
             f"{name}: {key} differs" for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)
         ]
     starts = [part.split() for part in (killed / "progress.0").read_text().split("start\n")[1:]]
-    steps = [step for start in starts for step in start]
+    done = [step for start in starts for step in start]
     resumed = [int(start[0]) - 1 for start in starts[1:] if start]
     if not found and not any(resumed):
         found.append("every restart began at the first step: nothing was restored")
-    again = len(steps) - len(set(steps))
+    again = len(done) - len(set(done))
     return Verdict("; ".join(found[:SHOWN]), resumed, again, counts["losses"], counts["state"])
 
 

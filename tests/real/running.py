@@ -135,7 +135,7 @@ def _by_program(run: Run, source: Path, python: Path, home: Path, arena: Path, s
         if problem := _problem(outcome, folder, name):
             return problem
     plain, killed = home / "plain" / "notes", home / "killed" / "notes"
-    result.kills = programs.kills(killed)
+    result.kills, result.steps = programs.kills(killed), programs.steps(plain)
     if len(result.kills) < KILLS:
         return f"it ended after {len(result.kills)} of {KILLS} kills"
     verdict = programs.compare(plain, killed)
