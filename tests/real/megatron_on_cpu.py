@@ -69,9 +69,9 @@ def install() -> None:
 def watch(probe: Probe) -> None:
     """Stand in for CUDA, and have Megatron's own numbers noted."""
     install()
-    training = importlib.import_module("megatron.training.training")
+    training: Any = importlib.import_module("megatron.training.training")
     try:
-        fused = importlib.import_module("megatron.legacy.fused_kernels")
+        fused: Any = importlib.import_module("megatron.legacy.fused_kernels")
     except ModuleNotFoundError:
         pass  # newer versions compile nothing
     else:
