@@ -228,11 +228,15 @@ def test_a_report_says_what_was_killed_and_which_lines_are_ours() -> None:
         resumed=[2], losses=9, final=3, lines="+with snap:",
     )  # fmt: skip
     failed = Result("y", "Y", "its script", "docs/loops.md", "differs", said="rank 0: at the end weights differ")
-    said = markdown(report([done, failed], "2026-01-01T00:00:00+00:00", 1))
+    found = report([done, failed], "2026-01-01T00:00:00+00:00", 1)
+    said = markdown(found)
     assert "1 of 2 are exact" in said
     assert "| x | X: its script | 1 | 9 | yes | 9 | 2 | 0 | 0 |" in said and "* killed: rank 0, 2 steps" in said
     assert "```diff\n+with snap:\n```" in said and "X 1.2." in said
     assert "| **no** |" in said and "```text\nrank 0: at the end weights differ\n```" in said
+    failed.outcome = "exact"
+    again = report([failed], "2026-01-02T00:00:00+00:00", 1, found)["runs"]
+    assert [(run["name"], run["outcome"]) for run in again] == [("x", "exact"), ("y", "exact")]
 
 
 def test_every_run_has_a_name_a_page_and_a_place() -> None:

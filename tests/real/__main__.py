@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,9 @@ def main() -> int:
         "--python", action="append", default=[], metavar="VERSION=PATH", help="an interpreter that has the packages"
     )
     parser.add_argument("--seed", type=int, default=1656, help="of who is killed when (default 1656)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the report; what is in it and is not run again stays"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report to read")
     asked = parser.parse_args()
     real = asked.real.resolve() if asked.real else None
@@ -30,11 +33,12 @@ def main() -> int:
     chosen = [run for run in RUNS if not asked.only or any(run.name.startswith(name) for name in asked.only)]
     if not chosen:
         parser.error(f"there is none of {', '.join(asked.only)}; there are {', '.join(run.name for run in RUNS)}")
+    earlier = json.loads(asked.json.read_text()) if asked.json and asked.json.exists() else None
     results = []
     for run in chosen:
         results.append(execute(run, real, pythons, asked.seed))
         tell(results[-1])
-        said = report(results, datetime.now(UTC).isoformat(timespec="seconds"), asked.seed)
+        said = report(results, datetime.now(UTC).isoformat(timespec="seconds"), asked.seed, earlier)
         if asked.json:
             write_json(str(asked.json), said)
         if asked.markdown:

@@ -10,13 +10,15 @@ from holdfast.bench.ec import describe, machine
 from tests.real.running import KILLS, Result
 
 
-def report(results: Sequence[Result], when: str, seed: int) -> dict[str, Any]:
-    """The JSON of it; docs/support.md is made of these."""
+def report(results: Sequence[Result], when: str, seed: int, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The JSON of it; docs/support.md is made of these. Of an earlier report what has not been run again stays."""
+    names = {result.name for result in results}
+    kept = [run for run in (earlier or {}).get("runs", ()) if run["name"] not in names]
     return {
         "when": when,
         "machine": describe(machine()),
         "seed": seed,
-        "runs": [asdict(result) for result in results],
+        "runs": [*kept, *map(asdict, results)],
     }
 
 
