@@ -20,6 +20,7 @@
 # make wheels  an sdist and a wheel for each kind of processor that a compiler is here for, in dist/
 # make wheels-check  install each for every Python that is here, lose a trainer and a node with it, from no checkout
 # make journeys   three newcomers' first hours, from pip install on: minutes, as root; JOURNEYS="student --python python3.12"
+# make real    scripts of others, killed and compared; REAL=FOLDER has checkouts of them: twenty minutes on idle cores
 # make proof   the tests that prove what README and docs promise, and a table of what came of each
 # make pictures   of the page, in docs/, by Chromium
 # make docs    write the reference out of the code, build the documentation, check every link: build/docs/index.html
@@ -29,7 +30,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test test-other slow proof check matrix chaos loops fuzz stall bench-service bench-load bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
+.PHONY: demo demo-torchrun demo-ray test test-other slow proof check matrix real chaos loops fuzz stall bench-service bench-load bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -61,6 +62,10 @@ check: setup
 matrix: setup
 	$(BIN)/holdfast matrix --markdown benchmarks/results/matrix-$$(date +%F).md \
 		--json benchmarks/results/matrix-$$(date +%F).json
+
+real: setup
+	@$(BIN)/python -m tests.real $(if $(REAL),--real $(REAL)) $(if $(ONLY),--only $(ONLY)) \
+		--json benchmarks/results/real-$$(date +%F).json --markdown benchmarks/results/real-$$(date +%F).md
 
 chaos: setup
 	$(BIN)/holdfast chaos run campaign --json benchmarks/results/chaos-$$(date +%F).json \

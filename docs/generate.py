@@ -42,15 +42,13 @@ def pages() -> dict[str, str]:
 # ---------------------------------------------------------------------- support
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+
+
 def support() -> Iterator[str]:
     yield "# What it was run with"
-    yield (
-        "Each line is a run whose report is committed: every kind of job was trained undisturbed, and again with a "
-        "trainer and then a whole node killed in the middle of steps. *Exact*: all losses of all ranks and all final "
-        "state were the same to the last bit. On CPUs; on a GPU nothing has run yet ([why, and what is ready](gpu.md))."
-    )
-    head = ["| what trained | release | Python | torch | jobs | exact | when |", "|---|---|---|---|---:|---:|---|"]
-    yield "\n".join([*head, *_runs()])
+    yield from _scripts()
+    yield from _jobs()
     yield (
         "Another release of megatron-core is said to be untried, once, as a job begins. What would come back wrong is "
         "refused by name before the first step."
@@ -92,9 +90,45 @@ def _exact_cells() -> dict[str, set[str]]:
     return found
 
 
-def _runs() -> Iterator[str]:
+def _scripts() -> Iterator[str]:
+    """What came of each script in the reports of ``make real``: of several runs of one, the newest."""
+    rows = {}
+    for path in sorted(RESULTS.glob("real-*.json")):
+        found = json.loads(path.read_text())
+        for run in found["runs"]:
+            if run["outcome"] != "skipped":
+                of = run["versions"]  # of Python, of torch, and then of what was run if that is not torch
+                release = list(of.values())[2 if len(of) > 2 else 1]
+                exact = "yes" if run["outcome"] == "exact" else "**no**"
+                what = f"[{run['framework']}]({run['page'].removeprefix('docs/')}) | {release} | {run['what']}"
+                on = f"{of['Python']}, {of['torch']} | {exact} | {_when(path, found)}"
+                rows[run["name"]] = f"| {what} | {run['ranks']} | {on} |"
+    yield "## Scripts of others"
+    yield (
+        "`make real REAL=...` trains each undisturbed and without holdfast, and again with its documented lines, while "
+        "three trainers are killed at drawn instants. *Exact*: every loss and evaluation, parameters, optimizer state "
+        "and generators after every step, and all state at the end are the same on all ranks to the last bit. On CPUs."
+    )
+    head = "| framework | release | what was run | ranks | Python, torch | exact | when, on what |"
+    yield "\n".join([head, "|---|---|---|---:|---|---|---|", *rows.values()])
+
+
+def _when(path: Path, found: dict[str, Any]) -> str:
+    """The date, with the report, and the machine."""
+    processor = ", ".join(found["machine"].split(", ")[:2])
+    return f"[{found['when'][:10]}](../benchmarks/results/{path.with_suffix('.md').name}), {processor}"
+
+
+def _jobs() -> Iterator[str]:
     """A line for each framework of each report of the matrix, the newest first."""
-    for path in sorted((ROOT / "benchmarks" / "results").glob("matrix-*.json"), reverse=True):
+    yield "## Kinds of jobs"
+    yield (
+        "Each line is a run of `holdfast matrix` whose report is committed: every kind of job was trained undisturbed, "
+        "and again with a trainer and then a whole node killed in the middle of steps. On CPUs; on a GPU nothing has "
+        "run yet ([why, and what is ready](gpu.md))."
+    )
+    rows = []
+    for path in sorted(RESULTS.glob("matrix-*.json"), reverse=True):
         found = json.loads(path.read_text())
         versions = found["versions"]
         of_megatron = [each["cell"]["job"].startswith("holdfast.chaos.gpt") for each in found["verdicts"]]
@@ -105,9 +139,10 @@ def _runs() -> Iterator[str]:
                 continue
             exact = sum(not each["difference"] for each in chosen)
             release = versions["megatron-core"] if kind else versions["torch"]
-            when = f"[{found['when'][:10]}](../benchmarks/results/{path.with_suffix('.md').name})"
             of = f"{release} | {versions['Python']} | {versions['torch']}"
-            yield f"| {name} | {of} | {len(chosen)} | {exact} | {when} |"
+            rows.append(f"| {name} | {of} | {len(chosen)} | {exact} | {_when(path, found)} |")
+    head = "| what trained | release | Python | torch | jobs | exact | when, on what |"
+    yield "\n".join([head, "|---|---|---|---|---:|---:|---|", *rows])
 
 
 # ---------------------------------------------------------------------- proof

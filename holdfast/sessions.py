@@ -47,12 +47,24 @@ def run(
         end(process)
 
 
-def start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own; what it prints is added to `log`. Raises `ConfigError`."""
+def start(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, in `folder` or where this process is; what it prints is added to `log`.
+
+    Raises:
+        ConfigError: it cannot be started.
+    """
     with log.open("ab") as out:
         try:
             return subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                command,
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
         except OSError as error:
             raise ConfigError(f"{command[0]} cannot be started: {error}") from error

@@ -1,0 +1,86 @@
+"""Loops with Hugging Face's ``accelerate.Accelerator``: ``with protect(accelerator) as snap:``.
+
+What the accelerator prepared has wrappers around it, which pass steps and state on, and counters of its own: how many
+batches it has accumulated gradients of, and how many passes each of its data loaders has made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.utils import DistributedType
+
+from holdfast.hook import InMemorySnapshot
+from holdfast.smp_daemon.shared.errors import ConfigError
+
+NAME = "accelerate"
+"""What the accelerator's counters are tracked under."""
+
+SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
+"""One process, and DDP."""
+
+
+def protect(accelerator: Accelerator, *, extra: dict[str, Any] | None = None, **options: Any) -> InMemorySnapshot:
+    """The snapshot of all that an accelerator has prepared: enter it after ``accelerator.prepare``.
+
+    ::
+
+        with protect(accelerator) as snap:
+            for epoch in range(snap.epoch, epochs):
+                for batch in snap.data(loader):
+                    with accelerator.accumulate(model):
+                        ...
+
+    Captured are the models, optimizers and schedules that were prepared, the gradient scaler, what was given to
+    ``register_for_checkpointing``, and the accelerator's counters; by ``snap.data`` the place in a prepared loader. A
+    step is an optimizer's: of batches whose gradients are accumulated the first begins it. ``snap.step`` counts these.
+
+    For one process, and for DDP. Training blocks as `holdfast.InMemorySnapshot` says.
+
+    Args:
+        extra, options: for `holdfast.InMemorySnapshot`.
+
+    Raises:
+        ConfigError: no optimizer has been prepared; or the accelerator runs FSDP, DeepSpeed, Megatron-LM or XLA.
+    """
+    kind = DistributedType(accelerator.distributed_type).value
+    if kind not in SERVED:
+        raise ConfigError(f"an accelerator of type {kind} is not supported: use one process, or DDP")
+    if not accelerator._optimizers or not accelerator._models:
+        raise ConfigError("the accelerator has prepared no model and optimizer yet: call accelerator.prepare before")
+    for loader in accelerator._dataloaders:
+        _with_generator(loader)
+    more: dict[str, Any] = {f"custom{i}": each for i, each in enumerate(accelerator._custom_objects)}
+    if accelerator.scaler is not None:
+        more["scaler"] = accelerator.scaler
+    snap = InMemorySnapshot(
+        accelerator._models,
+        [each.optimizer for each in accelerator._optimizers],
+        scheduler=accelerator._schedulers,
+        extra=more | (extra or {}),
+        **options,
+    )
+    snap.track(NAME, get=lambda: _counters(accelerator), set=lambda held: _count_on(accelerator, held))
+    return snap
+
+
+def _with_generator(loader: Any) -> None:
+    """A seedable sampler makes its generator in its first pass, and seeds it in every pass; `InMemorySnapshot.data`
+    looks for generators before the first one."""
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
+        sampler.generator = torch.Generator(torch.get_default_device())
+
+
+def _counters(accelerator: Accelerator) -> dict[str, Any]:
+    return {"step": accelerator.step, "passes": [getattr(each, "iteration", 0) for each in accelerator._dataloaders]}
+
+
+def _count_on(accelerator: Accelerator, held: dict[str, Any]) -> None:
+    """Loaders shuffle by the number of the pass, if their sampler is seedable."""
+    accelerator.step = held["step"]
+    for loader, passes in zip(accelerator._dataloaders, held["passes"], strict=True):
+        loader.iteration = passes
