@@ -343,7 +343,7 @@ def _variable(name: str) -> str:
     return match[0] if match else name
 
 
-class _Progress:
+class _RunProgress:
     """Says how far a run is: each new step, and now and then that there is none yet."""
 
     def __init__(self, notes: Path, name: str, steps: int, progress: Callable[[str], None]) -> None:
@@ -376,7 +376,7 @@ def _run(plan: AuditPlan, folder: Path, name: str, progress: Callable[[str], Non
     # computed depends on it.
     environment = {"PYTHONHASHSEED": str(int(name == RUNS[1]))} | environment
     log = notes / "log"
-    look = _Progress(notes, name, plan.steps, progress).look
+    look = _RunProgress(notes, name, plan.steps, progress).look
     status = sessions.run(plan.command, environment, log, plan.deadline_s, f"{name} run", look)
     if (status != 0) is not (name in KILLED):
         raise HoldfastError(f"the {name} run ended with status {status}\n{tail(log)}")

@@ -18,7 +18,7 @@ from holdfast.cli.output import (
     NO_ANSWER,
     NOT_FOUND,
     WRONG,
-    Interrupted,
+    EndedBySignal,
     columns,
     describe,
     json_target,
@@ -148,7 +148,7 @@ def test_kinds_have_statuses() -> None:
     assert describe(HoldfastError("x")) == ("HoldfastError", "x", FAILED)
     missing = OSError(errno.ENOENT, os.strerror(errno.ENOENT), "/x")
     assert describe(missing) == ("FileNotFoundError", "/x: No such file or directory", WRONG)
-    assert describe(Interrupted(15)) == ("Interrupted", "ended by SIGTERM", 143)
+    assert describe(EndedBySignal(15)) == ("EndedBySignal", "ended by SIGTERM", 143)
     assert describe(KeyboardInterrupt())[2] == 130
     with pytest.raises(ZeroDivisionError):
         describe(ZeroDivisionError())

@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.cli.lifetime import COMMAND_ENV, run_to_the_end
 from holdfast.cli.main import main
-from holdfast.cli.output import Interrupted
+from holdfast.cli.output import EndedBySignal
 from holdfast.smp_daemon.shared.scratch import Scratch
 from tests.deadlines import DEADLINE_S
 
@@ -193,7 +193,7 @@ def test_a_signal_is_an_exception_and_what_was_started_is_ended(monkeypatch: pyt
         return 7
 
     assert run_to_the_end(work, failed) == 7
-    assert isinstance(seen[0], Interrupted) and seen[0].number == signal.SIGTERM
+    assert isinstance(seen[0], EndedBySignal) and seen[0].number == signal.SIGTERM
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     assert COMMAND_ENV not in os.environ
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from holdfast.cli.output import Interrupted
+from holdfast.cli.output import EndedBySignal
 from holdfast.smp_daemon.shared import scratch
 
 COMMAND_ENV = "HOLDFAST_COMMAND"
@@ -58,7 +58,7 @@ def run_to_the_end(work: Callable[[], int], failed: Callable[[BaseException], in
 
 
 def _handle_signals() -> dict[signal.Signals, Any]:
-    """From now on signals raise `Interrupted`; their handlers until now."""
+    """From now on signals raise `EndedBySignal`; their handlers until now."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     found = {number: signal.getsignal(number) for number in SIGNALS}
@@ -69,7 +69,7 @@ def _handle_signals() -> dict[signal.Signals, Any]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(number)
+    raise EndedBySignal(number)
 
 
 def end_all(token: str) -> None:

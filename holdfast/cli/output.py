@@ -29,7 +29,7 @@ STATUSES: tuple[tuple[type[HoldfastError], int], ...] = (
 )
 
 
-class Interrupted(KeyboardInterrupt):
+class EndedBySignal(KeyboardInterrupt):
     """A signal ends the command."""
 
     def __init__(self, number: int) -> None:
@@ -99,13 +99,13 @@ def report(error: BaseException, words: Sequence[str]) -> int:
 def describe(error: BaseException) -> tuple[str, str, int]:
     """Kind, message and exit status of what ended a command. Pure; raises what is none of ours again."""
     if isinstance(error, KeyboardInterrupt):
-        number = error.number if isinstance(error, Interrupted) else signal.SIGINT
-        return "Interrupted", str(error) or "ended by SIGINT", 128 + number
+        number = error.number if isinstance(error, EndedBySignal) else signal.SIGINT
+        return "EndedBySignal", str(error) or "ended by SIGINT", 128 + number
     if isinstance(error, HoldfastError):
         status = next(status for kind, status in STATUSES if isinstance(error, kind))
         return type(error).__name__, str(error), status
     if isinstance(error, BrokenPipeError):
-        return "Interrupted", "ended by SIGPIPE", 128 + signal.SIGPIPE
+        return "EndedBySignal", "ended by SIGPIPE", 128 + signal.SIGPIPE
     if isinstance(error, OSError) and error.strerror:
         what = f"{error.filename}: " if error.filename is not None else ""
         return type(error).__name__, f"{what}{error.strerror}", WRONG if error.filename is not None else FAILED
