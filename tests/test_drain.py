@@ -169,7 +169,7 @@ class TestANodeThatIsDrained:
 
     def test_without_anybody_else_stays(self, ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
         (smp,), _ = started(ground, 1, "auto")
-        assert drain(ground, "node0") == 1
+        assert drain(ground, "node0") == 2
         assert "no other SMP of job" in capsys.readouterr().err
         assert not smp.client().inventory().leaving
 
@@ -178,7 +178,7 @@ class TestANodeThatIsDrained:
         run = run_on(smps, [[3000]] * 3, protect="2+1")
         run.protect(1)
         run.protect(2)
-        assert drain(ground, "node1") == 1
+        assert drain(ground, "node1") == 2
         assert "Stop the job, then drain" in capsys.readouterr().err
         run.protect(3)
         leave(run)
@@ -230,7 +230,7 @@ class TestInTheMiddleOfADrain:
         held = ground.points.wait("node1", point, 2)
         smps[leaver].lose()
         held.go()
-        assert draining.result(DEADLINE_S) == 1
+        assert draining.result(DEADLINE_S) == 4
         come_back(run, smps, [leaver])
 
     @SLOW

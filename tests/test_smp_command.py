@@ -68,7 +68,7 @@ def test_a_day_of_an_smp(ground: Ground, capsys: pytest.CaptureFixture[str]) -> 
     assert (status, seen["answers"], seen["pid"], seen["bulk_port"]) == (0, True, said["pid"], said["bulk_port"])
     assert seen["status"]["inventory"]["shards"] == [[[1, 1], "dp0"]]
 
-    assert main(["smp", "stop"]) == 1
+    assert main(["smp", "stop"]) == 2
     assert "trainers have 1 connections" in capsys.readouterr().err
     run["dp0"].client.close()
     status, gone = smp(capsys, "stop")

@@ -10,6 +10,7 @@ __all__ = [
     "manifest",
     "optimizers",
     "own_generators",
+    "reach",
     "record",
     "replicas",
     "rng",
