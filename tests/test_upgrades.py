@@ -186,7 +186,7 @@ def test_one_that_is_too_new_does_not_end_the_job(
 
 
 def _last_step(made: Job) -> int:
-    return max(event["step"] for event in made.of("step"))
+    return int(max(event["step"] for event in made.of("step")))
 
 
 # ---------------------------------------------------------------------- at connect
