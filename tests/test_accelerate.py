@@ -30,9 +30,7 @@ stop, kind, ends, protected = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.ar
 accelerator = Accelerator(
     mixed_precision="bf16" if kind == "bf16" else "no",
     gradient_accumulation_steps=3,
-    dataloader_config=DataLoaderConfiguration(
-        use_seedable_sampler=kind in ("seedable", "bf16"), use_stateful_dataloader=kind == "stateful"
-    ),
+    dataloader_config=DataLoaderConfiguration(use_seedable_sampler=kind in ("seedable", "bf16")),
 )
 set_seed(3)
 model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
@@ -95,10 +93,7 @@ train = partial(run, SCRIPT)
     ("kind", "stops"),
     [
         ("bf16", [16]),
-        *(
-            pytest.param(kind, [5, 10, 24], marks=pytest.mark.slow)
-            for kind in ("plain", "seedable", "stateful", "workers")
-        ),
+        *(pytest.param(kind, [5, 10, 24], marks=pytest.mark.slow) for kind in ("plain", "seedable", "workers")),
     ],
 )
 def test_a_killed_loop_goes_on_bit_for_bit(arena: Path, kind: str, stops: list[int]) -> None:
