@@ -43,7 +43,7 @@ class TitanCheckpointManager(FromMemory, CheckpointManager):  # type: ignore[mis
         super().__init__(config, states=states, **parts)
 
 
-@override(target=CheckpointManager.Config, exact=True, description="snapshots in memory")  # type: ignore[misc, unused-ignore]
+@override(target=CheckpointManager.Config, exact=True, description="snapshots in memory")  # type: ignore[misc, untyped-decorator, unused-ignore]
 def in_memory(config: Any, **options: Any) -> Any:
     """``--override.imports holdfast.integrations.torchtitan.in_memory``, or with options
     ``'holdfast.integrations.torchtitan.in_memory={"every": 5}'``, those of `SnapshotOptions`."""

@@ -10,7 +10,7 @@ import pytest
 from tests.journeys.hosts import Failed, Shell, network, why_no_hosts
 from tests.journeys.newcomer import STEPS, check_same, training
 from tests.journeys.pages import Docs, Stale
-from tests.wheels import ROOT
+from tests.pythons import ROOT
 
 CONNECT = "import os, socket; print(os.strerror(socket.socket().connect_ex(('alpha', 9))))"
 

@@ -90,7 +90,7 @@ class Trainer:
         batch = next(batches)
         self.ntokens_seen += batch.numel()
         loss = self.model(batch + torch.rand(())).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if self.step == self.stop:
             raise KeyboardInterrupt
         self.optim.step()

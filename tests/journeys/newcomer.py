@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tests.journeys.hosts import Failed
 from tests.journeys.pages import Docs
-from tests.wheels import ROOT, environment
+from tests.pythons import ROOT
+from tests.wheels import environment
 
 
 def checkout(target: Path) -> Docs:

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from under_kills import Notes, generators, launch, options
+from under_kills import Notes, generators, launch, options  # type: ignore[import-not-found]
 
 ASKED = options(__doc__.splitlines()[0])
 EMPTY = ("modelopt", "megatron.energon", "megatron.bridge.peft.lora_layers")
@@ -73,7 +73,9 @@ def on_cpus() -> None:
     megatron_cpu.install()
     sys.meta_path.insert(0, Empty())
     spec = importlib.util.find_spec("megatron")
-    folders = [Path(place) / "bridge" for place in (spec.submodule_search_locations if spec is not None else ())]
+    folders = [
+        Path(place) / "bridge" for place in ((spec.submodule_search_locations or ()) if spec is not None else ())
+    ]
     folder = next(place for place in folders if place.is_dir())
     for name, place in {"megatron.bridge": folder, "megatron.bridge.models": folder / "models"}.items():
         package = ModuleType(name)

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from under_kills import Notes, generators, launch, options
+from under_kills import Notes, generators, launch, options  # type: ignore[import-not-found]
 
 NEW = version("torchtitan") >= "0.3"
 WORDS = [f"word{i}" for i in range(20)]
@@ -36,9 +36,10 @@ def on_cpus() -> None:
     """Before torchtitan is imported."""
     import torch
     import torch._utils
-    import torch.distributed as dist
+    import torch.distributed
     from torch.distributed.fsdp import FSDPModule
 
+    dist: Any = torch.distributed
     torch._utils._get_available_device_type = lambda: "cpu"
     cpu: Any = torch.cpu
     cpu.current_device = lambda: 0
@@ -83,7 +84,7 @@ def write_data(out: Path) -> None:
 
 
 def use_data(out: Path) -> None:
-    from datasets import load_dataset
+    from datasets import load_dataset  # type: ignore[import-not-found]
     from torchtitan.hf_datasets import DatasetConfig, text_datasets
 
     text_datasets.DATASETS["c4_test"] = DatasetConfig(
