@@ -168,9 +168,9 @@ def test_an_option_that_cannot_be_is_refused_before_the_script_is_looked_for(
 @pytest.mark.parametrize(
     "given", [["--non-persistent-ckpt-type", "in_memory"], ["--non-persistent-ckpt-type=in_memory"]]
 )
-def test_a_job_is_protected_once(script: Path, given: str) -> None:
+def test_a_job_is_protected_once(script: Path, given: list[str]) -> None:
     with pytest.raises(ConfigError, match="has Megatron-LM itself protect the job"):
-        launch(script, ["--num-layers", "2", *given.split()], job="twice")
+        launch(script, ["--num-layers", "2", *given], job="twice")
 
 
 def test_a_script_that_is_not_there_or_not_in_a_checkout_is_named(tmp_path: Path) -> None:
