@@ -148,7 +148,9 @@ class TrainerSnapshots:
         self._loop = _TrainerState(
             trainer, {name: part for name, part in parts.items() if part is not trainer}, dataloader
         )
-        self._make: Callable[[], _TrainerSnapshot] = lambda: _TrainerSnapshot(model_parts, optimizers, scheduler=lr_schedulers, **asdict(options))
+        self._make: Callable[[], _TrainerSnapshot] = lambda: _TrainerSnapshot(
+            model_parts, optimizers, scheduler=lr_schedulers, **asdict(options)
+        )
         self._undo: list[Callable[[], None]] = []
         self._replace("train", self._guard)
 

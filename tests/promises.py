@@ -48,10 +48,16 @@ PROMISES = {
     "plain-loader": Promise("README.md", "`loader` is a plain `DataLoader`, shuffled or not."),
     "one-name": Promise("README.md", "from holdfast import InMemorySnapshot"),
     "demo": Promise("README.md", "trains a Megatron GPT, kills a trainer and a whole node, compares to the last bit"),
-    "megatron-lm": Promise("README.md", "| [Megatron-LM](docs/megatron-lm.md) | three lines in `pretrain()` |"),
+    "megatron-lm": Promise(
+        "README.md",
+        "| [Megatron-LM](docs/megatron-lm.md) | `python -m holdfast.megatron_lm pretrain_gpt.py`, unedited |",
+    ),
     "frameworks": Promise("README.md", "| PyTorch, DDP, [FSDP2](docs/fsdp2.md) | `InMemorySnapshot(model, optim)` |"),
     "lightning": Promise("README.md", "| [Lightning](docs/lightning.md) | a callback |"),
-    "hugging-face": Promise("README.md", "| [Hugging Face Trainer](docs/hugging-face.md) | `protect(trainer)` |"),
+    "hugging-face": Promise(
+        "README.md",
+        "[Hugging Face Trainer](docs/hugging-face.md), [accelerate](docs/accelerate.md) | `protect(trainer)`,",
+    ),
     "deepspeed": Promise("README.md", "| [DeepSpeed](docs/deepspeed.md) | a checkpoint engine, any ZeRO stage |"),
     "torchft": Promise("README.md", "| [torchft](docs/torchft.md) | a checkpoint transport |"),
     "dcp": Promise("README.md", "| [DCP](docs/dcp.md) | a storage writer and reader |"),

@@ -236,11 +236,11 @@ def check_foreign(wheel: Path, machine: str) -> bool:
     run(tools, *pip, *needed(), "pytest", "hypothesis")
     run(tools, *pip, "--no-deps", str(wheel))
     foreign = [emulator, "-L", str(root), "-E", f"PYTHONPATH={site}", str(root / "usr" / "bin" / "python3.11")]
-    with tempfile.TemporaryDirectory(prefix="holdfast-wheel-", dir="/dev/shm") as folder:
-        said = run(Path(foreign[0]), *foreign[1:], "-m", "holdfast.cli", "--version", cwd=Path(folder))
+    with tempfile.TemporaryDirectory(prefix="holdfast-wheel-", dir="/dev/shm") as home:
+        said = run(Path(foreign[0]), *foreign[1:], "-m", "holdfast.cli", "--version", cwd=Path(home))
         found = {
             "the command runs": "holdfast " in said,
-            "the compiled copy copies exactly, and nothing beside": copies_exactly(foreign, Path(folder)),
+            "the compiled copy copies exactly, and nothing beside": copies_exactly(foreign, Path(home)),
         }
     return tell(f"{wheel.name}, under {emulator}", found)
 
