@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,6 +32,10 @@ from holdfast.snapshot.step.boundary import Boundary
 
 PAGE_BYTES = 64
 """Headers of slot files are padded to this, so that a shard is a few hundred bytes."""
+
+
+DEEPEST = 100_000
+"""Calls within calls, with those of the stacks that a stack was made from."""
 
 
 class Hooks:
@@ -147,6 +152,18 @@ def _on_one_core() -> Iterator[None]:
 
 
 @contextmanager
+def _deep() -> Iterator[None]:
+    """A new stack counts calls from where the one that it was made on stands, and that from where its own maker stood:
+    in a large job they add up."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, DEEPEST))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@contextmanager
 def installed() -> Iterator[None]:
     """Run holdfast on simulated threads, time, sockets and files, without its log.
 
@@ -172,6 +189,7 @@ def installed() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
         stack.enter_context(_on_one_core())
+        stack.enter_context(_deep())
         stack.enter_context(Generators.kept())
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable()
