@@ -15,6 +15,7 @@ from holdfast.planner.fleet.job import FleetJob, Site
 from holdfast.planner.fleet.progress import Save
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
+from holdfast.snapshot.collective.routes import distances
 from holdfast.snapshot.interval.periods import optimal
 
 COPY_COST = 0.09
@@ -26,6 +27,14 @@ ASYNC_COST = 6.3
 
 NETWORK_COST = 0.05
 """Training time lost while a node sends, over the time it sends. An assumption."""
+
+ROUND_S = 0.27e-3
+"""One round of the ranks' agreement, and `HELD_S` of it on the training thread: measured between two processes, `make
+bench-scale`. There are log2 of the ranks."""
+
+HELD_S = 0.036e-3
+ENTERING_S = 0.36 / 16_384
+"""Seconds, for each rank of the job, in which each takes in what all say as it enters: from the same."""
 
 BUDGET = 0.01
 """Most training time that snapshots in memory may take; the interval is lengthened to keep to it, as this system does
@@ -110,10 +119,12 @@ class InMemoryCode:
     def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """See `Strategy`."""
         encode_s = self.parity * job.node_bytes / site.network_rate
+        agreement_s = ROUND_S * len(distances(job.gpus))
+        entering_s = ENTERING_S * job.gpus
         return Design(
-            saves=_in_memory(job, site, encode_s, self.every, self.slots, self.persist_s),
+            saves=_in_memory(job, site, encode_s, self.every, self.slots, self.persist_s, agreement_s, HELD_S),
             groups=place(job.nodes, self.data + self.parity, self.parity, site.rack, spread=True),
-            load_s=_loads(job, site),
+            load_s={source: entering_s + load_s for source, load_s in _loads(job, site).items()},
             group_repair_s=encode_s,
             regroup_after_s=self.regroup_after_s,
             regroup_s=job.node_bytes / site.network_rate + encode_s,
@@ -224,13 +235,26 @@ class Nothing:
         return Design((), None, _loads(job, site))
 
 
-def _in_memory(job: FleetJob, site: Site, send_s: float, every: int, slots: int, persist_s: float) -> tuple[Save, ...]:
-    """Snapshots as often as they are done in time and cost no more than `BUDGET`, and some of them to storage."""
+def _in_memory(
+    job: FleetJob,
+    site: Site,
+    send_s: float,
+    every: int,
+    slots: int,
+    persist_s: float,
+    agreement_s: float = 0.0,
+    held_s: float = 0.0,
+) -> tuple[Save, ...]:
+    """Snapshots as often as they are done in time and cost no more than `BUDGET`, and some of them to storage.
+
+    Args:
+        agreement_s: until all know that one is protected. held_s: how long that holds up training.
+    """
     copy_s = _copy_s(job, site)
-    stall_s = COPY_COST * copy_s + NETWORK_COST * send_s
+    stall_s = COPY_COST * copy_s + NETWORK_COST * send_s + held_s
     least_s = max(copy_s, send_s, (copy_s + send_s) / (slots - 1), stall_s / BUDGET)
     steps = max(every, _at_least(least_s, job))
-    snapshot = Save(steps, stall_s, sealed_s=copy_s, protected_s=copy_s + send_s)
+    snapshot = Save(steps, stall_s, sealed_s=copy_s, protected_s=copy_s + send_s + agreement_s)
     if persist_s == math.inf:
         return (snapshot,)
     write_s = copy_s + send_s + job.state_bytes / site.storage_rate
