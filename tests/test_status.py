@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import urllib.error
@@ -22,7 +23,7 @@ from holdfast import __version__
 from holdfast.cli.main import main
 from holdfast.cli.output import say
 from holdfast.cli.status import render
-from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES
+from holdfast.smp_daemon.ops.metrics import COUNTERS, GAUGES, VIEWS, exposition, sees_the_job
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.ops.web import is_local, page, parse_http
@@ -316,3 +317,22 @@ def test_another_name_may_not(host: str) -> None:
 def test_what_is_no_status_is_refused() -> None:
     with pytest.raises(ProtocolError, match="not an inventory"):
         Status.read({})
+
+
+@pytest.mark.parametrize("count", [1, 4, 16, 17, 2048])
+def test_some_smps_spread_over_the_nodes_say_how_the_whole_job_is(count: int) -> None:
+    layout = layout_of(count, 1, 1)
+    known = {(layout.epoch, layout.revision): layout}
+    views = [i for i, node in enumerate(layout.nodes) if sees_the_job(Inventory(node.name, "h", 1, 2, layouts=known))]
+    assert min(count, VIEWS // 2) <= len(views) <= VIEWS
+    assert max(b - a for a, b in itertools.pairwise([*views, count])) <= -(-count // VIEWS), "they stand far apart"
+    assert sees_the_job(Inventory("spare", "h", 1, 2, layouts=known)) and sees_the_job(Inventory("idle", "h", 1, 2))
+
+
+def test_the_others_say_how_they_are_themselves(ground: Ground) -> None:
+    smp = ground.smp()
+    [status] = look(JOB, smp.control).statuses
+    own = exposition(JOB, status, None).decode()
+    whole = exposition(JOB, status, look(JOB, smp.control)).decode()
+    assert "holdfast_up_seconds{" in own and "holdfast_silent_nodes{" not in own
+    assert {line.split("{")[0] for line in whole.splitlines()} > {line.split("{")[0] for line in own.splitlines()}

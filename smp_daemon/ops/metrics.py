@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from holdfast.smp_daemon.ops.overview import Overview
 from holdfast.smp_daemon.ops.status import Status
+from holdfast.smp_daemon.shared.inventory import Inventory
 
 GAUGES = {
     "holdfast_up_seconds": "how long the SMP has run",
@@ -56,22 +57,40 @@ COUNTERS = {
 }
 
 
-def exposition(mine: Status, overview: Overview) -> bytes:
-    """In Prometheus' text format. Pure."""
+VIEWS = 16
+"""So many SMPs of a job say how the whole job is, and each asks all others for that."""
+
+
+def sees_the_job(mine: Inventory) -> bool:
+    """Whether the SMP of an inventory is one of those that say how the whole job is: they are spread over its nodes; an
+    SMP that is in no layout is one. Pure."""
+    newest = max(mine.layouts.values(), key=lambda layout: (layout.epoch, layout.revision), default=None)
+    names = [node.name for node in newest.nodes] if newest is not None else []
+    return mine.node not in names or names.index(mine.node) % -(-len(names) // VIEWS) == 0
+
+
+def exposition(job: str, mine: Status, overview: Overview | None) -> bytes:
+    """In Prometheus' text format. Pure.
+
+    Args:
+        overview: None: only what the SMP knows of itself.
+    """
     registry = CollectorRegistry()
-    registry.register(_StatusCollector(mine, overview))
+    registry.register(_StatusCollector(job, mine, overview))
     return generate_latest(registry)
 
 
 class _StatusCollector(Collector):
-    def __init__(self, mine: Status, overview: Overview) -> None:
+    def __init__(self, job: str, mine: Status, overview: Overview | None) -> None:
+        self._job = job
         self._mine = mine
         self._overview = overview
 
     def collect(self) -> Iterator[Metric]:
-        labels = {"job": self._overview.job, "node": self._mine.inventory.node}
+        labels = {"job": self._job, "node": self._mine.inventory.node}
         build = {"version": self._mine.version, "protocol": str(self._mine.protocol)}
-        for name, value in _gauges(self._mine, self._overview).items():
+        of_job = {} if self._overview is None else _of_job(self._overview)
+        for name, value in (_gauges(self._mine) | of_job).items():
             if value is not None:
                 own = labels | (build if name == "holdfast_build_info" else {})
                 gauge = GaugeMetricFamily(name, GAUGES[name], labels=list(own))
@@ -83,8 +102,19 @@ class _StatusCollector(Collector):
             yield counter
 
 
-def _gauges(mine: Status, overview: Overview) -> dict[str, float | None]:
-    inventory, safe = mine.inventory, overview.safest
+def _of_job(overview: Overview) -> dict[str, float | None]:
+    safe = overview.safest
+    return {
+        "holdfast_silent_nodes": len(overview.silent),
+        "holdfast_lost_nodes": len(overview.lost),
+        "holdfast_safe_step": safe.snapshot.step if safe else None,
+        "holdfast_safe_age_seconds": overview.age_s(safe) if safe else None,
+        "holdfast_tolerated_node_failures": safe.tolerates if safe else None,
+    }
+
+
+def _gauges(mine: Status) -> dict[str, float | None]:
+    inventory = mine.inventory
     persisted = mine.tier.persisted if mine.tier else None
     sealed = max((snapshot for snapshot, _ in inventory.shards), default=None)
     return {
@@ -99,16 +129,11 @@ def _gauges(mine: Status, overview: Overview) -> dict[str, float | None]:
         "holdfast_arena_bytes": mine.arena_bytes,
         "holdfast_memory_bytes": mine.memory_bytes,
         "holdfast_rss_bytes": mine.rss_bytes,
-        "holdfast_silent_nodes": len(overview.silent),
-        "holdfast_lost_nodes": len(overview.lost),
         "holdfast_trainerless_seconds": mine.trainerless_s,
         "holdfast_trainers": len(mine.trainers),
         **{f"holdfast_trainers_{h}": sum(t.health == h for t in mine.trainers) for h in ("late", "hung", "dead")},
         "holdfast_heartbeat_age_seconds": max((trainer.quiet_s for trainer in mine.trainers), default=0.0),
         "holdfast_lease_age_seconds": max(mine.leases.values(), default=0.0),
-        "holdfast_safe_step": safe.snapshot.step if safe else None,
-        "holdfast_safe_age_seconds": overview.age_s(safe) if safe else None,
-        "holdfast_tolerated_node_failures": safe.tolerates if safe else None,
         "holdfast_persisted_step": persisted.step if persisted else -1,
         "holdfast_persist_failing": bool(mine.tier and mine.tier.problem),
     }

@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any
 
 from holdfast.smp_daemon.node.core import Core
-from holdfast.smp_daemon.ops.metrics import exposition
+from holdfast.smp_daemon.ops.metrics import exposition, sees_the_job
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.ops.status import take_status
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -145,7 +145,7 @@ class Web:
         return {
             "/": lambda: ("text/html; charset=utf-8", page()),
             "/status.json": lambda: ("application/json", self._rendered(_status_json)),
-            METRICS: lambda: ("text/plain; version=0.0.4; charset=utf-8", self._rendered(self._metrics)),
+            METRICS: lambda: ("text/plain; version=0.0.4; charset=utf-8", self._metrics()),
             "/healthz": lambda: ("text/plain; charset=utf-8", self._health()),
         }
 
@@ -163,10 +163,16 @@ class Web:
         self._smp.inventory()
         return b"ok\n"
 
-    def _metrics(self, overview: Overview) -> bytes:
-        node = self._smp.owner.node
-        mine = next((status for status in overview.statuses if status.inventory.node == node), None)
-        return exposition(mine or take_status(self._smp), overview)
+    def _metrics(self) -> bytes:
+        """Some SMPs alone ask all others: all are scraped, and what each asks of each would grow with the square."""
+        if sees_the_job(self._smp.inventory()):
+            return self._rendered(self._metrics_of_job)
+        return exposition(self._smp.owner.job, take_status(self._smp), None)
+
+    def _metrics_of_job(self, overview: Overview) -> bytes:
+        owner = self._smp.owner
+        mine = next((status for status in overview.statuses if status.inventory.node == owner.node), None)
+        return exposition(owner.job, mine or take_status(self._smp), overview)
 
     def close(self) -> None:
         """Stop serving."""
