@@ -22,7 +22,9 @@ from holdfast.chaos.sim.plan import (
     KINDS_OF_STATE,
     MANY_RANKS,
     POINTS_HERE,
+    DrawnFault,
     DrawnState,
+    Gap,
     draw,
     with_many_ranks,
     with_modules,
@@ -351,3 +353,29 @@ def test_what_came_of_unneeded_losses_is_no_violation_but_undoing_what_a_node_kn
     assert not found
     oracle.check_floor("dp0", None, (1, 2))
     assert found == ["floor"]
+
+
+@pytest.mark.slow
+def test_a_job_of_a_thousand_ranks_loses_a_node_and_goes_on() -> None:
+    plan = replace(
+        draw(0),
+        nodes=128,
+        ranks=tuple(rank // 8 for rank in range(1024)),
+        lengths=(200,) * 1024,
+        protect="auto",
+        lives=((DrawnFault("lose-node", awaits=400_000),),),
+        gaps=(Gap(1.0, replace=True),),
+        state=None,
+        steps=2,
+        every=1,
+        quiet=1,
+        final="stop",
+        order="uniform",
+        chance=0.0,
+        regroup_after_s=0.0,
+        flip_chance=0.0,
+        break_chance=0.0,
+    )
+    with installed():
+        report = play(plan)
+    assert not report.violations and report.faults["lose-node"] == 1
