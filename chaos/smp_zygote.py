@@ -113,7 +113,10 @@ def _serve(channel: socket.socket) -> None:
     gc.collect()
     gc.freeze()  # or a collection in an SMP walks over, and so copies, every page of what was imported
     while True:
-        data, descriptors, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, 1)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, 1)
+        except ConnectionResetError:
+            return  # who gave orders is gone
         if not data:
             return
         order: dict[str, Any] = json.loads(data)
@@ -125,7 +128,10 @@ def _serve(channel: socket.socket) -> None:
                 channel.close()
                 _become(order, descriptors[0])
             os.close(descriptors[0])
-        channel.sendall(str(answer).encode())
+        try:
+            channel.sendall(str(answer).encode())
+        except BrokenPipeError:
+            return
 
 
 def _become(order: dict[str, Any], out: int) -> None:

@@ -101,7 +101,7 @@ def test_a_result_can_be_shown_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert page.read_text() == markdown(report(ROW, OTHER))
     ET.fromstring(plot.read_text())
     source.write_text('{"date": 1}')
-    assert main(command) == 1
+    assert main(command) == 2
     assert "is no result of `holdfast bench stall" in capsys.readouterr().err
 
 

@@ -268,7 +268,7 @@ def test_a_bad_file_is_refused(text: str, message: str) -> None:
         (["run", "--seed", "1", "--count", "0"], "--count 0"),
         (["run", "--seed", "1", "--profile", "x"], "'x' is no failure profile"),
         (["run", "/no/such.toml"], "cannot be read"),
-        (["replay", "/no/such.json"], "is no report"),
+        (["replay", "/no/such.json"], "is no file"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "plan": (["--model", "nosuch"], WRONG, "--model 'nosuch'"),
     "profile": (["--", "/no/such/python"], WRONG, "/no/such/python cannot be started"),
     "tune": (["--measured", "nosuch.json"], WRONG, "--measured: nosuch.json is no file"),
+    "deploy": (["nosuch"], WRONG, "kind: invalid choice: 'nosuch'"),
     "simulate": (["--profile", "nosuch"], WRONG, "'nosuch' is no failure profile"),
 }
 """Of each command, arguments that are wrong."""
@@ -104,7 +105,7 @@ def test_bad_input_is_one_line_for_people_and_one_object_for_programs(
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_option_that_is_not_there_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words, _ = COMMANDS[name]
-    needed = ["x"] if name in ("drain",) else [str(Path(__file__))] if name == "chaos replay" else []
+    needed = {"drain": ["x"], "deploy": ["slurm"], "chaos replay": [str(Path(__file__))]}.get(name, [])
     assert main([*words, *needed, "--no-such-option"]) == WRONG
     said = capsys.readouterr().err
     assert said.startswith("holdfast: ") and "--no-such-option" in said and "--help" in said
@@ -114,7 +115,7 @@ FILES = [
     (words, option)
     for words, parser in COMMANDS.values()
     for option, action in parser._option_string_actions.items()
-    if action.metavar == "FILE" and option.startswith("--") and option != "--measured"
+    if action.metavar == "FILE" and option.startswith("--") and option not in ("--measured", "--from")
 ]
 
 

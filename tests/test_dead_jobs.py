@@ -28,7 +28,7 @@ promtool = pytest.mark.skipif(
 
 @pytest.fixture
 def regrouping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "0.2")
+    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "200ms")
 
 
 def until(smp: SmpProcess, what: str) -> Overview:

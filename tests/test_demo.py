@@ -138,7 +138,7 @@ def test_the_command_prints_an_account_and_writes_json() -> None:
         ({"kills": (Kill("node", (1, 2), 3),)}, r"survive the loss of 1 at once; use more nodes, or more parity"),
         ({"kills": (Kill("node", (1, 1), 3),), "protect": "2+2"}, "names one twice"),
         ({"protect": "none"}, "survive the loss of 0"),
-        ({"nodes": 1, "ranks_per_node": 4, "kills": (Kill("node", (0,), 3),)}, "survive the loss of 0"),
+        ({"nodes": 1, "ranks_per_node": 4, "kills": (Kill("node", (0,), 3),)}, r"3\+1 needs 4 nodes, and there are 1"),
     ],
 )
 def test_an_impossible_demo_is_refused(changes: dict[str, object], message: str) -> None:

@@ -11,7 +11,10 @@ from holdfast.planner.fleet.job import FleetJob, Site
 from holdfast.planner.fleet.strategies import (
     BUDGET,
     COPY_COST,
+    ENTERING_S,
+    HELD_S,
     NETWORK_COST,
+    ROUND_S,
     DiskAsync,
     DiskSync,
     InMemoryCode,
@@ -43,8 +46,10 @@ def test_copies_send_and_keep_a_whole_copy_for_each() -> None:
 
 def test_a_snapshot_is_sealed_when_it_is_copied_and_protected_when_it_is_sent() -> None:
     save = InMemoryCode(6, 2).design(JOB, SITE, 1e5).saves[0]
-    assert (save.sealed_s, save.protected_s, save.persisted_s) == (1, 17, math.inf)
-    assert save.stall_s == pytest.approx(COPY_COST * 1 + NETWORK_COST * 16)
+    agreed_s = math.log2(JOB.gpus) * ROUND_S
+    assert (save.sealed_s, save.persisted_s) == (1, math.inf)
+    assert save.protected_s == pytest.approx(17 + agreed_s)
+    assert save.stall_s == pytest.approx(COPY_COST * 1 + NETWORK_COST * 16 + HELD_S)
 
 
 def test_the_interval_grows_until_snapshots_cost_no_more_than_their_budget() -> None:
@@ -77,7 +82,9 @@ def test_snapshots_go_to_storage_as_often_as_asked_and_as_it_can_take() -> None:
 @pytest.mark.parametrize("strategy", [InMemoryCode(6, 2), PairReplication(), DiskSync(), DiskAsync(), Nothing()])
 def test_loading_takes_longer_the_further_away_it_is(strategy: InMemoryCode) -> None:
     loads = strategy.design(JOB, SITE, 1e5).load_s
-    assert loads == {"sealed": 1, "protected": 9, "persisted": 201, "start": 0}
+    entering_s = ENTERING_S * JOB.gpus if isinstance(strategy, InMemoryCode) else 0.0
+    far = {"sealed": 1, "protected": 9, "persisted": 201, "start": 0}
+    assert loads == pytest.approx({source: load_s + entering_s for source, load_s in far.items()})
 
 
 def test_this_system_keeps_racks_apart_and_published_pairs_do_not() -> None:

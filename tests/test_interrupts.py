@@ -179,7 +179,8 @@ def test_a_signal_is_an_exception_and_what_was_started_is_ended(monkeypatch: pyt
     def work() -> int:
         Scratch("some").__enter__()
         # Nobody knows of it any more, and it is in a session of its own: as if the signal came in the middle of Popen.
-        start = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+        child = "subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=subprocess.DEVNULL)"
+        start = f"import subprocess; print({child}.pid, flush=True)"
         done = subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True, check=True)
         pids.append(int(done.stdout))
         os.kill(os.getpid(), signal.SIGTERM)

@@ -87,7 +87,7 @@ def test_the_command_starts_none_either(
     ground: Ground, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_NNODES", "2")
-    assert main(["smp", "start", "--job", JOB, "--arena", str(ground.base), "--detach"]) == 1
+    assert main(["smp", "start", "--job", JOB, "--arena", str(ground.base), "--detach"]) == 2
     said = capsys.readouterr().err
     assert "SLURM_NNODES=2" in said and said.count("export HOLDFAST_") == 2
     assert list(ground.base.glob("*/smp.json")) == []

@@ -199,7 +199,7 @@ def test_encoding_keeps_to_its_bandwidth(ground: Ground, monkeypatch: pytest.Mon
 
 def test_a_bandwidth_that_is_no_rate_is_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_BANDWIDTH", "fast")
-    with pytest.raises(Exception, match="'fast' is not a rate"):
+    with pytest.raises(Exception, match="'fast' is no rate"):
         ground.smp()
 
 

@@ -1,3 +1,3 @@
 """What ranks agree upon."""
 
-__all__ = ["agreement"]
+__all__ = ["agreement", "mesh", "routes"]

@@ -1,3 +1,3 @@
 """Back from a snapshot: planning, loading, resharding, and comparing what the first steps do with what they did."""
 
-__all__ = ["arrange", "choice", "comparison", "elastic", "loading", "reserve", "restore"]
+__all__ = ["arrange", "choice", "comparison", "elastic", "entering", "loading", "reserve", "restore"]
