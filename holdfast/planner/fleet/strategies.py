@@ -33,7 +33,7 @@ ROUND_S = 0.27e-3
 bench-scale`. There are log2 of the ranks."""
 
 HELD_S = 0.036e-3
-ENTERING_S = 0.36 / 16_384
+ENTERING_S = 0.41 / 16_384
 """Seconds, for each rank of the job, in which each takes in what all say as it enters: from the same."""
 
 BUDGET = 0.01
