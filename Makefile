@@ -2,7 +2,7 @@
 # make demo-torchrun   a job under three torchrun agents: a worker is killed, then a node is lost and a spare comes
 # make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and a spare comes
 # make test    the test suite, two files at a time; TESTS=... chooses; its end names what took longest
-# make test-other   the fast tests on Python 3.13 or 3.12, without torch: a minute and a half
+# make test-other   the fast tests on Python 3.13 or 3.12, without torch: three minutes
 # make slow    all that make test has samples of: every interleaving, scenario, mutant, seed and crash point; an hour
 # make check   lint, format and types
 # make matrix  every kind of job, killed, restored and compared: two minutes

@@ -18,7 +18,7 @@ from tests import pythons
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / "build" / "other-python"
 
-CASES = 4
+CASES = 2
 """Of each test function."""
 
 TOOLS = ("greenlet", "hypothesis", "matplotlib", "pytest", "pytest-xdist", "pyyaml", "safetensors", "setuptools")

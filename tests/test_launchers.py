@@ -107,6 +107,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.needs("torch")
 def test_two_torchruns_are_told_what_to_say(ground: Ground, tmp_path: Path) -> None:
     """As somebody would try it on two machines, from the README alone."""
     script = tmp_path / "train.py"

@@ -140,7 +140,8 @@ def summarise(recoveries: dict[str, list[Recovery]], most: int = KEPT, nodes: in
     summary = []
     for epoch in epochs:
         of = [(node, each) for node, found in sorted(recoveries.items()) for each in found if each.epoch == epoch]
-        of.sort(key=lambda pair: -pair[1].seconds)
+        # As they are told, which is rounded: or the page would show a longer one below a shorter.
+        of.sort(key=lambda pair: -sum(round(seconds, 3) for _, seconds in pair[1].spans))
         summary.append(
             {
                 "epoch": epoch,
