@@ -6,8 +6,10 @@ These calls take O(log P) messages, over `routes.sockets_needed` connections.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -24,6 +26,12 @@ T = TypeVar("T")
 
 _AGREE, _UP, _DOWN, _SPREAD = range(4)
 """Tags. Two ranks' messages with one tag arrive in the order in which they were sent."""
+
+
+ENDING_S = 2.0
+"""How long the end of a process waits for connections to close."""
+
+_live: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class AgreementLost(HoldfastError):
@@ -55,6 +63,7 @@ class Mesh:
         # It may wait for a rank that never comes, which must not hold up the end of the process.
         self._thread = threading.Thread(target=self._serve, name="holdfast-agree", daemon=True)
         self._thread.start()
+        _live.add(self)
 
     def end(self) -> None:
         """Take no more calls. Those that were asked for are made. Does not block."""
@@ -177,6 +186,16 @@ class Mesh:
         if content.numel():
             self._receive(content, rank, tag)
         return content
+
+
+@atexit.register
+def _end_all() -> None:
+    """Of those that nobody has ended: see `Mesh.join`."""
+    meshes = list(_live)
+    for mesh in meshes:
+        mesh.end()
+    for mesh in meshes:
+        mesh.join(ENDING_S)
 
 
 def _pack(parts: Sequence[bytes]) -> torch.Tensor:
