@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.collective.meeting import MEETING_DEADLINE_S, Meeting
-from holdfast.snapshot.collective.mesh import AgreementLost, Mesh
+from holdfast.snapshot.collective.mesh import AgreementLost, Mesh, c10d, close
 from holdfast.snapshot.collective.routes import hops, sockets_needed
 
 COLLECTIVE_DEADLINE_S = 120.0
@@ -29,9 +28,6 @@ gone is noticed at once."""
 
 PATIENCE_S = COLLECTIVE_DEADLINE_S / 4
 """So often ranks hear of each other while one of them works for long."""
-
-CLOSING_S = 2.0
-"""How long the end of this rank waits for connections to close, which a rank that does not answer may hold up."""
 
 SPARE_FILES = 64
 """So many files a trainer may have to open beside the connections to other ranks."""
@@ -167,12 +163,12 @@ class Group:
         self._all = range(self._size)
         _check_files(self._size)
         self._deadline = timedelta(seconds=max(COLLECTIVE_DEADLINE_S, job_deadline_s()))
-        job_store = _c10d()._get_default_store()
-        store = _c10d().PrefixStore(f"holdfast group {_number()}", job_store)
+        job_store = c10d()._get_default_store()
+        store = c10d().PrefixStore(f"holdfast group {_number()}", job_store)
         self._mesh: Mesh | None = Mesh(store, self.rank, self._size, self._deadline)
         name = self.tell(uuid.uuid4().hex.encode(), 0).decode()
         self.minimum([0])()  # all connections that this takes are there from now on
-        self._store: Any = _c10d().PrefixStore(f"holdfast {name}", job_store)
+        self._store: Any = c10d().PrefixStore(f"holdfast {name}", job_store)
         self._meeting: Meeting | None = None
         self._left: list[Mesh] = []
 
@@ -221,7 +217,7 @@ class Group:
         if name is None:
             return False
         soon = timedelta(seconds=MEETING_DEADLINE_S)
-        mesh = Mesh(_c10d().PrefixStore(name, self._store), self.rank, self._size, soon)
+        mesh = Mesh(c10d().PrefixStore(name, self._store), self.rank, self._size, soon)
         try:
             mesh.minimum(lambda: [0], self._all).result()
         except BaseException:
@@ -248,9 +244,7 @@ class Group:
 
     def close(self) -> None:
         self.leave()
-        limit = time.monotonic() + CLOSING_S
-        for mesh in self._left:
-            mesh.join(max(0.0, limit - time.monotonic()))
+        close(self._left)
 
 
 def _check_files(size: int) -> None:
@@ -270,21 +264,14 @@ _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _number() -> int:
-    default = _c10d()._get_default_group()
+    default = c10d()._get_default_group()
     _numbers[default] = number = _numbers.get(default, 0) + 1
     return number
 
 
-def _c10d() -> Any:
-    """What torch has below its collectives, where it has any."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d
-
-
 def job_deadline_s() -> float:
     """How long the job's own process group waits for a rank; 0 if it does not say."""
-    group = _c10d()._get_default_group()
+    group = c10d()._get_default_group()
     found = 0.0
     for device in group._device_types:
         with suppress(RuntimeError, AttributeError):  # no backend is there for this device, or one of another kind

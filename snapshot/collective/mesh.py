@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -27,11 +28,11 @@ T = TypeVar("T")
 _AGREE, _UP, _DOWN, _SPREAD = range(4)
 """Tags. Two ranks' messages with one tag arrive in the order in which they were sent."""
 
-
-ENDING_S = 2.0
-"""How long the end of a process waits for connections to close."""
+CLOSING_S = 2.0
+"""How long the end of this rank waits for connections to close, which a rank that does not answer may hold up."""
 
 _live: weakref.WeakSet[Mesh] = weakref.WeakSet()
+"""Those whose thread may still run, for the end of the process."""
 
 
 class AgreementLost(HoldfastError):
@@ -54,7 +55,7 @@ class Mesh:
         self.rank = rank
         self.size = size
         self.deadline = deadline
-        gloo = _c10d().ProcessGroupGloo
+        gloo = c10d().ProcessGroupGloo
         options = gloo._Options()
         options._timeout = deadline
         options._devices = [_device(gloo, name) for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")]
@@ -188,14 +189,18 @@ class Mesh:
         return content
 
 
-@atexit.register
-def _end_all() -> None:
-    """Of those that nobody has ended: see `Mesh.join`."""
-    meshes = list(_live)
+def close(meshes: Sequence[Mesh]) -> None:
+    """End them, and wait until their connections are closed, for `CLOSING_S` at most: see `Mesh.join`."""
+    limit = time.monotonic() + CLOSING_S
     for mesh in meshes:
         mesh.end()
     for mesh in meshes:
-        mesh.join(ENDING_S)
+        mesh.join(max(0.0, limit - time.monotonic()))
+
+
+@atexit.register
+def _close_what_is_left() -> None:
+    close(list(_live))
 
 
 def _pack(parts: Sequence[bytes]) -> torch.Tensor:
@@ -220,7 +225,7 @@ def _device(gloo: Any, interface: str) -> Any:
     return gloo.create_default_device(lazy_init=True)
 
 
-def _c10d() -> Any:
+def c10d() -> Any:
     """What torch has below its collectives, where it has any."""
     from torch.distributed import distributed_c10d
 

@@ -7,6 +7,7 @@ speaks for it, and names layouts by their digests; only one that some rank does 
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def exchange(
         everyone = [decode_json(Entering, text, "what a rank says on entering") for text in texts]
     coords = {told.coord: told.node for told in everyone}
     if len(coords) < len(everyone):
-        twice = next(told.coord for rank, told in enumerate(everyone) if told.coord in _coords(everyone[:rank]))
+        [(twice, _)] = Counter(told.coord for told in everyone).most_common(1)
         raise StateMismatch(f"two ranks have the coordinate {twice!r}")
     speaker = first_ranks(everyone)
     layouts = {layout.digest: layout for layout in own.layouts.values()}
@@ -73,10 +74,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _coords(everyone: Sequence[Entering]) -> set[str]:
-    return {told.coord for told in everyone}
 
 
 def first_ranks(everyone: Sequence[Entering]) -> dict[str, int]:
