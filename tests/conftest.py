@@ -89,6 +89,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"{sum(tests.values())} tests of other modules are: {told}")
 
 
+@pytest.fixture(autouse=True)
+def no_hooks_left() -> Iterator[None]:
+    """Who leaves a hook of torch behind, which every optimizer of the tests after it would call, is named."""
+    yield
+    if "torch" not in sys.modules:
+        return
+    from torch.optim import optimizer
+
+    left = [*optimizer._global_optimizer_pre_hooks.values(), *optimizer._global_optimizer_post_hooks.values()]
+    optimizer._global_optimizer_pre_hooks.clear()
+    optimizer._global_optimizer_post_hooks.clear()
+    assert not left
+
+
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
     """Imports torch, megatron-core and the jobs once; every virtual cluster forks from it."""

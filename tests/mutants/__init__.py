@@ -23,7 +23,7 @@ class Mutant:
         what: what it does wrong.
         scenario: the name of the one that shows it.
         sign: which of `holdfast.chaos.verdict.CHECKS` must notice it.
-        says: part of what it then says.
+        says: a pattern of what it then says.
         hook: options of the hook, beside the scenario's.
         break_it: does the damage; imports what it changes.
         in_smp: whether SMPs are broken. Others need not import torch for it, which takes them seconds.
@@ -360,7 +360,7 @@ MUTANTS: dict[str, Mutant] = {
         "returns",
         _units_are_not_checked_on_arrival,
         in_smp=True,
-        says="Unrecoverable",
+        says="Unrecoverable|does not match its digest",
     ),
     "arena-left-behind": Mutant(
         "the arena stays when the job is over", "pause", "leaks", _the_arena_is_left_behind, in_smp=True
