@@ -201,6 +201,7 @@ class VirtualCluster(Runner):
                 if time.monotonic() >= self._deadline:
                     raise DeadlineExceeded(f"the job did not end within {self._deadline_s:.0f} s\n{self._logs()}")
                 self.turn(self._deadline)
+            self.catch_up()
             self._settle()
             for kind, packets in self._wire.hits() if self._wire else ():
                 self._note({"kind": "impaired", "fault": kind, "packets": packets, "at": time.monotonic()})

@@ -107,6 +107,12 @@ class Runner:
             key.data(key.fileobj)
         self.expire(time.monotonic())
 
+    def catch_up(self) -> None:
+        """Deal with all that was said before this call. The end of a process may be seen before its last words are, and
+        even before its connection is accepted."""
+        while self._selector.select(0):
+            self.turn(time.monotonic())
+
     def expire(self, now: float) -> None:
         """Do what is due by that time."""
         while self._timers and self._timers[0][0] <= now:
