@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from holdfast.smp_daemon.shared.addresses import parse_hosts
 from holdfast.smp_daemon.shared.credentials import MIN_TOKEN_BYTES, TLS_ENVS, TOKEN_FILE_ENV
+from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 
 Verdict = Literal["ok", "note", "problem"]
@@ -27,6 +29,7 @@ FAST_CLOCKS = ("tsc", "arch_sys_counter", "kvm-clock", "hyperv_clocksource_tsc_p
 
 GET_ISAL = "pip install --force-reinstall pyeclib, or apt install libisal2"
 ENLARGE = "mount -o remount,size=... /dev/shm; docker run --shm-size=...; Kubernetes: emptyDir medium Memory"
+OWN_ADDRESSES = "export HOLDFAST_HOST=..., of this node, one for each network card: ip -brief addr"
 MAKE_TOKEN = (
     "(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > ~/.holdfast-token); the same file on every "
     "node, and export HOLDFAST_TOKEN_FILE=~/.holdfast-token"
@@ -334,6 +337,10 @@ def _copies(streaming: bool) -> Finding:
 
 def _ports(facts: Facts) -> Iterator[Finding]:
     needed = "can be listened on"
+    try:
+        parse_hosts(facts.host)
+    except ConfigError as error:
+        yield Finding("HOLDFAST_HOST", str(error), "addresses of this node", "problem", OWN_ADDRESSES)
     for place, why in facts.bindings.items():
         address, _, port = place.rpartition(":")
         check = f"port {port} of {address}" if int(port) else f"address {address}"
@@ -344,7 +351,7 @@ def _ports(facts: Facts) -> Iterator[Finding]:
             yield Finding(check, why, needed, "note", fix)
         else:
             loopback = address.startswith("127.")
-            fix = "ip link set lo up" if loopback else "export HOLDFAST_HOST=..., one of this node's: ip -brief addr"
+            fix = "ip link set lo up" if loopback else OWN_ADDRESSES
             yield Finding(check, why, needed, "problem", fix)
 
 
@@ -404,10 +411,10 @@ def _certificates(secrets: Secrets) -> Finding:
     return Finding(check, "all three can be read", needed)
 
 
-def _is_loopback(host: str) -> bool:
+def _is_loopback(hosts: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
+        return all(ipaddress.ip_address(host).is_loopback for host in parse_hosts(hosts))
+    except ConfigError:
         return False
 
 

@@ -163,7 +163,7 @@ def why_not_bound(host: str, port: int) -> str:
 
 
 def _bindings(host: str, http: str) -> dict[str, str]:
-    wanted = {("127.0.0.1", 0): None, (host, 0): None}
+    wanted = {("127.0.0.1", 0): None, **{(each.strip(), 0): None for each in host.split(",")}}
     address, _, port = http.rpartition(":")
     if port.isdigit():
         wanted[address or "127.0.0.1", int(port)] = None

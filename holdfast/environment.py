@@ -45,7 +45,8 @@ GROUPS = (
             Variable(
                 "HOLDFAST_HOST",
                 "127.0.0.1",
-                "Address on which this node's SMP listens for the other SMPs. Off loopback it needs a token, "
+                "Address on which this node's SMP listens for the other SMPs, or [one for each network "
+                "card](running.md#several-network-cards) with commas between them. Off loopback it needs a token, "
                 "certificates, or `HOLDFAST_INSECURE=1`. [On several hosts](running.md#several-hosts) it must be set.",
             ),
             Variable("HOLDFAST_ARENA", "/dev/shm/holdfast-<uid>", "Directory for arenas. It must be on tmpfs."),

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from holdfast.smp_daemon.shared.credentials import access_of, current
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.logs import about, chosen_format, get_log, log_to
+from holdfast.smp_daemon.shared.paths import LOOPBACK
 from holdfast.smp_daemon.shared.priority import PRIORITIES, make_idle, make_session_nice
 from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
 
@@ -49,12 +51,14 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     from holdfast.smp_daemon.coding.drain import leave_on_signals, parse_spares
     from holdfast.smp_daemon.ops.web import parse_http, show
     from holdfast.smp_daemon.service import Smp, watch  # NumPy makes threads when it is imported
+    from holdfast.smp_daemon.shared.addresses import parse_hosts
     from holdfast.smp_daemon.shared.spawn import sweep
 
     try:
         chosen_format()
         http = parse_http(arguments.http)
-        access = access_of(arguments.host, arguments.insecure, current())
+        hosts = parse_hosts(arguments.host)
+        access = access_of(hosts, arguments.insecure, current())
         spares = parse_spares(arguments.spares)
         grace_s = parse_grace(arguments.grace)
         settings = settings_of(arguments)
@@ -75,7 +79,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     threading.excepthook = _log_bug
     web = show(smp, http)
     _log_backend(settings.backend)
-    _log_access(access, arguments.host)
+    _log_access(access, hosts)
     _log_memory(smp)
     smp.watchdog.start()
     ended_by: list[int] = []
@@ -136,9 +140,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """All that may be said of an SMP but whose it is; `holdfast.cli.smp` takes the same."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on for other SMPs")
+    parser.add_argument(
+        "--host",
+        default=LOOPBACK,
+        metavar="ADDRESS,...",
+        help="where to listen for other SMPs: an address of this machine, or one for each of its network cards, which "
+        "then share the raw bytes; gRPC is served on the first",
+    )
     parser.add_argument("--port", default=0, type=int, help="gRPC port; 0: the one before, or any")
-    parser.add_argument("--bulk-port", default=0, type=int, help="port for raw bytes; 0: the one before, or any")
+    parser.add_argument(
+        "--bulk-port",
+        default=0,
+        type=int,
+        help="port for raw bytes, on the first address, and on the "
+        "others if it is free there; 0: the one before, or any",
+    )
     parser.add_argument(
         "--http",
         default=os.environ.get("HOLDFAST_HTTP", "auto"),
@@ -327,9 +343,10 @@ _LET_IN = {
 """By how an SMP tells friend from foe, see `smp_daemon.shared.credentials.access_of`."""
 
 
-def _log_access(access: str, host: str) -> None:
+def _log_access(access: str, hosts: Sequence[str]) -> None:
     if access == "insecure":
-        log.warning("INSECURE: whoever reaches %s can read and spoil this job's snapshots: see SECURITY.md", host)
+        text = "INSECURE: whoever reaches %s can read and spoil this job's snapshots: see SECURITY.md"
+        log.warning(text, ", ".join(hosts))
     else:
         log.info("%s may connect", _LET_IN[access])
 

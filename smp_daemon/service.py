@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix
 from holdfast.smp_daemon.net.peers import PeerServer
 from holdfast.smp_daemon.node.core import Core, Settings
 from holdfast.smp_daemon.remote import PeerConversation, answer_control
+from holdfast.smp_daemon.shared.addresses import check_own, parse_hosts
+from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.paths import LOOPBACK, Owner, read_owner, socket_path
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -46,18 +49,25 @@ class Smp(Core):
         Ports of 0 mean: the ones a predecessor in this arena had, else any free ones.
 
         Args:
+            host: one address, or several, see `addresses.parse_hosts`: raw bytes are served on each of them, control on
+                the first.
             system: what threads and clock it runs on.
             access: how friend is told from foe, for people; see `smp_daemon.shared.credentials.access_of`.
 
         Raises:
-            ConfigError: the arena or a port is taken, or the address is not this machine's.
+            ConfigError: the arena or a port is taken, or an address cannot be had.
             ProtocolError: the arena belongs to another job or node.
         """
+        host, *others = parse_hosts(host)
+        check_own((host, *others), system)
         super().__init__(job, node, arena, settings or Settings(), access, system)
         before = read_owner(arena, system)
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
-        bulk = bind_tcp(host, bulk_port, system)
+        sockets = [bind_tcp(host, bulk_port, system)]
+        bulk_port = sockets[0].getsockname()[1]
+        last = dict(before.more_bulk) if before is not None else {}
+        sockets += [_bind_if_free(each, last.get(each, bulk_port), system) for each in others]
         self._control = PeerServer(job, partial(answer_control, self), host, port, self.credentials, system)
         failpoint("start.bound")
         self.owner = Owner(
@@ -67,14 +77,19 @@ class Smp(Core):
             node,
             host,
             self._control.port,
-            bulk.getsockname()[1],
+            bulk_port,
             before.http_port if before is not None else 0,
             before.http_host if before is not None else LOOPBACK,
             RELEASE,
+            tuple((each, sock.getsockname()[1]) for each, sock in zip(others, sockets[1:], strict=True)),
         )
-        authenticator = Authenticator(self.credentials, job, system)
         # Not before the owner is known: others may ask for it at once.
-        self._bulk = SocketListener(bulk, lambda sock: PeerConversation(self), authenticator, system)
+        self._bulk = [
+            SocketListener(
+                sock, lambda sock: PeerConversation(self), Authenticator(self.credentials, job, system), system
+            )
+            for sock in sockets
+        ]
         self.peers.ping((host, self._control.port), START_DEADLINE_S, starting=True)
         self.write_owner()
         self._local = SocketListener(
@@ -88,12 +103,20 @@ class Smp(Core):
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; else it stays for a successor."""
         self.end()
-        for part in (self._bulk, self._control, self.peers):
+        for part in (*self._bulk, self._control, self.peers):
             part.close()
         if self.finished:
             failpoint("finish.closing")
             self.store.retire()
         self._local.close()
+
+
+def _bind_if_free(host: str, port: int, system: System) -> socket.socket:
+    """Listen on that port, or on any: others are told which."""
+    try:
+        return bind_tcp(host, port, system)
+    except ConfigError:
+        return bind_tcp(host, 0, system)
 
 
 def watch(smp: Smp, owner_pid: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from holdfast.smp_daemon.shared.addresses import parse_hosts
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import LOOPBACK
 
@@ -27,8 +28,8 @@ def spanning(environment: Mapping[str, str]) -> str:
     return ""
 
 
-def check_reachable(host: str, spans: str, what: str = "the SMP of this node would listen") -> None:
-    """Whether the other nodes of a job reach an SMP that listens on `host`.
+def check_reachable(hosts: str, spans: str, what: str = "the SMP of this node would listen") -> None:
+    """Whether the other nodes of a job reach an SMP that listens on `hosts`, one address or several.
 
     Another loopback address than the usual one is a word of the user's: several nodes are played on this host.
 
@@ -36,9 +37,9 @@ def check_reachable(host: str, spans: str, what: str = "the SMP of this node wou
         spans: see `spanning`.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they do not, or these are no addresses.
     """
-    if spans and host == LOOPBACK:
+    if spans and parse_hosts(hosts)[0] == LOOPBACK:
         raise ConfigError(
             f"the job spans several hosts ({spans}), and {what} on {LOOPBACK}, where no other host reaches it. "
             "Say on every host, to trainers and SMP alike:\n"

@@ -36,6 +36,7 @@ def layouts(draw: st.DrawFn) -> Layout:
             draw(ports),
             tuple(shards[i :: len(node_names)]),
             tuple(draw(st.lists(labels, max_size=2, unique=True))),
+            tuple((f"192.168.{n}.1", draw(ports)) for n in range(draw(st.integers(0, 2)))),
         )
         for i, name in enumerate(node_names)
     )

@@ -114,12 +114,12 @@ class TestCredentials:
 
     def test_off_loopback_they_or_the_users_word_are_needed(self) -> None:
         token = Credentials(TOKEN)
-        assert access_of("127.0.0.2", False, Credentials()) == "loopback"
-        assert access_of("10.0.0.1", False, token) == access_of("127.0.0.1", False, token) == "token"
-        assert access_of("10.0.0.1", True, Credentials()) == "insecure"
+        assert access_of(("127.0.0.2", "127.0.0.3"), False, Credentials()) == "loopback"
+        assert access_of(("10.0.0.1",), False, token) == access_of(("127.0.0.1",), False, token) == "token"
+        assert access_of(("10.0.0.1", "10.0.1.1"), True, Credentials()) == "insecure"
         for host in ("10.0.0.1", "0.0.0.0"):
             with pytest.raises(ConfigError, match="say --insecure"):
-                access_of(host, False, Credentials())
+                access_of((host,), False, Credentials())
 
 
 # ---------------------------------------------------------------------- the handshake

@@ -101,7 +101,9 @@ def test_two_ranks_with_one_coordinate_are_refused() -> None:
         arranged([rank(1, "a"), rank(1, "a")])
 
 
-@pytest.mark.parametrize("other", [{"host": "elsewhere"}, {"control_port": 9}, {"bulk_port": 9}])
+@pytest.mark.parametrize(
+    "other", [{"host": "elsewhere"}, {"control_port": 9}, {"bulk_port": 9}, {"more_bulk": (("10.0.1.1", 7001),)}]
+)
 def test_two_smps_with_one_node_name_are_refused(other: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="'a': give each host its own HOLDFAST_NODE"):
         arranged([rank(0, "a"), replace(rank(1, "a"), **other)])

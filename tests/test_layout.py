@@ -272,6 +272,33 @@ def test_a_higher_epoch_is_newer_than_a_higher_step() -> None:
 def test_a_node_tells_its_two_addresses_apart() -> None:
     assert GOOD.nodes[0].control == ("10.0.0.1", 7000)
     assert GOOD.nodes[0].bulk == ("10.0.0.1", 7001)
+    assert GOOD.nodes[0].bulk_addresses == (("10.0.0.1", 7001),)
+
+
+def test_a_node_of_several_cards_serves_raw_bytes_on_each() -> None:
+    several = replace(GOOD.nodes[0], more_bulk=(("10.0.1.1", 7001), ("10.0.2.1", 9)))
+    assert several.bulk == ("10.0.0.1", 7001)
+    assert several.bulk_addresses == (("10.0.0.1", 7001), ("10.0.1.1", 7001), ("10.0.2.1", 9))
+    layout = replace(GOOD, nodes=(several, *GOOD.nodes[1:]))
+    assert Layout.read(to_plain(layout)) == layout
+    assert layout.tag(0) == GOOD.tag(0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [(("10.0.0.1", 7001),), tuple((f"10.0.{i}.1", 1) for i in range(1, 17)), (("h" * 256, 1),)],
+    ids=["one twice", "17 addresses", "a long one"],
+)
+def test_a_layout_refuses_addresses_that_cannot_be(more: tuple[tuple[str, int], ...]) -> None:
+    with pytest.raises(ProtocolError, match="node 'a'"):
+        replace(GOOD, nodes=(replace(GOOD.nodes[0], more_bulk=more), *GOOD.nodes[1:]))
+
+
+def test_a_layout_of_a_release_that_knew_one_address_a_node_is_read() -> None:
+    plain = to_plain(GOOD)
+    for node in plain["nodes"]:
+        del node["more_bulk"]
+    assert Layout.read(plain) == GOOD
 
 
 def test_a_layout_of_twelve_thousand_nodes_fits_into_a_message_and_comes_back() -> None:

@@ -124,7 +124,7 @@ class TestADetachedSmp:
         finish(ground, arena)
 
     def test_says_why_it_does_not_start(self, ground: Ground, arena: Path) -> None:
-        with pytest.raises(ConfigError, match="--host takes an IP address"):
+        with pytest.raises(ConfigError, match=r"--host \(HOLDFAST_HOST\) takes an IP address"):
             start_smp(JOB, "node0", arena, host="node-7")
         with pytest.raises(ConfigError, match="say --insecure"):
             start_smp(JOB, "node0", arena, host="0.0.0.0")

@@ -164,7 +164,8 @@ def _status(parsed: argparse.Namespace) -> int:
                 [
                     f"SMP {owner.pid} of job {job} on {owner.node}: up {status.up_s:,.0f} s, epoch {held.epoch}, "
                     f"{held.trainers} connections of trainers" + (", leaving" if held.leaving else ""),
-                    f"{owner.host}: bytes {owner.bulk_port}, gRPC {owner.control_port}, page {owner.http_port}",
+                    f"{owner.host}: bytes {owner.bulk_port}, gRPC {owner.control_port}, page {owner.http_port}"
+                    + "".join(f"; {host}: bytes {port}" for host, port in owner.more_bulk),
                     f"{arena}: {status.arena_bytes:,} bytes in slots"
                     + (f" of {status.memory_bytes:,} reserved" if status.memory_bytes else "")
                     + f", {len(held.shards)} shards sealed, newest "

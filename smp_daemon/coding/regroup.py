@@ -68,7 +68,11 @@ def plan_regroup(inventories: Sequence[Inventory]) -> Regrouping | None:
     held = {inv.node: {coord for s, coord in inv.shards if s == snapshot} for inv in inventories}
     known = {key: at for inv in inventories for key, at in inv.layouts.items() if key[0] == snapshot.epoch}
     nodes = {node.name: node for key in sorted(known) for node in known[key].nodes if node.name in held}
-    spares = {i.node: Node(i.node, i.host, i.control_port, i.bulk_port, ()) for i in inventories if i.node not in nodes}
+    spares = {
+        i.node: Node(i.node, i.host, i.control_port, i.bulk_port, (), more_bulk=i.more_bulk)
+        for i in inventories
+        if i.node not in nodes
+    }
     lacking = {group for group, _ in missing_parities(sources)}
     whole = [g for g in range(len(layout.groups)) if g not in lacking and _is_whole(layout, g, held, leaving)]
     settled = {node.name for g in whole for node in layout.members(g)}

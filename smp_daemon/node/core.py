@@ -156,6 +156,7 @@ class Core:
                 host=self.owner.host,
                 control_port=self.owner.control_port,
                 bulk_port=self.owner.bulk_port,
+                more_bulk=self.owner.more_bulk,
                 epoch=self.store.epoch,
                 protected=self.store.protected,
                 trainers=self.trainers,

@@ -10,7 +10,7 @@ import ipaddress
 import os
 import ssl
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -69,25 +69,22 @@ def load(environment: Mapping[str, str]) -> Credentials:
     return Credentials(_token(environment), _tls(environment))
 
 
-def access_of(host: str, insecure: bool, credentials: Credentials) -> str:
-    """How an SMP that listens on `host` tells friend from foe: its credentials, ``loopback``, or ``insecure``.
+def access_of(hosts: Sequence[str], insecure: bool, credentials: Credentials) -> str:
+    """How an SMP that listens on `hosts` tells friend from foe: its credentials, ``loopback``, or ``insecure``.
 
     Raises:
         ConfigError: not at all, and nobody has asked for that.
     """
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError as error:
-        raise ConfigError(f"--host takes an IP address, not {host!r}") from error
     if credentials:
         return credentials.kind
-    if not address.is_loopback and not insecure:
+    away = [host for host in hosts if not ipaddress.ip_address(host).is_loopback]
+    if away and not insecure:
         raise ConfigError(
-            f"{host} is not a loopback address, and traffic between SMPs is neither encrypted nor authenticated: "
+            f"{away[0]} is not a loopback address, and traffic between SMPs is neither encrypted nor authenticated: "
             "say --insecure on a network that only this job's nodes can reach, or better set HOLDFAST_TOKEN_FILE, or "
             f"{', '.join(TLS_ENVS)} (see SECURITY.md)"
         )
-    return "loopback" if address.is_loopback else "insecure"
+    return "insecure" if away else "loopback"
 
 
 def _token(environment: Mapping[str, str]) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.plain import Count, Port, from_plain, to_plain
+from holdfast.smp_daemon.shared.plain import Address, Count, Port, from_plain, to_plain
 from holdfast.smp_daemon.shared.starts import Record
 
 
@@ -18,6 +18,7 @@ class Inventory:
 
     Attributes:
         host, control_port, bulk_port: where it listens.
+        more_bulk: where else it serves raw bytes, if its node has several network cards.
         epoch: the newest epoch it has seen; 0 if none.
         protected: the newest snapshot that the whole job agreed is protected, as far as this SMP was told.
         trainers: how many are connected to it.
@@ -43,6 +44,7 @@ class Inventory:
     never_acknowledged: frozenset[SnapshotId] = frozenset()
     leaving: bool = False
     record: Record = field(default_factory=Record)
+    more_bulk: tuple[Address, ...] = ()
 
     @property
     def control(self) -> tuple[str, int]:
@@ -50,9 +52,14 @@ class Inventory:
         return (self.host, self.control_port)
 
     @property
-    def bulk(self) -> tuple[str, int]:
+    def bulk(self) -> Address:
         """Where it serves raw bytes."""
         return (self.host, self.bulk_port)
+
+    @property
+    def bulk_addresses(self) -> tuple[Address, ...]:
+        """Everywhere that it does, one address for each network card: `bulk` first."""
+        return (self.bulk, *self.more_bulk)
 
     def to_plain(self, known: Collection[str] = ()) -> dict[str, Any]:
         """What `read` reads back. Of layouts whose digests are `known` it has no more than those: in a large job they

@@ -17,6 +17,7 @@ from holdfast.ec import Stripes
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.limits import (
     MAX_COUNT,
+    MAX_HOSTS,
     MAX_NODES,
     MAX_SHARD_BYTES,
     MAX_SLOTS,
@@ -26,7 +27,7 @@ from holdfast.smp_daemon.shared.limits import (
     is_identifier,
     move_deadline,
 )
-from holdfast.smp_daemon.shared.plain import Count, Port, from_plain, to_plain
+from holdfast.smp_daemon.shared.plain import Address, Count, Port, from_plain, to_plain
 
 
 class SnapshotId(NamedTuple):
@@ -49,7 +50,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node: its name, where its SMP listens, the shards that live on it, and the failure domains it is in."""
+    """One node: its name, where its SMP listens, the shards that live on it, and the failure domains it is in.
+
+    Attributes:
+        more_bulk: where else the SMP serves raw bytes, if the node has several network cards.
+    """
 
     name: str
     host: str
@@ -57,6 +62,7 @@ class Node:
     bulk_port: Port
     shards: tuple[Shard, ...]
     domains: tuple[str, ...] = ()
+    more_bulk: tuple[Address, ...] = ()
 
     @property
     def state_bytes(self) -> int:
@@ -64,9 +70,14 @@ class Node:
         return sum(shard.bytes for shard in self.shards)
 
     @property
-    def bulk(self) -> tuple[str, int]:
+    def bulk(self) -> Address:
         """Where the SMP serves raw bytes."""
         return (self.host, self.bulk_port)
+
+    @property
+    def bulk_addresses(self) -> tuple[Address, ...]:
+        """Everywhere that it does, one address for each network card: `bulk` first."""
+        return (self.bulk, *self.more_bulk)
 
     @property
     def control(self) -> tuple[str, int]:
@@ -122,7 +133,10 @@ class Layout:
         for node in self.nodes:
             if sum(-(-s.bytes // self.unit_bytes) for s in node.shards) > MAX_UNITS:
                 raise ProtocolError(f"node {node.name!r} has more than {MAX_UNITS} units: use longer ones")
-            if any(len(text) > MAX_TEXT_BYTES for text in (node.host, *node.domains)):
+            at = node.bulk_addresses
+            if len(at) > MAX_HOSTS or len(set(at)) != len(at):
+                raise ProtocolError(f"node {node.name!r} has more than {MAX_HOSTS} addresses, or one twice")
+            if any(len(text) > MAX_TEXT_BYTES for text in (*(host for host, _ in at), *node.domains)):
                 raise ProtocolError(f"the host or a domain of node {node.name!r} is too long a text")
 
     @property

@@ -42,6 +42,9 @@ MAX_DIMENSIONS = 64
 
 MAX_NODES = 1 << 16
 MAX_PORT = (1 << 16) - 1
+MAX_HOSTS = 16
+"""Addresses of one node: one for each of its network cards."""
+
 MAX_TEXT_BYTES = 255
 """Of a host, or a label of a domain."""
 

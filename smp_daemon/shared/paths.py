@@ -9,7 +9,7 @@ from pathlib import Path
 
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.limits import is_identifier
-from holdfast.smp_daemon.shared.plain import from_plain
+from holdfast.smp_daemon.shared.plain import Address, from_plain
 from holdfast.smp_daemon.shared.records import read_json
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
@@ -43,6 +43,8 @@ class Owner:
     """Who owns an arena, as its ``smp.json`` says.
 
     Attributes:
+        host, control_port, bulk_port: where it listens.
+        more_bulk: where else it serves raw bytes, if this node has several network cards.
         created: start time of the process in seconds since 1970, so that a reused pid is not taken for it.
         http_host, http_port: where it shows itself; port 0: nowhere.
         version: of holdfast, that it is.
@@ -58,11 +60,17 @@ class Owner:
     http_port: int = 0
     http_host: str = LOOPBACK
     version: str = ""
+    more_bulk: tuple[Address, ...] = ()
 
     @property
     def control(self) -> tuple[str, int]:
         """Where it answers what is small, and what names it."""
         return (self.host, self.control_port)
+
+    @property
+    def bulk_addresses(self) -> tuple[Address, ...]:
+        """Where it serves raw bytes, one address for each network card."""
+        return ((self.host, self.bulk_port), *self.more_bulk)
 
     @property
     def url(self) -> str:

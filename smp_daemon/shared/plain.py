@@ -29,6 +29,7 @@ Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 """Such as a digest. JSON readers take no more than 64 bits."""
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)]
+Address = tuple[str, Port]
 Identifier = Annotated[str, msgspec.Meta(pattern=f"^{IDENTIFIER}\\Z")]
 """See `limits.is_identifier`."""
 

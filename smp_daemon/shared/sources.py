@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.plain import Port
-
-Address = tuple[str, Port]
+from holdfast.smp_daemon.shared.plain import Address as Address
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.smp_daemon.shared.limits import MAX_NAME_BYTES
-from holdfast.smp_daemon.shared.plain import Count, Port
+from holdfast.smp_daemon.shared.plain import Address, Count, Port
 
 LARGEST_AUTO_GROUP = 8
 
@@ -68,12 +68,13 @@ class RankInfo:
     bulk_port: Port
     slot_bytes: Count
     domains: tuple[str, ...] = ()
+    more_bulk: tuple[Address, ...] = ()
 
     @classmethod
     def of(cls, coord: str, inventory: Inventory, slot_bytes: int, domains: tuple[str, ...] = ()) -> RankInfo:
         """Of a rank on the node whose SMP said `inventory`."""
         ports = inventory.control_port, inventory.bulk_port
-        return cls(coord, inventory.node, inventory.host, *ports, slot_bytes, domains)
+        return cls(coord, inventory.node, inventory.host, *ports, slot_bytes, domains, inventory.more_bulk)
 
 
 def coordinate_key(coord: str) -> list[int | str]:
@@ -91,7 +92,7 @@ def arrange(job: str, epoch: int, ranks: Sequence[RankInfo], protection: Protect
     for rank in sorted(ranks, key=lambda rank: coordinate_key(rank.coord)):
         by_node.setdefault(rank.node, []).append(rank)
     for name, members in by_node.items():
-        if len({(r.host, r.control_port, r.bulk_port) for r in members}) > 1:
+        if len({(r.host, r.control_port, r.bulk_port, r.more_bulk) for r in members}) > 1:
             raise ConfigError(f"two SMPs call their node {name!r}: give each host its own HOLDFAST_NODE")
     for coord, count in Counter(rank.coord for rank in ranks).items():
         if count > 1:
@@ -104,6 +105,7 @@ def arrange(job: str, epoch: int, ranks: Sequence[RankInfo], protection: Protect
             members[0].bulk_port,
             tuple(Shard(rank.coord, rank.slot_bytes) for rank in members),
             tuple(sorted({label for rank in members for label in rank.domains})),
+            members[0].more_bulk,
         )
         for name, members in by_node.items()
     )
