@@ -67,6 +67,19 @@ class Codec:
         if check_equal_lengths([*data, *parity]):
             self._kernel.combine(parity_matrix(self.k, self.m), data, parity)
 
+    def factor(self, index: int, row: int) -> int:
+        """What data unit `index` is multiplied by in parity `row`."""
+        return int(parity_matrix(self.k, self.m)[row, index])
+
+    def begin(self, index: int, unit: Buffer, parity: Mapping[int, Buffer]) -> None:
+        """`accumulate` of the first of k units, into parities with anything in them. Raises as that."""
+        column = self._column(index, unit, parity)
+        for factor, out in zip(column, parity.values(), strict=True):
+            if factor == 1:
+                np.copyto(as_array(out), as_array(unit))
+            elif unit.nbytes:
+                self._kernel.combine(np.array([[factor]], np.uint8), [unit], [out])
+
     def accumulate(self, index: int, unit: Buffer, parity: Mapping[int, Buffer]) -> None:
         """Accumulate data unit `index` into those parities that are at hand, in place.
 
@@ -79,14 +92,9 @@ class Codec:
         Raises:
             ValueError: no such data unit or parity row, or lengths differ.
         """
-        if not 0 <= index < self.k or not parity or not parity.keys() <= set(range(self.m)):
-            raise ValueError(
-                f"{self.k}+{self.m} has data units 0..{self.k - 1} and parity rows 0..{self.m - 1}, "
-                f"not unit {index} and rows {sorted(parity)}"
-            )
-        if check_equal_lengths([unit, *parity.values()]):
-            column = parity_matrix(self.k, self.m)[:, index]
-            self._kernel.add([int(column[row]) for row in parity], unit, list(parity.values()))
+        column = self._column(index, unit, parity)
+        if unit.nbytes:
+            self._kernel.add(column, unit, list(parity.values()))
 
     def reconstruct(self, units: Mapping[int, Buffer], wanted: Mapping[int, Buffer]) -> None:
         """Compute the units named by `wanted` from any k surviving `units`, into the given buffers.
@@ -126,6 +134,16 @@ class Codec:
             raise ValueError(f"a factor is a byte, not {factor}")
         if check_equal_lengths([unit, out]):
             self._kernel.add([factor], unit, [out])
+
+    def _column(self, index: int, unit: Buffer, parity: Mapping[int, Buffer]) -> list[int]:
+        """The factor of data unit `index` in each of the parities. Raises `ValueError`."""
+        if not 0 <= index < self.k or not parity or not parity.keys() <= set(range(self.m)):
+            raise ValueError(
+                f"{self.k}+{self.m} has data units 0..{self.k - 1} and parity rows 0..{self.m - 1}, "
+                f"not unit {index} and rows {sorted(parity)}"
+            )
+        check_equal_lengths([unit, *parity.values()])
+        return [self.factor(index, row) for row in parity]
 
     def _survivors(self, units: Collection[int]) -> tuple[int, ...]:
         if len(units) < self.k:

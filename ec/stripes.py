@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 PAGE_BYTES = 4096
-DEFAULT_UNIT_BYTES = 2 << 20
+DEFAULT_UNIT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +213,6 @@ class Stripes:
 
 
 def choose_unit_bytes(longest_segment: int, data: int) -> int:
-    """A unit length in bytes: 2 MiB, or less where that would leave a small state in a single stripe."""
+    """A unit length in bytes: 4 MiB, or less where that would leave a small state in a single stripe."""
     even = -(-longest_segment // max(1, data))
     return min(DEFAULT_UNIT_BYTES, max(1, -(-even // PAGE_BYTES)) * PAGE_BYTES)

@@ -134,6 +134,12 @@ GROUPS = (
                 "at once.",
             ),
             Variable(
+                "HOLDFAST_LINKS",
+                "auto",
+                "Connections to each peer, for each network card of the node, over which units travel side by side, 1 "
+                "to 16; `auto`: one for every 16 processors, 1 to 4.",
+            ),
+            Variable(
                 "HOLDFAST_PRIORITY",
                 "auto",
                 "`auto`: encoding and the scrub give way to the trainers; `idle`: all of the SMP does, which needs "

@@ -95,6 +95,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """What the options of `add_options` say. Raises `ConfigError`, which names the option and its variable."""
+    from holdfast.smp_daemon.coding.sending import parse_links
     from holdfast.smp_daemon.node.core import Settings
     from holdfast.smp_daemon.persist.options import parse_options
     from holdfast.smp_daemon.shared.pacer import parse_turns
@@ -104,6 +105,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         backend=arguments.backend,
         bandwidth=parse_rate(arguments.bandwidth, "--bandwidth (HOLDFAST_BANDWIDTH)"),
         turns=parse_turns(arguments.turns),
+        links=parse_links(arguments.links),
         scrub=parse_rate(arguments.scrub, "--scrub (HOLDFAST_SCRUB)"),
         regroup_after_s=parse_time(arguments.regroup_after, "--regroup-after (HOLDFAST_REGROUP_AFTER)"),
         rebuild=arguments.rebuild,
@@ -188,6 +190,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("HOLDFAST_TURNS", "1"),
         help="in how many turns the groups encode each snapshot, 1 to 64, for networks that cannot carry all at once; "
         "1: all at once (default HOLDFAST_TURNS or 1)",
+    )
+    parser.add_argument(
+        "--links",
+        default=os.environ.get("HOLDFAST_LINKS", "auto"),
+        help="connections to each peer, for each network card of this node, over which units travel side by side, 1 to "
+        "16; auto: one for every 16 processors, 1 to 4 (default HOLDFAST_LINKS or auto)",
     )
     parser.add_argument(
         "--scrub",

@@ -143,12 +143,20 @@ class PeerConversation:
                 _discard(payload, stream)
                 raise
             with self._smp.buffers.borrow(payload) as unit:
-                stream.receive_into(unit)
+                found = stream.receive_into(unit)
                 self._store.counters.add(bytes_received=payload)
+                self._check_arrival(request, found)
                 codings.accumulate(request.epoch, coding, request.stripe, request.position, unit, request.digest)
         finally:
             stream.set_deadline(None)
         return {}
+
+    def _check_arrival(self, request: Accumulate, found: int) -> None:
+        if found != request.digest:
+            self._store.counters.add(units_damaged=1)
+            raise DamagedSnapshot(
+                f"a unit of {request.snapshot} from position {request.position} was damaged on its way"
+            )
 
     def _shard(self, coord: str) -> HeldShard:
         holdings = self._store.holdings
@@ -190,7 +198,7 @@ class PeerConversation:
             rest = msgspec.structs.replace(request, terms=request.terms[1:])
             reply = from_plain(SumReply, self._links.call((host, port), rest, total), "an answer with a sum")
             waits = (int((self._smp.system.monotonic() - began) * MICROSECONDS), *reply.waits)
-            if digest(total) != reply.digest:
+            if self._links.digest != reply.digest:
                 self._links.drop((host, port))
                 raise DamagedSnapshot(f"a partial sum from {host}:{port} was damaged on its way")
             expected = reply.expected if expected is None else expected

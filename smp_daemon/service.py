@@ -103,8 +103,10 @@ class Smp(Core):
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; else it stays for a successor."""
         self.end()
-        for part in (*self._bulk, self._control, self.peers):
-            part.close()
+        for listener in self._bulk:
+            listener.close()
+        self._control.close()
+        self.peers.close()
         if self.finished:
             failpoint("finish.closing")
             self.store.retire()

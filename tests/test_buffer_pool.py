@@ -10,17 +10,19 @@ from contextlib import ExitStack
 import pytest
 
 from holdfast.smp_daemon.coding import buffer_pool as buffer_pool_module
-from holdfast.smp_daemon.coding.buffer_pool import BUFFERS, BufferPool
+from holdfast.smp_daemon.coding.buffer_pool import BufferPool, buffers_for
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from tests.deadlines import DEADLINE_S
 
 SHORT_S = 0.05
 """A deadline that is meant to pass."""
 
+BUFFERS = buffers_for(1)
+
 
 @pytest.fixture
 def buffers() -> BufferPool:
-    return BufferPool()
+    return BufferPool(BUFFERS)
 
 
 @pytest.fixture

@@ -476,7 +476,7 @@ def test_a_parity_that_was_gathered_is_held(place: Place) -> None:
 
 
 def test_a_parity_that_lacks_a_unit_is_not_held(place: Place) -> None:
-    with pytest.raises(ValueError, match="lacks 2 units"):
+    with pytest.raises(ValueError, match="lacks units of 1 stripes"):
         with place.holdings.receiving_parity(PARITY, LAYOUT, 0):
             pass
     assert place.holdings.held() == []

@@ -38,8 +38,11 @@ def run(kill: tuple[Any, ...] | None = None, iteration: int = 0, **args: Any) ->
         end = loop.pretrain(
             given, ITERATIONS, partial(protect, training=loop, overhead_budget=0), tell, snapshots=snapshots
         )
-    except Killed as error:
-        snapshots[0].__exit__(Killed, error, None)
+    except BaseException as error:
+        for snapshot in snapshots:
+            snapshot.__exit__(type(error), error, None)
+        if not isinstance(error, Killed):
+            raise
         return told, None
     return told, end
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.smp_daemon.coding import protect
-from holdfast.smp_daemon.coding.protect import ATTEMPTS, WINDOW
+from holdfast.smp_daemon.coding.sending import ATTEMPTS, WINDOW
 from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, Board, SnapshotOutcome

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.coding.buffer_pool import BUFFERS
+from holdfast.smp_daemon.coding.buffer_pool import buffers_for
 from holdfast.smp_daemon.net.listener import SocketListener, bind_tcp, bind_unix
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.shared.client import SmpClient
@@ -43,6 +43,7 @@ from holdfast.smp_daemon.shared.limits import (
 )
 from holdfast.smp_daemon.shared.paths import socket_path
 from holdfast.smp_daemon.shared.plain import to_plain
+from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.transport import Message, MessageStream, SocketStream, call, connect, receive_reply
 from tests.attacks.victim import ask_control, tell
 from tests.deadlines import DEADLINE_S
@@ -725,7 +726,13 @@ class Protected:
         regrouping = {"job": self.run.job, "epoch": 1, "sources": to_plain(plan.sources), "layout": layout}
         to_trainer = {"sources": to_plain(plan.sources)}
         self.messages: dict[str, Message] = {
-            "accumulate": {**both, "epoch": 1, "stripe": 0, "position": 1, "digest": 0},
+            "accumulate": {
+                **both,
+                "epoch": 1,
+                "stripe": 0,
+                "position": 1,
+                "digest": digest(memoryview(bytes(self.lengths[1]))),
+            },
             "shard_unit": {**both, **unit},
             "parity_unit": {**both, "position": 0, "unit": 0},
             "partial": {**both, "terms": terms, "length": max(self.lengths), "position": 1},
@@ -863,7 +870,7 @@ class TestAnSmpIsToldWhatIsAlmostRight:
     def test_units_that_end_in_the_middle_take_no_buffer_with_them(self, protected: Protected) -> None:
         length = protected.lengths[1]
         body = json.dumps({"op": "accumulate", **protected.messages["accumulate"]}).encode()
-        for _ in range(2 * BUFFERS):
+        for _ in range(2 * buffers_for(1)):
             heard = tell(protected.smps[0].bulk, frame(body, payload=length) + bytes(length - 1))
             assert [reply["error"] for reply in replies(heard)] in ([], ["SmpUnavailable"])
         assert "error" not in protected.say({"op": "accumulate", **protected.messages["accumulate"]})

@@ -10,16 +10,19 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
-BUFFERS = 3
+
+def buffers_for(links: int) -> int:
+    """How many there are in an SMP whose peers send over so many connections each."""
+    return 2 * links + 1
 
 
 class BufferPool:
-    """`BUFFERS` buffers, each as long as the longest unit it has held. Thread-safe: a buffer that is not in the queue
-    belongs to the thread that has taken it out."""
+    """Buffers, each as long as the longest unit it has held. Thread-safe: a buffer that is not in the queue belongs to
+    the thread that has taken it out."""
 
-    def __init__(self, system: System = MACHINE) -> None:
+    def __init__(self, count: int, system: System = MACHINE) -> None:
         self._free: queue.SimpleQueue[bytearray] = system.SimpleQueue()
-        for _ in range(BUFFERS):
+        for _ in range(count):
             self._free.put(bytearray())
 
     @contextmanager

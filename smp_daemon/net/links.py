@@ -18,15 +18,27 @@ class Links:
     """A connection to each address that was asked for; calls raise as `Stream` does. Not thread-safe, save `interrupt`.
 
     A connection that breaks is forgotten, and the next `send` makes a new one.
+
+    Attributes:
+        bytes_received: raw bytes that came with replies.
+        digest: xxh3-64 of those that came with the last reply that had any.
     """
 
-    def __init__(self, counters: Counters, deadline_s: float = CALL_DEADLINE_S, system: System = MACHINE) -> None:
-        """`deadline_s`: how long each answer may take."""
+    def __init__(
+        self, counters: Counters, deadline_s: float = CALL_DEADLINE_S, system: System = MACHINE, source: str = ""
+    ) -> None:
+        """
+        Args:
+            deadline_s: how long each answer may take.
+            source: address of this machine that connections come from; empty: whichever the system chooses.
+        """
         self._counters = counters
         self._deadline_s = deadline_s
         self._system = system
+        self._source = source
         self._streams: dict[Address, SocketStream] = {}
         self.bytes_received = 0
+        self.digest = 0
 
     def __enter__(self) -> Self:
         return self
@@ -39,7 +51,7 @@ class Links:
     def connect(self, address: Address, job: str) -> None:
         """Have a connection to `address`. While it is made `interrupt` does not reach it."""
         if address not in self._streams:
-            self._streams[address] = connect(address, job=job, system=self._system)
+            self._streams[address] = connect(address, job=job, system=self._system, source=self._source)
             self._streams[address].set_deadline(self._deadline_s)
 
     def send(self, address: Address, message: PeerRequest, payload: memoryview | None = None) -> None:
@@ -77,7 +89,7 @@ class Links:
             raise ProtocolError(f"{address} sent {payload} bytes where {out.nbytes if out else 0} were expected")
         if out is not None:
             try:
-                stream.receive_into(out)
+                self.digest = stream.receive_into(out)
             except BaseException:
                 self.drop(address)
                 raise

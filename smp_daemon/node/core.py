@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from holdfast.ec import choose_codec
-from holdfast.smp_daemon.coding.buffer_pool import BufferPool
+from holdfast.smp_daemon.coding.buffer_pool import BufferPool, buffers_for
 from holdfast.smp_daemon.coding.drain import Drained, Draining
 from holdfast.smp_daemon.coding.protect import Protector
 from holdfast.smp_daemon.coding.rejoin import Rejoiner
 from holdfast.smp_daemon.coding.scrub import Scrubber
+from holdfast.smp_daemon.coding.sending import MAX_LINKS
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.node.monitor import Monitor
 from holdfast.smp_daemon.persist.options import PersistOptions
@@ -46,6 +47,7 @@ class Settings:
     Attributes:
         backend: erasure code backend, see `ec.choose_codec`.
         bandwidth: most bytes per second that encoding sends; 0: no limit.
+        links: connections to each peer for each network card of this node, over which units travel side by side.
         turns: in how many turns the groups encode, see `smp_daemon.shared.pacer.turn_delay_s`; 1: all at once.
         scrub: bytes per second that the scrub reads; 0: it does not run by itself.
         regroup_after_s: how long a node may be missing before the survivors regroup; 0: they never do.
@@ -61,6 +63,7 @@ class Settings:
     backend: str = "auto"
     bandwidth: float = 0.0
     turns: int = 1
+    links: int = 1
     scrub: float = 64e6
     regroup_after_s: float = 30.0
     rebuild: str = "chain"
@@ -76,6 +79,8 @@ class Settings:
             raise ConfigError(f"{self.rebuild!r} is no way to rebuild: use one of {', '.join(METHODS)}")
         if not 1 <= self.turns <= MAX_TURNS:
             raise ConfigError(f"{self.turns} turns: use 1 to {MAX_TURNS}, 1 for all groups at once")
+        if not 1 <= self.links <= MAX_LINKS:
+            raise ConfigError(f"{self.links} links: use 1 to {MAX_LINKS} connections to each peer")
         try:
             choose_codec(2, 1, self.backend)
         except ValueError as error:
@@ -112,12 +117,22 @@ class Core:
         self.credentials = system.credentials()
         self.peers = PeerClient(job, self.credentials, system)
         self._protector = Protector(
-            self.peers, Pacer(self.settings.bandwidth), self.settings.turns, self.settings.priority, system
+            self.peers,
+            Pacer(self.settings.bandwidth),
+            self.settings.turns,
+            self.settings.links,
+            self.settings.priority,
+            system,
         )
         self._scrubber = Scrubber(Pacer(self.settings.scrub), self.settings.priority, system)
         self.persister = Persister(self.settings.persist, self.settings.priority, system)
         self.monitor = Monitor(
-            self.peers, self.settings.regroup_after_s, self.settings.rebuild, lambda: self.trainers, system
+            self.peers,
+            self.settings.regroup_after_s,
+            self.settings.rebuild,
+            self.settings.links,
+            lambda: self.trainers,
+            system,
         )
         self.rejoiner = Rejoiner(self.settings.rebuild, system)
         self.recoveries = Recoveries()
@@ -142,7 +157,7 @@ class Core:
             self.recoveries.lost,
             system,
         )
-        self.buffers = BufferPool(system)
+        self.buffers = BufferPool(buffers_for(self.settings.links), system)
         self.drainer = Draining(job, system, self.inventory, self.monitor.move)
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)

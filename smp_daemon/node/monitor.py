@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from holdfast.smp_daemon.coding.protect import send_units
 from holdfast.smp_daemon.coding.regroup import Regrouping, is_cluttered, plan_regroup
-from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.coding.sending import Sender
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.recovery.inventories import AT_ONCE, addresses_of, gather_inventories
 from holdfast.smp_daemon.recovery.rebuild import recover
@@ -53,11 +52,13 @@ class Monitor:
         peers: PeerClient,
         after_s: float,
         method: str,
+        links: int,
         trainers: Callable[[], int],
         system: System = MACHINE,
     ) -> None:
         self._system = system
         self._peers = peers
+        self._links = links
         self._after_s = after_s
         self._method = method
         self.trainers = trainers
@@ -320,8 +321,8 @@ class Monitor:
                 raise StaleEpoch("the SMP ends")
             self._store.check_epoch(epoch)
 
-        with Links(self._store.counters, system=self._store.system) as links:
-            send_units(self._store, links, sources.snapshot, layout, check, lambda count: None)
+        with Sender(self._store, self._links) as sender:
+            sender.send(sources.snapshot, layout, check, lambda count: None)
         self._store.codings.await_parities(epoch, Coding(sources.snapshot, layout.tag(group)), _phase_deadline(layout))
 
     def _release(self, snapshot: SnapshotId, layout: Layout) -> None:

@@ -21,7 +21,6 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.messages import ShardUnit, UnitReply
-from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.storage.holdings import ShardKey
 from holdfast.smp_daemon.storage.store import Store
@@ -41,8 +40,8 @@ class Fetcher:
         self._gone: set[Address] = set()
         self._buffers: dict[int, memoryview] = {}
 
-    def shard_unit(self, coord: str, index: int, out: memoryview) -> None:
-        """Unit `index` of a shard, from its holder, or computed if that cannot give it.
+    def shard_unit(self, coord: str, index: int, out: memoryview) -> int:
+        """Unit `index` of a shard, from its holder, or computed if that cannot give it; its digest.
 
         Raises:
             Unrecoverable: nobody holds it, and too little of its stripe is left.
@@ -52,14 +51,13 @@ class Fetcher:
         if address is not None and address not in self._gone:
             try:
                 self._reader.send(self.links, address, ShardUnit(coord, index))
-                self._reader.receive(self.links, address, out)
-                return
+                return self._reader.receive(self.links, address, out).digest
             except (SmpUnavailable, DeadlineExceeded, DamagedSnapshot, ProtocolError) as error:
                 self._note_failure(address, error)
-        self.compute(place_of(self.sources.layout, coord, index), out)
+        return self.compute(place_of(self.sources.layout, coord, index), out)
 
-    def compute(self, place: StripePlace, out: memoryview, expected: int | None = None) -> None:
-        """A unit, data or parity, from k others of its stripe, into `out`, which is as long as the unit.
+    def compute(self, place: StripePlace, out: memoryview, expected: int | None = None) -> int:
+        """A unit, data or parity, from k others of its stripe, into `out`, which is as long as the unit; its digest.
 
         Args:
             expected: its digest, if known here; for data units it is also learnt from the parity.
@@ -74,7 +72,7 @@ class Fetcher:
             requested, waiting = waiting[:lacking], waiting[lacking:]
             for unit, reply in self._request(requested):
                 computation.add(unit.number, self._buffer(unit.number), reply)
-        computation.finish(out, expected)
+        return computation.finish(out, expected)
 
     def _request(self, units: list[HeldUnit]) -> Iterator[tuple[HeldUnit, UnitReply]]:
         """Request all of them at once; those that came whole, with their replies."""
@@ -152,8 +150,7 @@ class Lender:
             except (DamagedSnapshot, ProtocolError):  # damaged, which it has noted; or given up: others may have it
                 pass
         out = self._buffer[: min(layout.unit_bytes, length - offset)]
-        self._fetcher.shard_unit(coord, index, out)
-        return out, digest(out)
+        return out, self._fetcher.shard_unit(coord, index, out)
 
     def close(self) -> None:
         """End its connections."""

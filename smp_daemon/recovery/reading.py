@@ -10,7 +10,6 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_HEADER_BYTES
 from holdfast.smp_daemon.shared.messages import AskShard, AskShardUnit, HeldShard, UnitReply
 from holdfast.smp_daemon.shared.plain import from_plain
-from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_format
 from holdfast.smp_daemon.shared.sources import Address
 
@@ -80,6 +79,6 @@ class RemoteShard:
     def _receive(self, index: int) -> None:
         unit = self.view[index * self._unit_bytes : (index + 1) * self._unit_bytes]
         reply = from_plain(UnitReply, self._links.receive(self._address, unit), "an answer with a unit")
-        if digest(unit) != reply.digest:
+        if self._links.digest != reply.digest:
             raise DamagedSnapshot(f"unit {index} of {self._coord} was damaged on its way from {self._address}")
         self._missing.remove(index)

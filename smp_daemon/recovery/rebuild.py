@@ -15,7 +15,6 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.plan import choose_sources
-from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.storage.codings import Coding
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
@@ -157,8 +156,8 @@ def repair_parity(store: Store, sources: Sources, group: int, position: int) -> 
                     for _, contributor, piece in stripes.contributors(stripe):
                         unit = memoryview(bytearray(piece.length))
                         coord = members[contributor].shards[piece.segment].coord
-                        fetcher.shard_unit(coord, piece.offset // layout.unit_bytes, unit)
-                        gathering.accumulate(stripe, contributor, unit, digest(unit))
+                        found = fetcher.shard_unit(coord, piece.offset // layout.unit_bytes, unit)
+                        gathering.accumulate(stripe, contributor, unit, found)
             failpoint("repair_parity.done", sources.snapshot.step)
             return links.bytes_received
     finally:

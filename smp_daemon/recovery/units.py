@@ -114,7 +114,7 @@ class UnitReader:
             DamagedSnapshot: it does not match its digest.
         """
         reply = from_plain(UnitReply, links.receive(address, out), "an answer with a unit")
-        self._check(address, out, reply.digest)
+        self._check(address, links.digest, reply.digest)
         return reply
 
     def receive_sum(self, links: Links, address: Address, out: memoryview) -> tuple[float, ...]:
@@ -122,11 +122,11 @@ class UnitReader:
         reply = from_plain(SumReply, links.receive(address, out), "an answer with a sum")
         if reply.expected is None:
             raise ProtocolError(f"nobody that {address} has asked knows what the sum must be")
-        self._check(address, out, reply.expected)
+        self._check(address, links.digest, reply.expected)
         return tuple(wait / MICROSECONDS for wait in reply.waits)
 
-    def _check(self, address: Address, data: memoryview, expected: int) -> None:
-        if digest(data) != expected:
+    def _check(self, address: Address, found: int, expected: int) -> None:
+        if found != expected:
             raise self.damaged(f"a unit of {self.sources.snapshot} from {address} was damaged on its way")
 
     def damaged(self, text: str) -> DamagedSnapshot:
@@ -173,8 +173,8 @@ class Computation:
         terms = tuple(Term(unit.address, unit.what, factors.get(unit.number, 0)) for unit in units)
         return PartialSum(terms, self._length, self._position)
 
-    def finish(self, out: memoryview, expected: int | None = None) -> None:
-        """Compute the unit into `out`, from the operands that have come.
+    def finish(self, out: memoryview, expected: int | None = None) -> int:
+        """Compute the unit into `out`, from the operands that have come; its digest.
 
         Args:
             expected: its digest, if known here; for data units it is also learnt from the parity.
@@ -196,6 +196,7 @@ class Computation:
         if expected is None or digest(out) != expected:
             text = f"unit {number} of stripe {stripe} was computed and does not match its digest"
             raise self._reader.damaged(text)
+        return expected
 
     def _codec(self) -> Codec:
         return choose_codec(self._stripes.data, self._stripes.parity, self._reader.backend)

@@ -290,13 +290,13 @@ class SmpClient:
                 due = True
                 if payload != out.nbytes:
                     raise ProtocolError(f"unit {index} of {coord} has {payload} bytes there, and {out.nbytes} here")
-                stream.receive_into(out)
+                found = stream.receive_into(out)
             except BaseException as error:
                 if due or not isinstance(error, HoldfastError):
                     stream.close()  # what is left of the unit would be taken for the next reply
                 raise
         lent = from_plain(LentUnit, reply, "a unit that is lent")
-        if digest(out) != lent.digest:
+        if found != lent.digest:
             raise DamagedSnapshot(f"unit {index} of {coord} was damaged on its way from the SMP")
         return lent.bytes_fetched
 

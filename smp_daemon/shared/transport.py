@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import xxhash
 
+from holdfast.smp_daemon.shared import wire
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import (
     BY_NAME,
@@ -42,6 +44,7 @@ Outbound = msgspec.Struct | Message
 _FRAME = struct.Struct("<4sIQ")
 _MAGIC = b"HFST"
 FIRST_PIECE_BYTES = 1 << 16
+CUT_OFF = "the connection ended in the middle of a message"
 
 
 class MessageStream(Protocol):
@@ -61,8 +64,8 @@ class MessageStream(Protocol):
         """
         ...
 
-    def receive_into(self, payload: memoryview) -> None:
-        """Fill `payload` with the raw bytes that follow the last message; raises as `receive`."""
+    def receive_into(self, payload: memoryview) -> int:
+        """Fill `payload` with the raw bytes that follow the last message; their xxh3-64. Raises as `receive`."""
         ...
 
     def set_deadline(self, seconds: float | None) -> None:
@@ -84,14 +87,20 @@ class SocketStream:
         self._monotonic = system.monotonic
         self._use = _Use(sock, system)
         self._deadline_s = deadline_s
+        self._is_plain = type(sock) is socket.socket  # the kernel's alone: not TLS's, nor a simulation's
         sock.settimeout(deadline_s)
 
     def send(self, message: Outbound, payload: memoryview | None = None) -> None:
         data = frame(message, payload.nbytes if payload else 0)
         with self._use:
-            self._sock.sendall(data)
-            if payload:
-                self._sock.sendall(payload)
+            if not payload:
+                self._sock.sendall(data)
+                return
+            if self._is_plain:
+                self._sock.sendall(data, socket.MSG_MORE)  # or the other side is woken for these few bytes
+            else:
+                self._sock.sendall(data)
+            self._sock.sendall(payload)
 
     def receive(self) -> tuple[Message, int] | None:
         head = bytearray(_FRAME.size)
@@ -113,16 +122,27 @@ class SocketStream:
                 self._sock.settimeout(None)
         return unpack(dict[str, Any], body, "a JSON object, as messages are"), payload
 
-    def receive_into(self, payload: memoryview) -> None:
+    def receive_into(self, payload: memoryview) -> int:
+        timeout_s = self._deadline_s or CALL_DEADLINE_S
         with self._use:
-            self._fill(payload)
+            if self._is_plain and wire.is_compiled():
+                count, digest = wire.receive(self._sock, payload, timeout_s)
+                if count < payload.nbytes:
+                    raise SmpUnavailable(CUT_OFF)
+                return digest
+            limit, hasher = self._monotonic() + timeout_s, xxhash.xxh3_64()
+            for start in range(0, payload.nbytes, wire.PIECE_BYTES):
+                piece = payload[start : start + wire.PIECE_BYTES]
+                self._fill(piece, limit)
+                hasher.update(piece)
+            return hasher.intdigest()
 
-    def _fill(self, buffer: memoryview) -> None:
-        limit = self._monotonic() + (self._deadline_s or CALL_DEADLINE_S)
+    def _fill(self, buffer: memoryview, limit: float | None = None) -> None:
+        limit = limit or self._monotonic() + (self._deadline_s or CALL_DEADLINE_S)
         while buffer:
             count = self._sock.recv_into(buffer)
             if count == 0:
-                raise SmpUnavailable("the connection ended in the middle of a message")
+                raise SmpUnavailable(CUT_OFF)
             buffer = buffer[count:]
             if buffer and self._monotonic() > limit:  # it comes byte by byte, to keep us waiting
                 raise TimeoutError
@@ -210,12 +230,17 @@ def _mapped(error: OSError) -> HoldfastError:
 
 
 def connect(
-    address: tuple[str, int] | Path, deadline_s: float = CALL_DEADLINE_S, job: str = "", system: System = MACHINE
+    address: tuple[str, int] | Path,
+    deadline_s: float = CALL_DEADLINE_S,
+    job: str = "",
+    system: System = MACHINE,
+    source: str = "",
 ) -> SocketStream:
     """Connect to a TCP address or a unix socket. Over TCP both sides show their credentials, if this process has any.
 
     Args:
         job: whose SMP is expected there.
+        source: address of this machine to connect from; empty: whichever the system chooses.
 
     Raises:
         SmpUnavailable: nobody listens there, or somebody who is not of this job or, on a unix socket, of this user.
@@ -227,6 +252,8 @@ def connect(
     try:
         sock.settimeout(deadline_s)
         try:
+            if source:
+                sock.bind((source, 0))
             sock.connect(target)
         except OSError as error:
             raise _mapped(error) from error

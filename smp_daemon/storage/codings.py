@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, DeadlineExceeded, NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_CODINGS
@@ -75,22 +75,18 @@ class Codings:
     def accumulate(
         self, epoch: int, coding: Coding, stripe: int, position: int, unit: memoryview, unit_digest: int
     ) -> None:
-        """Fold a group member's data unit into this node's parity.
+        """Fold a group member's data unit, which is whole, into this node's parity. `unit_digest`: its xxh3-64.
 
         Call `await_gathering` first: it waits until there is a slot.
 
         Raises:
-            StaleEpoch, ProtocolError, DamagedSnapshot, DeadlineExceeded.
+            StaleEpoch, ProtocolError, DeadlineExceeded.
         """
         self._check_epoch(epoch)
         gathering = self._gather(coding)
         if gathering is None:
             return
-        try:
-            gathering.parity.accumulate(stripe, position, unit, unit_digest)
-        except DamagedSnapshot:
-            self._holdings.counters.add(units_damaged=1)
-            raise
+        gathering.parity.accumulate(stripe, position, unit, unit_digest)
         self._holdings.counters.add(units_accumulated=1)
         failpoint("parity.accumulated", coding.snapshot.step)
         if gathering.parity.complete:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from holdfast.ec import Codec, Stripes
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError, StaleEpoch
+from holdfast.ec.codec import as_array
+from holdfast.smp_daemon.shared.errors import ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import ParityRecord, digest
 from holdfast.smp_daemon.shared.system import MACHINE, System
+
+LOCKS = 16
+"""Stripes that may be worked on at a time."""
 
 
 class ParityGathering:
@@ -30,76 +32,86 @@ class ParityGathering:
         self.position = position
         self._codec = codec
         self._slot = slot
-        # Guards the parity's bytes and what is in them, for as long as one unit is accumulated: threads of connections
-        # take it by turns. `cancel` takes it with the store's lock held, so nothing under it may take the store's lock.
-        self._lock = system.Lock()
-        self._cancelled = False
         self._mine = stripes.parity_stripes(position)
         self._lengths = {stripe: stripes.stripe_bytes(stripe) for stripe in self._mine}
-        self._digests: dict[int, dict[int, int]] = {stripe: {} for stripe in self._mine}
-        self._missing = sum(len(list(stripes.contributors(stripe))) for stripe in self._mine)
+        self._sources: dict[int, dict[int, int]] = {stripe: {} for stripe in self._mine}
+        # Each guards the bytes of every sixteenth stripe and what is in them, for as long as one unit is accumulated:
+        # threads of connections take them. `cancel` takes all of them, one after the other, with the store's lock held,
+        # so nothing under one may take the store's lock.
+        self._locks = tuple(system.Lock() for _ in range(min(LOCKS, len(self._mine))))
+        self._cancelled = False
+        # Guards the digests of finished stripes; innermost.
+        self._counting = system.Lock()
+        self._digests = {stripe: digest(self._unit(stripe)) for stripe in self._mine if not self._contributors(stripe)}
 
     @property
     def complete(self) -> bool:
         """Whether every data unit is in it."""
-        return self._missing == 0
+        return len(self._digests) == len(self._mine)
 
     def accumulate(self, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
-        """Accumulate the data unit of `position`; one that was accumulated before is left out.
+        """Accumulate the data unit of `position`, whose digest this is; one that was accumulated before is left out.
 
         Raises:
             ProtocolError: that position has no such unit, or not of that length.
-            DamagedSnapshot: the unit does not match its digest.
             StaleEpoch: the snapshot was given up.
         """
-        if stripe not in self._digests:
+        if stripe not in self._sources:
             raise ProtocolError(f"position {self.position} holds no parity of stripe {stripe}")
-        index, length = self._expected(stripe, position)
+        contributors = self._contributors(stripe)
+        if position not in contributors:
+            raise ProtocolError(f"position {position} contributes nothing to stripe {stripe}")
+        index, length = contributors[position]
         if unit.nbytes != length:
             raise ProtocolError(
                 f"the unit of position {position} in stripe {stripe} has {unit.nbytes} bytes, not {length}"
             )
-        if digest(unit) != unit_digest:
-            raise DamagedSnapshot(f"a unit of {self.snapshot} from position {position} was damaged on its way")
+        rank = self._stripes.parity_rank(self.position, stripe)
         row = self._stripes.parity_positions(stripe).index(self.position)
-        with self._lock:
+        with self._locks[rank % len(self._locks)]:
             if self._cancelled:
                 raise StaleEpoch(f"{self.snapshot} was given up")
-            digests = self._digests[stripe]
-            if position in digests:
+            sources, parity = self._sources[stripe], self._unit(stripe)
+            if position in sources:
                 return
-            parity = self._unit(stripe)
-            if not digests:
-                np.frombuffer(parity, dtype=np.uint8)[:] = 0
-            self._codec.accumulate(index, unit, {row: parity[:length]})
-            digests[position] = unit_digest
-            self._missing -= 1
+            if sources:
+                self._codec.accumulate(index, unit, {row: parity[:length]})
+            else:
+                self._codec.begin(index, unit, {row: parity[:length]})
+                as_array(parity[length:])[:] = 0
+            sources[position] = unit_digest
+            if len(sources) == len(contributors):
+                same = len(sources) == 1 and length == parity.nbytes and self._codec.factor(index, row) == 1
+                found = unit_digest if same else digest(parity)  # while it is in the cache
+                with self._counting:
+                    self._digests[stripe] = found
 
     def record(self) -> ParityRecord:
         """The commit record of the complete slot."""
         if not self.complete:
-            raise ValueError(f"the parity of {self.snapshot} lacks {self._missing} units")
+            missing = len(self._mine) - len(self._digests)
+            raise ValueError(f"the parity of {self.snapshot} lacks units of {missing} stripes")
         return ParityRecord(
             self.snapshot,
             self._group,
             self.position,
             self._stripes.unit_bytes,
             tuple(self._lengths[r] for r in self._mine),
-            tuple(digest(self._unit(r)) for r in self._mine),
             tuple(self._digests[r] for r in self._mine),
+            tuple(self._sources[r] for r in self._mine),
         )
 
     def cancel(self) -> None:
         """From the return of this call on, nothing is written to the slot any more."""
-        with self._lock:
-            self._cancelled = True
+        self._cancelled = True
+        for lock in self._locks:
+            with lock:  # whoever takes it after this sees that it is cancelled
+                pass
 
     def _unit(self, stripe: int) -> memoryview:
         start = self._stripes.parity_rank(self.position, stripe) * self._stripes.unit_bytes
         return self._slot[start : start + self._lengths[stripe]]
 
-    def _expected(self, stripe: int, position: int) -> tuple[int, int]:
-        for index, contributor, piece in self._stripes.contributors(stripe):
-            if contributor == position:
-                return index, piece.length
-        raise ProtocolError(f"position {position} contributes nothing to stripe {stripe}")
+    def _contributors(self, stripe: int) -> dict[int, tuple[int, int]]:
+        """Which number the unit of each position has in a stripe, and how many bytes."""
+        return {position: (index, piece.length) for index, position, piece in self._stripes.contributors(stripe)}

@@ -191,16 +191,9 @@ def _parity_of_nothing() -> None:
 
 
 def _units_are_not_checked_on_arrival() -> None:
-    from holdfast.smp_daemon.shared.records import digest
-    from holdfast.smp_daemon.storage.parity import ParityGathering
+    from holdfast.smp_daemon.remote import PeerConversation
 
-    accumulate = ParityGathering.accumulate
-
-    def unchecked(self: ParityGathering, stripe: int, position: int, unit: memoryview, unit_digest: int) -> None:
-        accumulate(self, stripe, position, unit, digest(unit))
-        self._digests[stripe][position] = unit_digest
-
-    _replace(ParityGathering, "accumulate", unchecked)
+    _replace(PeerConversation, "_check_arrival", lambda self, request, found: None)
 
 
 def _the_arena_is_left_behind() -> None:

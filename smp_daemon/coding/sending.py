@@ -1,0 +1,371 @@
+"""A node's data units on their way to whoever holds the parity of their stripe.
+
+Several threads send side by side, each over connections of its own, so that neither one connection, nor one network
+card, nor one processor bounds them. A thread takes the next unit as soon as fewer than `WINDOW` of its own are on their
+way; a unit is, until it is acknowledged, which is when it is accumulated. So a slow peer slows its senders and takes no
+memory. What was not acknowledged over a connection that broke is sent again; a unit that comes twice is accumulated
+once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from holdfast.smp_daemon.net.links import Links
+from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, DeadlineExceeded, SmpUnavailable
+from holdfast.smp_daemon.shared.failpoints import failpoint
+from holdfast.smp_daemon.shared.layout import Layout, Node, SnapshotId
+from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
+from holdfast.smp_daemon.shared.messages import Accumulate
+from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.storage.codings import Coding
+from holdfast.smp_daemon.storage.holdings import ShardKey
+from holdfast.smp_daemon.storage.store import Store
+
+WINDOW = 4
+"""Units of one thread on their way at the same time."""
+
+MAX_LINKS = 16
+"""Connections to a peer for each network card of this node."""
+
+ATTEMPTS = 3
+"""How often a unit is sent that arrives damaged: then it is not the way that is bad, but what is sent."""
+
+RECONNECT_DEADLINE_S = 5.0
+RECONNECT_EVERY_S = 0.05
+
+AVOIDED_S = 60.0
+"""How long a link is not tried again that broke while others to the same peer worked."""
+
+log = get_log(__name__)
+_episodes = Episodes(log)
+
+
+@dataclass(frozen=True, slots=True)
+class OutboundUnit:
+    """One data unit for one parity owner."""
+
+    owner: Node
+    message: Accumulate
+    content: memoryview
+    attempt: int = 1
+
+
+class Sender:
+    """Sends from one node, over `links` connections to each peer for each network card of this node.
+
+    One call of `send` at a time; `interrupt` may be called from any thread.
+    """
+
+    def __init__(self, store: Store, links: int, prepare: Callable[[], None] = lambda: None) -> None:
+        """`prepare`: what each thread that it starts does first."""
+        self._store = store
+        self._links = links
+        self._prepare = prepare
+        self._lanes: list[_Lane] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def interrupt(self) -> None:
+        """End every connection: who waits on one gets `SmpUnavailable`."""
+        for lane in list(self._lanes):
+            lane.links.interrupt()
+
+    def close(self) -> None:
+        """End every connection; the next `send` makes new ones."""
+        for lane in self._lanes:
+            lane.links.close()
+            lane.avoided.clear()
+
+    def send(
+        self, snapshot: SnapshotId, layout: Layout, check: Callable[[], None], pace: Callable[[int], None]
+    ) -> None:
+        """Send every data unit of this node to its stripe's parity in `layout`. Blocks until all are accumulated.
+
+        Args:
+            check: called before each unit, by any of the threads; raises if the work is not wanted any more.
+            pace: called with the length of each unit in bytes before it is sent, by one thread at a time; waits as long
+                as it likes.
+
+        Raises:
+            StaleEpoch, ProtocolError: it is not wanted any more, here or there.
+            SmpUnavailable, DeadlineExceeded: a peer cannot be reached.
+        """
+        store = self._store
+        cards = layout.node(store.node).bulk_addresses
+        for number in range(len(self._lanes), self._links * len(cards)):
+            source = cards[number % len(cards)][0] if len(cards) > 1 else ""
+            self._lanes.append(_Lane(number, store, source))
+        group, _ = layout.place(store.node)
+        store.codings.await_gathering(store.epoch, Coding(snapshot, layout.tag(group)))
+        supply = _Supply(_outbound_units(store, snapshot, layout), self._lanes, check, pace, store)
+        threads = [
+            store.system.Thread(target=self._run, args=(lane, supply), name="send", daemon=True)
+            for lane in self._lanes[1:]
+        ]
+        for thread in threads:
+            thread.start()
+        self._lanes[0].run(supply)
+        for thread in threads:
+            thread.join()
+        supply.raise_failure()
+
+    def _run(self, lane: _Lane, supply: _Supply) -> None:
+        self._prepare()
+        lane.run(supply)
+
+
+class _Supply:
+    """The units of one snapshot, shared out among lanes. Thread-safe."""
+
+    def __init__(
+        self,
+        units: Iterator[OutboundUnit],
+        lanes: list[_Lane],
+        check: Callable[[], None],
+        pace: Callable[[int], None],
+        store: Store,
+    ) -> None:
+        self._units = units
+        self._lanes = lanes
+        self._check = check
+        self._pace = pace
+        # Held by the thread that makes a unit ready that nobody has sent yet, also while that must wait to be sent.
+        # `_changed` is taken under it, and the store's lock.
+        self._taking = store.system.Lock()
+        # Guards all that follows. Notified when a unit is ready, or none ever will be. No lock is taken under it.
+        self._changed = store.system.Condition()
+        self._ready: deque[OutboundUnit] = deque()
+        self._open = 0
+        self._drained = False
+        self._failure: Exception | None = None
+        now = store.system.monotonic()
+        self._parted = {
+            node: avoiding
+            for node in {node for lane in lanes for node in lane.avoided}
+            if len(avoiding := {lane.number for lane in lanes if lane.avoided.get(node, now) > now}) < len(lanes)
+        }
+        """For each peer the lanes that do not reach it, never all of them."""
+
+    def next(self, lane: _Lane, *, wait: bool) -> OutboundUnit | None:
+        """A unit for a lane; None: there is none just now or, if it waits, none ever. Raises what `check` raises."""
+        while True:
+            with self._changed:
+                self.raise_failure()
+                for unit in self._ready:
+                    if lane.number not in self._parted.get(unit.owner.name, ()):
+                        self._ready.remove(unit)
+                        return unit
+                if self._ready or self._drained:
+                    if not wait or (self._drained and not self._open):
+                        return None
+                    self._changed.wait()  # what others have sent is acknowledged, or fails, within a deadline
+                    continue
+            self._make_ready()
+
+    def acknowledged(self) -> None:
+        """A unit is accumulated."""
+        with self._changed:
+            self._open -= 1
+            if not self._open:
+                self._changed.notify_all()
+
+    def part(self, lane: _Lane, owner: Node, units: list[OutboundUnit]) -> bool:
+        """A lane does not reach a peer any more: others send these units. False if there are no others."""
+        with self._changed:
+            self.raise_failure()
+            parted = self._parted.setdefault(owner.name, set())
+            if len(parted | {lane.number}) == len(self._lanes):
+                return False
+            parted.add(lane.number)
+            self._ready.extend(units)
+            self._changed.notify_all()
+            return True
+
+    def check(self) -> None:
+        """Raises if the work is not wanted any more, or has failed in another lane."""
+        self.raise_failure()
+        self._check()
+
+    def fail(self, error: Exception) -> None:
+        """It cannot be done: all lanes end."""
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = error
+            self._changed.notify_all()
+        for lane in self._lanes:
+            lane.links.interrupt()
+
+    def raise_failure(self) -> None:
+        """Raises the first error of any lane, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _make_ready(self) -> None:
+        with self._taking:
+            if self._ready:  # another thread's; more are not made, or they would be paced long before they are sent
+                return
+            unit = None if self._drained else next(self._units, None)
+            if unit is not None:
+                self.check()
+                self._pace(unit.content.nbytes)
+            with self._changed:
+                if unit is None:
+                    self._drained = True
+                else:
+                    self._open += 1
+                    self._ready.append(unit)
+                self._changed.notify_all()
+
+
+class _Lane:
+    """A connection to each peer, and the units that are on their way over them. One thread's at a time.
+
+    Attributes:
+        avoided: until when, by the name of a peer, others send what is for it.
+    """
+
+    def __init__(self, number: int, store: Store, source: str) -> None:
+        """`source`: the address of the network card that it uses; empty: whichever the system chooses."""
+        self.number = number
+        self.links = Links(store.counters, system=store.system, source=source)
+        self.avoided: dict[str, float] = {}
+        self._store = store
+        self._system = store.system
+        self._sent: deque[OutboundUnit] = deque()
+
+    def run(self, supply: _Supply) -> None:
+        """Send for as long as there are units. Blocks; what goes wrong, `supply` is told."""
+        self._sent.clear()
+        try:
+            while True:
+                if len(self._sent) >= WINDOW:
+                    self._collect(supply)
+                elif unit := supply.next(self, wait=not self._sent):
+                    self._send(supply, unit)
+                elif self._sent:
+                    self._collect(supply)
+                else:
+                    return
+        except Exception as error:
+            supply.fail(error)
+
+    def _send(self, supply: _Supply, unit: OutboundUnit) -> None:
+        supply.check()
+        self._sent.append(unit)
+        try:
+            self.links.send(self._address(unit.owner), unit.message, unit.content)
+        except (SmpUnavailable, DeadlineExceeded) as error:
+            self._broken(supply, unit.owner, error)
+
+    def _collect(self, supply: _Supply) -> None:
+        unit = self._sent[0]
+        address = self._address(unit.owner)
+        try:
+            self.links.receive(address)
+        except (SmpUnavailable, DeadlineExceeded) as error:
+            self._broken(supply, unit.owner, error)
+            return
+        except DamagedSnapshot as error:
+            self._sent.popleft()
+            if unit.attempt == ATTEMPTS:
+                raise
+            _episodes.begin("damaged", "a unit is sent again: %s", error, extra=about(peer=address))
+            self._send(supply, replace(unit, attempt=unit.attempt + 1))
+            return
+        self._sent.popleft()
+        supply.acknowledged()
+        _episodes.end("damaged", "units arrive whole again", extra=about(peer=address))
+
+    def _broken(self, supply: _Supply, owner: Node, error: SmpUnavailable | DeadlineExceeded) -> None:
+        """A connection broke: other lanes send what was not acknowledged on it, or the last one connects again."""
+        address = self._address(owner)
+        self.links.drop(address)
+        mine = [unit for unit in self._sent if unit.owner.name == owner.name]
+        if supply.part(self, owner, mine):
+            self._sent = deque(unit for unit in self._sent if unit.owner.name != owner.name)
+            self.avoided[owner.name] = self._system.monotonic() + AVOIDED_S
+            text = "a connection to %s does not work, and others carry on for %.0f s: %s"
+            extra = about(peer=address)
+            _episodes.begin((owner.name, self.number), text, owner.name, AVOIDED_S, error, extra=extra)
+        elif isinstance(error, DeadlineExceeded):
+            raise error
+        else:
+            self._send_again(supply, address, error)
+
+    def _send_again(self, supply: _Supply, address: Address, broken: SmpUnavailable) -> None:
+        """Connect anew and send all that was not acknowledged there, for as long as it is wanted."""
+        limit = self._system.monotonic() + RECONNECT_DEADLINE_S
+        while True:
+            self.links.drop(address)
+            supply.check()
+            if self._system.monotonic() > limit:
+                raise broken
+            try:
+                for unit in [unit for unit in self._sent if self._address(unit.owner) == address]:
+                    self.links.send(address, unit.message, unit.content)
+                self._store.counters.add(reconnects=1)
+                _episodes.end(address, "%s takes units again", address, extra=about(peer=address))
+                return
+            except (SmpUnavailable, DeadlineExceeded) as error:
+                text, extra = "%s is sent to again: %s", about(peer=address)
+                _episodes.begin(address, text, address, error, level=logging.INFO, extra=extra)
+                with self._store.changed:
+                    self._store.changed.wait(RECONNECT_EVERY_S)
+
+    def _address(self, owner: Node) -> Address:
+        addresses = owner.bulk_addresses
+        return addresses[self.number % len(addresses)]
+
+
+def parse_links(text: str) -> int:
+    """A number of connections to each peer; `Settings` says how many there may be.
+
+    Raises:
+        ConfigError: it is neither a whole number nor ``auto``.
+    """
+    if text == "auto":
+        return max(1, min(4, len(os.sched_getaffinity(0)) // 16))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is no number of links: use 1 to {MAX_LINKS} connections, or auto") from error
+
+
+def _outbound_units(store: Store, snapshot: SnapshotId, layout: Layout) -> Iterator[OutboundUnit]:
+    group, position = layout.place(store.node)
+    stripes, members = layout.stripes(group), layout.members(group)
+    count = stripes.units(position)
+    for unit in range(count):
+        if unit == count // 2:
+            failpoint("encode.middle", snapshot.step)
+        stripe = stripes.stripe_of(position, unit)
+        piece = stripes.piece(position, unit)
+        assert piece is not None
+        coord = members[position].shards[piece.segment].coord
+        index = unit - stripes.first_unit(position, piece.segment)
+        view, digest = store.holdings.shard_unit(ShardKey(snapshot, coord), index)
+        message = Accumulate(
+            job=layout.job,
+            epoch=store.epoch,
+            snapshot=snapshot,
+            tag=layout.tag(group),
+            stripe=stripe,
+            position=position,
+            digest=digest,
+        )
+        for owner in stripes.parity_positions(stripe):
+            yield OutboundUnit(members[owner], message, view)

@@ -1,0 +1,63 @@
+/* Receives raw bytes from a connected socket and digests them as they come.
+ *
+ * A digest that is taken later reads from memory what the kernel has just written through the cache. Here it reads the
+ * cache. And one call receives the whole of a unit, so Python's lock is free until it is there.
+ */
+#include <errno.h>
+#include <poll.h>
+#include <stddef.h>
+#include <sys/socket.h>
+#include <time.h>
+
+/* Functions of the xxHash library: XXH3_createState, XXH3_64bits_reset, _update, _digest and XXH3_freeState. */
+struct hash {
+    void *(*create)(void);
+    int (*reset)(void *state);
+    int (*update)(void *state, const void *bytes, size_t count);
+    unsigned long long (*digest)(const void *state);
+    int (*destroy)(void *state);
+};
+
+static long long now_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000LL + now.tv_nsec / 1000000;
+}
+
+static long long fill(int fd, char *target, size_t bytes, size_t piece, long long limit_ms, const struct hash *hash,
+                      void *state) {
+    size_t done = 0;
+    while (done < bytes) {
+        size_t most = bytes - done < piece ? bytes - done : piece;
+        ssize_t count = recv(fd, target + done, most, MSG_DONTWAIT);
+        if (count > 0) {
+            hash->update(state, target + done, (size_t)count);
+            done += (size_t)count;
+        } else if (count == 0) {
+            break;
+        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+            struct pollfd ready = {.fd = fd, .events = POLLIN};
+            long long left_ms = limit_ms - now_ms();
+            int found = left_ms > 0 ? poll(&ready, 1, (int)left_ms) : 0;
+            if (found == 0) return -ETIMEDOUT;
+            if (found < 0 && errno != EINTR) return -errno;
+        } else if (errno != EINTR) {
+            return -errno;
+        }
+    }
+    return (long long)done;
+}
+
+/* How many bytes came: fewer than `bytes` if the other side ended the connection; or a negative errno, ETIMEDOUT if
+ * they did not all come in `timeout_ms`. */
+long long holdfast_receive(int fd, char *target, size_t bytes, size_t piece, int timeout_ms, const struct hash *hash,
+                           unsigned long long *digest) {
+    void *state = hash->create();
+    long long done = -ENOMEM;
+    if (state == NULL) return done;
+    hash->reset(state);
+    done = fill(fd, target, bytes, piece, now_ms() + timeout_ms, hash, state);
+    *digest = hash->digest(state);
+    hash->destroy(state);
+    return done;
+}

@@ -1,0 +1,74 @@
+"""Raw bytes from a socket, digested as they come, in one call for each unit and with the GIL released.
+
+`smp_daemon/shared/wire.c` is compiled when the package is installed; it has xxHash from the library inside the
+``xxhash`` package. Where either is missing, `shared.transport` receives and digests piece by piece.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib
+import importlib.util
+import os
+import socket
+from functools import cache
+from typing import Any
+
+PIECE_BYTES = 256 << 10
+"""Digested at a time: less than what a core's own cache holds."""
+
+_HASH = ("XXH3_createState", "XXH3_64bits_reset", "XXH3_64bits_update", "XXH3_64bits_digest", "XXH3_freeState")
+
+
+def is_compiled() -> bool:
+    """Whether there is `receive`."""
+    return _library() is not None
+
+
+def receive(sock: socket.socket, payload: memoryview, timeout_s: float) -> tuple[int, int]:
+    """Fill `payload` from a socket of the kernel's. Blocks; other Python threads go on.
+
+    Returns:
+        How many bytes came, fewer than `payload` has if the other side has ended the connection, and their xxh3-64.
+
+    Raises:
+        OSError: the connection broke; `TimeoutError` if not all came within `timeout_s`.
+    """
+    library = _library()
+    assert library is not None
+    function, hash_functions = library
+    digest = ctypes.c_uint64()
+    target = ctypes.c_char.from_buffer(payload) if payload.nbytes else None
+    place = ctypes.addressof(target) if target is not None else None
+    count = function(
+        sock.fileno(), place, payload.nbytes, PIECE_BYTES, int(timeout_s * 1e3), hash_functions, ctypes.byref(digest)
+    )
+    if count < 0:
+        raise TimeoutError if count == -errno.ETIMEDOUT else OSError(-count, os.strerror(-count))
+    return count, digest.value
+
+
+@cache
+def _library() -> tuple[Any, Any] | None:
+    """The function, and those of xxHash in a row as it wants them."""
+    found = importlib.util.find_spec("holdfast.smp_daemon.shared._wire")
+    if found is None or found.origin is None:
+        return None
+    hashes = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+    try:
+        functions = [ctypes.cast(getattr(hashes, name), ctypes.c_void_p).value for name in _HASH]
+    except AttributeError:  # this build of the package keeps them to itself
+        return None
+    function = ctypes.CDLL(found.origin).holdfast_receive
+    function.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_uint64),
+    ]
+    function.restype = ctypes.c_longlong
+    return function, (ctypes.c_void_p * len(functions))(*functions)
