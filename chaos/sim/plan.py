@@ -144,6 +144,7 @@ class SeedPlan:
         quiet: how many snapshots are to become protected in the quiet that follows; 0: the job must only come back.
         final: what is done then; one of `FINALS`.
         generations: how many protected snapshots are kept.
+        links: connections of an SMP to each of its peers.
         order, span, turns: how tasks take turns, see `holdfast.chaos.sim.turns`; what `turns` is the seed of.
     """
 
@@ -174,6 +175,7 @@ class SeedPlan:
     order: str
     span: int
     turns: int
+    links: int = 1
 
 
 FINALS = ("stop", "stop", "stop", "finish", "lose", "lose", "lose twice", "lose too many", "regroup")
@@ -290,7 +292,7 @@ SIZES = (SMALL,) * 50 + (RECOVERING,) * 5 + (REGROUPING,) + (MEDIUM,) * 3 + (LAR
 
 def draw(seed: int) -> SeedPlan:
     """The plan of `seed`."""
-    plan = _draw(seed)
+    plan = replace(_draw(seed), links=random.Random(f"links {seed}").choice((1, 1, 2, 3)))
     pick = random.Random(f"state {seed}")
     which = pick.random()
     if which < OF_MODULES:

@@ -170,6 +170,7 @@ class World:
             backend="numpy" if self.plan.seed % 2 else "auto",
             regroup_after_s=self.plan.regroup_after_s,
             rebuild=self.plan.rebuild,
+            links=self.plan.links,
             persist=PersistOptions(PLACE, self.plan.persist_s) if self.plan.persist_s else None,
         )
         try:
