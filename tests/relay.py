@@ -17,6 +17,8 @@ class Relay:
     Attributes:
         address: where it listens.
         spoilt, cuts: how many messages it has damaged, and connections it has cut.
+        connections: how many came.
+        once: from now on nobody gets through any more once a connection was cut.
     """
 
     def __init__(self, target: tuple[str, int], flips: list[int], cut_after: list[int]) -> None:
@@ -28,6 +30,8 @@ class Relay:
         self.target = target
         self.spoilt = 0
         self.cuts = 0
+        self.connections = 0
+        self.once = False
         self._flips = flips
         self._cut_after = cut_after
         self._lock = threading.Lock()
@@ -50,6 +54,10 @@ class Relay:
         while True:
             try:
                 coming, _ = self._listening.accept()
+                self.connections += 1
+                if self.once and self.cuts:
+                    coming.close()
+                    continue
                 going = socket.create_connection(self.target, DEADLINE_S)
             except OSError:
                 return  # the test is over

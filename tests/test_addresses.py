@@ -74,8 +74,8 @@ def test_an_address_of_another_machine_is_refused_before_anything_starts(ground:
     assert not smp.arena.exists()
 
 
-def on_several(ground: Ground, count: int) -> SmpProcess:
-    smp = ground.prepare()
+def on_several(ground: Ground, count: int, name: str = "node0") -> SmpProcess:
+    smp = ground.prepare(name)
     smp.host = ",".join([smp.host, *(ground.host() for _ in range(count - 1))])
     return smp.launch().wait_ready()
 

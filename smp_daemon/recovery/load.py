@@ -165,17 +165,17 @@ class Load:
         request, links, buffer = job.request, job.links, job.buffer
         unit, out = self._unit(request.unit), buffer[: job.length]
         try:
-            links.connect(request.through[0], self._layout.job)
+            address = self._connect(job)
             with self._changed:
                 if request.number in self._cancelled or self._is_over():
                     raise SmpUnavailable("cancelled")
-            self._reader.send(links, request.through[0], job.what)
+            self._reader.send(links, address, job.what)
             reply: UnitReply | None = None
             waits: tuple[float, ...] = ()
             if request.how is How.CHAIN:
-                waits = self._reader.receive_sum(links, request.through[0], out)
+                waits = self._reader.receive_sum(links, address, out)
             else:
-                reply = self._reader.receive(links, request.through[0], out)
+                reply = self._reader.receive(links, address, out)
         except HoldfastError as error:
             links.close()
             with self._changed:
@@ -208,6 +208,20 @@ class Load:
             self._finish(request.unit, refusal)
             if verdict is AnswerUse.WRITE:
                 self._buffers.append(buffer)
+
+    def _connect(self, job: _Fetch) -> Address:
+        """Have a connection to the node that is asked: requests go round all of its addresses. At which it is."""
+        ways = self._layout.ways_to(job.request.through[0])
+        first = job.request.number % len(ways)
+        problem: HoldfastError | None = None
+        for address in (*ways[first:], *ways[:first]):
+            try:
+                job.links.connect(address, self._layout.job)
+                return address
+            except (SmpUnavailable, DeadlineExceeded) as error:
+                problem = error
+        assert problem is not None
+        raise problem
 
     def _finish(self, index: int, refusal: HoldfastError | None) -> None:
         computation = self._computations.get(index)

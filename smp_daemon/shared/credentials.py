@@ -127,6 +127,7 @@ def _tls(environment: Mapping[str, str]) -> Tls | None:
 
 def _context(server: bool, cert: Path, key: Path, ca: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.options |= getattr(ssl, "OP_ENABLE_KTLS", 0)  # from Python 3.12 on, where the kernel has it
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(cert, key, password="")  # a key with a password is refused, not asked for on a terminal

@@ -199,6 +199,10 @@ class Layout:
         place = self.locate(coord)
         return move_deadline(self.members(place.group)[place.position].state_bytes)
 
+    def ways_to(self, bulk: Address) -> tuple[Address, ...]:
+        """Every address of the node that serves raw bytes at this one; itself alone if no node of the layout does."""
+        return self._ways.get(bulk, (bulk,))
+
     def locate(self, coord: str) -> Located:
         """Where `coord` stands in the layout."""
         try:
@@ -222,6 +226,10 @@ class Layout:
             for g in range(len(self.groups))
             if self.protects(g)
         }
+
+    @cached_property
+    def _ways(self) -> dict[Address, tuple[Address, ...]]:
+        return {node.bulk: node.bulk_addresses for node in self.nodes}
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
