@@ -24,7 +24,7 @@ from rich.console import Console
 
 from holdfast.bench import cluster as cluster_module
 from holdfast.bench.ec import describe, machine
-from holdfast.bench.floor import UNIT_BYTES, Carried, Floor, Wires, answer, end, tell
+from holdfast.bench.floor import PIECE_BYTES, Carried, Floor, Wires, answer, end, tell, whole_pieces
 from holdfast.bench.parts import PARTS, PartRate, SocketRate, certificates, measure_parts, measure_sockets
 from holdfast.bench.smp import rounded
 from holdfast.cli.output import columns
@@ -69,8 +69,9 @@ class NodeBenchmark:
     def __post_init__(self) -> None:
         if unknown := [count for count in self.nodes if count not in CODES]:
             raise ConfigError(f"{unknown[0]} nodes: measure with {' or '.join(map(str, CODES))}")
-        if self.shard_bytes < 12 * UNIT_BYTES:
-            raise ConfigError(f"{self.shard_bytes:,} bytes a node: give {12 * UNIT_BYTES:,} or more")
+        least = (max(self.nodes) - 1) * max(self.connections) * PIECE_BYTES
+        if self.shard_bytes < least:
+            raise ConfigError(f"--shard of {self.shard_bytes:,} bytes: give {least:,} or more, or fewer connections")
         if self.rounds < 1 or self.recoveries < 0 or self.seed < 0:
             raise ConfigError("give 1 round or more, no less than 0 recoveries, and a seed of 0 or more")
         if self.against is not None and not (self.against / "holdfast" / "smp_daemon").is_dir():
@@ -235,7 +236,7 @@ class Turn:
 def _measure(
     plan: NodeBenchmark, setting: Setting, environment: Mapping[str, str]
 ) -> tuple[list[ProtectRate], list[RecoverRate]]:
-    each = plan.shard_bytes // (setting.nodes - 1) // setting.connections // UNIT_BYTES * UNIT_BYTES
+    each = whole_pieces(plan.shard_bytes // (setting.nodes - 1) // setting.connections)
     roots = {"this": None} | ({"against": plan.against} if plan.against else {})
     with ExitStack() as stack:
         floor_environment = {name: value for name, value in environment.items() if name not in TLS_ENVS}

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from holdfast.bench.ec import in_threads_s
-from holdfast.bench.floor import UNIT_BYTES, Floor, Wires, memory
+from holdfast.bench.floor import PIECE_BYTES, Floor, Wires, memory, whole_pieces
 from holdfast.bench.smp import rounded
 from holdfast.ec import choose_codec
 from holdfast.ec.codec import Buffer, as_array
@@ -39,6 +39,8 @@ CACHES = 2
 """What is read is so many times the last cache, at least."""
 
 LEAST_BYTES = 64 << 20
+UNIT_BYTES = 2 << 20
+"""What SMPs digest and fold at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ def measure_sockets(
     """
     found = []
     for count in connections:
-        share = max(UNIT_BYTES, total // count // UNIT_BYTES * UNIT_BYTES)
+        share = max(PIECE_BYTES, whole_pieces(total // count))
         with Floor(Wires(2, count, share, oneway=True, tls=tls), environment) as floor:
             carried = [floor.round("plain") for _ in range(rounds + 1)][1:]
         seconds, send_s, receive_s = (
