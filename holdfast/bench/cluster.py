@@ -62,7 +62,7 @@ class Protected:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class NodeRecovered:
     """A lost node's shard that came back.
 
     Attributes:
@@ -179,7 +179,7 @@ class Cluster:
             "shards, or an idle machine"
         )
 
-    def recover(self, method: str) -> Recovered:
+    def recover(self, method: str) -> NodeRecovered:
         """Have `LOST` lose its memory, and its replacement get the shard back by one of `recovery.rebuild.METHODS`."""
         assert self._newest is not None
         node = self.nodes[LOST]
@@ -205,7 +205,7 @@ class Cluster:
             [client.counters()[name] - early[name] for client, early in zip(self.clients, counted, strict=True)]
             for name in ("bytes_sent", "bytes_received")
         )
-        return Recovered(len(self.content), seconds, cpu_s, sent, received)
+        return NodeRecovered(len(self.content), seconds, cpu_s, sent, received)
 
     def _write(self, slot: memoryview, index: int, snapshot: SnapshotId) -> None:
         form = self._formats[index]

@@ -162,7 +162,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-class _End:
+class _Side:
     """The ends of all connections of one process."""
 
     def __init__(self, index: int, wires: Wires) -> None:
@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--oneway", action="store_true")
     parser.add_argument("--tls", action="store_true")
     told = parser.parse_args()
-    end = _End(told.index, Wires(told.processes, told.connections, told.bytes, told.oneway, told.tls))
+    end = _Side(told.index, Wires(told.processes, told.connections, told.bytes, told.oneway, told.tls))
     _say(end.port)
     ports = sys.stdin.readline()
     if not ports:

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
+from rich.table import Table
 
 from holdfast.bench import cluster as cluster_module
 from holdfast.bench.ec import describe, machine
 from holdfast.bench.floor import PIECE_BYTES, Carried, Floor, Wires, answer, end, tell, whole_pieces
 from holdfast.bench.parts import PARTS, PartRate, SocketRate, certificates, measure_parts, measure_sockets
 from holdfast.bench.smp import rounded
-from holdfast.cli.output import columns
 from holdfast.planner.rates import FORMAT, KIND, NodeRates
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
@@ -38,6 +38,8 @@ CODES = {2: "1+1", 4: "3+1"}
 """How so many nodes protect each other: one parity, over all of them."""
 
 GB = 1e9
+WIDEST = 120
+"""Columns of the tables: on a narrower terminal their lines go on in the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +186,9 @@ def run(plan: NodeBenchmark, console: Console) -> NodeReport:
                 console.print(f"sockets{' with TLS' * tls}")
                 sockets += measure_sockets(plan.connections, plan.shard_bytes, plan.rounds, environment, tls=tls)
         protect, recover = [], []
-        for setting in settings(plan, tls=True in environments):
-            console.print(str(setting))
-            protected, recovered = _measure(plan, setting, environments[setting.tls])
+        for setup in setups(plan, tls=True in environments):
+            console.print(str(setup))
+            protected, recovered = _measure(plan, setup, environments[setup.tls])
             protect += protected
             recover += recovered
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -207,7 +209,7 @@ def run(plan: NodeBenchmark, console: Console) -> NodeReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Setup:
     """So many SMPs with so many connections from each to each."""
 
     nodes: int
@@ -218,10 +220,10 @@ class Setting:
         return f"{self.nodes} SMPs, {_count(self.connections)}{', TLS' * self.tls}"
 
 
-def settings(plan: NodeBenchmark, *, tls: bool) -> list[Setting]:
+def setups(plan: NodeBenchmark, *, tls: bool) -> list[Setup]:
     """All of them; TLS with the fewest SMPs only."""
-    found = [Setting(nodes, count, False) for nodes in plan.nodes for count in plan.connections]
-    return found + [Setting(min(plan.nodes), count, True) for count in plan.connections if tls]
+    found = [Setup(nodes, count, False) for nodes in plan.nodes for count in plan.connections]
+    return found + [Setup(min(plan.nodes), count, True) for count in plan.connections if tls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,22 +236,22 @@ class Turn:
 
 
 def _measure(
-    plan: NodeBenchmark, setting: Setting, environment: Mapping[str, str]
+    plan: NodeBenchmark, setup: Setup, environment: Mapping[str, str]
 ) -> tuple[list[ProtectRate], list[RecoverRate]]:
-    each = whole_pieces(plan.shard_bytes // (setting.nodes - 1) // setting.connections)
+    each = whole_pieces(plan.shard_bytes // (setup.nodes - 1) // setup.connections)
     roots = {"this": None} | ({"against": plan.against} if plan.against else {})
     with ExitStack() as stack:
         floor_environment = {name: value for name, value in environment.items() if name not in TLS_ENVS}
-        floor = stack.enter_context(Floor(Wires(setting.nodes, setting.connections, each), floor_environment))
+        floor = stack.enter_context(Floor(Wires(setup.nodes, setup.connections, each), floor_environment))
         smps = {
             code: stack.enter_context(
-                Smps(setting, plan.shard_bytes, plan.seed, environment | {LINKS_ENV: str(setting.connections)}, root)
+                Smps(setup, plan.shard_bytes, plan.seed, environment | {LINKS_ENV: str(setup.connections)}, root)
             )
             for code, root in roots.items()
         }
         turns = [_turn(number, floor, smps) for number in range(plan.rounds + 1)][1:]
-        protected = [protect_rate(setting, code, turns) for code in roots]
-        lost: dict[str, list[cluster_module.Recovered]] = {code: [] for code in roots}
+        protected = [protect_rate(setup, code, turns) for code in roots]
+        lost: dict[str, list[cluster_module.NodeRecovered]] = {code: [] for code in roots}
         for _ in range(plan.recoveries):
             for code, each_smps in smps.items():
                 lost[code].append(each_smps.recover())
@@ -269,7 +271,7 @@ def _turn(number: int, floor: Floor, smps: Mapping[str, Smps]) -> Turn:
     return Turn(found.pop("plain"), found.pop("folded"), found)
 
 
-def protect_rate(setting: Setting, code: str, turns: Sequence[Turn]) -> ProtectRate:
+def protect_rate(setup: Setup, code: str, turns: Sequence[Turn]) -> ProtectRate:
     """The row of what was measured of one code. Pure."""
     mine = [(turn, turn.protected[code]) for turn in turns]
 
@@ -283,10 +285,10 @@ def protect_rate(setting: Setting, code: str, turns: Sequence[Turn]) -> ProtectR
 
     return ProtectRate(
         code=code,
-        nodes=setting.nodes,
-        protect=CODES[setting.nodes],
-        connections=setting.connections,
-        tls=setting.tls,
+        nodes=setup.nodes,
+        protect=CODES[setup.nodes],
+        connections=setup.connections,
+        tls=setup.tls,
         bytes=mine[0][1].bytes,
         bytes_per_s=median(lambda _, it: _rate(it)),
         plain_bytes_per_s=median(lambda turn, _: _rate(turn.plain)),
@@ -297,14 +299,14 @@ def protect_rate(setting: Setting, code: str, turns: Sequence[Turn]) -> ProtectR
         plain_cpu_s_per_gb=median(lambda turn, _: _cost(turn.plain) * GB),
         folded_cpu_s_per_gb=median(lambda turn, _: _cost(turn.folded) * GB),
         cpu_ratio=median(lambda turn, it: it.cpu_s / it.bytes / _cost(turn.folded)),
-        smp_cores=median(lambda _, it: it.cpu_s / it.seconds / setting.nodes),
+        smp_cores=median(lambda _, it: it.cpu_s / it.seconds / setup.nodes),
         seal_cpu_s_per_gb=median(lambda _, it: it.seal_cpu_s / it.bytes * GB),
         throughput_gain=gain(_rate),
         cpu_gain=gain(lambda it: it.cpu_s),
     )
 
 
-def recover_rate(row: ProtectRate, found: Sequence[cluster_module.Recovered]) -> RecoverRate:
+def recover_rate(row: ProtectRate, found: Sequence[cluster_module.NodeRecovered]) -> RecoverRate:
     """The row of what a code needed to bring a node's bytes back, beside the floor of its `row`. Pure."""
     bytes_per_s = statistics.median(_rate(each) for each in found)
     cpu_s_per_gb = statistics.median(each.cpu_s / each.bytes * GB for each in found)
@@ -318,7 +320,7 @@ def recover_rate(row: ProtectRate, found: Sequence[cluster_module.Recovered]) ->
     )
 
 
-def _rate(it: Carried | cluster_module.Protected | cluster_module.Recovered) -> float:
+def _rate(it: Carried | cluster_module.Protected | cluster_module.NodeRecovered) -> float:
     return it.bytes / it.seconds
 
 
@@ -333,10 +335,10 @@ class Smps:
     """
 
     def __init__(
-        self, setting: Setting, shard_bytes: int, seed: int, environment: Mapping[str, str], root: Path | None
+        self, setup: Setup, shard_bytes: int, seed: int, environment: Mapping[str, str], root: Path | None
     ) -> None:
         command = ["-m", cluster_module.__name__] if root is None else ["-P", str(Path(cluster_module.__file__))]
-        self._command = [sys.executable, *command, "--nodes", str(setting.nodes), "--protect", CODES[setting.nodes]]
+        self._command = [sys.executable, *command, "--nodes", str(setup.nodes), "--protect", CODES[setup.nodes]]
         self._command += ["--shard-bytes", str(shard_bytes), "--seed", str(seed)]
         self._root = root
         self._environment = {**environment}
@@ -371,10 +373,10 @@ class Smps:
         tell(self._process, {"do": "protect"})
         return cluster_module.Protected(**answer(self._process))
 
-    def recover(self) -> cluster_module.Recovered:
+    def recover(self) -> cluster_module.NodeRecovered:
         """A lost node."""
         tell(self._process, {"do": "recover"})
-        return cluster_module.Recovered(**answer(self._process))
+        return cluster_module.NodeRecovered(**answer(self._process))
 
 
 def summary(
@@ -476,10 +478,15 @@ def _who(row: ProtectRate | RecoverRate) -> tuple[str, str, str]:
 def show(console: Console, report: NodeReport) -> None:
     """Print the tables."""
     console.print(_head(report), soft_wrap=True, markup=False)
+    console.width = max(console.width, WIDEST)
     for title, (header, *rows) in tables(report):
+        table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0), pad_edge=False)
+        for number, name in enumerate(header):
+            table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
+        for line in rows:
+            table.add_row(*line)
         console.print(f"\n[bold]{title}[/]")
-        for line in columns(header, rows, left=2 if header[0] in ("part", "code") else 1):
-            console.print(line, soft_wrap=True, markup=False)
+        console.print(table)
     console.print()
     for text in (LEGEND, *report.notes):
         console.print(text, soft_wrap=not console.is_terminal, markup=False)
