@@ -135,7 +135,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     table = lines[: lines.index("")]
     assert len(table) == len(rows) + 1 and max(map(len, table)) <= 80
     assert "…" not in output and not [line for line in lines if line != line.rstrip()]
-    assert main(["plan", "--model", "70b", "--step", "10s"]) == 0
+    assert main(["plan", "--model", "70b", "--step", "10s", "--smp-cores", "64"]) == 0
     assert "1 steps" in capsys.readouterr().out
 
 

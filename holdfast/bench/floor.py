@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -153,7 +153,8 @@ def answer(process: subprocess.Popen[str]) -> Any:
 def end(process: subprocess.Popen[str]) -> None:
     """Have it end, as it does with its standard input; blocks until it has."""
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.close()
+    with suppress(BrokenPipeError):  # it has ended already, with something unread
+        process.stdin.close()
     try:
         process.wait(DEADLINE_S)
     except subprocess.TimeoutExpired:

@@ -102,7 +102,7 @@ class SmpRates:
         """Raises `ConfigError` if a number is not more than 0."""
         for name, value, unit in (
             ("the cores of an SMP", self.given_cores, ""),
-            ("the copy rate", self.given_digest, " bytes per second"),
+            ("the digest rate", self.given_digest, " bytes per second"),
             ("the network rate", self.given_network, " bytes per second"),
         ):
             if value is not None:
