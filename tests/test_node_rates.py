@@ -18,6 +18,7 @@ from holdfast.planner.advice import advice
 from holdfast.planner.rates import FORMAT, KIND, LAST, NodeRates, SmpRates, basis
 from holdfast.planner.sizing import PRESETS, Machine, ModelJob, Sizes, size
 from holdfast.snapshot.resume.arrange import Protection
+from tests.test_tuning_measured import RUN
 
 ROOT = Path(__file__).parent.parent
 RATES = NodeRates(
@@ -229,6 +230,16 @@ def test_tune_takes_a_profile_a_machine_or_both(tmp_path: Path, capsys: pytest.C
     assert f"Rates are from {file}" in told.err
     assert main([*job, "--json", "-"]) == 0
     assert "for want of --measured" in capsys.readouterr().err
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps(replace(RUN, parity=0, data=0, encode_s=0.0).to_json()))
+    both = ["tune", "--nodes", "128", "--measured", str(profile), "--measured", str(file)]
+    assert main([*both, "--json", "-"]) == 0
+    assert f"Rates are from {file}" in capsys.readouterr().err, "encoding was not measured"
+    profile.write_text(json.dumps(RUN.to_json()))
+    assert main([*both, "--json", "-"]) == 0
+    assert "Rates are" not in capsys.readouterr().err, "all was measured, and no rate was used"
+    assert main([*both, "--measured", str(profile)]) == 2
+    assert f"--measured {profile}: there is a profile already" in capsys.readouterr().err
     assert main([*job, "--measured", str(file), "--measured", str(file)]) == 2
     assert "there are rates of a machine already" in capsys.readouterr().err
 

@@ -30,12 +30,8 @@ def _cores(text: str) -> float:
     return count
 
 
-def add_rates(options: Any, *, digest: str = "--digest-rate") -> None:
-    """Add the options to a parser or a group of one.
-
-    Args:
-        digest: what the rate of digesting is called.
-    """
+def add_rates(options: Any, *also: str) -> None:
+    """Add the options to a parser or a group of one. `also`: other names of the rate of digesting."""
     options.add_argument(
         "--smp-cores",
         type=_cores,
@@ -55,8 +51,8 @@ def add_rates(options: Any, *, digest: str = "--digest-rate") -> None:
         help="what encoding sends out of a node (default: what the SMP's cores do, by what was measured)",
     )
     options.add_argument(
-        digest,
-        dest="digest_rate",
+        "--digest-rate",
+        *also,
         type=rate,
         metavar="RATE",
         help="at which the SMP digests a snapshot (default: what its cores do, by what was measured)",

@@ -68,7 +68,7 @@ def add(commands: Any) -> None:
         ("--persist-rate", "1GB/s", "a node to storage; 0: no such tier"),
     ):
         rates.add_argument(option, type=rate, default=default, metavar="RATE", help=f"{meaning} (default {default})")
-    add_rates(rates, digest="--copy-rate")
+    add_rates(rates, "--copy-rate")
     rates.add_argument(
         "--interference",
         default="5%",
