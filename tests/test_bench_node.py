@@ -234,7 +234,7 @@ def test_without_openssl_no_certificate_is_made_and_that_is_said(
 def test_parts_are_measured_with_one_thread_and_with_all() -> None:
     found = measure_parts(2, 1, 8 << 20)
     assert [(row.part, row.threads) for row in found] == [(part, n) for n in (1, 2) for part in PARTS]
-    assert all(row.bytes_per_s == pytest.approx(row.bytes_per_thread_s * row.threads, rel=1e-3) for row in found)
+    assert all(0 < row.bytes_per_s <= 1.05 * row.threads * row.bytes_per_core_s for row in found)
 
 
 def test_processor_time_of_another_process_is_that_of_all_its_threads() -> None:

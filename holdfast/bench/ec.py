@@ -280,21 +280,21 @@ def _measure(cell: Setting, stripes: Sequence[_Stripe], pool: ThreadPoolExecutor
     memcpy_s: list[float] = []
     end = time.perf_counter() + budget_s
     while len(op_s) < MIN_SAMPLES or time.perf_counter() < end:
-        memcpy_s.append(in_threads_s(pool, copies, copy_times))
-        op_s.append(in_threads_s(pool, calls, call_times))
+        memcpy_s.append(_seconds(pool, copies, copy_times))
+        op_s.append(_seconds(pool, calls, call_times))
     return Row.of(cell, op_s, memcpy_s)
 
 
 def _times(pool: ThreadPoolExecutor, works: Sequence[Callable[[], object]]) -> int:
     """How often to repeat `works` in one measurement: by its best of four, for the first call prepares tables."""
-    best = in_threads_s(pool, works, 1)
+    best = _seconds(pool, works, 1)
     for _ in range(3):
         if best < WARM_UP_S:
-            best = min(best, in_threads_s(pool, works, repeats(best)))
+            best = min(best, _seconds(pool, works, repeats(best)))
     return repeats(best)
 
 
-def in_threads_s(pool: ThreadPoolExecutor, works: Sequence[Callable[[], object]], times: int) -> float:
+def _seconds(pool: ThreadPoolExecutor, works: Sequence[Callable[[], object]], times: int) -> float:
     """Seconds that one call takes when each of `works` is called `times` times in a thread of its own, all at once."""
     barrier = threading.Barrier(len(works))
 

@@ -388,10 +388,10 @@ def summary(
 ) -> NodeRates:
     """What the planner works with. Pure.
 
-    A part's rate is that of one thread beside as many others as there are cores. Protecting is taken with the number
+    A part's rate is that of a core while all others do the same. Protecting is taken with the number
     of connections that does best, and with the number of SMPs that does worst.
     """
-    each = {row.part: row.bytes_per_thread_s for row in sorted(parts, key=lambda row: row.threads)}
+    each = {row.part: row.bytes_per_core_s for row in sorted(parts, key=lambda row: row.threads)}
     plain = [row for row in sockets if not row.tls]
     best: dict[int, ProtectRate] = {}
     for row in protect:
@@ -425,7 +425,7 @@ def tables(report: NodeReport) -> list[tuple[str, list[list[str]]]]:
     """Every table with its title, its header first. Pure."""
     gains = any(row.throughput_gain is not None for row in report.protect)
     heads = {
-        "parts, GB/s": ["part", "threads", "each thread", "together", "memcpy", "x memcpy"],
+        "parts, GB/s": ["part", "threads", "together", "by a core", "memcpy", "x memcpy"],
         "sockets on loopback, GB/s": ["connections", "together", "sent by a core", "received by a core"],
         "SMPs protect a snapshot": [
             *("code", "SMPs", "connections", "GB/s", "x plain", "x floor", "CPU s/GB", "floor", "x floor", "seal"),
@@ -443,7 +443,7 @@ def tables(report: NodeReport) -> list[tuple[str, list[list[str]]]]:
 
 
 def _part_cells(row: PartRate) -> list[str]:
-    rates = row.bytes_per_thread_s, row.bytes_per_s, row.memcpy_bytes_per_s
+    rates = row.bytes_per_s, row.bytes_per_core_s, row.memcpy_bytes_per_core_s
     return [row.part, str(row.threads), *map(_gb, rates), f"{row.ratio:.2f}"]
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import statistics
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,8 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.bench.ec import in_threads_s
-from holdfast.bench.floor import PIECE_BYTES, Floor, Wires, memory, whole_pieces
+from holdfast.bench.floor import DEADLINE_S, PIECE_BYTES, Floor, Wires, memory, whole_pieces
 from holdfast.bench.smp import rounded
 from holdfast.ec import choose_codec
 from holdfast.ec.codec import Buffer, as_array
@@ -45,13 +46,19 @@ UNIT_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class PartRate:
-    """Of one of `PARTS`: bytes per second of all threads together, and of each; and of memcpy in as many threads."""
+    """Of one of `PARTS`.
+
+    Attributes:
+        bytes_per_s: on the clock, all threads together.
+        bytes_per_core_s: by the processor time that the threads took, which other work on the machine takes less from.
+        memcpy_bytes_per_core_s: the same of memcpy; `ratio` is to that.
+    """
 
     part: str
     threads: int
     bytes_per_s: float
-    bytes_per_thread_s: float
-    memcpy_bytes_per_s: float
+    bytes_per_core_s: float
+    memcpy_bytes_per_core_s: float
     ratio: float
 
 
@@ -126,18 +133,30 @@ def _in_turn(
     pool: ThreadPoolExecutor,
     rounds: int,
 ) -> PartRate:
-    times: list[tuple[float, float]] = [
-        (in_threads_s(pool, works, 1), in_threads_s(pool, copies, 1)) for _ in range(rounds + 1)
-    ][1:]  # the first prepares tables and pages
-    part_s, memcpy_s = (statistics.median(column) for column in zip(*times, strict=True))
+    times = [(*_together(pool, works), *_together(pool, copies)) for _ in range(rounds + 1)]
+    seconds, cpu_s, _, memcpy_cpu_s = map(statistics.median, zip(*times[1:], strict=True))  # the first prepares pages
     return PartRate(
         part=part,
         threads=threads,
-        bytes_per_s=rounded(total / part_s),
-        bytes_per_thread_s=rounded(total / part_s / threads),
-        memcpy_bytes_per_s=rounded(total / memcpy_s),
-        ratio=rounded(memcpy_s / part_s),
+        bytes_per_s=rounded(total / seconds),
+        bytes_per_core_s=rounded(total / cpu_s),
+        memcpy_bytes_per_core_s=rounded(total / memcpy_cpu_s),
+        ratio=rounded(memcpy_cpu_s / cpu_s),
     )
+
+
+def _together(pool: ThreadPoolExecutor, works: Sequence[Callable[[], object]]) -> tuple[float, float]:
+    """Do each of `works` once, in a thread of its own, all at once: seconds on the clock, and of all processors."""
+    barrier = threading.Barrier(len(works))
+
+    def timed(work: Callable[[], object]) -> tuple[float, float, float]:
+        barrier.wait(DEADLINE_S)
+        began, used = time.perf_counter(), time.thread_time()
+        work()
+        return began, time.perf_counter(), time.thread_time() - used
+
+    began, ended, cpu_s = zip(*pool.map(timed, works), strict=True)
+    return max(ended) - min(began), sum(cpu_s)
 
 
 def measure_sockets(
