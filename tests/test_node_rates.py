@@ -50,6 +50,7 @@ def test_an_smp_does_so_much_for_each_core_and_no_more_than_the_network() -> Non
     wired = replace(more, line_rate=12e9)
     assert (wired.protect, wired.network, wired.limit) == (16e9, 12e9, "network")
     assert replace(wired, line_rate=20e9).limit == "cores"
+    assert SmpRates(rates=replace(RATES, smp_cores=0.4)).cores == 1, "others kept it from a whole core"
 
 
 def test_what_the_user_says_wins() -> None:
@@ -83,7 +84,7 @@ def test_it_is_said_what_the_rates_rest_on() -> None:
     text = said(SmpRates(rates=RATES, file="node.json"))
     assert "Rates are from node.json (2026-11-20, Some CPU, 4 cores)" in text
     assert "2 GB/s protected and 10 GB/s digested" in text
-    assert "it has 1.5 cores (as many as it kept busy there" in text
+    assert "it has 1.5 cores (--smp-cores says how many it may use)" in text
     assert "Protecting sends 3 GB/s out of a node: what the SMP's cores do" in text
     assert "NOTE" not in text
 
@@ -217,7 +218,8 @@ def test_plan_takes_rates_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_plan_without_a_file_assumes_what_was_measured_and_not_line_rate(capsys: pytest.CaptureFixture[str]) -> None:
     row, text = plan_of("--line-rate", "50GB/s", capsys=capsys)
-    assert row["sizes"]["encode_s"] == pytest.approx(row["sizes"]["node_bytes"] / (LAST.protect * LAST.smp_cores))
+    assert row["sizes"]["encode_s"] == pytest.approx(row["sizes"]["node_bytes"] / SmpRates().protect)
+    assert SmpRates().protect == LAST.protect * max(1, LAST.smp_cores)
     assert "for want of --measured" in text and "the network cards would do 50 GB/s" in text
 
 

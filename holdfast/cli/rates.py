@@ -36,7 +36,7 @@ def add_rates(options: Any, *also: str) -> None:
         "--smp-cores",
         type=_cores,
         metavar="N",
-        help="cores that the SMP of a node may use (default: as many as it kept busy when it was measured)",
+        help="cores that the SMP of a node may use (default: what it kept busy when it was measured, and 1 at least)",
     )
     options.add_argument(
         "--line-rate",

@@ -68,15 +68,15 @@ LAST = NodeRates(
     date="2026-11-24",
     cpu_model="AMD EPYC",
     cores=2,
-    copy=7e9,
-    digest=8e9,
-    send=5e9,
-    receive=5e9,
-    fold=6e9,
-    protect=1.3e9,
-    smp_cores=0.9,
+    copy=11.74e9,
+    digest=14.15e9,
+    send=5.382e9,
+    receive=7.275e9,
+    fold=10.41e9,
+    protect=1.383e9,
+    smp_cores=0.3295,
 )
-"""What is assumed without a file: benchmarks/results/node-2026-11-24.json."""
+"""What is assumed without a file: benchmarks/results/node-2026-11-24.json, by `make bench-node`; a test compares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,8 @@ class SmpRates:
     Attributes:
         rates: of a core.
         file: where they come from; empty: `LAST`.
-        given_cores: that it may use; None: as many as it kept busy when this was measured.
+        given_cores: that it may use; None: as many as it kept busy when this was measured, and 1 at least: the machine
+            may have had others to serve.
         line_rate: out of all network cards of the node together; infinite: not known.
         given_digest, given_network: named by the user, and then they hold, whatever was measured.
     """
@@ -113,7 +114,7 @@ class SmpRates:
     @property
     def cores(self) -> float:
         """That it uses."""
-        return self.given_cores or self.rates.smp_cores
+        return self.given_cores or max(1.0, self.rates.smp_cores)
 
     @property
     def digest(self) -> float:
@@ -163,7 +164,7 @@ def basis(smp: SmpRates, here: int) -> Iterator[str]:
     rates = smp.rates
     source = f"from {smp.file} ({rates})" if smp.file else f"as last measured ({rates}), for want of --measured"
     cores = f"{smp.cores:.3g} core{'s' * (smp.cores != 1)}"
-    who = "--smp-cores" if smp.given_cores else "as many as it kept busy there; --smp-cores says how many it may use"
+    who = "--smp-cores" if smp.given_cores else "--smp-cores says how many it may use"
     yield (
         f"Rates are {source}: for each core of an SMP {amount(rates.protect)}/s protected and {amount(rates.digest)}/s "
         f"digested; it has {cores} ({who})."
