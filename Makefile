@@ -10,6 +10,7 @@
 # make loops   2,000 training loops drawn from seeds, undisturbed and killed: LOOPS="--seeds 30 --first 777 --json FILE"
 # make fuzz    two million inputs to every parser: a quarter of an hour on two cores
 # make stall   compare with the checkpoints of others: an hour, on an idle machine
+# make bench-node   what an SMP does here, part by part and as a whole, for plan, tune and simulate: six minutes; AGAINST=CHECKOUT
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
 # make bench-load   a lost node's state from memory over shaped links, against a file server: ten minutes, as root
 # make bench-scale   how what ranks tell each other grows, to 16,384 of them: a quarter of an hour on an idle machine
@@ -30,7 +31,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test test-other slow proof check matrix real chaos loops fuzz stall bench-service bench-load bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
+.PHONY: demo demo-torchrun demo-ray test test-other slow proof check matrix real chaos loops fuzz stall bench-node bench-service bench-load bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -83,6 +84,10 @@ fuzz: setup
 stall: setup
 	$(BIN)/holdfast bench stall --json benchmarks/results/stall.json --markdown benchmarks/results/stall.md \
 		--plot benchmarks/results/stall.svg
+
+bench-node: setup
+	$(BIN)/holdfast bench node $(if $(AGAINST),--against $(AGAINST)) --json benchmarks/results/node-$$(date +%F).json \
+		--markdown benchmarks/results/node-$$(date +%F).md
 
 bench-service: setup
 	$(BIN)/python benchmarks/service.py --json benchmarks/results/service-$$(date +%F).json \

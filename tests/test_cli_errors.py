@@ -64,6 +64,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "gc": (["--older-than", "soon"], WRONG, "--older-than: 'soon' is no time"),
     "doctor": (["--", "train"], WRONG, "no command is taken here"),
     "bench ec": (["--seed", "x"], WRONG, "--seed: invalid int value: 'x'"),
+    "bench node": (["--nodes", "3"], WRONG, "3 nodes: measure with 2 or 4"),
     "bench stall": (["--systems", "nosuch"], WRONG, "nosuch"),
     "chaos list": (["surplus"], WRONG, "unrecognized arguments: surplus"),
     "chaos run": (["nosuch"], WRONG, "nosuch"),

@@ -23,8 +23,8 @@ from holdfast.planner.fleet.strategies import (
 )
 
 JOB = FleetJob(64, gpus_per_node=8, step_s=10.0, state_bytes=64 * 2e11)
-"""200 GB a node: 1 s from its GPUs, 8 s over its network."""
-SITE = Site(gpu_rate=25e9, network_rate=25e9, storage_rate=64e9, rack=4)
+"""200 GB a node: 1 s from its GPUs, 2 s to digest, 8 s over its network."""
+SITE = Site(gpu_rate=25e9, network_rate=25e9, storage_rate=64e9, rack=4, digest_rate=100e9)
 
 
 def test_a_code_sends_a_copy_for_each_parity_and_keeps_a_share_of_one() -> None:
@@ -44,11 +44,11 @@ def test_copies_send_and_keep_a_whole_copy_for_each() -> None:
     assert design.regroup_after_s == math.inf
 
 
-def test_a_snapshot_is_sealed_when_it_is_copied_and_protected_when_it_is_sent() -> None:
+def test_a_snapshot_is_sealed_when_it_is_digested_and_protected_when_it_is_sent() -> None:
     save = InMemoryCode(6, 2).design(JOB, SITE, 1e5).saves[0]
     agreed_s = math.log2(JOB.gpus) * ROUND_S
-    assert (save.sealed_s, save.persisted_s) == (1, math.inf)
-    assert save.protected_s == pytest.approx(17 + agreed_s)
+    assert (save.sealed_s, save.persisted_s) == (1 + 2, math.inf)
+    assert save.protected_s == pytest.approx(19 + agreed_s)
     assert save.stall_s == pytest.approx(COPY_COST * 1 + NETWORK_COST * 16 + HELD_S)
 
 
@@ -61,7 +61,7 @@ def test_the_interval_grows_until_snapshots_cost_no_more_than_their_budget() -> 
 
 
 def test_a_snapshot_is_done_before_its_slot_is_needed() -> None:
-    """Where nothing costs training, time alone counts: 1 s to copy and 16 s to send."""
+    """Where nothing costs training, time alone counts: 1 s to copy, 2 s to digest and 16 s to send."""
     quick = replace(JOB, step_s=1.0)
     free = {"COPY_COST": 0.0, "NETWORK_COST": 0.0}
     with pytest.MonkeyPatch.context() as patch:

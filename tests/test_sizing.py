@@ -75,17 +75,23 @@ def test_every_byte_is_captured_once_however_it_is_sharded() -> None:
 
 
 def test_times_and_memory_follow_from_rates() -> None:
-    found = size(SEVEN, Machine(25e9, 10e9, 10e9), parse_protect("4+2"), slots=3)
-    stored = size(SEVEN, Machine(25e9, 10e9, 10e9), parse_protect("4+2"), slots=3, persists=True)
+    machine = Machine(25e9, 10e9, 10e9, digest_rate=20e9)
+    found = size(SEVEN, machine, parse_protect("4+2"), slots=3)
+    stored = size(SEVEN, machine, parse_protect("4+2"), slots=3, persists=True)
     assert stored.arena_bytes - found.arena_bytes == pytest.approx(found.node_bytes)
     node = 6_738_415_616 * 12 / 8
     assert (found.data, found.parity) == (4, 2)
     assert found.arena_bytes == pytest.approx(3 * node * 1.5)
     assert found.copy_s == pytest.approx(node / 200e9)
+    assert found.seal_s == pytest.approx(node / 20e9)
     assert found.encode_s == pytest.approx(2 * node / 10e9)
+    assert found.protected_s == pytest.approx(found.copy_s + found.seal_s + found.encode_s)
     assert found.interval_s == pytest.approx(found.encode_s)
-    assert size(replace(SEVEN, step_s=0.9), Machine(25e9, 10e9, 10e9), parse_protect("4+2")).interval_steps == 3
-    assert size(replace(SEVEN, offload=True), Machine(), parse_protect("none")).copy_s == pytest.approx(node / 10e9)
+    assert size(SEVEN, replace(machine, digest_rate=1e9), parse_protect("4+2")).interval_s == pytest.approx(
+        node / 200e9 + node / 1e9
+    )
+    assert size(replace(SEVEN, step_s=0.9), machine, parse_protect("4+2")).interval_steps == 3
+    assert size(replace(SEVEN, offload=True), machine, parse_protect("none")).copy_s == pytest.approx(node / 10e9)
 
 
 def test_a_frozen_base_is_captured_once_and_kept() -> None:
@@ -129,7 +135,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     table = lines[: lines.index("")]
     assert len(table) == len(rows) + 1 and max(map(len, table)) <= 80
     assert "…" not in output and not [line for line in lines if line != line.rstrip()]
-    assert main(["plan", "--model", "70b", "--step", "10s"]) == 0
+    assert main(["plan", "--model", "70b", "--step", "10s", "--smp-cores", "64"]) == 0
     assert "1 steps" in capsys.readouterr().out
 
 

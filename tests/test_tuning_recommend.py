@@ -233,7 +233,7 @@ def test_a_log_moves_the_failure_model(tmp_path: Path, capsys: pytest.CaptureFix
         (["--domain-nodes", "0"], "0 nodes fail together: give 1 or more"),
         (["--placement", "anywhere"], "'anywhere' is no placement: choose one of labelled"),
         (["--log", "/does/not/exist"], "--log: /does/not/exist is no file"),
-        (["--measured", __file__], "--step or --state together with --measured"),
+        (["--measured", __file__], f"--measured {__file__}: it cannot be read as JSON"),
         (["--seed", "-1"], "--seed -1: give 0 or more"),
     ],
 )

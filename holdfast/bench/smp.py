@@ -17,25 +17,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from holdfast.chaos.node import VirtualNode
-from holdfast.chaos.runner import Wiring
+from holdfast.bench.cluster import LOST, Cluster, random_content
 from holdfast.ec.codec import as_array
 from holdfast.smp_daemon.recovery.rebuild import METHODS
-from holdfast.smp_daemon.shared.board import SnapshotOutcome
-from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.plan import plan_restore
+from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.scratch import Scratch
-from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot, write_stamp
-from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 
 NODES = 4
-LOST = 1
-DEADLINE_S = 120.0
-JOB = "bench"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,141 +77,67 @@ def measure(protect: str, shard_bytes: int, seed: int, repeats: int) -> tuple[Pr
         HoldfastError: there is too little shared memory, or an SMP failed.
     """
     with Scratch("bench") as scratch, ExitStack() as stack:
-        content = memoryview(mmap.mmap(-1, shard_bytes))
-        content[:] = np.random.default_rng(seed).bytes(shard_bytes)
-        cluster = _Cluster(scratch.path, content, stack)
+        cluster = Cluster(scratch.path, random_content(shard_bytes, seed), NODES, stack)
         cluster.configure(protect)
-        times = [cluster.protect(step) for step in range(1, repeats + 2)][1:]  # the first prepares tables and pages
-        protected = cluster.protect_row(protect, times)
-        rebuilt = [cluster.rebuild_row(protect, method, epoch) for epoch, method in enumerate(METHODS, 2)]
+        times = [_protect(cluster) for _ in range(repeats + 1)][1:]  # the first prepares tables and pages
+        protected = _protect_row(cluster, protect, times)
+        rebuilt = [_rebuild_row(cluster, protect, method) for method in METHODS]
     return protected, rebuilt
 
 
-class _Cluster:
-    """Four SMPs, and one process that is the trainer of each of them."""
+def _protect(cluster: Cluster) -> tuple[float, float]:
+    """Write, seal and see a snapshot protected: seconds that it took, and that memcpy took."""
+    snapshot = cluster.write()
+    memcpy_s = NODES * _memcpy(cluster.content)
+    began = time.perf_counter()
+    cluster.seal(snapshot)
+    cluster.await_protected(snapshot)
+    return time.perf_counter() - began, memcpy_s
 
-    def __init__(self, base: Path, content: memoryview, stack: ExitStack) -> None:
-        self._content = content
-        self._nodes = [VirtualNode(i, 0, f"127.0.0.{211 + i}", base, JOB) for i in range(NODES)]
-        self._clients: list[SmpClient] = []
-        self._formats: list[SlotFormat] = []
-        self._layout: Layout
-        self._protected: SnapshotId | None = None
-        for node in self._nodes:
-            stack.callback(node.close)
-            node.launch(Wiring("", []))
-        for node in self._nodes:
-            node.wait_ready()
-            self._clients.append(SmpClient(node.arena, JOB))
-            leaf = Leaf("state", "U8", (len(content),))
-            self._formats.append(plan_slot(JOB, f"dp{node.index}", [leaf], 64))
-        stack.callback(self._close)
 
-    def configure(self, protect: str) -> None:
-        """Have memory reserved, with two slots a shard."""
-        self._layout = arrange(JOB, 1, [self._rank(i) for i in range(NODES)], parse_protect(protect), 2)
-        for client in self._clients:
-            client.join(1)
-        for client in self._clients:
-            client.configure(self._layout)
+def _protect_row(cluster: Cluster, protect: str, times: Sequence[tuple[float, float]]) -> ProtectRow:
+    """The medians of what `_protect` returned."""
+    seconds, memcpy_s = (statistics.median(column) for column in zip(*times, strict=True))
+    count = NODES * len(cluster.content)
+    sent = sum(client.counters()["bytes_sent"] for client in cluster.clients)
+    return ProtectRow(
+        protect=protect,
+        nodes=NODES,
+        bytes=count,
+        seconds=rounded(seconds),
+        gb_s=rounded(count / seconds / 1e9),
+        memcpy_gb_s=rounded(count / memcpy_s / 1e9),
+        ratio=rounded(memcpy_s / seconds),
+        sent_bytes=sent // (len(times) + 1),
+        arena_bytes=max(_arena_bytes(node.arena) for node in cluster.nodes),
+        high_water_bytes=max(_high_water_bytes(node.pid) for node in cluster.nodes),
+    )
 
-    def protect(self, step: int) -> tuple[float, float]:
-        """Write, seal and see a snapshot protected: seconds that it took, and that memcpy took."""
-        snapshot = SnapshotId(1, step)
-        keep = [self._protected] if self._protected else []
-        for i, client in enumerate(self._clients):
-            self._write(client.begin(snapshot, f"dp{i}", keep, self._protected), i, snapshot)
-        memcpy_s = NODES * self._memcpy()
-        began = time.perf_counter()
-        for i, client in enumerate(self._clients):
-            client.seal(snapshot, f"dp{i}")
-        for i, client in enumerate(self._clients):
-            if client.await_outcome(snapshot, DEADLINE_S) is not SnapshotOutcome.PROTECTED:
-                raise DeadlineExceeded(f"node {i} did not protect {snapshot} in {DEADLINE_S:.0f} s")
-        self._protected = snapshot
-        return time.perf_counter() - began, memcpy_s
 
-    def protect_row(self, protect: str, times: Sequence[tuple[float, float]]) -> ProtectRow:
-        """The medians of what `protect` returned."""
-        seconds, memcpy_s = (statistics.median(column) for column in zip(*times, strict=True))
-        count = NODES * len(self._content)
-        sent = sum(client.counters()["bytes_sent"] for client in self._clients)
-        return ProtectRow(
-            protect=protect,
-            nodes=NODES,
-            bytes=count,
-            seconds=rounded(seconds),
-            gb_s=rounded(count / seconds / 1e9),
-            memcpy_gb_s=rounded(count / memcpy_s / 1e9),
-            ratio=rounded(memcpy_s / seconds),
-            sent_bytes=sent // (len(times) + 1),
-            arena_bytes=max(_arena_bytes(node.arena) for node in self._nodes),
-            high_water_bytes=max(_high_water_bytes(node.pid) for node in self._nodes),
-        )
+def _rebuild_row(cluster: Cluster, protect: str, method: str) -> RebuildRow:
+    memcpy_s = _memcpy(cluster.content)
+    found = cluster.recover(method)
+    return RebuildRow(
+        protect=protect,
+        method=method,
+        bytes=found.bytes,
+        seconds=rounded(found.seconds),
+        memcpy_gb_s=rounded(found.bytes / memcpy_s / 1e9),
+        ratio=rounded(memcpy_s / found.seconds),
+        received_bytes=found.received[LOST],
+        sent_bytes=tuple(count for i, count in enumerate(found.sent) if i != LOST),
+        helpers_received_bytes=tuple(count for i, count in enumerate(found.received) if i != LOST),
+    )
 
-    def rebuild_row(self, protect: str, method: str, epoch: int) -> RebuildRow:
-        """Lose a node, replace it, and have its shard computed by one of `METHODS`."""
-        assert self._protected is not None
-        node = self._nodes[LOST]
-        self._clients[LOST].close()
-        node.power_cut()
-        node.launch(Wiring("", []), {"HOLDFAST_REBUILD": method})
-        node.wait_ready()
-        self._clients[LOST] = SmpClient(node.arena, JOB)
-        plan = plan_restore([client.inventory() for client in self._clients], self._layout.coords)
-        if plan is None or plan.snapshot != self._protected:
-            raise HoldfastError(f"{self._protected} was protected and cannot be had")
-        for client in self._clients:
-            client.join(epoch)
-        before = [client.counters() for client in self._clients]
-        memcpy_s = self._memcpy()
-        began = time.perf_counter()
-        shard = self._clients[LOST].recover(plan.sources, f"dp{LOST}")
-        seconds = time.perf_counter() - began
-        offset, leaf = self._formats[LOST].offsets["state"]
-        if shard.how != "rebuilt" or shard.view[offset : offset + leaf.bytes] != self._content:
-            raise HoldfastError(f"the shard came back {shard.how}, and not as it was")
-        after = [client.counters() for client in self._clients]
-        sent, received = (
-            [late[name] - early[name] for early, late in zip(before, after, strict=True)]
-            for name in ("bytes_sent", "bytes_received")
-        )
-        return RebuildRow(
-            protect=protect,
-            method=method,
-            bytes=len(self._content),
-            seconds=rounded(seconds),
-            memcpy_gb_s=rounded(len(self._content) / memcpy_s / 1e9),
-            ratio=rounded(memcpy_s / seconds),
-            received_bytes=received.pop(LOST),
-            sent_bytes=tuple(count for i, count in enumerate(sent) if i != LOST),
-            helpers_received_bytes=tuple(received),
-        )
 
-    def _rank(self, index: int) -> RankInfo:
-        return RankInfo.of(f"dp{index}", self._clients[index].inventory(), self._formats[index].total_bytes)
-
-    def _write(self, slot: memoryview, index: int, snapshot: SnapshotId) -> None:
-        form = self._formats[index]
-        slot[: len(form.header)] = form.header
-        write_stamp(slot, snapshot)
-        offset, leaf = form.offsets["state"]
-        np.copyto(as_array(slot[offset : offset + leaf.bytes]), as_array(self._content))
-        offset, capacity = form.record
-        slot[offset : offset + capacity] = b"{}".ljust(capacity)
-
-    def _memcpy(self) -> float:
-        """Seconds in which one thread copies a shard's bytes into memory that is there."""
-        target = memoryview(mmap.mmap(-1, len(self._content)))
-        target[:] = self._content
-        source, to = as_array(self._content).ctypes.data, as_array(target).ctypes.data
-        began = time.perf_counter()
-        ctypes.memmove(to, source, len(self._content))
-        return time.perf_counter() - began
-
-    def _close(self) -> None:
-        for client in self._clients:
-            client.close()
+def _memcpy(content: memoryview) -> float:
+    """Seconds in which one thread copies a shard's bytes into memory that is there."""
+    target = memoryview(mmap.mmap(-1, len(content)))
+    target[:] = content
+    source, to = as_array(content).ctypes.data, as_array(target).ctypes.data
+    began = time.perf_counter()
+    ctypes.memmove(to, source, len(content))
+    return time.perf_counter() - began
 
 
 def grid(rows: Sequence[ProtectRow]) -> list[list[str]]:

@@ -12,6 +12,9 @@ from rich.console import Console
 from holdfast.cli.arguments import rate, time
 from holdfast.cli.arguments import size as size_in_bytes
 from holdfast.cli.output import add_json, columns, say, write_json
+from holdfast.cli.rates import add_measured, add_rates, say_basis, smp_of
+from holdfast.planner.advice import advice
+from holdfast.planner.rates import SmpRates
 from holdfast.planner.sizing import (
     BASE_BYTES,
     PRESETS,
@@ -24,7 +27,7 @@ from holdfast.planner.sizing import (
     size,
 )
 from holdfast.smp_daemon.shared.quantities import amount, duration
-from holdfast.snapshot.resume.arrange import parse_protect
+from holdfast.snapshot.resume.arrange import Protection, parse_protect
 
 Row = tuple[str, ModelJob, Sizes]
 
@@ -35,7 +38,8 @@ def add(commands: Any) -> None:
         "plan",
         help="what snapshots of a model would take: bytes, seconds, memory, the shortest interval",
         description="Computes, before anything runs, what snapshots of a job take. Without --model, of several "
-        "models, and of ways to train them. Rates are assumptions until you measure your own.",
+        "models, and of ways to train them. Rates are those that were last measured until you measure your own, with "
+        "holdfast bench node; it says what limits, and what to buy.",
     )
     models = ", ".join(PRESETS)
     plan.add_argument("--model", help=f"{models}, or layers=,hidden=,inner=,heads=,kv_heads=,vocab=,experts=ACTIVE/ALL")
@@ -61,18 +65,12 @@ def add(commands: Any) -> None:
     )
     plan.add_argument(
         "--copy-rate",
-        default="10GB/s",
         type=rate,
         metavar="RATE",
-        help="memory to memory, for --offload (default 10GB/s)",
+        help="memory to memory by one thread, for --offload (default: as measured)",
     )
-    plan.add_argument(
-        "--network-rate",
-        default="25GB/s",
-        type=rate,
-        metavar="RATE",
-        help="out of a node, for encoding (default 25GB/s)",
-    )
+    add_measured(plan)
+    add_rates(plan)
     plan.add_argument(
         "--host-memory",
         default="0",
@@ -93,12 +91,14 @@ def add(commands: Any) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command."""
+    smp = smp_of(parsed, parsed.measured)
     machine = Machine(
         parsed.device_rate,
-        parsed.copy_rate,
-        parsed.network_rate,
+        smp.rates.copy if parsed.copy_rate is None else parsed.copy_rate,
+        smp.network,
         parsed.host_memory,
         parsed.gpu_memory,
+        smp.digest,
     )
     job = ModelJob(
         parse_shape(parsed.model or "7b"),
@@ -127,13 +127,30 @@ def run(parsed: argparse.Namespace) -> int:
         slots += f" and {parsed.generations - 1} for older generations"
     if parsed.persist:
         slots += " and one that is written to storage"
-    show(Console(stderr=parsed.json == "-", highlight=False), rows, machine, slots)
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    show(console, rows, machine, slots)
+
+    def advised(row: Row) -> list[str]:
+        """What to buy for that job."""
+        _, each, sizes = row
+
+        def sized(smp: SmpRates, parity: int) -> Sizes:
+            code = Protection(sizes.data + sizes.parity - parity, parity)
+            other = replace(machine, network_rate=smp.network, digest_rate=smp.digest)
+            return size(each, other, code, parsed.slots, parsed.generations, persists=parsed.persist)
+
+        return list(advice(smp, sizes.parity, each.step_s, sized))
+
+    slowest = max(rows, key=lambda row: row[2].encode_s)
+    say_basis(console, smp, [*([f"For {slowest[0]}:"] if len(rows) > 1 else []), *advised(slowest)])
     data = [
         {
             "name": name,
             "job": asdict(each),
             "sizes": asdict(sizes),
             "fits_gpu": sizes.device_bytes <= machine.gpu_memory,
+            "rates": smp.to_json(),
+            "advice": advised((name, each, sizes)),
         }
         for name, each, sizes in rows
     ]
@@ -165,7 +182,7 @@ def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) ->
     head = ("", "on GPU", "captured", "a node", "arena", "copied", "safe", "every")
     cells = []
     for name, _, sizes in rows:
-        every = f"{sizes.interval_steps} steps" if sizes.interval_steps else duration(sizes.interval_s)
+        every = f"{sizes.interval_steps} steps" if sizes.interval_steps else _narrow(sizes.interval_s)
         cells.append(
             [
                 name,
@@ -173,8 +190,8 @@ def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) ->
                 amount(sizes.gpu_bytes),
                 amount(sizes.node_bytes),
                 amount(sizes.arena_bytes),
-                duration(sizes.copy_s),
-                duration(sizes.copy_s + sizes.encode_s) if sizes.parity else "-",
+                _narrow(sizes.copy_s),
+                _narrow(sizes.protected_s) if sizes.parity else "-",
                 every,
             ]
         )
@@ -185,13 +202,17 @@ def show(console: Console, rows: Sequence[Row], machine: Machine, slots: str) ->
     say(
         console,
         f"\n{first[1].nodes} nodes of {first[1].gpus_per_node} GPUs, {code}, {slots}; "
-        f"{amount(machine.device_rate)}/s from a GPU, {amount(machine.copy_rate)}/s in memory, "
-        f"{amount(machine.network_rate)}/s to the network. 'on GPU' is an estimate of what each holds, 'captured' each "
-        "GPU's share of a snapshot, 'arena' the shared memory of a node, 'every' the shortest interval at which each "
-        "snapshot is protected.",
+        f"{amount(machine.device_rate)}/s from a GPU, {amount(machine.copy_rate)}/s in memory. 'on GPU' is an estimate "
+        "of what each holds, 'captured' each GPU's share of a snapshot, 'arena' the shared memory of a node, 'safe' "
+        "when a snapshot is protected, 'every' the shortest interval at which each is.",
     )
     for warning in warnings(rows, machine):
         say(console, warning)
+
+
+def _narrow(seconds: float) -> str:
+    """A time, for a table that fits 80 columns."""
+    return duration(seconds).replace(" ", "")
 
 
 def warnings(rows: Sequence[Row], machine: Machine) -> Iterator[str]:

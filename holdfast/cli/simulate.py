@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.arguments import or_none, output_file, rate, some_time, time
 from holdfast.cli.output import add_json, write_json
+from holdfast.cli.rates import add_measured, add_rates, cores_here, say_basis, smp_of
+from holdfast.planner.rates import basis
 from holdfast.planner.sizing import STATE_BYTES, parse_shape
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import amount, duration
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from holdfast.planner.fleet.strategies import Strategy
     from holdfast.planner.fleet.sweep import SeedMean, Sweep, SweepRow
+    from holdfast.planner.rates import SmpRates
 
 NAMES = ("holdfast", "gemini", "gemini-racks", "disk-sync", "disk-async", "nothing")
 
@@ -65,9 +68,8 @@ def add(commands: Any) -> None:
         help="new processes on all nodes, such as 5min (default auto: by size)",
     )
     simulate.add_argument("--rack", type=int, default=2, help="nodes that one shock takes (default 2)")
-    simulate.add_argument(
-        "--network-rate", default="25GB/s", type=rate, metavar="RATE", help="out of a node (default 25GB/s)"
-    )
+    add_measured(simulate)
+    add_rates(simulate)
     simulate.add_argument(
         "--storage-rate",
         default="auto",
@@ -96,7 +98,8 @@ def run(parsed: argparse.Namespace) -> int:
 
     plots.check_plots(parsed.plot)
     console = Console(stderr=parsed.json == "-", highlight=False)
-    sweep = _sweep(parsed)
+    smp = smp_of(parsed, parsed.measured)
+    sweep = _sweep(parsed, smp)
     console.print("simulating")
     rows = run_sweep(sweep, lambda row: console.print(f"  {row.gpus:,} GPUs, {row.strategy}"))
     points = [(point, point.simulated(parsed.seed)) for point in POINTS] if parsed.published else []
@@ -106,22 +109,25 @@ def run(parsed: argparse.Namespace) -> int:
         for point, value in points
     ]
     show(console, rows, checks, _describe(sweep, parsed))
+    say_basis(console, smp)
     if parsed.markdown:
-        parsed.markdown.write_text(markdown(rows, checks, _describe(sweep, parsed)))
+        what = " ".join([_describe(sweep, parsed), *basis(smp, cores_here())])
+        parsed.markdown.write_text(markdown(rows, checks, what))
     if parsed.plot:
         plots.write(plots.draw_simulation([asdict(row) for row in rows], _describe(sweep, parsed)), parsed.plot)
     options = {key: str(value) for key, value in vars(parsed).items() if key not in ("run", "json", "plot", "markdown")}
-    write_json(parsed.json, {"options": options, "rows": [asdict(row) for row in rows], "published": checks})
+    found = {"options": options, "rates": smp.to_json(), "rows": [asdict(row) for row in rows], "published": checks}
+    write_json(parsed.json, found)
     return 0 if all(check["holds"] for check in checks) else 1
 
 
-def _sweep(parsed: argparse.Namespace) -> Sweep:
+def _sweep(parsed: argparse.Namespace, smp: SmpRates) -> Sweep:
     from holdfast.planner.fleet.failures import FailureProcess
     from holdfast.planner.fleet.job import FleetJob, Site
     from holdfast.planner.fleet.sweep import Sweep
 
     state = parse_shape(parsed.model).parameters * STATE_BYTES["adam"]
-    site = Site(network_rate=parsed.network_rate, rack=parsed.rack)
+    site = Site(network_rate=smp.network, rack=parsed.rack, digest_rate=smp.digest)
     return Sweep(
         gpus=_numbers("--gpus", parsed.gpus),
         strategies=_strategies(parsed),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ from rich.console import Console
 from holdfast.cli import plots
 from holdfast.cli.arguments import input_file, output_file, rate, size, some_time
 from holdfast.cli.output import add_json, say, write_json
+from holdfast.cli.rates import add_rates, read_measured, say_basis, smp_of
 from holdfast.planner.codes import PLACEMENTS, Domains
 from holdfast.planner.costs import Assumptions, Costs, assume, from_measured
+from holdfast.planner.rates import SmpRates
 from holdfast.planner.reasons import reasons
 from holdfast.planner.recommend import Recommendation, Targets, recommend
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -45,22 +46,29 @@ def add(commands: Any) -> None:
         "Assumed: holdfast tune --step 12s --state 98GB --nodes 128 --mtbf 1000d",
     )
     job = tune.add_argument_group("the job")
-    job.add_argument("--measured", type=input_file, metavar="FILE", help="profile that a run recorded (JSON)")
     job.add_argument(
-        "--step", type=some_time, metavar="TIME", help="a step without snapshots, such as 12s; without --measured"
+        "--measured",
+        type=input_file,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="profile of a run, by holdfast profile, or rates of a machine, by holdfast bench node; give it twice for "
+        "both",
     )
-    job.add_argument("--state", type=size, metavar="SIZE", help="of one node, such as 98GB; without --measured")
+    job.add_argument(
+        "--step", type=some_time, metavar="TIME", help="a step without snapshots, such as 12s; without a profile"
+    )
+    job.add_argument("--state", type=size, metavar="SIZE", help="of one node, such as 98GB; without a profile")
     job.add_argument("--nodes", type=int, metavar="N", help="(default: those of the profile, or 8)")
     job.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="(default 8)")
-    job.add_argument("--slots", type=int, default=3, metavar="N", help="for each shard (default 3); without --measured")
+    job.add_argument("--slots", type=int, default=3, metavar="N", help="for each shard (default 3); without a profile")
     rates = tune.add_argument_group("rates of the machine, where nothing was measured")
     for option, default, meaning in (
         ("--device-rate", "25GB/s", "one GPU to host memory"),
-        ("--copy-rate", "10GB/s", "host memory of a node, for digests"),
-        ("--network-rate", "25GB/s", "out of a node, for encoding"),
         ("--persist-rate", "1GB/s", "a node to storage; 0: no such tier"),
     ):
         rates.add_argument(option, type=rate, default=default, metavar="RATE", help=f"{meaning} (default {default})")
+    add_rates(rates, "--copy-rate")
     rates.add_argument(
         "--interference",
         default="5%",
@@ -139,7 +147,8 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.seed < 0:
         raise ConfigError(f"--seed {parsed.seed}: give 0 or more")
     plots.check_plots(parsed.plot)
-    costs, measured_nodes = _costs(parsed)
+    profiled, smp = _measured(parsed)
+    costs, measured_nodes = _costs(parsed, profiled, smp)
     nodes = parsed.nodes if parsed.nodes is not None else measured_nodes
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes}: give 1 or more")
@@ -148,10 +157,14 @@ def run(parsed: argparse.Namespace) -> int:
     targets = _targets(parsed, nodes)
     found = recommend(costs, model, nodes, domains, targets)
     found = replace(found, why=tuple(reasons(found, costs, model, domains, targets, duration, amount)))
-    show(Console(stderr=parsed.json == "-", highlight=False), found, costs)
+    console = Console(stderr=parsed.json == "-", highlight=False)
+    show(console, found, costs)
+    if profiled is None or not profiled.parity:  # else encoding was measured, and no rate of these is used
+        console.print()
+        say_basis(console, smp)
     if parsed.plot:
         plots.write(plots.draw_tune(found, costs), parsed.plot)
-    write_json(parsed.json, found.to_json())
+    write_json(parsed.json, found.to_json() | {"rates": smp.to_json()})
     return 0
 
 
@@ -206,33 +219,46 @@ def _groups(sizes: tuple[int, ...]) -> str:
     return " and ".join(f"{_count(n, 'group') if n > 1 else 'a group'} of {size} nodes" for size, n in counts.items())
 
 
-def _costs(parsed: argparse.Namespace) -> tuple[Costs, int]:
+def _measured(parsed: argparse.Namespace) -> tuple[Measured | None, SmpRates]:
+    """What was measured of the job, and of a machine."""
+    machines = []
+    profiled: Measured | None = None
+    for path in parsed.measured:
+        try:
+            data = read_measured(path)
+            if isinstance(data, dict) and "kind" in data:
+                machines.append(path)
+                continue
+            if profiled is not None:
+                raise ConfigError("there is a profile already: give one")
+            profiled = Measured.from_json(data)
+        except ConfigError as error:
+            raise ConfigError(f"--measured {path}: {error}") from error
+    if len(machines) > 1:
+        raise ConfigError(f"--measured {machines[1]}: there are rates of a machine already: give one")
+    if profiled is not None and (parsed.step or parsed.state):
+        raise ConfigError("--step or --state together with a profile in --measured: it has both; drop one")
+    return profiled, smp_of(parsed, machines[0] if machines else None)
+
+
+def _costs(parsed: argparse.Namespace, profiled: Measured | None, smp: SmpRates) -> tuple[Costs, int]:
     """Costs, and of how many nodes."""
     assumptions = Assumptions(
         step_s=parsed.step,
         state_bytes=parsed.state,
         gpus_per_node=parsed.gpus_per_node,
         device_rate=parsed.device_rate,
-        copy_rate=parsed.copy_rate,
-        network_rate=parsed.network_rate,
+        copy_rate=smp.digest,
+        network_rate=smp.network,
         persist_rate=parsed.persist_rate,
         interference=_fraction("--interference", parsed.interference),
         restart_s=parsed.restart,
         rebuild_s=parsed.rebuild,
         slots=parsed.slots,
     )
-    if parsed.measured is None:
+    if profiled is None:
         return assume(assumptions), 8
-    if parsed.step or parsed.state:
-        raise ConfigError(
-            f"--step or --state together with --measured {parsed.measured}: the profile has both; drop one"
-        )
-    try:
-        data = json.loads(_read("--measured", parsed.measured))
-    except ValueError as error:
-        raise ConfigError(f"--measured {parsed.measured}: {error}; give the JSON that a run recorded") from error
-    measured = Measured.from_json(data)
-    return from_measured(measured, assumptions), measured.nodes
+    return from_measured(profiled, assumptions), profiled.nodes
 
 
 def _failures(parsed: argparse.Namespace, nodes: int) -> FailureModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.planner.rates import SmpRates
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
 from holdfast.snapshot.interval.checks import not_negative, positive, within
@@ -19,7 +20,7 @@ class Assumptions:
         step_s, state_bytes: of a step without snapshots; of one node. None: a measured profile has them.
         device_rate: from one GPU to host memory, bytes per second.
         copy_rate: host memory, bytes per second: at which a snapshot is digested.
-        network_rate: out of a node, what encoding may use.
+        network_rate: out of a node, what encoding sends.
         persist_rate: from a node to storage; 0: snapshots are not persisted.
         interference: share of the time of copying, sending or persisting by which training is slowed meanwhile. This
             project's copies cost 0.09 of a memcpy with an idle core, 1.2 to 1.6 without one.
@@ -31,8 +32,8 @@ class Assumptions:
     state_bytes: float | None = None
     gpus_per_node: int = 8
     device_rate: float = 25e9
-    copy_rate: float = 10e9
-    network_rate: float = 25e9
+    copy_rate: float = SmpRates().digest
+    network_rate: float = SmpRates().network
     persist_rate: float = 1e9
     interference: float = 0.05
     restart_s: float = 300.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from holdfast.planner.rates import LAST, SmpRates
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
 from holdfast.snapshot.resume.arrange import Protection
@@ -173,19 +174,21 @@ class Machine:
     Attributes:
         device_rate: from one GPU to pinned host memory.
         copy_rate: host memory to host memory, one thread (for offloaded state).
-        network_rate: out of a node, what encoding may use of it.
+        network_rate: out of a node, what encoding sends.
         host_memory: of a node, in bytes; 0 if not known.
         gpu_memory: of one GPU, in bytes.
+        digest_rate: at which an SMP seals.
     """
 
     device_rate: float = 25e9
-    copy_rate: float = 10e9
-    network_rate: float = 25e9
+    copy_rate: float = LAST.copy
+    network_rate: float = SmpRates().network
     host_memory: float = 0.0
     gpu_memory: float = 80e9
+    digest_rate: float = SmpRates().digest
 
     def __post_init__(self) -> None:
-        if min(self.device_rate, self.copy_rate, self.network_rate) <= 0 or self.host_memory < 0:
+        if min(self.device_rate, self.copy_rate, self.network_rate, self.digest_rate) <= 0 or self.host_memory < 0:
             raise ConfigError("rates are more than 0 bytes per second, and memory is not less than 0")
 
 
@@ -200,6 +203,7 @@ class Sizes:
         arena_bytes: shared memory reserved on each node.
         device_bytes: of each GPU, taken by weights, gradients, optimizer state and activations; an estimate.
         copy_s: until a snapshot is in host memory, at full speed.
+        seal_s: until it is digested, after that.
         encode_s: until it is protected, after that.
         interval_s: shortest time between snapshots at which each is protected before its slot is needed.
         interval_steps: the same in steps; 0 if the step time is not known.
@@ -218,6 +222,12 @@ class Sizes:
     interval_steps: int
     data: int
     parity: int
+    seal_s: float = 0.0
+
+    @property
+    def protected_s(self) -> float:
+        """From the boundary until a snapshot is protected."""
+        return self.copy_s + self.seal_s + self.encode_s
 
 
 def size(
@@ -256,8 +266,10 @@ def size(
     moving = state / job.nodes
     rate = machine.copy_rate if job.offload else machine.device_rate * job.gpus_per_node
     copy_s = moving / rate
+    seal_s = moving / machine.digest_rate
     encode_s = parity * moving / machine.network_rate
-    interval = max(copy_s, (copy_s + encode_s) / (slots - 1), encode_s)
+    commit_s = copy_s + seal_s
+    interval = max(commit_s, (commit_s + encode_s) / (slots - 1), encode_s)
     return Sizes(
         state_bytes=state,
         static_bytes=static,
@@ -271,6 +283,7 @@ def size(
         interval_steps=max(1, -int(-interval // job.step_s)) if job.step_s else 0,
         data=chosen.data if parity else 0,
         parity=parity,
+        seal_s=seal_s,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from holdfast.planner.rates import SmpRates
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 RESTARTS = ((1024, 60.0), (16_384, 200.0), (22_528, 300.0), (65_536, 600.0), (98_304, 900.0))
@@ -71,7 +72,8 @@ class Site:
 
     Attributes:
         gpu_rate: between one GPU and its host's memory.
-        network_rate: out of a node, what saving and loading may use of it.
+        digest_rate: at which an SMP seals a snapshot.
+        network_rate: out of a node, at which copies are protected and lost ones loaded.
         storage_rate: of the shared storage, for the whole job.
         rack: nodes that one shock takes.
         spares: machines that stand by.
@@ -80,15 +82,16 @@ class Site:
     """
 
     gpu_rate: float = 25e9
-    network_rate: float = 25e9
+    network_rate: float = SmpRates().network
     storage_rate: float = 12e9
     rack: int = 2
     spares: int = 1
     replace_s: float = 120.0
     repair_s: float = 4 * 3600.0
+    digest_rate: float = SmpRates().digest
 
     def __post_init__(self) -> None:
-        for name in ("gpu_rate", "network_rate", "storage_rate"):
+        for name in ("gpu_rate", "digest_rate", "network_rate", "storage_rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} {getattr(self, name)}: use more than 0 bytes per second")
         if self.rack < 1 or self.spares < 0:

@@ -53,7 +53,7 @@ def ettr(job: FleetJob, site: Site, failures: FailureProcess, strategy: Strategy
     )
 
 
-FREE = Site(storage_rate=math.inf, network_rate=math.inf)
+FREE = Site(storage_rate=math.inf, network_rate=math.inf, digest_rate=math.inf)
 """Where saving and loading take no time: for studies that count them into the time to recover."""
 
 
@@ -109,7 +109,8 @@ def _byte_robust(seed: int) -> float:
     nodes = 9600 // 8
     process = FailureProcess(1000 * 24 / (2.78 * nodes), drain=0.3, memory=0.1)
     job = FleetJob(nodes, restart_s=restart_s(9600))
-    return ettr(job, Site(spares=5, rack=1), process, PairReplication(), 90, seed)
+    site = Site(network_rate=25e9, spares=5, rack=1)  # a card of 200 Gb/s: an assumption
+    return ettr(job, site, process, PairReplication(), 90, seed)
 
 
 _RSC = "Meta RSC (arXiv 2410.21680)"

@@ -119,10 +119,11 @@ class InMemoryCode:
     def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """See `Strategy`."""
         encode_s = self.parity * job.node_bytes / site.network_rate
+        seal_s = job.node_bytes / site.digest_rate
         agreement_s = ROUND_S * len(distances(job.gpus))
         entering_s = ENTERING_S * job.gpus
         return Design(
-            saves=_in_memory(job, site, encode_s, self.every, self.slots, self.persist_s, agreement_s, HELD_S),
+            saves=_in_memory(job, site, encode_s, self.every, self.slots, self.persist_s, seal_s, agreement_s, HELD_S),
             groups=place(job.nodes, self.data + self.parity, self.parity, site.rack, spread=True),
             load_s={source: entering_s + load_s for source, load_s in _loads(job, site).items()},
             group_repair_s=encode_s,
@@ -242,22 +243,25 @@ def _in_memory(
     every: int,
     slots: int,
     persist_s: float,
+    seal_s: float = 0.0,
     agreement_s: float = 0.0,
     held_s: float = 0.0,
 ) -> tuple[Save, ...]:
     """Snapshots as often as they are done in time and cost no more than `BUDGET`, and some of them to storage.
 
     Args:
+        seal_s: until what is copied is sealed.
         agreement_s: until all know that one is protected. held_s: how long that holds up training.
     """
     copy_s = _copy_s(job, site)
     stall_s = COPY_COST * copy_s + NETWORK_COST * send_s + held_s
-    least_s = max(copy_s, send_s, (copy_s + send_s) / (slots - 1), stall_s / BUDGET)
+    sealed_s = copy_s + seal_s
+    least_s = max(sealed_s, send_s, (sealed_s + send_s) / (slots - 1), stall_s / BUDGET)
     steps = max(every, _at_least(least_s, job))
-    snapshot = Save(steps, stall_s, sealed_s=copy_s, protected_s=copy_s + send_s + agreement_s)
+    snapshot = Save(steps, stall_s, sealed_s=sealed_s, protected_s=sealed_s + send_s + agreement_s)
     if persist_s == math.inf:
         return (snapshot,)
-    write_s = copy_s + send_s + job.state_bytes / site.storage_rate
+    write_s = sealed_s + send_s + job.state_bytes / site.storage_rate
     rarely = max(1, round(persist_s / job.step_s / steps), math.ceil(write_s / job.step_s / steps))
     return snapshot, Save(rarely * steps, 0.0, persisted_s=write_s)
 

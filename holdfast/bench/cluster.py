@@ -1,0 +1,269 @@
+"""Real SMPs on this machine, and one process that is the trainer of each of them: what the benchmarks of SMPs drive.
+
+``python -m holdfast.bench.cluster`` is such a process. It does what it is told on standard input, a JSON object a line,
+and answers with one. `holdfast bench node` runs this file beside the code of another checkout, too: it uses nothing of
+its own folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+import holdfast
+from holdfast.chaos.node import VirtualNode
+from holdfast.chaos.runner import Wiring
+from holdfast.ec.codec import as_array
+from holdfast.smp_daemon.shared.board import SnapshotOutcome
+from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.plan import plan_restore
+from holdfast.smp_daemon.shared.scratch import Scratch
+from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot, write_stamp
+from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
+
+LOST = 1
+"""The node that loses its memory."""
+
+SLOTS = 2
+DEADLINE_S = 120.0
+PAUSE_S = 0.9
+"""For so long encoding is held back while all nodes seal; SMPs grant a second."""
+
+ATTEMPTS = 5
+"""How often a snapshot is taken anew that was not sealed within `PAUSE_S`, on a busy machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Protected:
+    """One snapshot of all nodes. Processor time is user and system, of all SMPs together.
+
+    Attributes:
+        bytes: of all shards.
+        seal_s, seal_cpu_s: digesting every byte, node by node.
+        seconds, cpu_s: from then on, until every node has committed its parity and heard that the others have.
+    """
+
+    bytes: int
+    seal_s: float
+    seal_cpu_s: float
+    seconds: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecovered:
+    """A lost node's shard that came back.
+
+    Attributes:
+        cpu_s: of all SMPs together.
+        sent, received: bytes between SMPs, by node.
+    """
+
+    bytes: int
+    seconds: float
+    cpu_s: float
+    sent: list[int]
+    received: list[int]
+
+
+class Cluster:
+    """SMPs that hold one shard each. Not thread-safe; every call blocks.
+
+    Attributes:
+        nodes, clients: in the order of their shards.
+        content: of every shard.
+    """
+
+    def __init__(
+        self, base: Path, content: memoryview, nodes: int, stack: ExitStack, settings: Mapping[str, str] | None = None
+    ) -> None:
+        """Start them, with more environment variables if given; `stack` ends them.
+
+        Raises:
+            HoldfastError: an SMP cannot start.
+        """
+        job = "bench"
+        self.content = content
+        self._settings = dict(settings or {})
+        self.nodes = [VirtualNode(i, 0, f"127.0.0.{211 + i}", base, job) for i in range(nodes)]
+        self.clients: list[SmpClient] = []
+        self._formats: list[SlotFormat] = []
+        self._layout: Layout
+        self._newest: SnapshotId | None = None
+        self._step = 0
+        self._epoch = 1
+        for node in self.nodes:
+            stack.callback(node.close)
+            node.launch(Wiring("", []), self._settings)
+        stack.callback(self._close)
+        for node in self.nodes:
+            node.wait_ready()
+            self.clients.append(SmpClient(node.arena, job))
+            leaf = Leaf("state", "U8", (len(content),))
+            self._formats.append(plan_slot(job, f"dp{node.index}", [leaf], 64))
+
+    def configure(self, protect: str) -> None:
+        """Have memory reserved, with two slots a shard."""
+        ranks = [
+            RankInfo.of(f"dp{i}", client.inventory(), form.total_bytes)
+            for i, (client, form) in enumerate(zip(self.clients, self._formats, strict=True))
+        ]
+        self._layout = arrange("bench", self._epoch, ranks, parse_protect(protect), SLOTS)
+        for client in self.clients:
+            client.join(self._epoch)
+        for client in self.clients:
+            client.configure(self._layout)
+
+    def write(self) -> SnapshotId:
+        """Write the next snapshot into its slots."""
+        self._step += 1
+        snapshot = SnapshotId(self._epoch, self._step)
+        keep = [self._newest] if self._newest else []
+        for i, client in enumerate(self.clients):
+            self._write(client.begin(snapshot, f"dp{i}", keep, self._newest), i, snapshot)
+        return snapshot
+
+    def seal(self, snapshot: SnapshotId) -> None:
+        """Have it digested and committed, node by node."""
+        for i, client in enumerate(self.clients):
+            client.seal(snapshot, f"dp{i}")
+
+    def await_protected(self, snapshot: SnapshotId) -> None:
+        """Until every node says so. Raises `DeadlineExceeded`."""
+        for i, client in enumerate(self.clients):
+            if client.await_outcome(snapshot, DEADLINE_S) is not SnapshotOutcome.PROTECTED:
+                raise DeadlineExceeded(f"node {i} did not protect {snapshot} in {DEADLINE_S:.0f} s")
+        self._newest = snapshot
+
+    def protect(self) -> Protected:
+        """Protect a snapshot, sealing and encoding apart: the trainers ask for quiet until all have sealed.
+
+        Raises:
+            DeadlineExceeded: sealing takes longer than SMPs grant quiet, `ATTEMPTS` times.
+        """
+        for _ in range(ATTEMPTS):
+            snapshot = self.write()
+            sent = self._sent()
+            for client in self.clients:
+                client.pause(0, time.monotonic() + PAUSE_S)
+            before, began = self._cpu_s(), time.perf_counter()
+            self.seal(snapshot)
+            sealed_at, sealed_cpu_s = time.perf_counter(), self._cpu_s()
+            held_back = self._sent() == sent
+            start, start_cpu_s = time.perf_counter(), self._cpu_s()
+            for client in self.clients:
+                client.resume(0)
+            self.await_protected(snapshot)
+            done, done_cpu_s = time.perf_counter(), self._cpu_s()
+            if held_back:
+                return Protected(
+                    bytes=len(self.content) * len(self.nodes),
+                    seal_s=sealed_at - began,
+                    seal_cpu_s=sealed_cpu_s - before,
+                    seconds=done - start,
+                    cpu_s=done_cpu_s - start_cpu_s,
+                )
+        raise DeadlineExceeded(
+            f"{len(self.nodes)} nodes did not seal {len(self.content):,} bytes each within {PAUSE_S:g} s: use smaller "
+            "shards, or an idle machine"
+        )
+
+    def recover(self, method: str) -> NodeRecovered:
+        """Have `LOST` lose its memory, and its replacement get the shard back by one of `recovery.rebuild.METHODS`."""
+        assert self._newest is not None
+        node = self.nodes[LOST]
+        self.clients[LOST].close()
+        node.power_cut()
+        node.launch(Wiring("", []), self._settings | {"HOLDFAST_REBUILD": method})
+        node.wait_ready()
+        self.clients[LOST] = SmpClient(node.arena, "bench")
+        plan = plan_restore([client.inventory() for client in self.clients], self._layout.coords)
+        if plan is None or plan.snapshot != self._newest:
+            raise HoldfastError(f"{self._newest} was protected and cannot be had")
+        self._epoch += 1
+        for client in self.clients:
+            client.join(self._epoch)
+        counted = [client.counters() for client in self.clients]
+        before, began = self._cpu_s(), time.perf_counter()
+        shard = self.clients[LOST].recover(plan.sources, f"dp{LOST}")
+        seconds, cpu_s = time.perf_counter() - began, self._cpu_s() - before
+        offset, leaf = self._formats[LOST].offsets["state"]
+        if shard.how != "rebuilt" or shard.view[offset : offset + leaf.bytes] != self.content:
+            raise HoldfastError(f"the shard came back {shard.how}, and not as it was")
+        sent, received = (
+            [client.counters()[name] - early[name] for client, early in zip(self.clients, counted, strict=True)]
+            for name in ("bytes_sent", "bytes_received")
+        )
+        return NodeRecovered(len(self.content), seconds, cpu_s, sent, received)
+
+    def _write(self, slot: memoryview, index: int, snapshot: SnapshotId) -> None:
+        form = self._formats[index]
+        slot[: len(form.header)] = form.header
+        write_stamp(slot, snapshot)
+        offset, leaf = form.offsets["state"]
+        np.copyto(as_array(slot[offset : offset + leaf.bytes]), as_array(self.content))
+        offset, capacity = form.record
+        slot[offset : offset + capacity] = b"{}".ljust(capacity)
+
+    def _cpu_s(self) -> float:
+        return sum(cpu_seconds(node.pid) for node in self.nodes)
+
+    def _sent(self) -> int:
+        return sum(client.counters()["bytes_sent"] for client in self.clients)
+
+    def _close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has taken, of all its threads, those that have ended included."""
+    return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3): nanoseconds, where /proc has hundredths
+
+
+def random_content(count: int, seed: int) -> memoryview:
+    """So many bytes in memory of their own."""
+    content = memoryview(mmap.mmap(-1, count))
+    content[:] = np.random.default_rng(seed).bytes(count)
+    return content
+
+
+def main() -> None:
+    """Serve standard input until it ends: ``{"do": "protect"}``, ``{"do": "recover"}``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--protect", required=True)
+    parser.add_argument("--shard-bytes", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    options = parser.parse_args()
+    try:
+        with Scratch("bench") as scratch, ExitStack() as stack:
+            content = random_content(options.shard_bytes, options.seed)
+            # Nothing else is to be measured: the scrub would read now and then.
+            cluster = Cluster(scratch.path, content, options.nodes, stack, {"HOLDFAST_SCRUB": "0"})
+            cluster.configure(options.protect)
+            _answer({"code": str(Path(holdfast.__file__).parent.parent)})
+            for line in sys.stdin:
+                order = json.loads(line)
+                _answer(asdict(cluster.protect() if order["do"] == "protect" else cluster.recover("chain")))
+    except HoldfastError as error:
+        _answer({"error": str(error)})
+
+
+def _answer(found: Mapping[str, object]) -> None:
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The options that say how fast an SMP is, alike for all commands that plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from holdfast.cli.arguments import checked, input_file, rate
+from holdfast.cli.output import say
+from holdfast.planner.rates import KIND, NodeRates, SmpRates, basis
+from holdfast.smp_daemon.shared.errors import ConfigError
+
+
+@checked
+def _cores(text: str) -> float:
+    try:
+        count = float(text)
+    except ValueError:
+        count = math.nan
+    if not 0 < count < math.inf:
+        raise ConfigError(f"{text!r} is no number of cores: give one such as 4")
+    return count
+
+
+def add_rates(options: Any, *also: str) -> None:
+    """Add the options to a parser or a group of one. `also`: other names of the rate of digesting."""
+    options.add_argument(
+        "--smp-cores",
+        type=_cores,
+        metavar="N",
+        help="cores that the SMP of a node may use (default: what it kept busy when it was measured, and 1 at least)",
+    )
+    options.add_argument(
+        "--line-rate",
+        type=rate,
+        metavar="RATE",
+        help="of all network cards of a node together: protecting is no faster (default: not known)",
+    )
+    options.add_argument(
+        "--network-rate",
+        type=rate,
+        metavar="RATE",
+        help="what encoding sends out of a node (default: what the SMP's cores do, by what was measured)",
+    )
+    options.add_argument(
+        "--digest-rate",
+        *also,
+        type=rate,
+        metavar="RATE",
+        help="at which the SMP digests a snapshot (default: what its cores do, by what was measured)",
+    )
+
+
+def add_measured(options: Any) -> None:
+    """Add ``--measured``, for what a machine does."""
+    options.add_argument(
+        "--measured",
+        type=input_file,
+        metavar="FILE",
+        help=f"rates of a machine, as {KIND} --json FILE wrote them (default: those that were measured last)",
+    )
+
+
+def smp_of(parsed: argparse.Namespace, measured: Path | None) -> SmpRates:
+    """What the options come to. Raises `ConfigError` if the file is of another kind, or a rate is 0."""
+    smp = SmpRates(
+        given_cores=parsed.smp_cores,
+        line_rate=math.inf if parsed.line_rate is None else parsed.line_rate,
+        given_digest=parsed.digest_rate,
+        given_network=parsed.network_rate,
+    )
+    if measured is None:
+        return smp
+    try:
+        return replace(smp, file=str(measured), rates=NodeRates.from_json(read_measured(measured)))
+    except ConfigError as error:
+        raise ConfigError(f"--measured {measured}: {error}") from error
+
+
+def read_measured(path: Path) -> Any:
+    """The JSON of a file. Raises `ConfigError` if it is none."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:  # `UnicodeDecodeError` is a `ValueError`
+        raise ConfigError(f"it cannot be read as JSON: {error}") from error
+
+
+def say_basis(console: Console, smp: SmpRates, more: Iterable[str] = ()) -> None:
+    """Print what the rates rest on, and more sentences."""
+    for sentence in (*basis(smp, cores_here()), *more):
+        say(console, sentence)
+
+
+def cores_here() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
