@@ -63,7 +63,7 @@ def report(**changes: Any) -> NodeReport:
         machine=MACHINE,
         load=(0.1, 2.0),
         seed=7,
-        against="/somewhere/old",
+        against="old",
         rates=summary("2026-11-24", MACHINE, parts, sockets, [row]),
         parts=parts,
         sockets=sockets,

@@ -141,7 +141,13 @@ class RecoverRate:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A run of the benchmark. `load` is the load average of the last minute before and after it."""
+    """A run of the benchmark.
+
+    Attributes:
+        load: average of the last minute, before and after it.
+        against: the folder of the other checkout; empty: there is none.
+        rates: what the planner works with; None: the parts were left out.
+    """
 
     date: str
     release: str
@@ -198,7 +204,7 @@ def run(plan: NodeBenchmark, console: Console) -> NodeReport:
         machine=computer,
         load=(round(load, 2), round(os.getloadavg()[0], 2)),
         seed=plan.seed,
-        against=str(plan.against or ""),
+        against=plan.against.resolve().name if plan.against else "",
         rates=summary(date, computer, parts, sockets, protect) if parts else None,
         parts=parts,
         sockets=sockets,
@@ -358,8 +364,9 @@ class Smps:
         )
         try:
             code = Path(answer(self._process)["code"])
-            if self._root is not None and not code.samefile(self._root):
-                raise HoldfastError(f"the SMPs of {self._root} would be those of {code}")
+            root = self._root or Path(cluster_module.__file__).parents[2]
+            if not code.samefile(root):
+                raise HoldfastError(f"the SMPs of {root} would be those of {code}: measure from another folder")
         except BaseException:
             self.__exit__()
             raise
@@ -504,7 +511,7 @@ def markdown(report: NodeReport) -> str:
 
 def _head(report: NodeReport) -> str:
     load = " and ".join(f"{each:g}" for each in report.load)
-    against = f"; 'against' is the code of {Path(report.against).name}" if report.against else ""
+    against = f"; 'against' is the code of {report.against}" if report.against else ""
     return (
         f"{report.date}: holdfast {report.release} on {describe(report.machine)}; load average {load} before and "
         f"after; seed {report.seed}{against}."
