@@ -60,7 +60,7 @@ class Smp(Core):
         """
         host, *others = parse_hosts(host)
         check_own((host, *others), system)
-        super().__init__(job, node, arena, settings or Settings(), access, system)
+        super().__init__(job, node, arena, settings or Settings(), 1 + len(others), access, system)
         before = read_owner(arena, system)
         if before is not None and before.host == host:
             port, bulk_port = port or before.control_port, bulk_port or before.bulk_port

@@ -12,7 +12,7 @@ import json
 import mmap
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,9 +86,20 @@ class Cluster:
     """
 
     def __init__(
-        self, base: Path, content: memoryview, nodes: int, stack: ExitStack, settings: Mapping[str, str] | None = None
+        self,
+        base: Path,
+        content: memoryview,
+        nodes: int,
+        stack: ExitStack,
+        settings: Mapping[str, str] | None = None,
+        places: Sequence[tuple[str, str | None]] = (),
     ) -> None:
-        """Start them, with more environment variables if given; `stack` ends them.
+        """Start them; `stack` ends them.
+
+        Args:
+            settings: more environment variables.
+            places: of each node, its addresses with commas between them, and the path of its network namespace; left
+                out, they are on loopback.
 
         Raises:
             HoldfastError: an SMP cannot start.
@@ -96,7 +107,10 @@ class Cluster:
         job = "bench"
         self.content = content
         self._settings = dict(settings or {})
-        self.nodes = [VirtualNode(i, 0, f"127.0.0.{211 + i}", base, job) for i in range(nodes)]
+        places = places or [(f"127.0.0.{211 + i}", None) for i in range(nodes)]
+        self.nodes = [VirtualNode(i, 0, hosts, base, job) for i, (hosts, _) in enumerate(places)]
+        for node, (_, namespace) in zip(self.nodes, places, strict=True):
+            node.namespace = namespace
         self.clients: list[SmpClient] = []
         self._formats: list[SlotFormat] = []
         self._layout: Layout

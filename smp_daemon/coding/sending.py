@@ -21,6 +21,7 @@ from holdfast.smp_daemon.net.links import Links
 from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, DeadlineExceeded, SmpUnavailable
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, Node, SnapshotId
+from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.messages import Accumulate
 from holdfast.smp_daemon.shared.sources import Address
@@ -42,6 +43,12 @@ RECONNECT_EVERY_S = 0.05
 
 AVOIDED_S = 60.0
 """How long a link is not tried again that broke while others to the same peer worked."""
+
+SILENT_S = 3.0
+"""A link over which nothing moves for so long, while others to the same peer work, is broken."""
+
+CONNECT_S = 5.0
+"""How long a lane that is not the only one waits for a connection."""
 
 log = get_log(__name__)
 _episodes = Episodes(log)
@@ -105,9 +112,10 @@ class Sender:
         """
         store = self._store
         cards = layout.node(store.node).bulk_addresses
-        for number in range(len(self._lanes), self._links * len(cards)):
+        count = self._links * len(cards)
+        for number in range(len(self._lanes), count):
             source = cards[number % len(cards)][0] if len(cards) > 1 else ""
-            self._lanes.append(_Lane(number, store, source))
+            self._lanes.append(_Lane(number, store, source, alone=count == 1))
         group, _ = layout.place(store.node)
         store.codings.await_gathering(store.epoch, Coding(snapshot, layout.tag(group)))
         supply = _Supply(_outbound_units(store, snapshot, layout), self._lanes, check, pace, store)
@@ -151,6 +159,7 @@ class _Supply:
         self._open = 0
         self._drained = False
         self._failure: Exception | None = None
+        self._acknowledged: dict[str, float] = {}
         now = store.system.monotonic()
         self._parted = {
             node: avoiding
@@ -175,12 +184,18 @@ class _Supply:
                     continue
             self._make_ready()
 
-    def acknowledged(self) -> None:
-        """A unit is accumulated."""
+    def acknowledged(self, owner: str, now: float) -> None:
+        """A unit is accumulated there."""
         with self._changed:
+            self._acknowledged[owner] = now
             self._open -= 1
             if not self._open:
                 self._changed.notify_all()
+
+    def is_awake(self, owner: str, since: float) -> bool:
+        """Whether a peer has acknowledged a unit since then, over whichever connection."""
+        with self._changed:
+            return self._acknowledged.get(owner, since) > since
 
     def part(self, lane: _Lane, owner: Node, units: list[OutboundUnit]) -> bool:
         """A lane does not reach a peer any more: others send these units. False if there are no others."""
@@ -238,64 +253,86 @@ class _Lane:
         avoided: until when, by the name of a peer, others send what is for it.
     """
 
-    def __init__(self, number: int, store: Store, source: str) -> None:
-        """`source`: the address of the network card that it uses; empty: whichever the system chooses."""
+    def __init__(self, number: int, store: Store, source: str, *, alone: bool) -> None:
+        """
+        Args:
+            source: the address of the network card that it uses; empty: whichever the system chooses.
+            alone: there are no other lanes.
+        """
         self.number = number
-        self.links = Links(store.counters, system=store.system, source=source)
+        self.links = Links(
+            store.counters, system=store.system, source=source, patience=None if alone else self._lose_patience
+        )
         self.avoided: dict[str, float] = {}
+        self._connect_s = CALL_DEADLINE_S if alone else CONNECT_S
         self._store = store
         self._system = store.system
+        self._supply: _Supply
         self._sent: deque[OutboundUnit] = deque()
+        self._owners: dict[Address, str] = {}
 
     def run(self, supply: _Supply) -> None:
         """Send for as long as there are units. Blocks; what goes wrong, `supply` is told."""
+        self._supply = supply
         self._sent.clear()
         try:
             while True:
                 if len(self._sent) >= WINDOW:
-                    self._collect(supply)
+                    self._collect()
                 elif unit := supply.next(self, wait=not self._sent):
-                    self._send(supply, unit)
+                    self._send(unit)
                 elif self._sent:
-                    self._collect(supply)
+                    self._collect()
                 else:
                     return
         except Exception as error:
             supply.fail(error)
 
-    def _send(self, supply: _Supply, unit: OutboundUnit) -> None:
-        supply.check()
+    def _send(self, unit: OutboundUnit) -> None:
+        self._supply.check()
         self._sent.append(unit)
         try:
-            self.links.send(self._address(unit.owner), unit.message, unit.content)
+            self._hand_over(unit)
         except (SmpUnavailable, DeadlineExceeded) as error:
-            self._broken(supply, unit.owner, error)
+            self._broken(unit.owner, error)
 
-    def _collect(self, supply: _Supply) -> None:
+    def _hand_over(self, unit: OutboundUnit) -> None:
+        address = self._address(unit.owner)
+        self._owners[address] = unit.owner.name
+        self.links.connect(address, unit.message.job, self._connect_s)
+        self.links.send(address, unit.message, unit.content)
+
+    def _collect(self) -> None:
         unit = self._sent[0]
         address = self._address(unit.owner)
         try:
             self.links.receive(address)
         except (SmpUnavailable, DeadlineExceeded) as error:
-            self._broken(supply, unit.owner, error)
+            self._broken(unit.owner, error)
             return
         except DamagedSnapshot as error:
             self._sent.popleft()
             if unit.attempt == ATTEMPTS:
                 raise
             _episodes.begin("damaged", "a unit is sent again: %s", error, extra=about(peer=address))
-            self._send(supply, replace(unit, attempt=unit.attempt + 1))
+            self._send(replace(unit, attempt=unit.attempt + 1))
             return
         self._sent.popleft()
-        supply.acknowledged()
+        self._supply.acknowledged(unit.owner.name, self._system.monotonic())
         _episodes.end("damaged", "units arrive whole again", extra=about(peer=address))
 
-    def _broken(self, supply: _Supply, owner: Node, error: SmpUnavailable | DeadlineExceeded) -> None:
+    def _lose_patience(self, address: Address, waited_s: float) -> None:
+        """Nothing has moved over a connection for so long: raises `SmpUnavailable` if that is not the peer's doing."""
+        since = self._system.monotonic() - waited_s
+        if waited_s >= SILENT_S and self._supply.is_awake(self._owners[address], since):
+            raise SmpUnavailable(f"nothing has moved for {waited_s:.0f} s, while other connections carry on")
+
+    def _broken(self, owner: Node, error: SmpUnavailable | DeadlineExceeded) -> None:
         """A connection broke: other lanes send what was not acknowledged on it, or the last one connects again."""
         address = self._address(owner)
         self.links.drop(address)
         mine = [unit for unit in self._sent if unit.owner.name == owner.name]
-        if supply.part(self, owner, mine):
+        if self._supply.part(self, owner, mine):
             self._sent = deque(unit for unit in self._sent if unit.owner.name != owner.name)
             self.avoided[owner.name] = self._system.monotonic() + AVOIDED_S
             text = "a connection to %s does not work, and others carry on for %.0f s: %s"
@@ -304,19 +341,19 @@ class _Lane:
         elif isinstance(error, DeadlineExceeded):
             raise error
         else:
-            self._send_again(supply, address, error)
+            self._send_again(address, error)
 
-    def _send_again(self, supply: _Supply, address: Address, broken: SmpUnavailable) -> None:
+    def _send_again(self, address: Address, broken: SmpUnavailable) -> None:
         """Connect anew and send all that was not acknowledged there, for as long as it is wanted."""
         limit = self._system.monotonic() + RECONNECT_DEADLINE_S
         while True:
             self.links.drop(address)
-            supply.check()
+            self._supply.check()
             if self._system.monotonic() > limit:
                 raise broken
             try:
                 for unit in [unit for unit in self._sent if self._address(unit.owner) == address]:
-                    self.links.send(address, unit.message, unit.content)
+                    self._hand_over(unit)
                 self._store.counters.add(reconnects=1)
                 _episodes.end(address, "%s takes units again", address, extra=about(peer=address))
                 return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -25,17 +27,24 @@ class Links:
     """
 
     def __init__(
-        self, counters: Counters, deadline_s: float = CALL_DEADLINE_S, system: System = MACHINE, source: str = ""
+        self,
+        counters: Counters,
+        deadline_s: float = CALL_DEADLINE_S,
+        system: System = MACHINE,
+        source: str = "",
+        patience: Callable[[Address, float], None] | None = None,
     ) -> None:
         """
         Args:
             deadline_s: how long each answer may take.
+            patience: see `SocketStream.patience`; of which address it is, it is told first.
             source: address of this machine that connections come from; empty: whichever the system chooses.
         """
         self._counters = counters
         self._deadline_s = deadline_s
         self._system = system
         self._source = source
+        self._patience = patience
         self._streams: dict[Address, SocketStream] = {}
         self.bytes_received = 0
         self.digest = 0
@@ -48,11 +57,14 @@ class Links:
     ) -> None:
         self.close()
 
-    def connect(self, address: Address, job: str) -> None:
+    def connect(self, address: Address, job: str, deadline_s: float = CALL_DEADLINE_S) -> None:
         """Have a connection to `address`. While it is made `interrupt` does not reach it."""
         if address not in self._streams:
-            self._streams[address] = connect(address, job=job, system=self._system, source=self._source)
-            self._streams[address].set_deadline(self._deadline_s)
+            stream = connect(address, deadline_s, job, self._system, self._source)
+            stream.set_deadline(self._deadline_s)
+            if self._patience is not None:
+                stream.patience = partial(self._patience, address)
+            self._streams[address] = stream
 
     def send(self, address: Address, message: PeerRequest, payload: memoryview | None = None) -> None:
         """Send a message; its reply is `receive`d later, in order."""

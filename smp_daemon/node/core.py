@@ -101,9 +101,16 @@ class Core:
     owner: Owner
 
     def __init__(
-        self, job: str, node: str, arena: Path, settings: Settings, access: str, system: System = MACHINE
+        self,
+        job: str,
+        node: str,
+        arena: Path,
+        settings: Settings,
+        cards: int,
+        access: str,
+        system: System = MACHINE,
     ) -> None:
-        """Take over the arena and start the threads. Raises as `Smp`."""
+        """Take over the arena and start the threads. `cards`: addresses that raw bytes come to. Raises as `Smp`."""
         self.settings = settings
         self.system = system
         self.stopped = system.Event()
@@ -157,7 +164,7 @@ class Core:
             self.recoveries.lost,
             system,
         )
-        self.buffers = BufferPool(buffers_for(self.settings.links), system)
+        self.buffers = BufferPool(buffers_for(self.settings.links * cards), system)
         self.drainer = Draining(job, system, self.inventory, self.monitor.move)
         for thread in (self._protector, self._scrubber, self.monitor, self.persister):
             thread.start(self.store)

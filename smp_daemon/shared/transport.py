@@ -8,8 +8,10 @@ exception again on the asking side.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +46,7 @@ Outbound = msgspec.Struct | Message
 _FRAME = struct.Struct("<4sIQ")
 _MAGIC = b"HFST"
 FIRST_PIECE_BYTES = 1 << 16
+ASKED_EVERY_S = 1.0
 CUT_OFF = "the connection ended in the middle of a message"
 
 
@@ -77,8 +80,16 @@ class MessageStream(Protocol):
         ...
 
 
+Patience = Callable[[float], None]
+"""Called once a second with how long a call has waited for the network, in seconds. What it raises ends the wait."""
+
+
 class SocketStream:
-    """`MessageStream` over a connected TCP or unix socket."""
+    """`MessageStream` over a connected TCP or unix socket.
+
+    Attributes:
+        patience: of calls that send, or wait for a message; None: they wait until the deadline. Not asked over TLS.
+    """
 
     def __init__(
         self, sock: socket.socket, deadline_s: float | None = CALL_DEADLINE_S, system: System = MACHINE
@@ -87,6 +98,7 @@ class SocketStream:
         self._monotonic = system.monotonic
         self._use = _Use(sock, system)
         self._deadline_s = deadline_s
+        self.patience: Patience | None = None
         self._is_plain = type(sock) is socket.socket  # the kernel's alone: not TLS's, nor a simulation's
         sock.settimeout(deadline_s)
 
@@ -94,17 +106,39 @@ class SocketStream:
         data = frame(message, payload.nbytes if payload else 0)
         with self._use:
             if not payload:
-                self._sock.sendall(data)
+                self._send_all(data)
                 return
-            if self._is_plain:
-                self._sock.sendall(data, socket.MSG_MORE)  # or the other side is woken for these few bytes
-            else:
-                self._sock.sendall(data)
-            self._sock.sendall(payload)
+            self._send_all(data, socket.MSG_MORE)  # or the other side is woken for these few bytes
+            self._send_all(payload)
+
+    def _send_all(self, data: bytes | memoryview, flags: int = 0) -> None:
+        if not self._is_plain:
+            self._sock.sendall(data)
+        elif self.patience is None:
+            self._sock.sendall(data, flags)
+        else:
+            left = memoryview(data)
+            while left:
+                self._await(select.POLLOUT)
+                with suppress(BlockingIOError):
+                    left = left[self._sock.send(left, flags | socket.MSG_DONTWAIT) :]
+
+    def _await(self, event: int) -> None:
+        """Until the socket is ready, as patiently as `patience` says. Raises `TimeoutError` after the deadline."""
+        if self.patience is None or not self._is_plain:
+            return
+        ready, began = select.poll(), self._monotonic()
+        ready.register(self._sock, event)
+        while not ready.poll(ASKED_EVERY_S * 1e3):
+            waited_s = self._monotonic() - began
+            if self._deadline_s is not None and waited_s > self._deadline_s:
+                raise TimeoutError
+            self.patience(waited_s)
 
     def receive(self) -> tuple[Message, int] | None:
         head = bytearray(_FRAME.size)
         with self._use:
+            self._await(select.POLLIN)
             first = self._sock.recv_into(head)
             if first == 0:
                 return None
