@@ -68,7 +68,7 @@ def test_what_the_user_says_wins() -> None:
         ({"line_rate": math.nan}, "the line rate is nan bytes per second"),
     ],
 )
-def test_no_rate_is_0(changes: dict[str, float], message: str) -> None:
+def test_no_rate_is_0(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SmpRates(**changes)
 

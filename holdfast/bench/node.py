@@ -242,7 +242,7 @@ class Turn:
 
 
 def _measure(
-    plan: NodeBenchmark, setup: Setup, environment: Mapping[str, str]
+    plan: NodeBenchmark, setup: Setup, environment: dict[str, str]
 ) -> tuple[list[ProtectRate], list[RecoverRate]]:
     each = whole_pieces(plan.shard_bytes // (setup.nodes - 1) // setup.connections)
     roots = {"this": None} | ({"against": plan.against} if plan.against else {})
