@@ -68,7 +68,7 @@ def test_what_the_user_says_wins() -> None:
         ({"line_rate": math.nan}, "the line rate is nan bytes per second"),
     ],
 )
-def test_no_rate_is_0(changes: dict[str, float], message: str) -> None:
+def test_no_rate_is_0(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SmpRates(**changes)
 
@@ -84,6 +84,9 @@ def test_it_is_said_what_the_rates_rest_on() -> None:
     text = said(SmpRates(rates=RATES, file="node.json"))
     assert "Rates are from node.json (2026-11-20, Some CPU, 4 cores)" in text
     assert "2 GB/s protected and 10 GB/s digested" in text
+    assert (
+        "A core needs 0.50 s for each GB that is protected: 0.20 to send, 0.25 to receive, 0.10 to digest, 0.12" in text
+    )
     assert "it has 1.5 cores (--smp-cores says how many it may use)" in text
     assert "Protecting sends 3 GB/s out of a node: what the SMP's cores do" in text
     assert "NOTE" not in text

@@ -96,8 +96,8 @@ def test_what_was_not_measured_is_assumed_and_said() -> None:
 
 
 def test_assumed_costs_follow_from_rates() -> None:
-    rates = {"copy_rate": 10e9, "network_rate": 25e9, "persist_rate": 2e9}
-    costs = assume(Assumptions(step_s=1.0, state_bytes=400e9, interference=0.1, **rates))
+    given = Assumptions(step_s=1.0, state_bytes=400e9, interference=0.1, copy_rate=10e9, network_rate=25e9)
+    costs = assume(replace(given, persist_rate=2e9))
     assert costs.commit_s == pytest.approx(2.0 + 40.0)
     assert costs.snapshot_cost_s == pytest.approx(2.0 - 0.9 + 0.1 * 42.0)  # what does not fit in a step stalls
     assert (costs.encode_s, costs.encode_cost_s, costs.persist_s) == pytest.approx((16.0, 1.6, 200.0))

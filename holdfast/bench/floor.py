@@ -133,21 +133,25 @@ def tell(process: subprocess.Popen[str], order: Any) -> None:
         process.stdin.write(json.dumps(order) + "\n")
         process.stdin.flush()
     except BrokenPipeError as error:
-        raise HoldfastError(f"{' '.join(process.args[1:3])} has ended, with status {process.wait(5)}") from error
+        raise _ended(process) from error
 
 
 def answer(process: subprocess.Popen[str]) -> Any:
     """Its answer. Blocks; raises `HoldfastError` if it ended instead."""
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], ANSWER_S)[0]:
-        raise DeadlineExceeded(f"{' '.join(process.args[1:3])} said nothing for {ANSWER_S:.0f} s")
+        raise DeadlineExceeded(f"process {process.pid} of the benchmark said nothing for {ANSWER_S:.0f} s")
     line = process.stdout.readline()
     if not line:
-        raise HoldfastError(f"{' '.join(process.args[1:3])} has ended, with status {process.wait(5)}")
+        raise _ended(process)
     found = json.loads(line)
     if isinstance(found, dict) and "error" in found:
         raise HoldfastError(str(found["error"]))
     return found
+
+
+def _ended(process: subprocess.Popen[str]) -> HoldfastError:
+    return HoldfastError(f"process {process.pid} of the benchmark has ended, with status {process.wait(DEADLINE_S)}")
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -242,7 +242,7 @@ class Turn:
 
 
 def _measure(
-    plan: NodeBenchmark, setup: Setup, environment: Mapping[str, str]
+    plan: NodeBenchmark, setup: Setup, environment: dict[str, str]
 ) -> tuple[list[ProtectRate], list[RecoverRate]]:
     each = whole_pieces(plan.shard_bytes // (setup.nodes - 1) // setup.connections)
     roots = {"this": None} | ({"against": plan.against} if plan.against else {})
@@ -435,10 +435,10 @@ def tables(report: NodeReport) -> list[tuple[str, list[list[str]]]]:
         "parts, GB/s": ["part", "threads", "together", "by a core", "memcpy", "x memcpy"],
         "sockets on loopback, GB/s": ["connections", "together", "sent by a core", "received by a core"],
         "SMPs protect a snapshot": [
-            *("code", "SMPs", "connections", "GB/s", "x plain", "x floor", "CPU s/GB", "floor", "x floor", "seal"),
+            *("code", "SMPs", "connections", "GB/s", "x plain", "x floor", "CPU s/GB", "floor's", "x floor's", "seal"),
             *(["x GB/s against", "x CPU against"] if gains else []),
         ],
-        "a lost node's bytes come back": ["code", "SMPs", "connections", "GB/s", "x plain", "CPU s/GB", "x floor"],
+        "a lost node's bytes come back": ["code", "SMPs", "connections", "GB/s", "x plain", "CPU s/GB", "x floor's"],
     }
     rows = (
         [_part_cells(row) for row in report.parts],

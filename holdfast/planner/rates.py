@@ -169,6 +169,12 @@ def basis(smp: SmpRates, here: int) -> Iterator[str]:
         f"Rates are {source}: for each core of an SMP {amount(rates.protect)}/s protected and {amount(rates.digest)}/s "
         f"digested; it has {cores} ({who})."
     )
+    parts = {"to send": rates.send, "to receive": rates.receive, "to digest": rates.digest, "to fold": rates.fold}
+    yield (
+        f"A core needs {1e9 / rates.protect:.2f} s for each GB that is protected: "
+        + ", ".join(f"{1e9 / each:.2f} {what}" for what, each in parts.items())
+        + ", and the rest for all else."
+    )
     text = f"Protecting sends {amount(smp.network)}/s out of a node"
     if smp.limit == "given":
         yield f"{text}, as --network-rate says; those cores would do {amount(smp.protect)}/s."
