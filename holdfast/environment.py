@@ -126,7 +126,6 @@ GROUPS = (
                 "auto",
                 "What computes parity: `auto`, `isal`, `numpy` or `pyeclib`. All write the same bytes.",
             ),
-            Variable("HOLDFAST_LINKS", "1", "Connections from one SMP to each other, for encoding."),
             Variable("HOLDFAST_BANDWIDTH", "0", "Most that encoding sends, such as `2GB/s`; `0`: no limit."),
             Variable(
                 "HOLDFAST_TURNS",

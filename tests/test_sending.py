@@ -145,6 +145,7 @@ def test_what_comes_back_comes_over_every_address(ground: Ground, monkeypatch: p
         plan = run.plan(*(trainer.client.inventory() for trainer in run))
         monkeypatch.setattr(links, "connect", noting)
         found = run["dp0"].client.recover(plan.sources, "dp1")
-        assert (found.how, set(asked)) == ("fetched", set(run.layout.node("node1").bulk_addresses))
+        assert found.how == "fetched"
+        assert set(asked) >= set(run.layout.node("node1").bulk_addresses)
     finally:
         here.smp.close()
