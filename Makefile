@@ -13,6 +13,7 @@
 # make bench-node   what an SMP does here, part by part and as a whole, for plan, tune and simulate: six minutes; AGAINST=CHECKOUT
 # make bench-service   SMPs under load, 10,000 snapshots: half an hour
 # make bench-load   a lost node's state from memory over shaped links, against a file server: ten minutes, as root
+# make bench-links   are four network links of a node filled, and what does it cost to lose one: three minutes, as root
 # make bench-scale   how what ranks tell each other grows, to 16,384 of them: a quarter of an hour on an idle machine
 # make gpu     on a machine with a GPU: is its state captured exactly, how fast, and beside others; GPU=A, B or C for a part
 # make gpu-wheels  what a GPU machine without network needs beside torch and NumPy, for its Python: GPU_PYTHON=3.12
@@ -31,7 +32,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-torchrun demo-ray test test-other slow proof check matrix real chaos loops fuzz stall bench-node bench-service bench-load bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
+.PHONY: demo demo-torchrun demo-ray test test-other slow proof check matrix real chaos loops fuzz stall bench-node bench-service bench-load bench-links bench-scale gpu gpu-dry gpu-wheels gpu-offline wheels wheels-check journeys pictures docs clean setup
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -96,6 +97,10 @@ bench-service: setup
 bench-load: setup
 	$(BIN)/python benchmarks/load.py --json benchmarks/results/load-$$(date +%F).json \
 		--markdown benchmarks/results/load-$$(date +%F).md
+
+bench-links: setup
+	$(BIN)/python benchmarks/links.py --json benchmarks/results/links-$$(date +%F).json \
+		--markdown benchmarks/results/links-$$(date +%F).md
 
 bench-scale: setup
 	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale-$$(date +%F).json \
