@@ -1,7 +1,7 @@
 """The fast tests on a second Python: ``make test-other``.
 
 torch for it takes gigabytes, so everything else is installed, and what imports torch is skipped and named. Where that
-Python has torch, or ``--also`` names a folder that does, those tests run as well. Of a test with many cases a few are
+Python has torch, or ``--also`` names a folder that does, those tests run as well. Of a test with many cases one is
 run, and what does not depend on the Python is left out.
 """
 
@@ -18,7 +18,7 @@ from tests import pythons
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / "build" / "other-python"
 
-CASES = 2
+CASES = 1
 """Of each test function."""
 
 TOOLS = ("greenlet", "hypothesis", "matplotlib", "pytest", "pytest-xdist", "pyyaml", "safetensors", "setuptools")
