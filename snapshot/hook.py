@@ -54,7 +54,8 @@ class SnapshotHook:
         0 on a cold start.
 
         Raises:
-            ConfigError: before entering; as do all others but `protected_step`, `track`, `untracked` and `statistics`.
+            ConfigError: before entering; as do all others but `protected_step`, `sealed_step`, `track`, `untracked` and
+                `statistics`.
         """
         return self._session.step
 
@@ -125,6 +126,12 @@ class SnapshotHook:
         """The newest step whose snapshot is protected on every node, as far as the ranks have agreed.
         None before entering, too: nothing is known to be protected."""
         return self._entered.protected_step if self._entered is not None else None
+
+    @property
+    def sealed_step(self) -> int | None:
+        """The newest step whose snapshot is sealed on every node, as far as the ranks have agreed: what a restart goes
+        back to after a crash of processes alone. None before entering, too."""
+        return self._entered.sealed_step if self._entered is not None else None
 
     def track(
         self,

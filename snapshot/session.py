@@ -105,7 +105,13 @@ def enter(
     log_here(job=options.job, node=rank.client.node, rank=rank.agreement.rank, coord=rank.coord, epoch=None, step=None)
     try:
         restored = restore(
-            rank.client, rank.agreement, adapter, rank.engine, options.for_start, elastic=options.elastic
+            rank.client,
+            rank.agreement,
+            adapter,
+            rank.engine,
+            options.for_start,
+            elastic=options.elastic,
+            protect=options.protect_every == 1,
         )
     except BaseException as error:
         rank.smp.say_end(0, error)
@@ -206,8 +212,15 @@ class Session:
     @property
     def protected_step(self) -> int | None:
         """See `SnapshotHook.protected_step`."""
-        sure = self.protecting.ledger.sure
-        return sure.step if sure else None
+        protected = self.protecting.ledger.protected
+        return protected.step if protected else None
+
+    @property
+    def sealed_step(self) -> int | None:
+        """See `SnapshotHook.sealed_step`."""
+        ledger = self.protecting.ledger
+        newest = ledger.sealed or ledger.protected
+        return newest.step if newest else None
 
     def begin_turn(self) -> None:
         """The loop says that a step begins, and counts."""

@@ -305,9 +305,11 @@ class _Driver:
 
     def _end(self, finish: bool) -> None:
         world = self._world
-        slots = self._plan.slots + self._plan.generations - 1 + bool(self._plan.persist_s)
+        plan = self._plan
+        slots = plan.slots + plan.generations - 1
+        parities = slots if plan.protect_every == 1 else min(slots, plan.generations + 2)
         for node in world.up():
-            world.oracle.check_arena(node.arena, slots)
+            world.oracle.check_arena(node.arena, slots + bool(plan.persist_s), parities)
         self._check()
         if finish:
             outcomes = self._live(1, quiet=True, ends=True)

@@ -81,7 +81,14 @@ def coordinate_key(coord: str) -> list[int | str]:
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", coord))]
 
 
-def arrange(job: str, epoch: int, ranks: Sequence[RankInfo], protection: Protection, slots: int) -> Layout:
+def arrange(
+    job: str,
+    epoch: int,
+    ranks: Sequence[RankInfo],
+    protection: Protection,
+    slots: int,
+    parity_slots: int | None = None,
+) -> Layout:
     """The layout of `job` in `epoch`. Nodes are ordered by their first coordinate, whatever they are called.
 
     Raises:
@@ -119,6 +126,7 @@ def arrange(job: str, epoch: int, ranks: Sequence[RankInfo], protection: Protect
         parity=chosen.parity,
         unit_bytes=choose_unit_bytes(max(rank.slot_bytes for rank in ranks), chosen.data),
         slots=slots,
+        parity_slots=parity_slots,
     )
 
 

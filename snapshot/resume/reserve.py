@@ -55,12 +55,14 @@ def reserve(
     slots: int,
     domains: Sequence[str] = (),
     *,
+    parity_slots: int | None = None,
     prepare: Callable[[list[memoryview]], None],
 ) -> Layout:
     """Agree on the layout of `epoch`, in which the caller is `coord` and needs slots of `slot_bytes`, and have every
     SMP reserve its memory. A collective call; blocks.
 
     Args:
+        parity_slots: see `Layout`.
         prepare: called with the caller's slots, mapped.
 
     Raises:
@@ -75,7 +77,7 @@ def reserve(
 
     _together(agreement, ask)
     everyone = [decode_json(RankInfo, t, "a rank's description") for t in agreement.gather(encode_json(mine[0]))]
-    layout = arrange(job, epoch, everyone, protection, slots)
+    layout = arrange(job, epoch, everyone, protection, slots, parity_slots)
 
     speaks = layout.node(client.node).shards[0].coord == coord  # the layout goes to each SMP once
 
