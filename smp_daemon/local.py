@@ -16,7 +16,7 @@ from holdfast.smp_daemon.recovery.rebuild import recover, verify
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES
-from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.messages import (
     Abandon,
     Accepted,

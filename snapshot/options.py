@@ -80,8 +80,8 @@ class Options:
             )
         if self.elastic and self.slots == MIN_SLOTS:
             raise ConfigError(
-                f"slots={self.slots} and elastic: after a change of the number of ranks two older snapshots may have to "
-                "be held, and a new one written: give 3 slots or more"
+                f"slots={self.slots} and elastic: when the number of ranks has changed, two older snapshots may have "
+                "to be held while a new one is written: give 3 slots or more"
             )
         parse_protect(self.protect)
         arena_path(self.job, self.arena)

@@ -129,7 +129,8 @@ class Protecting:
         self._statistics = statistics
         self._repairs = restored.repairs
         self._repaired = RepairState.UNDER_WAY  # of what this rank has repaired
-        self._asked_s = -math.inf
+        self._asked_s = -math.inf  # `_repairs`, in a thread of its own
+        self._asking = self._smp_is_away = False
         self.ledger = Ledger.after(
             options.slots_with_generations,
             restored.snapshot,
@@ -288,18 +289,24 @@ class Protecting:
         return [*states, self._repair(), int(not changed), -wanted, int(due)]
 
     def _repair(self) -> RepairState:
-        """How far the parity is that this rank has repaired of what was restored; it is asked for again if need be."""
-        now = self._rank.system.monotonic()
-        if self.ledger.restored is None or self._repaired is not RepairState.UNDER_WAY:
-            return self._repaired
-        if now - self._asked_s >= REPAIR_EVERY_S:
-            self._asked_s = now
-            try:
-                self._repaired = self._repairs()
-            except HoldfastError as error:
-                self.episodes.begin("repair", "parity of what was restored is not repaired: %s", error)
-                failure_of(self._attach_again, HoldfastError)
+        """How far the parity is that this rank has repaired of what was restored. Asks for it anew now and then."""
+        now, system = self._rank.system.monotonic(), self._rank.system
+        is_open = self.ledger.restored is not None and self._repaired is RepairState.UNDER_WAY
+        if is_open and not self._asking and now - self._asked_s >= REPAIR_EVERY_S:
+            if self._smp_is_away:
+                failure_of(lambda: self._rank.smp.attach(self._progress.epoch, self._wait_for_copies), HoldfastError)
+            self._asked_s, self._asking, self._smp_is_away = now, True, False
+            system.Thread(target=self._ask_for_repairs, name="holdfast-repair", daemon=True).start()
         return self._repaired
+
+    def _ask_for_repairs(self) -> None:
+        try:
+            self._repaired = self._repairs()
+        except HoldfastError as error:
+            self._smp_is_away = isinstance(error, SmpUnavailable)
+            self.episodes.begin("repair", "parity of what was restored is not repaired: %s", error)
+        finally:
+            self._asking = False
 
     def _state(self, snapshot: SnapshotId) -> SnapshotState:
         """How far it is here: what is sealed this rank knows by itself, the rest its SMP says."""
@@ -358,8 +365,8 @@ class Protecting:
         """Every slot holds a snapshot that is kept or still being protected. If that lasts, it is said."""
         if self.ledger.restored is not None and not self.ledger.pending:
             text = (
-                "no snapshot is taken before %s, which was restored, is protected again: both slots are taken by it and "
-                "by the one that was protected before"
+                "no snapshot is taken until %s, which was restored, is protected again: it takes one slot, and the one "
+                "that was protected before takes the other"
             )
             self.episodes.begin("repaired", text, self.ledger.restored)
         oldest = next((self.copies[each] for each in self.ledger.pending if each in self.copies), None)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, TrainerPhase
@@ -149,10 +149,13 @@ class Session:
         identify(epoch=lambda: progress.epoch, step=lambda: progress.step)
         self.heartbeat()
         self._recording = recording_from_environment(options.slots)
+        if self._recording is not None:
+            options = self._options = replace(options, protect_every=1)  # a profile says what all parts take
         self.intervals = IntervalController(
             options.every,
             options.budget,
             options.slots,
+            options.protect_every,
             self._recording,
             rank.smp.another,
             rank.agreement,

@@ -109,7 +109,8 @@ class Oracle:
             self._unwanted.add((snapshot[0], snapshot[1]))
 
     def sealed(self, snapshot: Snapshot | None) -> None:
-        """The job was told that this snapshot is the newest that is sealed on every node, and kept; None: none is."""
+        """The job was told that this snapshot is the newest that is sealed on every node, and there is a slot for it;
+        None: none is, or there may be no slot."""
         snapshot = None if snapshot is None else (snapshot[0], snapshot[1])
         if snapshot is not None and self._contents.get(snapshot) and not self._is_sealed(snapshot):
             self._violate("sealed", f"the job is told that {snapshot} is sealed, and not all of it is")

@@ -225,9 +225,7 @@ def _setting(plan: SeedPlan) -> str:
     ranks = "1 rank each" if len(plan.ranks) == plan.nodes else f"{len(plan.ranks)} ranks"
     every = "every step" if plan.every == 1 else f"every {plan.every} steps"
     which = {1: "each", "auto": "one at a time"}.get(plan.protect_every, f"one of {plan.protect_every}")
-    return (
-        f"{plan.nodes} nodes, {ranks}, {plan.slots} slots, a snapshot {every}, {which} protected by {plan.protect}"
-    )
+    return f"{plan.nodes} nodes, {ranks}, {plan.slots} slots, a snapshot {every}, {which} protected by {plan.protect}"
 
 
 def merged(history: Sequence[Moment]) -> Iterator[str]:

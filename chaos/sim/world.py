@@ -412,7 +412,8 @@ class World:
             if self.oracle.promised is None or ledger.protected > self.oracle.promised:
                 self.scheduler.tell("the job", f"is told that {ledger.protected} is protected")
             self.oracle.protected(ledger.protected)
-        self.oracle.sealed(ledger.sealed if ledger.sealed in ledger.keep else None)
+        roomy = self.plan.slots > 2 and ledger.restored is None
+        self.oracle.sealed(ledger.sealed if roomy else None)
 
     def _is_calm(self) -> bool:
         """Whether nothing has struck since this life began, and nothing of before lasts: whatever is to be had but for

@@ -173,7 +173,9 @@ def repair_parity(store: Store, sources: Sources, group: int, position: int) -> 
                             gathering.accumulate(stripe, contributor, unit, digest(unit))
             except (Unrecoverable, DamagedSnapshot) as error:
                 if fetcher.misses_somebody:
-                    raise SmpUnavailable(f"not all SMPs that hold some of {sources.snapshot} answer: {error}") from error
+                    raise SmpUnavailable(
+                        f"not all SMPs that hold some of {sources.snapshot} answer: {error}"
+                    ) from error
                 raise
             failpoint("repair_parity.done", sources.snapshot.step)
             return links.bytes_received

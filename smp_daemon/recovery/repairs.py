@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 from holdfast.smp_daemon.recovery.rebuild import repair_parity
 from holdfast.smp_daemon.shared.board import RepairState
@@ -28,26 +29,28 @@ class ParityRepairs:
         self._system = system
         # Guards what follows, for moments; no other lock is taken under it.
         self._lock = system.Lock()
-        self._running: set[ParityKey] = set()
+        self._running: set[tuple[int, ParityKey]] = set()
         self._in_vain: Counter[ParityKey] = Counter()
         self._episodes = Episodes(log)
 
     def ask(self, sources: Sources, group: int, position: int) -> RepairState:
-        """How far the parity of that position is. If nobody is at work for it, and it is neither here nor hopeless, that
-        begins. Returns at once."""
+        """How far the parity of that position is. If it is not here, and it is not hopeless, and nobody is at work for
+        it, that begins. Returns at once."""
         key = ParityKey(sources.snapshot, sources.layout.tag(group), position)
+        epoch = self._store.epoch  # who is at work for an earlier one has lost its slot
         if self._store.holdings.holds(key):
             return RepairState.WHOLE
         with self._lock:
             if self._in_vain[key] >= ATTEMPTS:
                 return RepairState.HOPELESS
-            begins = key not in self._running
-            self._running.add(key)
+            begins = (epoch, key) not in self._running
+            self._running.add((epoch, key))
         if begins:
-            self._system.Thread(target=self._run, args=(key, sources, group), name="repair-parity", daemon=True).start()
+            work = partial(self._run, epoch, key, sources, group)
+            self._system.Thread(target=work, name="repair-parity", daemon=True).start()
         return RepairState.UNDER_WAY
 
-    def _run(self, key: ParityKey, sources: Sources, group: int) -> None:
+    def _run(self, epoch: int, key: ParityKey, sources: Sources, group: int) -> None:
         extra, position = about(key.snapshot), key.position
         try:
             count = repair_parity(self._store, sources, group, position)
@@ -62,4 +65,4 @@ class ParityRepairs:
             self._episodes.begin(key, text, position, key.snapshot, error, extra=extra)
         finally:
             with self._lock:
-                self._running.discard(key)
+                self._running.discard((epoch, key))

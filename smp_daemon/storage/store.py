@@ -458,9 +458,7 @@ class Store:
                 self.changed.notify_all()
                 self._failures.end("snapshots", "snapshots are protected again: %s", snapshot, extra=about(snapshot))
 
-    def _release(
-        self, keep: Collection[SnapshotId], with_parity: Collection[SnapshotId], before: SnapshotId
-    ) -> None:
+    def _release(self, keep: Collection[SnapshotId], with_parity: Collection[SnapshotId], before: SnapshotId) -> None:
         parities = set(keep) & set(with_parity)
 
         def stays(key: Key) -> bool:

@@ -68,7 +68,9 @@ class Ledger:
 
     def __post_init__(self) -> None:
         if self.slots < MIN_SLOTS:
-            raise ValueError(f"{self.slots} slots cannot hold a protected snapshot and another: give {MIN_SLOTS} or more")
+            raise ValueError(
+                f"{self.slots} slots cannot hold a protected snapshot and another: give {MIN_SLOTS} or more"
+            )
 
     @property
     def keep(self) -> tuple[SnapshotId, ...]:
@@ -155,7 +157,7 @@ class Ledger:
         return replace(newest, restored=restored, sealed=best, pending=(), encoded=(), until=0)
 
     def repaired(self, state: RepairState) -> Ledger:
-        """Take note of how far the parity of `restored` is, on all nodes. What can never have it again is only sealed."""
+        """Take note of how far the parity of `restored` is, on all nodes. What cannot have it again is only sealed."""
         if self.restored is None or state is RepairState.UNDER_WAY:
             return self
         if state is RepairState.HOPELESS:
