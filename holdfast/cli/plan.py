@@ -214,8 +214,8 @@ def show_choices(
         f"\n{name}, a snapshot {interval}, played with the decisions that trainers make: 'skipped' for want of a slot; "
         "work done since the snapshot that a crash of processes goes back to, and the loss of a node. Recommended is "
         f"what loses least, of all failures as {PUBLISHED} has them ({published.memory + published.shock:.0%} take a "
-        f"node's memory), or at most 10 % more with less memory. With 2 slots what is only sealed gives its slot to the "
-        f"next: who crashes while that is copied goes back to the protected one.{fits}",
+        f"node's memory), or at most 10 % more with less memory. With 2 slots what is only sealed gives its slot to "
+        f"the next: who crashes while that is copied goes back to the protected one.{fits}",
     )
 
 

@@ -34,7 +34,7 @@ GAUGES = {
     "holdfast_trainers_dead": "of them, those that have died and are not back",
     "holdfast_heartbeat_age_seconds": "since the quietest of them was last heard of",
     "holdfast_lease_age_seconds": "since the quietest other member of the group was last heard of",
-    "holdfast_safe_step": "the newest of the steps that tolerate most node failures; the loss of a node goes back to it",
+    "holdfast_safe_step": "the newest of the steps that tolerate most node failures: a lost node takes the job there",
     "holdfast_safe_age_seconds": "since that step was sealed",
     "holdfast_tolerated_node_failures": "how many more nodes may fail before that step is lost; -1: it is",
     "holdfast_persisted_step": "the newest step that this SMP knows to be persisted; -1: none",
