@@ -48,8 +48,8 @@ class InMemorySnapshot(SnapshotHook):
             nodes of one of them, if that can be. ``@dp`` is the rank's own data-parallel place. Default
             ``HOLDFAST_DOMAINS``.
         slots: slot files per shard, 2 to 16. Memory per node is about ``slots * S * (1 + m/k)`` for S bytes of state;
-            with `protect_every`, ``S * (slots + 2 * m/k)``. With 2, steps are skipped while a snapshot is encoded, and
-            one that is only sealed gives its slot to the next. See docs/memory.md.
+            less parity with `protect_every`. With 2, steps are skipped while a snapshot is encoded, and one that is
+            only sealed gives its slot to the next. See docs/protection.md.
         start: start an SMP if none runs on this node.
         keep: leave the SMPs and their snapshots in place when the block ends well.
         strict: raise if snapshots cannot be taken any more; the default is to log it and train on.

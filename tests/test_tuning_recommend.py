@@ -231,7 +231,7 @@ def test_a_log_moves_the_failure_model(tmp_path: Path, capsys: pytest.CaptureFix
         (["--state", "98 apples"], "--state: '98 apples' is no size"),
         (["--overhead-budget", "-1%"], "--overhead-budget -1%: give 0 to 1"),
         (["--target-survival", "101%"], "--target-survival 101%: give 0 to 1"),
-        (["--slots", "2"], "slots is 2: give 3 to 16"),
+        (["--slots", "1"], "slots is 1: give 2 to 16"),
         (["--domain-nodes", "0"], "0 nodes fail together: give 1 or more"),
         (["--placement", "anywhere"], "'anywhere' is no placement: choose one of labelled"),
         (["--log", "/does/not/exist"], "--log: /does/not/exist is no file"),
