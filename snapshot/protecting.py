@@ -420,6 +420,7 @@ class Protecting:
             self._options.slots_with_generations,
             rank.domains,
             parity_slots=self._options.parity_slots,
+            protect_every=self._options.protect_every,
             prepare=lambda slots: rank.engine.prepare(slots, self._turn),
         )
         self._intervals.placed(self.layout)

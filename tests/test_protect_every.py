@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast import InMemorySnapshot
+from holdfast import ConfigError, InMemorySnapshot
 from holdfast.cli.status import gather
 from holdfast.planner import slots as planner
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -19,7 +19,7 @@ from holdfast.snapshot.interval.online import Online
 from holdfast.snapshot.interval.overlap import OverlapLog
 from holdfast.snapshot.interval.rates import FailureRate
 from holdfast.snapshot.options import Options
-from holdfast.snapshot.resume.arrange import arrange
+from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
 from holdfast.snapshot.step.ledger import ProtectEvery
 from tests.smp_kit import PROTECTED, Run, playground, run_on
 
@@ -94,6 +94,15 @@ def test_only_as_many_parity_slots_are_reserved_as_are_asked_for() -> None:
         for smp in smps:
             shards, parities = (len(list(smp.arena.glob(f"*.*.{kind}"))) for kind in ("safetensors", "parity"))
             assert (shards, parities) == (4, 2)
+
+
+def test_ranks_that_would_protect_different_snapshots_are_told() -> None:
+    ranks = [
+        RankInfo(f"dp{rank}", f"node{rank}", "h", rank, rank, 8192, protect_every=every)
+        for rank, every in enumerate((2, 2, "auto"))
+    ]
+    with pytest.raises(ConfigError, match="protect_every is 2 on dp0 and 'auto' on dp2: give the same"):
+        arrange("j", 1, ranks, parse_protect("auto"), 3)
 
 
 # ---------------------------------------------------------------------- one process

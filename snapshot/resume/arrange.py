@@ -13,6 +13,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.smp_daemon.shared.limits import MAX_NAME_BYTES
 from holdfast.smp_daemon.shared.plain import Count, Port
+from holdfast.snapshot.step.ledger import ProtectEvery
 
 LARGEST_AUTO_GROUP = 8
 
@@ -59,7 +60,8 @@ def parse_protect(text: str) -> Protection:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What one rank says of itself: its coordinate, its node's SMP, the length of its slot file, its domains."""
+    """What one rank says of itself: its coordinate, its node's SMP, the length of its slot file, its domains, and which
+    snapshots it takes for those that are protected."""
 
     coord: str
     node: str
@@ -68,12 +70,20 @@ class RankInfo:
     bulk_port: Port
     slot_bytes: Count
     domains: tuple[str, ...] = ()
+    protect_every: ProtectEvery = 1
 
     @classmethod
-    def of(cls, coord: str, inventory: Inventory, slot_bytes: int, domains: tuple[str, ...] = ()) -> RankInfo:
+    def of(
+        cls,
+        coord: str,
+        inventory: Inventory,
+        slot_bytes: int,
+        domains: tuple[str, ...] = (),
+        protect_every: ProtectEvery = 1,
+    ) -> RankInfo:
         """Of a rank on the node whose SMP said `inventory`."""
         ports = inventory.control_port, inventory.bulk_port
-        return cls(coord, inventory.node, inventory.host, *ports, slot_bytes, domains)
+        return cls(coord, inventory.node, inventory.host, *ports, slot_bytes, domains, protect_every)
 
 
 def coordinate_key(coord: str) -> list[int | str]:
@@ -92,8 +102,14 @@ def arrange(
     """The layout of `job` in `epoch`. Nodes are ordered by their first coordinate, whatever they are called.
 
     Raises:
-        ConfigError: two ranks have one coordinate, or two SMPs one node name.
+        ConfigError: two ranks have one coordinate, or two SMPs one node name; or not all protect the same snapshots.
     """
+    if len({rank.protect_every for rank in ranks}) > 1:
+        other = next(rank for rank in ranks if rank.protect_every != ranks[0].protect_every)
+        raise ConfigError(
+            f"protect_every is {ranks[0].protect_every!r} on {ranks[0].coord} and {other.protect_every!r} on "
+            f"{other.coord}: give the same on every rank"
+        )
     by_node: dict[str, list[RankInfo]] = {}
     for rank in sorted(ranks, key=lambda rank: coordinate_key(rank.coord)):
         by_node.setdefault(rank.node, []).append(rank)
