@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from holdfast import ConfigError, InMemorySnapshot
+from holdfast.cli.main import main
 from holdfast.cli.status import gather
 from holdfast.planner import slots as planner
+from holdfast.planner.fleet.job import FleetJob, Site
+from holdfast.planner.fleet.strategies import InMemoryCode
+from holdfast.smp_daemon.recovery import repairs
+from holdfast.smp_daemon.recovery.repairs import ParityRepairs
+from holdfast.smp_daemon.shared.board import RepairState
+from holdfast.smp_daemon.shared.errors import SmpUnavailable, Unrecoverable
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.logs import Episodes, get_log
+from holdfast.smp_daemon.storage.holdings import ParityKey
 from holdfast.snapshot.interval.governor import Governor
 from holdfast.snapshot.interval.online import Online
 from holdfast.snapshot.interval.overlap import OverlapLog
 from holdfast.snapshot.interval.rates import FailureRate
 from holdfast.snapshot.options import Options
+from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
-from holdfast.snapshot.step.ledger import ProtectEvery
+from holdfast.snapshot.step.ledger import Ledger, ProtectEvery
+from tests.deadlines import DEADLINE_S
 from tests.smp_kit import PROTECTED, Run, playground, run_on
 
 # ---------------------------------------------------------------------- SMPs
@@ -228,3 +242,125 @@ def test_parity_slots_are_those_that_trainers_ask_for() -> None:
         for every in planner.PROTECT_EVERY:
             options = Options(job="j", slots=slots, protect_every=every, elastic=False)
             assert (options.parity_slots or slots) == planner.parity_slots(slots, every)
+
+
+def test_plan_says_what_each_choice_costs_and_recommends_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    asked = ["plan", "--model", "405b", "--nodes", "64", "--step", "12s", "--protect", "7+1", "--json", str(file)]
+    assert main(asked) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a crash costs" in said and said.count("recommended") == 1
+    [row] = json.loads(file.read_text())
+    assert len(row["choices"]) == len(planner.SLOTS) * len(planner.PROTECT_EVERY)
+    assert row["recommended"]["slots"] == 2 and row["recommended"]["memory"] < 2.3
+    assert main([*asked, "--slots", "4", "--protect-every", "8"]) == 0
+    assert "4 slots, one of 8 snapshots protected" in capsys.readouterr().out
+    [fewer] = json.loads(file.read_text())
+    assert fewer["sizes"]["arena_bytes"] == pytest.approx(row["sizes"]["node_bytes"] * (4 + 3 / 7))
+    capsys.readouterr()
+    assert main([*asked, "--protect-every", "0"]) == 2
+    assert "--protect-every '0': of every 1 or more snapshots one is protected" in capsys.readouterr().err
+
+
+def test_the_fleet_sends_less_where_fewer_snapshots_are_protected() -> None:
+    job, site = FleetJob(1024, 8, 6.0, 4.87e12), Site()
+    each, some, auto = (
+        InMemoryCode(7, 1, slots=4, persist_s=math.inf, protect_every=every).design(job, site, 1e5)
+        for every in (1, 8, "auto")
+    )
+    [both] = each.saves
+    sealed, protected = some.saves
+    assert (sealed.protected_s, protected.sealed_s) == (math.inf, math.inf)
+    assert protected.every == 8 * sealed.every and sealed.every <= both.every
+    assert auto.saves[1].every < protected.every
+    assert some.memory_bytes == pytest.approx(job.node_bytes * (4 + 3 / 7))
+
+
+# ---------------------------------------------------------------------- parity of what was restored
+
+
+class Asked:
+    """What an SMP that repairs parity is asked for, and how that ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.outcomes: list[Exception | None] = []
+        self.held: set[ParityKey] = set()
+        self.began = self.done = 0
+        self.go = threading.Event()
+        store: Any = SimpleNamespace(epoch=1, holdings=SimpleNamespace(holds=lambda key: key in self.held))
+        self.store = store
+        self.repairs = ParityRepairs(store)
+        self.sources: Any = SimpleNamespace(snapshot=SnapshotId(1, 5), layout=SimpleNamespace(tag=lambda group: "tag"))
+        monkeypatch.setattr(repairs, "repair_parity", self.work)
+
+    def work(self, store: Any, sources: Any, group: int, position: int) -> int:
+        self.began += 1
+        assert self.go.wait(DEADLINE_S)
+        outcome = self.outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+        self.held.add(ParityKey(sources.snapshot, "tag", position))
+        return 7
+
+    def ask(self) -> RepairState:
+        return self.repairs.ask(self.sources, 0, 2)
+
+    def finish(self) -> None:
+        """Let whoever is at work come to its end."""
+        self.go.set()
+        for thread in threading.enumerate():
+            if thread.name == "repair-parity":
+                thread.join(DEADLINE_S)
+        self.go.clear()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
+
+
+def test_whoever_asks_again_starts_no_second_repair_and_hears_when_it_is_whole(asked: Asked) -> None:
+    asked.outcomes = [None]
+    assert [asked.ask(), asked.ask()] == [RepairState.UNDER_WAY] * 2
+    asked.finish()
+    assert asked.ask() is RepairState.WHOLE and asked.began == 1
+
+
+def test_a_repair_that_misses_somebody_is_tried_for_ever_and_one_that_lacks_bytes_is_given_up(asked: Asked) -> None:
+    asked.outcomes = [SmpUnavailable("away") for _ in range(5)] + [Unrecoverable("too little") for _ in range(3)]
+    for _ in range(8):
+        assert asked.ask() is RepairState.UNDER_WAY
+        asked.finish()
+    assert asked.ask() is RepairState.HOPELESS and asked.began == 8
+
+
+def test_a_new_epoch_begins_anew_what_was_under_way_in_the_one_before(asked: Asked) -> None:
+    asked.outcomes = [SmpUnavailable("its slot was taken away"), None]
+    asked.ask()
+    asked.store.epoch = 2
+    asked.ask()
+    asked.finish()
+    assert asked.began == 2
+
+
+def test_it_is_said_once_that_encoding_does_not_keep_up_and_once_that_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    protecting: Any = SimpleNamespace(
+        _options=SimpleNamespace(protect_every=2), _behind=False, episodes=Episodes(get_log("holdfast.snapshot.test"))
+    )
+
+    def due(until: int, encoded: tuple[SnapshotId, ...]) -> list[str]:
+        caplog.clear()
+        protecting.ledger = Ledger(4, protect_every=2, until=until, encoded=encoded, pending=encoded)
+        Protecting._say_whether_it_keeps_up(protecting)
+        return [record.getMessage() for record in caplog.records]
+
+    under_way = (SnapshotId(1, 1),)
+    with caplog.at_level("INFO"):
+        assert due(1, under_way) == []
+        [said] = due(0, under_way)
+        assert "as often as encoding keeps up, and not every 2" in said
+        assert due(0, under_way) == [] == due(0, ())
+        [said] = due(0, ())
+        assert "one of 2 snapshots is protected again" in said
