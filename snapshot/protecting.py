@@ -263,6 +263,9 @@ class Protecting:
         if SnapshotState.PROTECTED in states:
             self.episodes.end("starved", "snapshots are protected again: step %d", self._progress.step)
         self.ledger = self.ledger.settle(states).repaired(RepairState(repaired))
+        if self.ledger.restored is None:
+            self.episodes.end("repaired", "snapshots are taken again: step %d", self._progress.step)
+            self.episodes.end("repair", "parity of what was restored is there, or is not needed any more")
         over = [copy.error for snapshot, copy in self.copies.items() if snapshot not in self.ledger.pending]
         self.copies = {s: copy for s, copy in self.copies.items() if s in self.ledger.pending}
         for error in over:

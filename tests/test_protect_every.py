@@ -60,6 +60,7 @@ def with_parity(run: Run) -> set[SnapshotId]:
     return {snapshot for trainer in run for snapshot, _, _ in trainer.client.inventory().parities}
 
 
+@pytest.mark.proves("sent-to-nobody")
 def test_what_is_only_sealed_is_sent_to_nobody_and_lies_beside_what_is_protected(run: Run) -> None:
     job = run
     first = job.protect(1)
@@ -75,6 +76,7 @@ def test_what_is_only_sealed_is_sent_to_nobody_and_lies_beside_what_is_protected
     assert all(younger in inventory.never_acknowledged for inventory in inventories)
 
 
+@pytest.mark.proves("sealed-comes-back")
 def test_after_a_crash_what_is_sealed_comes_back_and_after_a_loss_what_is_protected(run: Run) -> None:
     job = run
     first = job.protect(1)
@@ -147,6 +149,7 @@ def life(steps: int, arena: Path, **options: Any) -> tuple[int, list[tuple[int |
     return began, seen
 
 
+@pytest.mark.proves("sealed-comes-back")
 @pytest.mark.parametrize("slots", [2, 3, 4])
 def test_a_job_seals_every_step_protects_one_of_three_and_goes_on_from_the_newest(arena: Path, slots: int) -> None:
     began, seen = life(7, arena, slots=slots, protect_every=3)
