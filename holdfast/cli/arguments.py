@@ -6,11 +6,13 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
-from holdfast.snapshot.step.ledger import ProtectEvery
+
+if TYPE_CHECKING:
+    from holdfast.snapshot.step.ledger import ProtectEvery
 
 T = TypeVar("T")
 

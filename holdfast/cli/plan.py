@@ -23,10 +23,9 @@ from holdfast.planner.sizing import (
     parse_shape,
     size,
 )
-from holdfast.planner.slots import Choice, best, choices
+from holdfast.planner.slots import SlotChoice, best, choices
 from holdfast.smp_daemon.shared.quantities import amount, duration
-from holdfast.snapshot.interval.policy import PUBLISHED
-from holdfast.snapshot.interval.profiles import profile
+from holdfast.snapshot.interval.profiles import PUBLISHED, profile
 from holdfast.snapshot.resume.arrange import parse_protect
 
 Row = tuple[str, ModelJob, Sizes]
@@ -170,7 +169,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def choices_of(job: ModelJob, sizes: Sizes, machine: Machine) -> list[Choice]:
+def choices_of(job: ModelJob, sizes: Sizes, machine: Machine) -> list[SlotChoice]:
     """What each number of slots and each way to protect costs a job that takes a snapshot as often as it can: every
     step, if one is copied within it."""
     commit_s = sizes.copy_s + sizes.node_bytes / machine.copy_rate
@@ -179,14 +178,14 @@ def choices_of(job: ModelJob, sizes: Sizes, machine: Machine) -> list[Choice]:
     return list(choices(interval_s=interval_s, commit_s=commit_s, encode_s=sizes.encode_s, code=code))
 
 
-def _best(found: list[Choice], sizes: Sizes, machine: Machine) -> Choice | None:
+def _best(found: list[SlotChoice], sizes: Sizes, machine: Machine) -> SlotChoice | None:
     published = profile(PUBLISHED)
     most = machine.host_memory / 2 / sizes.node_bytes if machine.host_memory else float("inf")
     return best(found, published.memory + published.shock, most)
 
 
 def show_choices(
-    console: Console, name: str, job: ModelJob, sizes: Sizes, found: list[Choice], machine: Machine
+    console: Console, name: str, job: ModelJob, sizes: Sizes, found: list[SlotChoice], machine: Machine
 ) -> None:
     """Print what each choice takes and costs, and which is recommended."""
     chosen = _best(found, sizes, machine)

@@ -25,7 +25,7 @@ CLOSE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SlotChoice:
     """One way to use memory.
 
     Attributes:
@@ -56,7 +56,7 @@ def parity_slots(slots: int, protect_every: ProtectEvery, generations: int = 1) 
 
 def play(
     slots: int, protect_every: ProtectEvery, *, interval_s: float, commit_s: float, encode_s: float, code: float
-) -> Choice:
+) -> SlotChoice:
     """Take snapshots for a while, without failures.
 
     Args:
@@ -100,7 +100,7 @@ def play(
             crashes.append(at_s - interval_s * max((each.step for each in held), default=0))
             losses.append(at_s - interval_s * max((each.step for each in safe), default=0))
     parities = parity_slots(slots, protect_every)
-    return Choice(
+    return SlotChoice(
         slots,
         protect_every,
         slots + parities * code,
@@ -111,13 +111,13 @@ def play(
     )
 
 
-def choices(*, interval_s: float, commit_s: float, encode_s: float, code: float) -> Iterator[Choice]:
+def choices(*, interval_s: float, commit_s: float, encode_s: float, code: float) -> Iterator[SlotChoice]:
     """All that are worth a look, those of least memory first."""
     for slots, every in product(SLOTS, PROTECT_EVERY):
         yield play(slots, every, interval_s=interval_s, commit_s=commit_s, encode_s=encode_s, code=code)
 
 
-def best(found: list[Choice], memory_share: float, most: float = float("inf")) -> Choice | None:
+def best(found: list[SlotChoice], memory_share: float, most: float = float("inf")) -> SlotChoice | None:
     """The one of least memory among those that lose hardly more than the best of all that fit; None if none does.
 
     Args:

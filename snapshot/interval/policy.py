@@ -22,7 +22,7 @@ from holdfast.snapshot.interval.failures import from_profile
 from holdfast.snapshot.interval.governor import Governor
 from holdfast.snapshot.interval.online import Online
 from holdfast.snapshot.interval.profile import Recording
-from holdfast.snapshot.interval.profiles import profile
+from holdfast.snapshot.interval.profiles import PUBLISHED, profile
 from holdfast.snapshot.interval.rates import FailureRate
 from holdfast.snapshot.interval.watch import Watch
 from holdfast.snapshot.step.copier import CopyJob
@@ -30,9 +30,6 @@ from holdfast.snapshot.step.ledger import ProtectEvery
 
 MTBF_ENV = "HOLDFAST_MTBF"
 DEFAULT_BUDGET = 0.01
-PUBLISHED = "ft-hsdp"
-"""How often nodes fail as long as nothing else is known; see `snapshot.interval.profiles`."""
-
 log = get_log(__name__)
 
 
