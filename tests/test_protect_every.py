@@ -112,10 +112,13 @@ def test_only_as_many_parity_slots_are_reserved_as_are_asked_for() -> None:
             assert (shards, parities) == (4, 2)
 
 
+DIFFERENT: tuple[ProtectEvery, ...] = (2, 2, "auto")
+
+
 def test_ranks_that_would_protect_different_snapshots_are_told() -> None:
     ranks = [
         RankInfo(f"dp{rank}", f"node{rank}", "h", rank, rank, 8192, protect_every=every)
-        for rank, every in enumerate((2, 2, "auto"))
+        for rank, every in enumerate(DIFFERENT)
     ]
     with pytest.raises(ConfigError, match="protect_every is 2 on dp0 and 'auto' on dp2: give the same"):
         arrange("j", 1, ranks, parse_protect("auto"), 3)
@@ -181,7 +184,7 @@ def test_what_a_few_snapshots_cost_more_is_shared_out_over_all() -> None:
     log = OverlapLog(protect_every=4)
     took = [log.observe(step_s, 0.0, step_s > 1.0, 1) for step_s in (1.0, 1.1, 1.1, 1.1, 1.9, 1.0)]
     [sample] = [each for each in took if each is not None]
-    assert (sample.steps, sample.took_s) == (1.0, pytest.approx(1.3))
+    assert sample.steps == 1.0 and sample.took_s == pytest.approx(1.3)
 
 
 @pytest.mark.parametrize("together", [1, 8])
@@ -225,7 +228,8 @@ def test_with_four_slots_nothing_is_skipped_however_long_encoding_takes(every: P
 
 
 def test_fewer_slots_skip_more_and_to_protect_each_skips_most() -> None:
-    skipped = {each: planner.play(*each, **SLOW).skipped for each in ((2, 1), (2, 8), (3, 1), (3, 8), (4, 8))}
+    played = ((slots, every) for slots in (2, 3, 4) for every in (1, 8))
+    skipped = {(slots, every): planner.play(slots, every, **SLOW).skipped for slots, every in played}
     assert skipped[2, 1] > skipped[2, 8] > skipped[4, 8] == 0
     assert skipped[3, 1] > skipped[3, 8]
 

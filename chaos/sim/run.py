@@ -242,7 +242,9 @@ class _Driver:
         if final == "lose twice":
             self._pass(60.0)  # lost parity is rebuilt in the background
             places = {f"dp{trainer.rank}": trainer.node.name for trainer in world.trainers}
-            world.oracle.repaired(world.trainers[0].restored, places)
+            restored = world.trainers[0].restored
+            if self._plan.protect_every == 1 or restored == world.oracle.promised:  # else it was only to be sealed
+                world.oracle.repaired(restored, places)
             self._lose(world.oracle.survivable())
             self._replace(True)
             if not self._recover(1, "after a second loss"):
