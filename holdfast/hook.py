@@ -38,14 +38,18 @@ class InMemorySnapshot(SnapshotHook):
         every: take a snapshot every so many steps. ``"auto"``: as often as is best, within `overhead_budget`; it is
             measured while the job runs, and planned anew when steps, costs or failures change. `statistics` say how
             often, and why. The same on every rank.
+        protect_every: protect one of every so many snapshots; the others are only sealed, and not sent to other nodes:
+            they survive a crash of processes, and not the loss of a node. ``"auto"``: protect the next one whenever no
+            other is being encoded. The same on every rank.
         protect: ``"k+m"``, such as ``"4+2"``: any m nodes of each group of k + m or more may be lost, for m/k more
             memory; ``"copies:r"``: each node's bytes whole on r others; ``"auto"``: one parity, groups of at most 8
             nodes; ``"none"``.
         domains: what this node fails together with, such as ``"rack=r7,switch=s3,@dp"``; no group has more than m
             nodes of one of them, if that can be. ``@dp`` is the rank's own data-parallel place. Default
             ``HOLDFAST_DOMAINS``.
-        slots: slot files per shard, 3 to 16. Memory per node is about ``slots * S * (1 + m/k)`` for S bytes of state.
-            With fewer than 3 a protected snapshot would have to be given up for one that is not known to be.
+        slots: slot files per shard, 2 to 16. Memory per node is about ``slots * S * (1 + m/k)`` for S bytes of state;
+            less parity with `protect_every`. With 2, steps are skipped while a snapshot is encoded, and one that is
+            only sealed gives its slot to the next. See docs/protection.md.
         start: start an SMP if none runs on this node.
         keep: leave the SMPs and their snapshots in place when the block ends well.
         strict: raise if snapshots cannot be taken any more; the default is to log it and train on.
@@ -76,6 +80,7 @@ class InMemorySnapshot(SnapshotHook):
         extra: Mapping[str, Stateful | None] | None = None,
         job: str | None = None,
         every: int | Literal["auto"] = 1,
+        protect_every: int | Literal["auto"] = 1,
         protect: str = "auto",
         domains: str | None = None,
         slots: int = 3,
@@ -93,6 +98,7 @@ class InMemorySnapshot(SnapshotHook):
         options = Options.given(
             job=job or None,
             every=every,
+            protect_every=protect_every,
             protect=protect,
             domains=domains,
             slots=slots,

@@ -47,6 +47,9 @@ class SnapshotOptions:
     every: int | Literal["auto"] = 1
     """Take a snapshot every so many steps, or as often as is best."""
 
+    protect_every: int | Literal["auto"] = 1
+    """Protect one of so many snapshots, or "auto"; the others are only sealed."""
+
     protect: str = "auto"
     """"k+m", such as "6+2", "copies:r", "auto" or "none"."""
 

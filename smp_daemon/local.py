@@ -12,11 +12,11 @@ from holdfast.smp_daemon.coding.scrub import scrub
 from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.recovery.fetch import Lender
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
-from holdfast.smp_daemon.recovery.rebuild import recover, repair_parity, verify
+from holdfast.smp_daemon.recovery.rebuild import recover, verify
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, HoldfastError, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_MESSAGE_BYTES
-from holdfast.smp_daemon.shared.logs import about, get_log
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.messages import (
     Abandon,
     Accepted,
@@ -42,6 +42,7 @@ from holdfast.smp_daemon.shared.messages import (
     Persist,
     Recover,
     Recovered,
+    Repaired,
     RepairParity,
     Request,
     Say,
@@ -183,7 +184,7 @@ class TrainerConversation:
 
     def _begin(self, request: Begin) -> SlotFile:
         snapshot, coord = request.snapshot, request.coord
-        pool, slot = self._store.begin(snapshot, coord, request.keep, request.protected)
+        pool, slot = self._store.begin(snapshot, coord, request.keep, request.protected, request.with_parity)
         self._writing = {begun for begun in self._writing if begun[0] in request.keep} | {(snapshot, coord)}
         return _slot_file(pool, slot)
 
@@ -192,7 +193,7 @@ class TrainerConversation:
         return SlotFiles(slots=tuple(_slot_file(pool, slot) for pool, slot in found))
 
     def _seal(self, request: Seal) -> None:
-        self._store.seal(request.snapshot, request.coord, request.protected)
+        self._store.seal(request.snapshot, request.coord, request.protected, encode=request.encode)
         self._writing.discard((request.snapshot, request.coord))
 
     def _abandon(self, request: Abandon) -> None:
@@ -250,23 +251,13 @@ class TrainerConversation:
             self._smp.recoveries.restored(epoch, of, self._coord, "resharded", fetched)
         return LentUnit(digest=unit_digest, bytes_fetched=self._lender.bytes_fetched)
 
-    def _repair_parity(self, request: RepairParity) -> None:
+    def _repair_parity(self, request: RepairParity) -> Repaired:
         sources, group, position = request.sources, request.group, request.position
         if not sources.layout.has_parity(group, position):
             raise ProtocolError(
                 f"position {position} of group {group} has no parity in the layout of {sources.snapshot}"
             )
-
-        def work() -> None:
-            try:
-                count = repair_parity(self._store, sources, group, position)
-                text = "parity of position %d repaired for %s: %d bytes fetched"
-                log.info(text, position, sources.snapshot, count, extra=about(sources.snapshot, bytes=count))
-            except HoldfastError as error:
-                text = "parity of position %d not repaired for %s: %s"
-                log.warning(text, position, sources.snapshot, error, extra=about(sources.snapshot))
-
-        self._smp.system.Thread(target=work, name="repair-parity", daemon=True).start()
+        return Repaired(state=int(self._smp.repairs.ask(sources, group, position)))
 
     def _verify(self, request: Verify) -> Accepted:
         claim = self._store.holdings.verifying

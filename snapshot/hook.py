@@ -54,7 +54,8 @@ class SnapshotHook:
         0 on a cold start.
 
         Raises:
-            ConfigError: before entering; as do all others but `protected_step`, `track`, `untracked` and `statistics`.
+            ConfigError: before entering; as do all others but `protected_step`, `sealed_step`, `track`, `untracked` and
+                `statistics`.
         """
         return self._session.step
 
@@ -126,6 +127,12 @@ class SnapshotHook:
         None before entering, too: nothing is known to be protected."""
         return self._entered.protected_step if self._entered is not None else None
 
+    @property
+    def sealed_step(self) -> int | None:
+        """The newest step whose snapshot is sealed on every node, as far as the ranks have agreed: what a restart goes
+        back to after a crash of processes alone. None before entering, too."""
+        return self._entered.sealed_step if self._entered is not None else None
+
     def track(
         self,
         name: str,
@@ -185,10 +192,10 @@ class SnapshotHook:
             session.communicate(False)
 
     def drain(self, deadline_s: float) -> bool:
-        """Block until this node has protected every snapshot taken so far, at most `deadline_s`; some seconds more if
-        its SMP stands still.
+        """Block until this node has sealed every snapshot taken so far, and protected those that are to be, at most
+        `deadline_s`; some seconds more if its SMP stands still.
 
-        Not needed in a training loop; for planned stops, after `begin`. True if all are protected as far as this node
+        Not needed in a training loop; for planned stops, after `begin`. True if all are, as far as this node
         can tell; the other ranks learn of it with the next step. False if some failed, are not done yet, or the SMP is
         gone; if a step has ended whose snapshot is only taken as the next one begins; and if it cannot be told whether
         that has begun. Never raises for that.

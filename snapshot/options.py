@@ -26,6 +26,7 @@ from holdfast.snapshot.resume.choice import (
 )
 from holdfast.snapshot.resume.comparison import check_environment
 from holdfast.snapshot.resume.elastic import elastic_from_environment
+from holdfast.snapshot.step.ledger import ProtectEvery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class Options:
 
     job: str = field(default_factory=job_from_environment)
     every: int | Literal["auto"] = 1
+    protect_every: ProtectEvery = 1
     protect: str = "auto"
     domains: str = field(default_factory=lambda: os.environ.get("HOLDFAST_DOMAINS", ""))
     slots: int = 3
@@ -64,12 +66,22 @@ class Options:
             mtbf_from_environment()
         elif not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(f"every={self.every!r}: a snapshot is taken every 1 or more steps, or 'auto'")
+        counts = isinstance(self.protect_every, int) and not isinstance(self.protect_every, bool)
+        if self.protect_every != "auto" and (not counts or self.protect_every < 1):
+            raise ConfigError(
+                f"protect_every={self.protect_every!r}: of every 1 or more snapshots one is protected, or 'auto'"
+            )
         if not 0 < self.deadline_s < math.inf:
             raise ConfigError(f"deadline_s={self.deadline_s}: give the seconds that a copy may take, more than 0")
         check_budget(self.budget)
         if self.for_start.generations + self.slots - 1 > MAX_SLOTS:
             raise ConfigError(
                 f"slots={self.slots} and {self.generations} generations: together at most {MAX_SLOTS + 1}"
+            )
+        if self.elastic and self.slots == MIN_SLOTS:
+            raise ConfigError(
+                f"slots={self.slots} and elastic: when the number of ranks has changed, two older snapshots may have "
+                "to be held while a new one is written: give 3 slots or more"
             )
         parse_protect(self.protect)
         arena_path(self.job, self.arena)
@@ -89,6 +101,13 @@ class Options:
     def slots_with_generations(self) -> int:
         """Slots per shard: one more for each generation beyond the first."""
         return self.slots + self.generations - 1
+
+    @property
+    def parity_slots(self) -> int | None:
+        """Parity slots per node: one for each protected snapshot, one for the next, and, where there are three slots or
+        more, one for what was restored and is not known to be protected. None: as many as slots, as every snapshot is
+        protected."""
+        return None if self.protect_every == 1 else min(self.slots_with_generations, self.generations + 2)
 
     @property
     def protection(self) -> Protection:

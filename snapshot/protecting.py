@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from holdfast.smp_daemon.shared.board import SnapshotOutcome, TrainerPhase
+from holdfast.smp_daemon.shared.board import RepairState, SnapshotOutcome, TrainerPhase
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable, failure_of
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
@@ -31,7 +32,10 @@ from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.state.replicas import ReplicasDiffer
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.copier import Copier, CopyJob
-from holdfast.snapshot.step.ledger import Ledger
+from holdfast.snapshot.step.ledger import Ledger, SnapshotState
+
+REPAIR_EVERY_S = 1.0
+"""So often an SMP is asked how far parity is that it computes again."""
 
 STARVED_S = 30.0
 """If a snapshot is not protected for so long, and there is no slot for another, that is worth a warning."""
@@ -44,7 +48,8 @@ class Statistics:
     """Counters since the hook was entered.
 
     Attributes:
-        taken, protected, failed, skipped: snapshots begun, protected job-wide, failed; steps without a free slot.
+        taken, protected, failed, skipped: snapshots begun, protected job-wide, failed, or not protected although they
+            were to be; steps without a free slot.
         stall_s: time that the training thread spent in the hook.
         interval: steps from one snapshot to the next, as the ranks agreed.
         overhead: fraction of training time lost to snapshots at that interval; None while it is unknown.
@@ -76,11 +81,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A snapshot that is taken when the next step begins."""
+    """A snapshot that is taken when the next step begins; for the others see `Ledger` and `CopyJob`."""
 
     snapshot: SnapshotId
     keep: tuple[SnapshotId, ...]
     protected: SnapshotId | None
+    with_parity: tuple[SnapshotId, ...]
+    encode: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +127,16 @@ class Protecting:
         self._intervals = intervals
         self._progress = progress
         self._statistics = statistics
-        self.ledger = Ledger.restored(
+        self._repairs = restored.repairs
+        self._repaired = RepairState.UNDER_WAY  # of what this rank has repaired
+        self._asked_s = -math.inf  # `_repairs`, in a thread of its own
+        self._asking = self._smp_is_away = False
+        self.ledger = Ledger.after(
             options.slots_with_generations,
             restored.snapshot,
             restored.protected,
-            known=restored.whole,
+            only_sealed=restored.only_sealed,
+            protect_every=options.protect_every,
             generations=options.generations,
             earlier=restored.earlier,
             abandoned=restored.abandoned,
@@ -136,13 +148,14 @@ class Protecting:
         self.index = 0
         self.pace = Pace(system=rank.system)
         self.episodes = Episodes(log)
-        self._outcomes: Result | None = None  # of the minimum that is under way
+        self._reported: Result | None = None  # of the minimum that is under way
         self._planned = False  # the layout fits the state
         self._attempted = False  # a layout of this epoch was tried: the next one is of another
         self._layout_changed = False
         self._persist_due = 0
         self._enabled = True
         self._parted = False  # from the other ranks, until all meet again
+        self._behind = False  # a snapshot was due to be protected while another was being encoded
         self.copier = Copier(
             rank.client, rank.smp.sealing, rank.engine, self.pace, self._attach_again, self._over, rank.system
         )
@@ -151,8 +164,9 @@ class Protecting:
 
     def report(self) -> None:
         """Tell the other ranks how things are here, unless nothing is under way. A collective call; does not wait."""
-        if self._enabled and not self._parted and self.ledger.pending and self._outcomes is None:
-            self._outcomes = self._rank.agreement.minimum(self._facts())
+        open_ones = self.ledger.pending or self.ledger.restored
+        if self._enabled and not self._parted and open_ones and self._reported is None:
+            self._reported = self._rank.agreement.minimum(self._facts())
 
     def step_ended(self) -> None:
         """Settle what was reported, and see whether a snapshot is due. A collective call; blocks.
@@ -220,6 +234,7 @@ class Protecting:
             self.episodes.begin("capture", text, step, error, level=logging.ERROR, extra=extra)
             return None
         copy.alike, copy.instead, copy.begins = alike, instead, begins
+        copy.with_parity, copy.encode = due.with_parity, due.encode
         if ended:
             copy.sure.set()
         if self._persist_due and due.protected is not None and due.protected.epoch == self._progress.epoch:
@@ -233,20 +248,24 @@ class Protecting:
 
     def settle(self) -> None:
         """Take note of what the ranks reported, if they did. Waits for it."""
-        if self._outcomes is None:
+        if self._reported is None:
             return
-        *outcomes, fits_everywhere, interval, self._persist_due = self._outcomes()
-        self._outcomes = None
+        *reported, repaired, fits_everywhere, interval, self._persist_due = self._reported()
+        self._reported = None
         if saying := self._intervals.agree(-interval):
             self.copier.say(saying)
         statistics, policy = self._statistics, self._intervals.policy
         statistics.interval, statistics.overhead, statistics.why = policy.interval, policy.overhead, self._intervals.why
-        results = [SnapshotOutcome(value) for value in outcomes]
-        statistics.protected += results.count(SnapshotOutcome.PROTECTED)
-        statistics.failed += results.count(SnapshotOutcome.FAILED)
-        if SnapshotOutcome.PROTECTED in results:
+        states = [SnapshotState(value) for value in reported]
+        missed = {s for s, state in zip(self.ledger.pending, states, strict=True) if state is SnapshotState.SEALED}
+        statistics.protected += states.count(SnapshotState.PROTECTED)
+        statistics.failed += states.count(SnapshotState.FAILED) + len(missed.intersection(self.ledger.encoded))
+        if SnapshotState.PROTECTED in states:
             self.episodes.end("starved", "snapshots are protected again: step %d", self._progress.step)
-        self.ledger = self.ledger.settle(results)
+        self.ledger = self.ledger.settle(states).repaired(RepairState(repaired))
+        if self.ledger.restored is None:
+            self.episodes.end("repaired", "snapshots are taken again: step %d", self._progress.step)
+            self.episodes.end("repair", "parity of what was restored is there, or is not needed any more")
         over = [copy.error for snapshot, copy in self.copies.items() if snapshot not in self.ledger.pending]
         self.copies = {s: copy for s, copy in self.copies.items() if s in self.ledger.pending}
         for error in over:
@@ -262,17 +281,47 @@ class Protecting:
             self._layout_changed = False
 
     def _facts(self) -> list[int]:
-        """What the ranks take the minimum of: what became of each pending snapshot, whether the layout holds, the
-        interval that each wants, negative so that the longest wins, and whether its node is ready to persist one."""
-        outcomes = [self._outcome(snapshot) for snapshot in self.ledger.pending]
+        """What the ranks take the minimum of: how far each pending snapshot is, and the parity of what was restored,
+        whether the layout holds, the interval that each wants, negative so that the longest wins, and whether its node
+        is ready to persist one."""
+        states = [self._state(snapshot) for snapshot in self.ledger.pending]
         # What does not fit an earlier epoch's layout was the reason for this one.
         present = [copy for snapshot, copy in self.copies.items() if snapshot.epoch == self._progress.epoch]
         changed = self._layout_changed or any(isinstance(copy.error, LayoutChanged) for copy in present)
-        return [*outcomes, int(not changed), -self._intervals.policy.wanted(), int(self._rank.client.persist_due)]
+        wanted, due = self._intervals.policy.wanted(), self._rank.client.persist_due
+        return [*states, self._repair(), int(not changed), -wanted, int(due)]
 
-    def _outcome(self, snapshot: SnapshotId) -> SnapshotOutcome:
+    def _repair(self) -> RepairState:
+        """How far the parity is that this rank has repaired of what was restored. Asks for it anew now and then."""
+        now, system = self._rank.system.monotonic(), self._rank.system
+        is_open = self.ledger.restored is not None and self._repaired is RepairState.UNDER_WAY
+        if is_open and not self._asking and now - self._asked_s >= REPAIR_EVERY_S:
+            if self._smp_is_away:
+                failure_of(lambda: self._rank.smp.attach(self._progress.epoch, self._wait_for_copies), HoldfastError)
+            self._asked_s, self._asking, self._smp_is_away = now, True, False
+            system.Thread(target=self._ask_for_repairs, name="holdfast-repair", daemon=True).start()
+        return self._repaired
+
+    def _ask_for_repairs(self) -> None:
+        try:
+            self._repaired = self._repairs()
+        except HoldfastError as error:
+            self._smp_is_away = isinstance(error, SmpUnavailable)
+            self.episodes.begin("repair", "parity of what was restored is not repaired: %s", error)
+        finally:
+            self._asking = False
+
+    def _state(self, snapshot: SnapshotId) -> SnapshotState:
+        """How far it is here: what is sealed this rank knows by itself, the rest its SMP says."""
         copy = self.copies.get(snapshot)
-        return self._rank.client.outcome(snapshot) if copy and copy.error is None else SnapshotOutcome.FAILED
+        if copy is None or copy.error is not None:
+            return SnapshotState.FAILED
+        outcome = self._rank.client.outcome(snapshot) if snapshot in self.ledger.encoded else SnapshotOutcome.FAILED
+        if outcome is SnapshotOutcome.PROTECTED:
+            return SnapshotState.PROTECTED
+        if not copy.done.is_set():
+            return SnapshotState.PENDING
+        return SnapshotState.ENCODING if outcome is SnapshotOutcome.PENDING else SnapshotState.SEALED
 
     def _hear_of(self, error: StateChanged) -> None:
         """Tensors changed while they were copied: see that it does not happen again, and say so."""
@@ -292,13 +341,37 @@ class Protecting:
         if not self.ledger.may_begin or not (self._planned or self._configure()):
             self._statistics.skipped += 1
             return
-        snapshot = SnapshotId(self._progress.epoch, self._progress.step)
-        self.due = Due(snapshot, self.ledger.keep, self.ledger.sure)
-        self.ledger = self.ledger.begin(snapshot)
+        snapshot, ledger = SnapshotId(self._progress.epoch, self._progress.step), self.ledger
+        self.due = Due(snapshot, ledger.keep, ledger.protected, ledger.with_parity, ledger.protects_next)
+        self._say_whether_it_keeps_up()
+        self.ledger = ledger.begin(snapshot)
         self._statistics.taken += 1
+
+    def _say_whether_it_keeps_up(self) -> None:
+        """Where every so many snapshots one is to be protected, and encoding it takes longer, that is said."""
+        every, ledger = self._options.protect_every, self.ledger
+        if every in (1, "auto") or ledger.until:
+            return
+        if not ledger.protects_next:
+            self._behind = True
+            text = (
+                "%s is still being encoded while %s other snapshots were taken: as long as that lasts, one is "
+                "protected as often as encoding keeps up, and not every %s"
+            )
+            self.episodes.begin("behind", text, ledger.encoded[0], every, every)
+        elif self._behind:
+            self._behind = False  # the next one will tell
+        else:
+            self.episodes.end("behind", "one of %s snapshots is protected again", every)
 
     def _starve(self) -> None:
         """Every slot holds a snapshot that is kept or still being protected. If that lasts, it is said."""
+        if self.ledger.restored is not None and not self.ledger.pending:
+            text = (
+                "no snapshot is taken until %s, which was restored, is protected again: it takes one slot, and the one "
+                "that was protected before takes the other"
+            )
+            self.episodes.begin("repaired", text, self.ledger.restored)
         oldest = next((self.copies[each] for each in self.ledger.pending if each in self.copies), None)
         if oldest is not None and self._rank.system.monotonic() - oldest.begun_s > STARVED_S:
             text = (
@@ -349,6 +422,8 @@ class Protecting:
             self._options.protection,
             self._options.slots_with_generations,
             rank.domains,
+            parity_slots=self._options.parity_slots,
+            protect_every=self._options.protect_every,
             prepare=lambda slots: rank.engine.prepare(slots, self._turn),
         )
         self._intervals.placed(self.layout)
@@ -383,7 +458,7 @@ class Protecting:
     def _part(self) -> None:
         """This rank does not agree with the others any more, and they shall not wait for it."""
         self._parted = True
-        self._outcomes = None
+        self._reported = None
         self._rank.agreement.leave()
 
     def _go_on(self) -> None:
@@ -407,8 +482,8 @@ class Protecting:
     # ------------------------------------------------------------------ ends
 
     def drained(self, limit_s: float, is_doubtful: Callable[[CopyJob], bool]) -> bool:
-        """Block until this node has protected all that was copied here; whether it has, by `limit_s` of
-        `time.monotonic`. `is_doubtful`: of a copy, whether its step may not have begun."""
+        """Block until this node has sealed all that was copied here, and protected what is to be; whether it has, by
+        `limit_s` of `time.monotonic`. `is_doubtful`: of a copy, whether its step may not have begun."""
         self.pace.fence()
         outcomes = []
         for snapshot, copy in list(self.copies.items()):
@@ -417,6 +492,8 @@ class Protecting:
             copy.sure.set()
             if not copy.done.wait(limit_s - self._rank.system.monotonic()) or copy.error is not None:
                 return False
+            if not copy.encode:
+                continue
             try:
                 outcomes.append(
                     self._rank.client.await_outcome(snapshot, max(0.0, limit_s - self._rank.system.monotonic()))
@@ -450,8 +527,8 @@ class Protecting:
         if self.newest is not None:
             self.newest.done.wait(deadline_s)
         if self._options.keep:
-            if self.ledger.pending:
-                rank.client.await_outcome(self.ledger.pending[-1], deadline_s)
+            if self.ledger.encoded:
+                rank.client.await_outcome(self.ledger.encoded[-1], deadline_s)
             return
         mine = json.dumps([rank.coord, rank.client.node, self._progress.epoch])
         everyone = [json.loads(text) for text in rank.agreement.gather(mine.encode())]

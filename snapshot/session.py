@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, TrainerPhase
@@ -105,7 +105,13 @@ def enter(
     log_here(job=options.job, node=rank.client.node, rank=rank.agreement.rank, coord=rank.coord, epoch=None, step=None)
     try:
         restored = restore(
-            rank.client, rank.agreement, adapter, rank.engine, options.for_start, elastic=options.elastic
+            rank.client,
+            rank.agreement,
+            adapter,
+            rank.engine,
+            options.for_start,
+            elastic=options.elastic,
+            protect=options.protect_every == 1,
         )
     except BaseException as error:
         rank.smp.say_end(0, error)
@@ -143,10 +149,13 @@ class Session:
         identify(epoch=lambda: progress.epoch, step=lambda: progress.step)
         self.heartbeat()
         self._recording = recording_from_environment(options.slots)
+        if self._recording is not None:
+            options = self._options = replace(options, protect_every=1)  # a profile says what all parts take
         self.intervals = IntervalController(
             options.every,
             options.budget,
             options.slots,
+            options.protect_every,
             self._recording,
             rank.smp.another,
             rank.agreement,
@@ -206,8 +215,15 @@ class Session:
     @property
     def protected_step(self) -> int | None:
         """See `SnapshotHook.protected_step`."""
-        sure = self.protecting.ledger.sure
-        return sure.step if sure else None
+        protected = self.protecting.ledger.protected
+        return protected.step if protected else None
+
+    @property
+    def sealed_step(self) -> int | None:
+        """See `SnapshotHook.sealed_step`."""
+        ledger = self.protecting.ledger
+        newest = ledger.sealed or ledger.protected
+        return newest.step if newest else None
 
     def begin_turn(self) -> None:
         """The loop says that a step begins, and counts."""

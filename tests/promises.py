@@ -63,6 +63,10 @@ PROMISES = {
     "dcp": Promise("README.md", "| [DCP](docs/dcp.md) | a storage writer and reader |"),
     "ray": Promise("README.md", "| [Ray](docs/ray.md) | actors, and Ray Train |"),
     "sealed-only": Promise("docs/guarantee.md", "A snapshot that was not sealed is never restored."),
+    "sealed-comes-back": Promise(
+        "docs/guarantee.md", "it or a younger one comes back bit for bit if only processes die"
+    ),
+    "sent-to-nobody": Promise("docs/protection.md", "a snapshot that is not to be protected is sent to nobody"),
     "every-failpoint": Promise("docs/guarantee.md", "This is tested at every failpoint of the protocol."),
     "renumbered": Promise("docs/guarantee.md", "shards are found by their coordinate and fetched"),
     "regroup": Promise("docs/guarantee.md", "the survivors regroup and protect each other again"),

@@ -28,7 +28,7 @@ from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.plan import candidates, plan_restore
+from holdfast.smp_daemon.shared.plan import candidates, newest_protected, plan_restore
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Codings
 from holdfast.smp_daemon.storage.holdings import Holdings
@@ -167,15 +167,23 @@ def _stored(plan: SeedPlan) -> SeedPlan:
 
 
 def _two_slots(plan: SeedPlan) -> SeedPlan:
-    return replace(_killed(plan), slots=2, generations=1, steps=4, flip_chance=0.0)
+    return replace(_killed(plan), slots=2, generations=1, steps=4, protect_every=1, flip_chance=0.0)
+
+
+def _one_of_many(plan: SeedPlan) -> SeedPlan:
+    """One snapshot is protected, and all trainers are killed when younger ones are sealed."""
+    faults = (DrawnFault("kill-trainers", point="seal.done", nth=len(plan.ranks) * 3),)
+    plan = replace(plan, every=1, steps=4, slots=4, generations=1, protect_every=9, break_chance=0.0, flip_chance=0.0)
+    return replace(plan, state=None, lives=(faults,), gaps=(Gap(0.0, True),))
 
 
 # ---------------------------------------------------------------------- what is broken
 
 _accumulate = ParityGathering.accumulate
-_restored = Ledger.restored
+_after = Ledger.after
 _commit = SlotFilePool.commit
 _settle = Store._settle
+_seal = Store.seal
 _fill = Copier._fill
 _one_node_behind = one_node_behind(vars(restore)["exchange"])
 _forget_what_was_protected = forgetting_what_was_promised(plan_restore)
@@ -197,8 +205,28 @@ def _settle_at_once(self: Store, snapshot: Any) -> None:
             self.changed.notify_all()
 
 
-def _forget_the_older(slots: int, snapshot: Any, older: Any, **more: Any) -> Ledger:
-    return _restored(slots, snapshot, None, **more)
+def _forget_the_older(slots: int, snapshot: Any, protected: Any, **more: Any) -> Ledger:
+    return _after(slots, snapshot, protected if protected == snapshot else None, **more)
+
+
+def _forget_the_restored(slots: int, snapshot: Any, protected: Any, **more: Any) -> Ledger:
+    return _after(slots, snapshot, protected, **more | {"only_sealed": True})
+
+
+def _keep_what_is_protected(self: Ledger) -> tuple[SnapshotId, ...]:
+    named = (*self.earlier, *self.abandoned, self.protected, self.restored, *self.pending)
+    return tuple(sorted({snapshot for snapshot in named if snapshot is not None}))
+
+
+def _promised_only(inventories: Any, coords: Any, without: Any = frozenset(), choice: Any = None) -> Any:
+    """What is younger than what is known to be protected is passed over."""
+    protected = newest_protected(inventories)
+    younger = {each for each in candidates(inventories, protected) if protected is not None and each > protected}
+    return plan_restore(inventories, coords, {*without, *younger}, choice)
+
+
+def _seal_and_encode(self: Store, snapshot: Any, coord: str, protected: Any = None, *, encode: bool = True) -> None:
+    _seal(self, snapshot, coord, protected, encode=True)
 
 
 def _oldest_first(inventories: Any, protected: Any) -> list[Any]:
@@ -315,7 +343,25 @@ MUTANTS: dict[str, SimMutant] = {
         "the slot of the protected snapshot is freed", "kept", ((SlotPool, "outdated", _ignore_keep),)
     ),
     "older-forgotten": SimMutant(
-        "what was protected is given up for what was restored", "kept", ((Ledger, "restored", _forget_the_older),)
+        "what was protected is given up for what was restored", "kept", ((Ledger, "after", _forget_the_older),)
+    ),
+    "sealed-given-up": SimMutant(
+        "what is only sealed is given up for the next, however many slots there are",
+        "held",
+        ((Ledger, "keep", property(_keep_what_is_protected)),),
+        _one_of_many,
+    ),
+    "sealed-passed-over": SimMutant(
+        "a restart goes back to what is protected, whatever is sealed",
+        "crash",
+        ((RESTORE, "plan_restore", _promised_only),),
+        _one_of_many,
+    ),
+    "all-encoded": SimMutant(
+        "what is only to be sealed is encoded, too",
+        "unasked",
+        ((Store, "seal", _seal_and_encode), (Store, "_leave_unprotected", _never)),
+        _one_of_many,
     ),
     "sealed-is-protected": SimMutant(
         "what is sealed counts as protected", "recoverable", ((Store, "_settle", _settle_at_once),), _lost
@@ -344,7 +390,7 @@ MUTANTS: dict[str, SimMutant] = {
     "no-repair": SimMutant(
         "lost parity is not repaired",
         "recoverable",
-        (("holdfast.smp_daemon.local", "repair_parity", lambda *arguments: 0),),
+        (("holdfast.smp_daemon.recovery.repairs", "repair_parity", lambda *arguments: 0),),
         _lost_twice,
     ),
     "no-digests": SimMutant(
@@ -392,9 +438,9 @@ MUTANTS: dict[str, SimMutant] = {
         _stored,
     ),
     "two-slots": SimMutant(
-        "two slots are thought to be enough",
+        "with two slots what was restored gives its slot to the next before it has its parity again",
         "kept",
-        (("holdfast.snapshot.options", "MIN_SLOTS", 2), ("holdfast.snapshot.step.ledger", "MIN_SLOTS", 2)),
+        ((Ledger, "after", _forget_the_restored),),
         _two_slots,
     ),
     # ------------------------------------------------------------------ of what is captured of real modules

@@ -55,7 +55,7 @@ class Slots:
         self.given[snapshot] = self.slots[len(self.given) % SLOTS]
         return self.given[snapshot]
 
-    def seal(self, snapshot: SnapshotId, *_: Any) -> None:
+    def seal(self, snapshot: SnapshotId, *_: Any, **options: Any) -> None:
         self.sealed.append(snapshot)
 
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:

@@ -224,7 +224,7 @@ class Slots:
         self.begun.append(snapshot)
         return self.slot
 
-    def seal(self, snapshot: SnapshotId, *_: Any) -> None:
+    def seal(self, snapshot: SnapshotId, *_: Any, **options: Any) -> None:
         self.sealed.append(snapshot)
 
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:

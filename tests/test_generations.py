@@ -20,10 +20,10 @@ from holdfast.smp_daemon.shared.plan import plan_restore, whole_snapshots
 from holdfast.smp_daemon.shared.starts import Choice
 from holdfast.snapshot.resume.arrange import parse_protect
 from holdfast.snapshot.resume.choice import StartOptions, agree
-from holdfast.snapshot.step.ledger import Ledger
+from holdfast.snapshot.step.ledger import Ledger, SnapshotState
 from tests.smp_kit import playground, run_on
 
-PROTECTED, FAILED, PENDING = SnapshotOutcome.PROTECTED, SnapshotOutcome.FAILED, SnapshotOutcome.PENDING
+PROTECTED, FAILED, PENDING = SnapshotState.PROTECTED, SnapshotState.FAILED, SnapshotState.PENDING
 
 
 def at(step: int, epoch: int = 1) -> SnapshotId:
@@ -34,11 +34,9 @@ def at(step: int, epoch: int = 1) -> SnapshotId:
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
-@given(
-    st.integers(3, 5), st.integers(1, 4), st.lists(st.lists(st.sampled_from(SnapshotOutcome), min_size=8, max_size=8))
-)
+@given(st.integers(3, 5), st.integers(1, 4), st.lists(st.lists(st.sampled_from(SnapshotState), min_size=8, max_size=8)))
 def test_the_newest_protected_snapshots_are_kept_as_many_as_asked_for(
-    slots: int, generations: int, run: list[list[SnapshotOutcome]]
+    slots: int, generations: int, run: list[list[SnapshotState]]
 ) -> None:
     ledger = Ledger(slots + generations - 1, generations=generations)
     protected: list[SnapshotId] = []
@@ -51,12 +49,12 @@ def test_the_newest_protected_snapshots_are_kept_as_many_as_asked_for(
         assert len(ledger.keep) <= slots + generations - 1
         assert list(ledger.keep) == sorted(set(ledger.keep))
         assert set(protected[-generations:]) <= set(ledger.keep)
-        assert set(ledger.keep) == {*protected[-generations:], *ledger.pending}
+        assert set(ledger.keep) - {ledger.sealed} <= {*protected[-generations:], *ledger.pending}
 
 
 def test_what_was_passed_over_stays_until_something_newer_is_protected() -> None:
-    ledger = Ledger.restored(4, at(4), at(6), known=True, generations=2, earlier=[at(3)], abandoned=[at(5), at(6)])
-    assert set(ledger.keep) == {at(4), at(5), at(6)} and ledger.sure == at(4)
+    ledger = Ledger.after(4, at(4), at(4), generations=2, earlier=[at(3)], abandoned=[at(5), at(6)])
+    assert set(ledger.keep) == {at(4), at(5), at(6)} and ledger.protected == at(4)
     begun = ledger.begin(at(5, 2))
     assert set(begun.settle([PENDING]).keep) == {at(4), at(5), at(6), at(5, 2)}
     assert set(begun.settle([FAILED]).keep) == {at(4), at(5), at(6)}
@@ -68,14 +66,14 @@ def test_a_slot_is_free_whatever_was_found(slots: int, generations: int, old: in
     before, after = [at(i) for i in range(old)], [at(20 + i) for i in range(new)]
     kept = before[-1] if before and older else None
     slots += generations - 1
-    ledger = Ledger.restored(slots, at(15), kept, known=False, generations=generations, earlier=before, abandoned=after)
+    ledger = Ledger.after(slots, at(15), kept, generations=generations, earlier=before, abandoned=after)
     assert ledger.may_begin and at(15) in ledger.keep
     assert not new or at(20 + new - 1) in ledger.keep, "the newest of all goes last"
 
 
 def test_without_more_generations_nothing_is_other_than_before() -> None:
-    assert Ledger.restored(3, at(5), at(4), known=False, earlier=[at(3), at(4)]) == Ledger(3, at(5), at(4), known=False)
-    assert Ledger.restored(3, None, None, known=True) == Ledger(3)
+    assert Ledger.after(3, at(5), at(4), earlier=[at(3), at(4)]) == Ledger(3, at(4), at(5))
+    assert Ledger.after(3, None, None) == Ledger(3)
 
 
 def test_memory_grows_by_a_slot_of_shards_and_parity_for_each() -> None:
@@ -199,7 +197,7 @@ def test_an_older_generation_of_a_lost_node_is_computed_from_parity() -> None:
                 trainer.write(snapshot, kept[-2:], kept[-1])
             for trainer in run:
                 trainer.seal(snapshot)
-            assert run.outcomes(snapshot) == {PROTECTED}
+            assert run.outcomes(snapshot) == {SnapshotOutcome.PROTECTED}
             kept.append(snapshot)
         older = kept[-2]
         lost = smps[1]

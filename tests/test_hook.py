@@ -349,8 +349,11 @@ def test_a_job_id_is_no_path(arena: Path, monkeypatch: pytest.MonkeyPatch, job: 
     ("options", "message"),
     [
         ({"every": 0}, "every=0"),
-        ({"slots": 2}, "slots=2: a shard has 3 to 16 slots"),
-        ({"slots": 17}, "slots=17: a shard has 3 to 16 slots"),
+        ({"slots": 1}, "slots=1: a shard has 2 to 16 slots"),
+        ({"slots": 2, "elastic": True}, "slots=2 and elastic: .* give 3 slots or more"),
+        ({"protect_every": 0}, "protect_every=0: of every 1 or more snapshots one is protected"),
+        ({"protect_every": "often"}, "protect_every=.often.: of every 1 or more"),
+        ({"slots": 17}, "slots=17: a shard has 2 to 16 slots"),
         ({"protect": "6+0"}, "k and m must be at least 1"),
         ({"protect": "copies:0"}, "k and m must be at least 1"),
         ({"protect": "200+56"}, "k + m at most 255"),

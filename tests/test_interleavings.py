@@ -698,7 +698,7 @@ def test_a_restored_snapshot_takes_the_place_of_the_protected_one_only_when_it_i
         made.live(Plan("step 1 is protected", steps=1))
         with (
             patch("holdfast.smp_daemon.coding.protect.Protector._encode"),
-            patch("holdfast.smp_daemon.local.repair_parity"),
+            patch("holdfast.smp_daemon.recovery.repairs.repair_parity"),
         ):
             made.live(Plan("step 2 is sealed, and not encoded", steps=1, waits_for="sealed"))
             made.live(Plan("step 2 is back, and not repaired yet when step 3 begins", steps=1, waits_for="sealed"))
@@ -716,7 +716,7 @@ def test_a_snapshot_that_was_never_promised_and_cannot_be_had_gives_way_to_the_o
     send = Protector._encode
     with world(nodes=2) as made:
         made.live(Plan("step 1 is protected", steps=1))
-        with patch.object(Protector, "_encode", encode), patch("holdfast.smp_daemon.local.repair_parity"):
+        with patch.object(Protector, "_encode", encode), patch("holdfast.smp_daemon.recovery.repairs.repair_parity"):
             made.live(Plan("step 2 is sealed, and has parity on the first node alone", steps=1, waits_for="sealed"))
             left = made.smps[0]
             assert left is not None

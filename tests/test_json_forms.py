@@ -65,7 +65,7 @@ class Form:
         return self.drawn.map(self.tell)
 
 
-OPTIONAL = {"domains", "left", "persisted", "kind", "start", "ends"} | {
+OPTIONAL = {"domains", "left", "parity_slots", "persisted", "kind", "start", "ends"} | {
     field.name for field in fields(Inventory) if field.default is not MISSING or field.default_factory is not MISSING
 } - {"layouts"}
 """What has a default."""

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.collective import meeting
 from holdfast.snapshot.collective.meeting import LEAD_STEPS, MOST_DOUBLINGS, Meeting
-from holdfast.snapshot.step.ledger import Ledger
+from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, SnapshotState
 from tests.deadlines import DEADLINE_S
 
 thorough = settings(deadline=None, derandomize=True, max_examples=200)
@@ -160,17 +159,20 @@ def test_a_rank_that_comes_later_is_waited_for(patient: list[Meeting]) -> None:
 # ---------------------------------------------------------------------- what they go on with
 
 
+EVERY: list[ProtectEvery] = [1, 2, "auto"]
+
+
 def at(step: int) -> SnapshotId:
     return SnapshotId(1, step)
 
 
 @thorough
-@given(st.lists(st.lists(st.sampled_from(SnapshotOutcome), min_size=4, max_size=4), min_size=1, max_size=12), st.data())
-def test_a_rank_that_has_not_heard_of_the_last_outcomes_goes_on_with_those_that_have(
-    run: list[list[SnapshotOutcome]], data: st.DataObject
+@given(st.lists(st.lists(st.sampled_from(SnapshotState), min_size=4, max_size=4), min_size=1, max_size=12), st.data())
+def test_a_rank_that_has_not_heard_of_the_last_states_goes_on_with_those_that_have(
+    run: list[list[SnapshotState]], data: st.DataObject
 ) -> None:
-    known = data.draw(st.booleans())
-    ledger = Ledger.restored(3, at(1), at(0), known=known)
+    known, every = data.draw(st.booleans()), data.draw(st.sampled_from(EVERY))
+    ledger = Ledger.after(3, at(1), at(int(known)), protect_every=every)
     for step, results in enumerate(run, 2):
         before = ledger
         if ledger.may_begin:
@@ -180,7 +182,7 @@ def test_a_rank_that_has_not_heard_of_the_last_outcomes_goes_on_with_those_that_
     for other in (before, begun):
         for ranks in ([ledger, other], [other, ledger], [other, other, ledger]):
             together = Ledger.together(ranks)
-            assert together.sure == ledger.sure and together.protected == ledger.protected
+            assert together.protected == ledger.protected
             assert together.pending == () and together.may_begin
             assert set(together.keep) <= set(ledger.keep) & set(begun.keep)
     assert decode_json(Ledger, encode_json(ledger), "") == ledger

@@ -143,7 +143,8 @@ def test_an_unknown_version_is_named_with_all_that_it_lacks() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--slots", "2"], "slots=2: a shard has 3 to 16"),
+        (["--slots", "1"], "slots=1: a shard has 2 to 16"),
+        (["--protect-every", "0"], "protect_every=0"),
         (["--slots", "16", "--generations", "2"], "slots=16 and 2 generations"),
         (["--every", "0"], "every=0"),
         (["--every", "often"], "neither a number of steps nor auto"),

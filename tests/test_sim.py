@@ -326,6 +326,65 @@ def test_other_bytes_than_the_trainer_had_are_a_violation() -> None:
     assert found == ["restored"]
 
 
+def _sealed_everywhere(found: list[str]) -> Oracle:
+    """Step 2 is protected, and step 3 sealed on the one node that has a shard of it."""
+    disk = Disk()
+    arena = MemoryPath(disk, "", "arena")
+    arena.mkdir(mode=0o700)
+    (arena / "node.json").write_text(json.dumps({"epoch": 1}))
+    oracle = Oracle(lambda check, message: found.append(check))
+    layout = _layout(1, ("a", "b"))
+    layout["nodes"] = [{"name": "a", "shards": [{"coord": "dp0"}]}, {"name": "b", "shards": []}]
+    oracle.committed(arena / "layout-1-0.json", "layout", layout)
+    for step, content in ((2, b"two"), (3, b"three")):
+        oracle.captured((1, step), "dp0", Bytes(content), "a")
+        (arena / f"{step}").write_text(content.decode())
+        oracle.committed(arena / f"{step}.json", "shard", {"snapshot": [1, step], "coord": "dp0"})
+    oracle.protected((1, 2))
+    return oracle
+
+
+def test_after_a_crash_of_processes_less_than_was_sealed_everywhere_is_a_violation() -> None:
+    found: list[str] = []
+    oracle = _sealed_everywhere(found)
+    oracle.restored("dp0", 2, (1, 2), Bytes(b"two"), alone=False)
+    assert found == []
+    _sealed_everywhere(found).restored("dp0", 2, (1, 2), Bytes(b"two"), alone=True)
+    assert found == ["crash"]
+
+
+@pytest.mark.parametrize("over", ["a loss", "a flip", "given up"])
+def test_what_is_sealed_need_not_come_back_where_more_than_processes_was_lost(over: str) -> None:
+    found: list[str] = []
+    oracle = _sealed_everywhere(found)
+    if over == "a loss":
+        oracle.node_lost("b")
+    elif over == "a flip":
+        oracle.bit_flipped((1, 3))
+    else:
+        oracle.given_up((1, 3), "dp0")
+    oracle.restored("dp0", 2, (1, 2), Bytes(b"two"), alone=True)
+    assert found == []
+
+
+def test_the_newest_sealed_snapshot_is_not_given_up_once_the_job_was_told_of_it() -> None:
+    found: list[str] = []
+    oracle = _sealed_everywhere(found)
+    oracle.sealed((1, 3))
+    oracle.given_up((1, 3), "dp0")
+    assert found == ["held"]
+
+
+def test_parity_of_what_is_only_to_be_sealed_is_a_violation() -> None:
+    found: list[str] = []
+    oracle = _sealed_everywhere(found)
+    oracle.wanted((1, 2), True)
+    oracle.wanted((1, 3), False)
+    for step in (2, 3):
+        oracle.committed(MemoryPath(Disk(), "", "any.json"), "parity", {"snapshot": [1, step]})
+    assert found == ["unasked"]
+
+
 def test_as_many_losses_as_each_group_has_parity_must_be_survived() -> None:
     oracle = _oracle([], 1, ("a", "b"), ("c", "d"))
     oracle.node_lost("a")

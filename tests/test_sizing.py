@@ -107,7 +107,7 @@ def test_a_frozen_base_is_captured_once_and_kept() -> None:
         (["--nodes", "0"], "0 nodes of 8 GPUs"),
         (["--tensor", "3"], "tensor 3 x pipeline 1 does not divide 64 GPUs"),
         (["--protect", "8+2"], r"8\+2 needs 10 nodes, and there are 8"),
-        (["--slots", "2"], "2 slots: a shard has 3 to 16 slots"),
+        (["--slots", "1"], "1 slots: a shard has 2 to 16 slots"),
         (["--zero", "4"], "ZeRO stages are 0 to 3"),
         (["--optimizer", "lion"], "'lion'.* is not known"),
         (["--step", "12"], "--step: '12' has no unit"),

@@ -20,7 +20,7 @@ from holdfast.planner.costs import Assumptions, assume
 from holdfast.planner.curves import nines
 from holdfast.planner.montecarlo import play
 from holdfast.planner.reasons import reasons
-from holdfast.planner.recommend import CLOSE, ROUGH, Recommendation, Targets, levels_of, recommend
+from holdfast.planner.recommend import CLOSE, ROUGH, Recommendation, Targets, levels_of, memory, recommend
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.interval.failures import DAY_S, FailureModel, from_profile
 from holdfast.snapshot.interval.profiles import profile
@@ -117,13 +117,15 @@ def test_failures_of_all_classes_are_counted_once() -> None:
         assert sum(level.rate for level in levels) == pytest.approx(sum(rates.values()))
 
 
-def test_every_snapshot_is_encoded_although_less_would_be_best_and_that_is_said() -> None:
+def test_where_encoding_is_dear_one_in_several_snapshots_is_encoded_and_that_is_said() -> None:
     dear = replace(COSTS, encode_s=20.0, encode_cost_s=5.0, snapshot_cost_s=0.01)
     result = recommend(dear, MODEL, 64, LABELLED, Targets())
-    every, gain = result.rarer
-    assert (result.encode_every, every > 1, gain > CLOSE) == (1, True, True)
+    assert result.encode_every > 1 and result.gain > CLOSE
+    assert result.periods[1] == result.encode_every * result.periods[0]
+    assert result.memory_bytes == memory(dear, result.code, result.encode_every)
     said = " ".join(reasons(result, dear, MODEL, LABELLED, Targets(), str, str))
-    assert f"one in {every} encoded, would gain {gain:.2%}" in said
+    assert f"one in {result.encode_every} snapshots is encoded" in said
+    assert f"protect_every={result.encode_every}" in said and f"would lose {result.gain:.2%} more" in said
     assert "SMPs do it with HOLDFAST_PERSIST=URL" in said
 
 
@@ -229,7 +231,7 @@ def test_a_log_moves_the_failure_model(tmp_path: Path, capsys: pytest.CaptureFix
         (["--state", "98 apples"], "--state: '98 apples' is no size"),
         (["--overhead-budget", "-1%"], "--overhead-budget -1%: give 0 to 1"),
         (["--target-survival", "101%"], "--target-survival 101%: give 0 to 1"),
-        (["--slots", "2"], "slots is 2: give 3 to 16"),
+        (["--slots", "1"], "slots is 1: give 2 to 16"),
         (["--domain-nodes", "0"], "0 nodes fail together: give 1 or more"),
         (["--placement", "anywhere"], "'anywhere' is no placement: choose one of labelled"),
         (["--log", "/does/not/exist"], "--log: /does/not/exist is no file"),

@@ -51,6 +51,8 @@ class Oracle:
 
     def __init__(self, violate: Callable[[str, str], None]) -> None:
         self._violate = violate
+        self._unwanted: set[Snapshot] = set()
+        self._gone: set[Snapshot] = set()
         self._contents: dict[Snapshot, dict[str, Content]] = {}
         self._losses: list[str] = []
         self._losses_before: dict[Snapshot, int] = {}
@@ -63,6 +65,7 @@ class Oracle:
         self._course: dict[tuple[int, str], Content] = {}
         self._sealed: set[tuple[Snapshot, str]] = set()
         self.promised: Snapshot | None = None
+        self._told: Snapshot | None = None
         self.checks: Counter[str] = Counter()
 
     # ------------------------------------------------------------------ what it is told
@@ -97,6 +100,21 @@ class Oracle:
         self._contents.pop(snapshot, None)
         self._losses_before.pop(snapshot, None)
         self._sealed = {key for key in self._sealed if key[0] != snapshot}
+        self._unwanted.discard(snapshot)
+        self._gone.discard(snapshot)
+
+    def wanted(self, snapshot: Snapshot, protected: bool) -> None:
+        """All ranks take this snapshot, and agree whether it is to be protected."""
+        if not protected:
+            self._unwanted.add((snapshot[0], snapshot[1]))
+
+    def sealed(self, snapshot: Snapshot | None) -> None:
+        """The job was told that this snapshot is the newest that is sealed on every node, and there is a slot for it;
+        None: none is, or there may be no slot."""
+        snapshot = None if snapshot is None else (snapshot[0], snapshot[1])
+        if snapshot is not None and self._contents.get(snapshot) and not self._is_sealed(snapshot):
+            self._violate("sealed", f"the job is told that {snapshot} is sealed, and not all of it is")
+        self._told = snapshot
 
     def protected(self, snapshot: Snapshot) -> None:
         """The job was told that this snapshot is protected on every node."""
@@ -144,6 +162,9 @@ class Oracle:
         self._flips.clear()
         self._layouts.clear()
         self._sealed.clear()
+        self._unwanted.clear()
+        self._gone.clear()
+        self._told = None
 
     def changes(self) -> None:
         """The job has another state or other ranks than before, so one that goes back comes by other states."""
@@ -167,6 +188,14 @@ class Oracle:
                 layouts.append(data)
         if kind == "shard":
             self._committed_shard(path, data)
+        if kind == "parity":
+            self._committed_parity((data["snapshot"][0], data["snapshot"][1]))
+
+    def _committed_parity(self, snapshot: Snapshot) -> None:
+        self.checks["unasked"] += 1
+        regrouped = any(layout["revision"] for layout in self._layouts.get(snapshot[0], []))
+        if snapshot in self._unwanted and not regrouped and snapshot not in self._parents.values():
+            self._violate("unasked", f"{snapshot} is only to be sealed, and parity is made of it")
 
     def _committed_shard(self, path: MemoryPath, data: Any) -> None:
         snapshot: Snapshot = (data["snapshot"][0], data["snapshot"][1])
@@ -187,22 +216,61 @@ class Oracle:
 
     def given_up(self, snapshot: Snapshot, what: str) -> None:
         """An SMP frees a sealed slot of a shard, because the trainers say that they need it no more."""
+        self._given_up((snapshot[0], snapshot[1]), what)
         if self.promised is None or self._flips[self.promised] or not self.must_survive():
             return
         self.checks["kept"] += 1
         if (snapshot[0], snapshot[1]) == self.promised:
             self._violate("kept", f"{what} of {snapshot}, the newest protected snapshot, is given up")
 
+    def _given_up(self, snapshot: Snapshot, what: str) -> None:
+        newest = self._newest_sealed()
+        self._gone.add(snapshot)
+        if newest is None or self._told != newest:
+            return
+        self.checks["held"] += 1
+        if snapshot == newest:
+            self._violate("held", f"{what} of {snapshot}, the newest that is sealed on every node, is given up")
+
+    def _newest_sealed(self) -> Snapshot | None:
+        """The newest snapshot of which every node still has all that its trainers sealed there, as far as they have not
+        given it up since, and younger than what is protected."""
+        found = [
+            snapshot
+            for snapshot in self._contents
+            if snapshot not in self._gone
+            and (self.promised is None or snapshot > self.promised)
+            and not self._flips[snapshot]
+            and self._losses_before[snapshot] == len(self._losses)
+            and self._is_sealed_by_all(snapshot)
+        ]
+        return max(found, default=None)
+
+    def _is_sealed_by_all(self, snapshot: Snapshot) -> bool:
+        """Of a layout that is the only one of its epoch, or of none."""
+        began = [layout for layout in self._layouts.get(snapshot[0], []) if not layout["revision"]]
+        coords = {shard["coord"] for layout in began for node in layout["nodes"] for shard in node.get("shards", ())}
+        return len(began) == 1 and bool(coords) and all((snapshot, coord) in self._sealed for coord in coords)
+
     # ------------------------------------------------------------------ what it judges
 
     def restored(
-        self, coord: str, epoch: int, snapshot: Snapshot | None, content: Content | None, persisted: bool = False
+        self,
+        coord: str,
+        epoch: int,
+        snapshot: Snapshot | None,
+        content: Content | None,
+        persisted: bool = False,
+        *,
+        alone: bool = False,
     ) -> None:
         """A trainer goes on from this snapshot, or from nothing; with `epoch` begins what it goes on to.
 
         Args:
             persisted: it was read from storage.
+            alone: whatever has happened since the last snapshot, but for nodes that were lost, is over.
         """
+        self._check_crash(coord, epoch, None if snapshot is None else (snapshot[0], snapshot[1]), alone)
         if self._stored is not None and (persisted or snapshot is None):
             self.checks["persisted"] += 1
             if snapshot is None or (snapshot[0], snapshot[1]) < self._stored:
@@ -219,6 +287,15 @@ class Oracle:
         self.checks["promise"] += 1
         if snapshot is None or snapshot < self.promised:
             self._violate("promise", f"{coord} is restored from {snapshot}, although {self.promised} was protected")
+
+    def _check_crash(self, coord: str, epoch: int, snapshot: Snapshot | None, alone: bool) -> None:
+        newest = self._newest_sealed()
+        if alone and newest is not None:
+            self.checks["crash"] += 1
+            if (snapshot or NONE) < newest:
+                self._violate("crash", f"{coord} is restored from {snapshot}, although {newest} was sealed everywhere")
+        self._gone |= {each for each in self._contents if (snapshot or NONE) < each and each[0] < epoch}
+        self._told = None
 
     def _expected(self, coord: str, snapshot: Snapshot) -> Content | None:
         shards = self._contents.get(snapshot, {})
@@ -258,6 +335,9 @@ class Oracle:
     def unrecoverable(self, reason: str) -> None:
         """In a life without faults, the trainers were told that nothing can be had."""
         self.checks["recoverable"] += 1
+        newest = self._newest_sealed()
+        if newest is not None and not self._may_have_been_promised():
+            self._violate("crash", f"{newest} was sealed everywhere, yet: {reason}")
         if self.must_survive() and not self._may_have_been_promised():
             self._violate("recoverable", f"{self.promised} was protected and little enough was lost, yet: {reason}")
 
@@ -300,15 +380,15 @@ class Oracle:
         layouts = self._layouts.get(self.promised[0], []) if self.promised else []
         return min((min(at["parity"], len(group) - 1) for at in layouts for group in at["groups"]), default=0)
 
-    def check_arena(self, arena: MemoryPath, slots: int) -> None:
+    def check_arena(self, arena: MemoryPath, slots: int, parities: int) -> None:
         """At rest: sealed slots are whole but for flipped bits, and no memory is held that serves nothing."""
         seen: set[str] = set()
-        free: Counter[str] = Counter()
+        free: Counter[tuple[str, int]] = Counter()
         for path in sorted(arena.glob("*.*.safetensors")) + sorted(arena.glob("*.*.parity")):
             pool = path.name.rsplit(".", 2)[0]
             record = path.with_name(path.name + ".json")
             if not record.exists():
-                free[pool] += 1
+                free[pool, parities if path.name.endswith(".parity") else slots] += 1
                 continue
             data = json.loads(record.read_text())
             snapshot: Snapshot = (data["snapshot"][0], data["snapshot"][1])
@@ -322,10 +402,10 @@ class Oracle:
                 missing = content.missing(path.read_bytes()) if content is not None else "shards"
                 if missing:
                     self._violate("whole", f"{path.name} is sealed, and its trainer had other {missing}")
-        for pool, count in free.items():
+        for (pool, wanted), count in free.items():
             self.checks["memory"] += 1
-            if count > slots:
-                self._violate("memory", f"{arena.name} keeps {count} free slots of {pool}, and {slots} were asked for")
+            if count > wanted:
+                self._violate("memory", f"{arena.name} keeps {count} free slots of {pool}, and {wanted} were asked for")
 
 
 def _some(content: Content | None, known: Content | None) -> str:

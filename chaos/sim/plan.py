@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.smp_daemon.shared.failpoints import FAILPOINTS, PERSIST_FAILPOINTS
+from holdfast.snapshot.step.ledger import ProtectEvery
 
 OF_MODULES = 1 / 40
 """Of all seeds, so many have trainers of real modules."""
@@ -90,6 +91,7 @@ KINDS_OF_STATE = (
 """What a script with real modules may have, see `holdfast.chaos.sim.modules`; each seed draws some."""
 
 OPTIMIZERS = ("sgd", "adamw", "rmsprop", "adagrad")
+PROTECT_EVERY: tuple[ProtectEvery, ...] = (1, 1, 1, 2, 2, 3, "auto", "auto")
 PACES = ("steady", "steady", "budget", "auto")
 
 
@@ -145,6 +147,7 @@ class SeedPlan:
         final: what is done then; one of `FINALS`.
         generations: how many protected snapshots are kept.
         links: connections of an SMP to each of its peers.
+        protect_every: which of the snapshots are protected.
         order, span, turns: how tasks take turns, see `holdfast.chaos.sim.turns`; what `turns` is the seed of.
     """
 
@@ -172,6 +175,7 @@ class SeedPlan:
     quiet: int
     final: str
     generations: int
+    protect_every: ProtectEvery
     order: str
     span: int
     turns: int
@@ -292,7 +296,7 @@ SIZES = (SMALL,) * 50 + (RECOVERING,) * 5 + (REGROUPING,) + (MEDIUM,) * 3 + (LAR
 
 def draw(seed: int) -> SeedPlan:
     """The plan of `seed`."""
-    plan = replace(_draw(seed), links=random.Random(f"links {seed}").choice((1, 1, 2, 3)))
+    plan = replace(_with_memory(_draw(seed)), links=random.Random(f"links {seed}").choice((1, 1, 2, 3)))
     pick = random.Random(f"state {seed}")
     which = pick.random()
     if which < OF_MODULES:
@@ -300,6 +304,13 @@ def draw(seed: int) -> SeedPlan:
     if which < OF_MODULES + OF_MANY_RANKS:
         return with_many_ranks(plan, pick)
     return with_storage(plan, pick) if which < OF_MODULES + OF_MANY_RANKS + OF_STORAGE else plan
+
+
+def _with_memory(plan: SeedPlan) -> SeedPlan:
+    """The same with other slots, and not every snapshot protected, in more than half of the seeds."""
+    pick = random.Random(f"memory {plan.seed}")
+    slots = 2 if pick.random() < 0.3 else plan.slots
+    return replace(plan, slots=slots, protect_every=pick.choice(PROTECT_EVERY))
 
 
 def with_storage(plan: SeedPlan, pick: random.Random) -> SeedPlan:
@@ -333,7 +344,8 @@ def with_modules(plan: SeedPlan, pick: random.Random) -> SeedPlan:
         sizes=tuple(pick.randint(1, plan.nodes + 1) for _ in range(3)) if elastic else (),
         pace=pick.choice(PACES),
     )
-    return replace(plan, state=state, unit_bytes=pick.choice((1024, 4096)))
+    slots = max(3, plan.slots) if state.sizes else plan.slots
+    return replace(plan, state=state, slots=slots, unit_bytes=pick.choice((1024, 4096)))
 
 
 def _draw(seed: int) -> SeedPlan:
@@ -374,6 +386,7 @@ def _draw(seed: int) -> SeedPlan:
         final=pick.choice(size.finals),
         quiet=pick.choice(size.quiet),
         generations=pick.choice((1, 1, 1, 2, 3)),
+        protect_every=1,
         order=pick.choice(("uniform", "uniform", "uniform", "priorities")),
         span=2 * size.span,
         turns=seed,

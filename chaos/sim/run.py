@@ -242,7 +242,9 @@ class _Driver:
         if final == "lose twice":
             self._pass(60.0)  # lost parity is rebuilt in the background
             places = {f"dp{trainer.rank}": trainer.node.name for trainer in world.trainers}
-            world.oracle.repaired(world.trainers[0].restored, places)
+            restored = world.trainers[0].restored
+            if self._plan.protect_every == 1 or restored == world.oracle.promised:  # else it was only to be sealed
+                world.oracle.repaired(restored, places)
             self._lose(world.oracle.survivable())
             self._replace(True)
             if not self._recover(1, "after a second loss"):
@@ -305,9 +307,11 @@ class _Driver:
 
     def _end(self, finish: bool) -> None:
         world = self._world
-        slots = self._plan.slots + self._plan.generations - 1 + bool(self._plan.persist_s)
+        plan = self._plan
+        slots = plan.slots + plan.generations - 1
+        parities = slots if plan.protect_every == 1 else min(slots, plan.generations + 2)
         for node in world.up():
-            world.oracle.check_arena(node.arena, slots)
+            world.oracle.check_arena(node.arena, slots + bool(plan.persist_s), parities)
         self._check()
         if finish:
             outcomes = self._live(1, quiet=True, ends=True)

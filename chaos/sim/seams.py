@@ -26,9 +26,10 @@ from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import PART, digest_units, kind_of
 from holdfast.smp_daemon.storage.arena import SHARD_SUFFIX, Arena
-from holdfast.snapshot.protecting import Protecting
+from holdfast.snapshot.protecting import Due, Protecting
 from holdfast.snapshot.resume import restore
 from holdfast.snapshot.step.boundary import Boundary
+from holdfast.snapshot.step.copier import CopyJob
 
 PAGE_BYTES = 64
 """Headers of slot files are padded to this, so that a shard is a few hundred bytes."""
@@ -49,16 +50,22 @@ class Hooks:
     committed: Callable[[MemoryPath, str, Any], None]
     given_up: Callable[[Any, str], None]
     promised: Callable[[Any], None]
+    wanted: Callable[[Any, bool], None]
     unit_bytes: Callable[[int, int], int]
     is_due: Callable[[str], bool]
 
 
 class _ObservedProtecting(Protecting):
-    """Says what the job is promised as soon as it knows: what is freed from then on is judged by it."""
+    """Says what the job is promised as soon as it knows: what is freed from then on is judged by it. And which
+    snapshots are to be protected."""
 
     def settle(self) -> None:
         super().settle()
-        Hooks.promised(self.ledger.sure)
+        Hooks.promised(self.ledger)
+
+    def take(self, due: Due, **options: Any) -> CopyJob | None:
+        Hooks.wanted(due.snapshot, due.encode)
+        return super().take(due, **options)
 
 
 def failpoint(point: str, step: int = -1) -> None:
@@ -83,13 +90,19 @@ def _record_point(path: MemoryPath, data: Any, when: str) -> None:
     part.write_text(whole)  # it lives on
 
 
-def _release(self: Arena, keep: Collection[SnapshotId], before: SnapshotId, held: Collection[SnapshotId] = ()) -> None:
+def _release(
+    self: Arena,
+    keep: Collection[SnapshotId],
+    before: SnapshotId,
+    held: Collection[SnapshotId] = (),
+    with_parity: Collection[SnapshotId] | None = None,
+) -> None:
     """`Arena.release`, which is told what the trainers keep: whatever of a shard it frees, they gave up."""
     for pool in self.pools():
         if pool.suffix == SHARD_SUFFIX:
             for slot in pool.outdated({*keep, *held}, before):
                 Hooks.given_up(slot.snapshot, pool.name)
-    release(self, keep, before, frozenset(held))
+    release(self, keep, before, frozenset(held), with_parity)
 
 
 release = Arena.release

@@ -181,6 +181,7 @@ def simpler_plans(plan: SeedPlan) -> Iterator[SeedPlan]:
         "capacity": 64,
         "every": 1,
         "generations": 1,
+        "protect_every": 1,
         "slots": 3,
         "regroup_after_s": 0.0,
         "rebuild": "decode",
@@ -223,7 +224,8 @@ def tell(case: Case) -> list[str]:
 def _setting(plan: SeedPlan) -> str:
     ranks = "1 rank each" if len(plan.ranks) == plan.nodes else f"{len(plan.ranks)} ranks"
     every = "every step" if plan.every == 1 else f"every {plan.every} steps"
-    return f"{plan.nodes} nodes, {ranks}, protected by {plan.protect}, a snapshot {every}"
+    which = {1: "each", "auto": "one at a time"}.get(plan.protect_every, f"one of {plan.protect_every}")
+    return f"{plan.nodes} nodes, {ranks}, {plan.slots} slots, a snapshot {every}, {which} protected by {plan.protect}"
 
 
 def merged(history: Sequence[Moment]) -> Iterator[str]:

@@ -32,6 +32,7 @@ from holdfast.snapshot.interval.policy import DEFAULT_BUDGET
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.resume.choice import PERSISTED
 from holdfast.snapshot.session import Checks
+from holdfast.snapshot.step.ledger import Ledger
 
 JOB = "job"
 PLACE = "memory://storage"
@@ -109,6 +110,7 @@ class World:
         self.at_point: Callable[[str, SimProcess], None] = lambda point, process: None
         self._named = 0
         self._lives = 0
+        self._struck = -1
         self._members: dict[SimProcess, SimMember] = {}
         self._scripts: dict[SimProcess, SimScript] = {}
         storage = fsspec.filesystem("memory")
@@ -127,6 +129,7 @@ class World:
         Hooks.committed = self._committed
         Hooks.given_up = self.oracle.given_up
         Hooks.promised = self._note_promise
+        Hooks.wanted = self.oracle.wanted
         Hooks.unit_bytes = lambda longest, data: self.plan.unit_bytes
         SYSTEM.begin_run()
 
@@ -248,6 +251,9 @@ class World:
             node.trainers.append(trainer.process)
             trainer.process.on_death[0] = self._trainer_over(trainer, "killed")
         floor = self.floor()
+        self._struck = self.faults.total()
+        if not self._is_calm():
+            self._struck = -1
         for trainer in self.trainers:
             work = partial(self._train, trainer, circle, steps, floor, quiet, ends)
             self.scheduler.spawn(trainer.process, "train", work)
@@ -301,6 +307,7 @@ class World:
         options = Options(
             job=JOB,
             every="auto" if pace == "auto" else plan.every,
+            protect_every=plan.protect_every,
             protect=plan.protect,
             domains="",
             slots=plan.slots,
@@ -376,11 +383,11 @@ class World:
     ) -> None:
         restored, coord = hook.restored.snapshot, f"dp{trainer.rank}"
         trainer.restored, trainer.entered, trainer.hook = restored, True, hook
-        self._note_promise(hook._session.protecting.ledger.sure)
+        self._note_promise(hook._session.protecting.ledger)
         self.scheduler.tell(coord, _beginning(hook))
         if trainer.outcome != "hangs":  # else it goes on where nobody listens any more
             persisted = hook.restored.tier == PERSISTED
-            self.oracle.restored(coord, hook.restored.epoch, restored, content, persisted)
+            self.oracle.restored(coord, hook.restored.epoch, restored, content, persisted, alone=self._is_calm())
             if not persisted:  # to undo what was protected is what storage is asked for
                 self.oracle.check_floor(coord, restored, floor)
 
@@ -401,11 +408,20 @@ class World:
         node = next(node.name for node in self.nodes if node.host == host)
         self.oracle.captured(snapshot, coord, content, node)
 
-    def _note_promise(self, sure: SnapshotId | None) -> None:
-        if sure is not None:
-            if self.oracle.promised is None or (sure.epoch, sure.step) > self.oracle.promised:
-                self.scheduler.tell("the job", f"is told that {sure} is protected")
-            self.oracle.protected(sure)
+    def _note_promise(self, ledger: Ledger) -> None:
+        if ledger.protected is not None:
+            if self.oracle.promised is None or ledger.protected > self.oracle.promised:
+                self.scheduler.tell("the job", f"is told that {ledger.protected} is protected")
+            self.oracle.protected(ledger.protected)
+        roomy = self.plan.slots > 2 and ledger.restored is None
+        self.oracle.sealed(ledger.sealed if roomy else None)
+
+    def _is_calm(self) -> bool:
+        """Whether nothing has struck since this life began, and nothing of before lasts: whatever is to be had but for
+        processes that died before must be had."""
+        smps = [node.smp_process for node in self.up() if node.smp_process is not None]
+        stands = any(process.frozen or process.slow_s for process in smps)
+        return not (self.network.cut or stands) and self.faults.total() == self._struck
 
     # ------------------------------------------------------------------ what the seams ask for
 

@@ -6,10 +6,13 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
+
+if TYPE_CHECKING:
+    from holdfast.snapshot.step.ledger import ProtectEvery
 
 T = TypeVar("T")
 
@@ -93,3 +96,12 @@ def arena_folder(text: str) -> Path:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{text} is no directory: name one that holds arenas")
     return path
+
+
+def parse_protect_every(text: str) -> ProtectEvery:
+    """A number of snapshots, or ``auto``. Raises `ConfigError`."""
+    if text == "auto":
+        return "auto"
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--protect-every {text!r}: of every 1 or more snapshots one is protected, or auto")
+    return int(text)

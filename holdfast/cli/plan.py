@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from holdfast.cli.arguments import rate, time
+from holdfast.cli.arguments import parse_protect_every, rate, time
 from holdfast.cli.arguments import size as size_in_bytes
 from holdfast.cli.output import add_json, columns, say, write_json
 from holdfast.cli.rates import add_measured, add_rates, say_basis, smp_of
@@ -26,7 +26,9 @@ from holdfast.planner.sizing import (
     parse_shape,
     size,
 )
+from holdfast.planner.slots import SlotChoice, best, choices
 from holdfast.smp_daemon.shared.quantities import amount, duration
+from holdfast.snapshot.interval.profiles import PUBLISHED, profile
 from holdfast.snapshot.resume.arrange import Protection, parse_protect
 
 Row = tuple[str, ModelJob, Sizes]
@@ -58,6 +60,12 @@ def add(commands: Any) -> None:
     plan.add_argument("--step", default="0", type=time, metavar="TIME", help="how long one takes, such as 12s or 800ms")
     plan.add_argument("--protect", default="auto", help="k+m such as 6+2, copies:r, auto or none (default auto)")
     plan.add_argument("--slots", type=int, default=3, help="slots for each shard (default 3)")
+    plan.add_argument(
+        "--protect-every",
+        default="1",
+        metavar="N",
+        help="of so many snapshots one is protected, or auto: as often as encoding keeps up (default 1)",
+    )
     plan.add_argument("--generations", type=int, default=1, help="protected snapshots that are kept (default 1)")
     plan.add_argument("--persist", action="store_true", help="snapshots are also written to storage")
     plan.add_argument(
@@ -116,13 +124,27 @@ def run(parsed: argparse.Namespace) -> int:
         not parsed.no_flash,
         parsed.step,
     )
-    protection = parse_protect(parsed.protect)
+    protection, every = parse_protect(parsed.protect), parse_protect_every(parsed.protect_every)
     jobs = [(parsed.model, job)] if parsed.model else variants(job)
     rows = [
-        (name, each, size(each, machine, protection, parsed.slots, parsed.generations, persists=parsed.persist))
+        (
+            name,
+            each,
+            size(
+                each,
+                machine,
+                protection,
+                parsed.slots,
+                parsed.generations,
+                persists=parsed.persist,
+                protect_every=every,
+            ),
+        )
         for name, each in jobs
     ]
     slots = f"{parsed.slots} slots"
+    if every != 1:
+        slots += ", one snapshot at a time protected" if every == "auto" else f", one of {every} snapshots protected"
     if parsed.generations > 1:
         slots += f" and {parsed.generations - 1} for older generations"
     if parsed.persist:
@@ -143,6 +165,9 @@ def run(parsed: argparse.Namespace) -> int:
 
     slowest = max(rows, key=lambda row: row[2].encode_s)
     say_basis(console, smp, [*([f"For {slowest[0]}:"] if len(rows) > 1 else []), *advised(slowest)])
+    found = {name: choices_of(each, sizes, machine) for name, each, sizes in rows if sizes.parity}
+    if parsed.model and found:
+        show_choices(console, *rows[0], found[parsed.model], machine)
     data = [
         {
             "name": name,
@@ -151,11 +176,62 @@ def run(parsed: argparse.Namespace) -> int:
             "fits_gpu": sizes.device_bytes <= machine.gpu_memory,
             "rates": smp.to_json(),
             "advice": advised((name, each, sizes)),
+            "choices": [asdict(choice) for choice in found.get(name, [])],
+            "recommended": asdict(choice) if (choice := _best(found.get(name, []), sizes, machine)) else None,
         }
         for name, each, sizes in rows
     ]
     write_json(parsed.json, data)
     return 0
+
+
+def choices_of(job: ModelJob, sizes: Sizes, machine: Machine) -> list[SlotChoice]:
+    """What each number of slots and each way to protect costs a job that takes a snapshot as often as it can: every
+    step, if one is copied within it."""
+    commit_s = sizes.copy_s + sizes.node_bytes / machine.copy_rate
+    interval_s = max(job.step_s, sizes.copy_s)
+    code = sizes.parity / sizes.data
+    return list(choices(interval_s=interval_s, commit_s=commit_s, encode_s=sizes.encode_s, code=code))
+
+
+def _best(found: list[SlotChoice], sizes: Sizes, machine: Machine) -> SlotChoice | None:
+    published = profile(PUBLISHED)
+    most = machine.host_memory / 2 / sizes.node_bytes if machine.host_memory else float("inf")
+    return best(found, published.memory + published.shock, most)
+
+
+def show_choices(
+    console: Console, name: str, job: ModelJob, sizes: Sizes, found: list[SlotChoice], machine: Machine
+) -> None:
+    """Print what each choice takes and costs, and which is recommended."""
+    chosen = _best(found, sizes, machine)
+    head = ("slots", "protect_every", "arena", "skipped", "a crash costs", "a node's loss costs", "")
+    cells = [
+        [
+            str(each.slots),
+            str(each.protect_every),
+            f"{amount(each.memory * sizes.node_bytes)} ({each.memory:.2f} S)",
+            f"{each.skipped:.0%}",
+            duration(each.crash_s),
+            duration(each.loss_s),
+            "recommended" if each == chosen else "",
+        ]
+        for each in found
+    ]
+    console.print()
+    for line in columns(head, cells, gap=2):
+        console.print(line, soft_wrap=True, markup=False)
+    published = profile(PUBLISHED)
+    interval = "every step" if job.step_s > sizes.copy_s else f"every {duration(sizes.copy_s)}"
+    fits = "" if chosen else f" None of them fits half of a node's {amount(machine.host_memory)} (--host-memory)."
+    say(
+        console,
+        f"\n{name}, a snapshot {interval}, played with the decisions that trainers make: 'skipped' for want of a slot; "
+        "work done since the snapshot that a crash of processes goes back to, and the loss of a node. Recommended is "
+        f"what loses least, of all failures as {PUBLISHED} has them ({published.memory + published.shock:.0%} take a "
+        f"node's memory), or at most 10 % more with less memory. With 2 slots what is only sealed gives its slot to "
+        f"the next: who crashes while that is copied goes back to the protected one.{fits}",
+    )
 
 
 def variants(job: ModelJob) -> list[tuple[str, ModelJob]]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.arguments import or_none, output_file, rate, some_time, time
+from holdfast.cli.arguments import or_none, output_file, parse_protect_every, rate, some_time, time
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.rates import add_measured, add_rates, cores_here, say_basis, smp_of
 from holdfast.planner.rates import basis
@@ -48,6 +48,12 @@ def add(commands: Any) -> None:
     simulate.add_argument("--strategies", default="all", help=f"of {', '.join(NAMES)} (default all)")
     simulate.add_argument("--protect", default="7+1,6+2", help="codes, k+m, of holdfast (default 7+1,6+2)")
     simulate.add_argument("--every", default="1", help="steps between its snapshots, such as 1,10 (default 1)")
+    simulate.add_argument(
+        "--protect-every",
+        default="1",
+        metavar="N",
+        help="of so many of its snapshots one is protected, such as 1,8,auto; with 4 slots unless 1 (default 1)",
+    )
     simulate.add_argument("--spares", default="auto", help="machines that stand by (default auto: 4 in 1,024 nodes)")
     simulate.add_argument(
         "--persist",
@@ -156,9 +162,10 @@ def _strategies(parsed: argparse.Namespace) -> tuple[Strategy, ...]:
             f"--protect {unfit[0]}: name codes here, such as 7+1 or copies:1; for none, --strategies nothing"
         )
     ours = [
-        InMemoryCode(code.data, code.parity, every, persist_s=persist_s)
+        InMemoryCode(code.data, code.parity, every, 3 if some == 1 else 4, persist_s, protect_every=some)
         for _, code in codes
         for every in _numbers("--every", parsed.every)
+        for some in map(parse_protect_every, parsed.protect_every.split(","))
     ]
     pairs = PairReplication(persist_s=persist_s)
     known: dict[str, list[Strategy]] = {

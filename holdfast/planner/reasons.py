@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from holdfast.planner.codes import Code, Domains, judge
 from holdfast.planner.costs import Costs
-from holdfast.planner.recommend import CLOSE, Recommendation, Targets
+from holdfast.planner.recommend import Recommendation, Targets
 from holdfast.snapshot.interval.failures import FailureModel
 
 Show = Callable[[float], str]
@@ -79,12 +79,12 @@ def _interval(found: Recommendation, costs: Costs, targets: Targets, duration: S
 
 def _encoding(found: Recommendation, costs: Costs, duration: Show) -> str:
     encode_s = duration(found.code.parity * costs.encode_s)
-    every, gain = found.rarer
-    if gain <= CLOSE:
+    if not found.gain:
         return f"every snapshot is encoded: it takes {encode_s} beside training, and not to would gain less than 0.02 %"
+    every = found.encode_every
     return (
-        f"every snapshot is encoded ({encode_s} beside training): SMPs can do no other. More snapshots, and one in "
-        f"{every} encoded, would gain {gain:.2%}"
+        f"one in {every} snapshots is encoded ({encode_s} beside training), with protect_every={every}: a crash of "
+        f"processes needs only sealed ones. To encode each, and take fewer, would lose {found.gain:.2%} more"
     )
 
 

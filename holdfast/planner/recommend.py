@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.planner.codes import Code, Domains, candidates, judge
 from holdfast.planner.costs import Costs
 from holdfast.planner.montecarlo import Played, play
+from holdfast.planner.slots import parity_slots
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MIN_SLOTS
 from holdfast.snapshot.interval.checks import positive, within
@@ -75,8 +76,7 @@ class Recommendation:
         waste: first-order share of wall time lost, failures included; `lost` by class.
         played: effective training time ratio by Monte Carlo.
         others: every code that was judged, with the memory it takes in bytes for each node.
-        rarer: in how many snapshots it would be best to encode one, and what share of time that would gain: SMPs
-            encode all of them, so `periods` do.
+        gain: what share of time it gains not to encode every snapshot; 0 if every one is.
     """
 
     nodes: int
@@ -96,7 +96,7 @@ class Recommendation:
     seed: int
     others: tuple[tuple[Code, float], ...]
     met: bool
-    rarer: tuple[int, float] = (1, 0.0)
+    gain: float = 0.0
     why: tuple[str, ...] = ()
 
     @property
@@ -163,7 +163,8 @@ def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, t
     best = max(code.survival for code in fitting)
     plans = [_plan(costs, code, model, nodes, targets) for code in good or [c for c in fitting if c.survival >= best]]
     least = min(plan.waste for plan in plans)
-    chosen = min((p for p in plans if p.waste <= least + CLOSE), key=lambda p: (memory(costs, p.code), p.waste))
+    close = [plan for plan in plans if plan.waste <= least + CLOSE]
+    chosen = min(close, key=lambda p: (memory(costs, p.code, p.encode_every), p.waste))
     periods, played = _refine(chosen, costs, targets)
     levels = chosen.levels
     periods_s = [p * costs.step_s for p in periods]
@@ -179,7 +180,7 @@ def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, t
         waste=first_order(levels, periods_s),
         lost=lost(levels, periods_s),
         played=played,
-        memory_bytes=memory(costs, code),
+        memory_bytes=memory(costs, code, chosen.encode_every),
         network_rate=code.parity * costs.state_bytes / periods_s[1] if code.parity else 0.0,
         storage_rate=costs.state_bytes / periods_s[-1] if persisted else 0.0,
         spares=spare_nodes(model, nodes, targets.node_repair_s),
@@ -187,13 +188,15 @@ def recommend(costs: Costs, model: FailureModel, nodes: int, domains: Domains, t
         seed=targets.seed,
         others=tuple((other, memory(costs, other)) for other in judged),
         met=bool(good),
-        rarer=chosen.rarer,
+        gain=chosen.gain,
     )
 
 
-def memory(costs: Costs, code: Code) -> float:
-    """Shared memory of a node in bytes: ``slots S (1 + m/k)``."""
-    return costs.slots * costs.state_bytes * code.memory
+def memory(costs: Costs, code: Code, encode_every: int = 1) -> float:
+    """Shared memory of a node in bytes: ``slots S (1 + m/k)``; with fewer parity slots if not every snapshot is
+    encoded."""
+    parities = parity_slots(costs.slots, encode_every)
+    return costs.state_bytes * (costs.slots + parities * (code.memory - 1))
 
 
 def levels_of(costs: Costs, code: Code, model: FailureModel, nodes: int) -> tuple[Level, ...]:
@@ -222,13 +225,18 @@ def from_memory(levels: Sequence[Level], costs: Costs, targets: Targets) -> Inte
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """Every snapshot is encoded, as SMPs do. `rarer`: see `Recommendation`."""
+    """A code and its best periods. `gain`: see `Recommendation`."""
 
     code: Code
     levels: tuple[Level, ...]
     periods: tuple[int, ...]
     waste: float
-    rarer: tuple[int, float]
+    gain: float
+
+    @property
+    def encode_every(self) -> int:
+        """Snapshots from one encoded to the next."""
+        return self.periods[1] // self.periods[0] if self.code.parity else 1
 
 
 def _plan(costs: Costs, code: Code, model: FailureModel, nodes: int, targets: Targets) -> _Candidate:
@@ -236,7 +244,9 @@ def _plan(costs: Costs, code: Code, model: FailureModel, nodes: int, targets: Ta
     limits = costs.limits(code.parity, targets.overhead_budget, targets.longest_steps)
     all_, some = (best_periods(levels, each) for each in (replace(limits, encode_every=(1,)), limits))
     waste, less = (first_order(levels, [p * costs.step_s for p in periods]) for periods in (all_, some))
-    return _Candidate(code, levels, all_, waste, (some[1] // some[0] if code.parity else 1, waste - less))
+    if waste - less <= CLOSE:
+        return _Candidate(code, levels, all_, waste, 0.0)
+    return _Candidate(code, levels, some, less, waste - less)
 
 
 def _refine(plan: _Candidate, costs: Costs, targets: Targets) -> tuple[tuple[int, ...], Played]:

@@ -10,10 +10,12 @@ import re
 from dataclasses import dataclass
 
 from holdfast.planner.rates import LAST, SmpRates
+from holdfast.planner.slots import parity_slots
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
 from holdfast.snapshot.resume.arrange import Protection
 from holdfast.snapshot.resume.choice import MAX_GENERATIONS
+from holdfast.snapshot.step.ledger import ProtectEvery
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,8 @@ class Sizes:
         copy_s: until a snapshot is in host memory, at full speed.
         seal_s: until it is digested, after that.
         encode_s: until it is protected, after that.
-        interval_s: shortest time between snapshots at which each is protected before its slot is needed.
+        interval_s: shortest time between snapshots at which each that is to be protected is so before its slot is
+            needed.
         interval_steps: the same in steps; 0 if the step time is not known.
         data, parity: k and m in effect.
     """
@@ -238,14 +241,16 @@ def size(
     generations: int = 1,
     *,
     persists: bool = False,
+    protect_every: ProtectEvery = 1,
 ) -> Sizes:
     """What snapshots of `job` take.
 
     Args:
+        protect_every: which of them are protected.
         persists: snapshots are also written to storage, and one more slot for each shard holds what is being written.
 
     Raises:
-        ConfigError: the protection needs more nodes than there are, or the number of slots is not 3 to 16, or of
+        ConfigError: the protection needs more nodes than there are, or the number of slots is not 2 to 16, or of
             generations not 1 to 8.
     """
     if not MIN_SLOTS <= slots <= MAX_SLOTS:
@@ -269,13 +274,17 @@ def size(
     seal_s = moving / machine.digest_rate
     encode_s = parity * moving / machine.network_rate
     commit_s = copy_s + seal_s
-    interval = max(commit_s, (commit_s + encode_s) / (slots - 1), encode_s)
+    if protect_every == 1:
+        interval = max(commit_s, (commit_s + encode_s) / (slots - 1), encode_s)
+    else:
+        interval = max(commit_s, encode_s / protect_every if isinstance(protect_every, int) else 0.0)
+    parities = parity_slots(kept, protect_every, generations)
     return Sizes(
         state_bytes=state,
         static_bytes=static,
         gpu_bytes=node / job.gpus_per_node,
         node_bytes=node,
-        arena_bytes=kept * node * (1 + parity / chosen.data if parity else 1) + node * persists,
+        arena_bytes=node * (kept + (parities * parity / chosen.data if parity else 0) + persists),
         device_bytes=device_bytes(job),
         copy_s=copy_s,
         encode_s=encode_s,

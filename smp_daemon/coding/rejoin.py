@@ -145,7 +145,8 @@ def _bring_back(store: Store, epoch: int, sources: Sources, method: str) -> None
             store.check_epoch(epoch)
             how = recover(store, sources, coord, method).how
             log.warning("%s of %s was missing and was %s", coord, snapshot, how, extra=about(snapshot, coord=coord))
-    for group, position in missing.parities:
+    encoded = snapshot == store.protected or any(sources.parities.values())  # or it was only to be sealed
+    for group, position in missing.parities if encoded else ():
         if sources.parity_holder(group, position) is None:
             store.check_epoch(epoch)
             count = repair_parity(store, sources, group, position)

@@ -19,6 +19,7 @@ from holdfast.smp_daemon.persist.options import PersistOptions
 from holdfast.smp_daemon.persist.persister import Persister
 from holdfast.smp_daemon.recovery.rebuild import METHODS
 from holdfast.smp_daemon.recovery.recoveries import Recoveries
+from holdfast.smp_daemon.recovery.repairs import ParityRepairs
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Inventory
@@ -157,6 +158,7 @@ class Core:
         )
         self.arena.settle()
         failpoint("start.adopted")
+        self.repairs = ParityRepairs(self.store, system)
         self.watchdog = Watchdog(
             lambda: self.store.board,
             self.settings.deadlines,

@@ -73,6 +73,11 @@ class Overview:
         return safest(self.snapshots)
 
     @property
+    def newest(self) -> Redundancy | None:
+        """The newest snapshot that can be had now: what a crash of processes alone goes back to."""
+        return next((each for each in self.snapshots if each.tolerates >= 0), None)
+
+    @property
     def repeats(self) -> str:
         """How the last starts of the job ended, if it is over or came no further since; empty if there is no such."""
         loop = current_crash_loop([status.inventory for status in self.statuses])
@@ -127,6 +132,8 @@ class Overview:
             "job": self.job,
             "at": time.time(),
             "safe": self.sentence(),
+            "after_a_crash": self._told(self.newest),
+            "after_a_loss": self._told(self.safest if self.safest and self.safest.tolerates > 0 else None),
             "silent": self.silent,
             "lost": self.lost,
             "trainerless_s": self.trainerless_s,
@@ -156,15 +163,24 @@ class Overview:
         safest = self.safest
         if safest is None:
             return "nothing is held yet"
-        age = self.age_s(safest)
-        when = "" if age is None else f"; sealed {age:,.1f} s ago"
+        when = self._when(safest)
         what = f"step {safest.snapshot.step:,}"
         if safest.tolerates < 0:
             return f"{what} cannot be had: too much of it is lost{when}"
         if safest.tolerates == 0:
             return f"{what} is here, and not safe against the loss of any node{when}"
         nodes = "1 node" if safest.tolerates == 1 else f"{safest.tolerates} nodes"
-        return f"{what} is safe against the loss of any {nodes}{when}"
+        line, newest = f"{what} is safe against the loss of any {nodes}{when}", self.newest
+        if newest is None or newest.snapshot <= safest.snapshot:
+            return line
+        return f"{line}. If only processes crash, step {newest.snapshot.step:,} comes back{self._when(newest)}"
+
+    def _when(self, each: Redundancy) -> str:
+        age = self.age_s(each)
+        return "" if age is None else f"; sealed {age:,.1f} s ago"
+
+    def _told(self, each: Redundancy | None) -> dict[str, Any] | None:
+        return None if each is None else {"step": each.snapshot.step, "age_s": self.age_s(each)}
 
 
 def look(job: str, first: Address) -> Overview:

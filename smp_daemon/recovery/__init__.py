@@ -1,3 +1,3 @@
 """Finding and rebuilding what was lost."""
 
-__all__ = ["fetch", "inventories", "reading", "rebuild", "recoveries", "redundancy", "units"]
+__all__ = ["fetch", "inventories", "reading", "rebuild", "recoveries", "redundancy", "repairs", "units"]

@@ -40,6 +40,11 @@ class Fetcher:
         self._gone: set[Address] = set()
         self._buffers: dict[int, memoryview] = {}
 
+    @property
+    def misses_somebody(self) -> bool:
+        """Whether an SMP that holds something has not answered: what could not be had may be had later."""
+        return bool(self._gone)
+
     def shard_unit(self, coord: str, index: int, out: memoryview) -> int:
         """Unit `index` of a shard, from its holder, or computed if that cannot give it; its digest.
 

@@ -10,7 +10,13 @@ from holdfast.smp_daemon.recovery.fetch import Fetcher
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.recovery.load import Load
 from holdfast.smp_daemon.recovery.units import StripePlace, place_of
-from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, ProtocolError, Unrecoverable
+from holdfast.smp_daemon.shared.errors import (
+    ConfigError,
+    DamagedSnapshot,
+    ProtocolError,
+    SmpUnavailable,
+    Unrecoverable,
+)
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout
 from holdfast.smp_daemon.shared.logs import about, get_log
@@ -143,7 +149,12 @@ def repair_unit(store: Store, fetcher: Fetcher, key: Key, index: int) -> None:
 
 
 def repair_parity(store: Store, sources: Sources, group: int, position: int) -> int:
-    """Compute the parity that a lost node held, so that the group can lose another. Returns bytes fetched."""
+    """Compute the parity that a lost node held, so that the group can lose another. Returns bytes fetched.
+
+    Raises:
+        Unrecoverable, DamagedSnapshot: all who hold something have answered, and that is too little.
+        SmpUnavailable: too little was got, and not all have answered.
+    """
     store.keep_layout(sources.layout)
     layout = sources.layout
     stripes, members = layout.stripes(group), layout.members(group)
@@ -151,13 +162,20 @@ def repair_parity(store: Store, sources: Sources, group: int, position: int) -> 
     try:
         with Links(store.counters, system=store.system) as links:
             fetcher = _fetcher(store, sources, links)
-            with store.holdings.receiving_parity(key, layout, group) as gathering:
-                for stripe in stripes.parity_stripes(position):
-                    for _, contributor, piece in stripes.contributors(stripe):
-                        unit = memoryview(bytearray(piece.length))
-                        coord = members[contributor].shards[piece.segment].coord
-                        found = fetcher.shard_unit(coord, piece.offset // layout.unit_bytes, unit)
-                        gathering.accumulate(stripe, contributor, unit, found)
+            try:
+                with store.holdings.receiving_parity(key, layout, group) as gathering:
+                    for stripe in stripes.parity_stripes(position):
+                        for _, contributor, piece in stripes.contributors(stripe):
+                            unit = memoryview(bytearray(piece.length))
+                            coord = members[contributor].shards[piece.segment].coord
+                            found = fetcher.shard_unit(coord, piece.offset // layout.unit_bytes, unit)
+                            gathering.accumulate(stripe, contributor, unit, found)
+            except (Unrecoverable, DamagedSnapshot) as error:
+                if fetcher.misses_somebody:
+                    raise SmpUnavailable(
+                        f"not all SMPs that hold some of {sources.snapshot} answer: {error}"
+                    ) from error
+                raise
             failpoint("repair_parity.done", sources.snapshot.step)
             return links.bytes_received
     finally:

@@ -44,6 +44,15 @@ class SnapshotOutcome(IntEnum):
     PROTECTED = 2
 
 
+class RepairState(IntEnum):
+    """How far parity is that is computed again. Ordered so that the job's is the minimum over its ranks."""
+
+    HOPELESS = 0
+    """What is left of the snapshot is too little to compute it from."""
+    UNDER_WAY = 1
+    WHOLE = 2
+
+
 class TrainerPhase(IntEnum):
     """Where the training thread of a trainer is."""
 

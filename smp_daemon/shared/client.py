@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, SnapshotOutcome, TrainerPhase
+from holdfast.smp_daemon.shared.board import HEARTBEAT_ROWS, Board, RepairState, SnapshotOutcome, TrainerPhase
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     DeadlineExceeded,
@@ -54,6 +54,7 @@ from holdfast.smp_daemon.shared.messages import (
     Persist,
     Recover,
     Recovered,
+    Repaired,
     RepairParity,
     Request,
     Say,
@@ -205,10 +206,22 @@ class SmpClient:
         self._call(Configure(layout=layout), move_deadline(layout.node(self.node).state_bytes))
 
     def begin(
-        self, snapshot: SnapshotId, coord: str, keep: Collection[SnapshotId], protected: SnapshotId | None
+        self,
+        snapshot: SnapshotId,
+        coord: str,
+        keep: Collection[SnapshotId],
+        protected: SnapshotId | None,
+        with_parity: Collection[SnapshotId] | None = None,
     ) -> memoryview:
-        """A slot to write `coord` of `snapshot` into; frees what is not in `keep`."""
-        message = Begin(snapshot=snapshot, coord=coord, keep=tuple(keep), protected=protected)
+        """A slot to write `coord` of `snapshot` into; frees what is not in `keep`, and parity of what is not in
+        `with_parity`."""
+        message = Begin(
+            snapshot=snapshot,
+            coord=coord,
+            keep=tuple(keep),
+            protected=protected,
+            with_parity=None if with_parity is None else tuple(with_parity),
+        )
         return self._map(from_plain(SlotFile, self._call(message), "a slot"))
 
     def slots(self, epoch: int, coord: str) -> list[memoryview]:
@@ -220,9 +233,12 @@ class SmpClient:
         self._maps = {name: known for name, known in self._maps.items() if name in names}
         return [self._map(slot) for slot in there]
 
-    def seal(self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None) -> None:
-        """All bytes are written: have them checked and committed. `protected`: as for `begin`."""
-        self._call(Seal(snapshot=snapshot, coord=coord, protected=protected), MOVE_DEADLINE_S)
+    def seal(
+        self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None, *, encode: bool = True
+    ) -> None:
+        """All bytes are written: have them checked and committed. `protected`: as for `begin`; `encode`: the same on
+        every rank, whether the snapshot is then to be protected."""
+        self._call(Seal(snapshot=snapshot, coord=coord, protected=protected, encode=encode), MOVE_DEADLINE_S)
 
     def abandon(self, snapshot: SnapshotId, coord: str, *, unused: bool = False) -> None:
         """Give back a slot that will not be sealed. `unused`: nothing was to be written into it after all."""
@@ -324,9 +340,11 @@ class SmpClient:
         """
         return self._is_accepted(Verify())
 
-    def repair_parity(self, sources: Sources, group: int, position: int) -> None:
-        """Have the SMP compute the parity of a lost node in the background."""
-        self._call(RepairParity(epoch=self._epoch, sources=sources, group=group, position=position))
+    def repair_parity(self, sources: Sources, group: int, position: int) -> RepairState:
+        """Have the SMP compute the parity of a lost node in the background; how far it is. To ask again does no harm,
+        and makes it try again if it did not succeed."""
+        message = RepairParity(epoch=self._epoch, sources=sources, group=group, position=position)
+        return RepairState(from_plain(Repaired, self._call(message), "how far a repair is").state)
 
     def say(self, text: str) -> None:
         """Have the SMP show the first `MAX_SAYING` characters of `text` to whoever looks, not what was said before."""

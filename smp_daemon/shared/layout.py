@@ -24,6 +24,7 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_TEXT_BYTES,
     MAX_UNIT_BYTES,
     MAX_UNITS,
+    MIN_SLOTS,
     is_identifier,
     move_deadline,
 )
@@ -93,7 +94,8 @@ class Layout:
         revision: 0 as the trainers arranged it; counts how often the SMPs regrouped their groups since.
         data: k, data units per stripe; fewer in a group that is too small for k + m.
         parity: m, parity units per stripe; 0 means that nodes do not protect each other.
-        slots: slot files per shard, and parity slots per node.
+        slots: slot files per shard.
+        parity_slots: of each node; None: as many.
         left: nodes of earlier revisions that were drained, and are missed by nobody.
     """
 
@@ -107,6 +109,7 @@ class Layout:
     unit_bytes: int
     slots: int
     left: tuple[str, ...] = ()
+    parity_slots: Count | None = None
 
     def __post_init__(self) -> None:
         names = [n.name for n in self.nodes]
@@ -118,7 +121,11 @@ class Layout:
             raise ProtocolError("a layout names a node or a shard twice")
         if sorted(i for g in self.groups for i in g) != list(range(len(self.nodes))):
             raise ProtocolError("every node of a layout belongs to exactly one group")
-        if not 0 < self.unit_bytes <= MAX_UNIT_BYTES or not 2 <= self.slots <= MAX_SLOTS:
+        if (
+            not 0 < self.unit_bytes <= MAX_UNIT_BYTES
+            or not MIN_SLOTS <= self.slots <= MAX_SLOTS
+            or not 1 <= self.slots_of_parity <= self.slots
+        ):
             raise ProtocolError("a layout's unit or slots are out of range")
         if self.data < 1 or self.parity < 0 or self.data + self.parity > 255:
             raise ProtocolError("a layout's code is out of range")
@@ -138,6 +145,11 @@ class Layout:
                 raise ProtocolError(f"node {node.name!r} has more than {MAX_HOSTS} addresses, or one twice")
             if any(len(text) > MAX_TEXT_BYTES for text in (*(host for host, _ in at), *node.domains)):
                 raise ProtocolError(f"the host or a domain of node {node.name!r} is too long a text")
+
+    @property
+    def slots_of_parity(self) -> int:
+        """Parity slots of each node."""
+        return self.slots if self.parity_slots is None else self.parity_slots
 
     @property
     def coords(self) -> tuple[str, ...]:

@@ -25,16 +25,15 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_COUNT = 1 << 53
 """Of epochs and steps: whole in every JSON reader, and with an outcome it fits a word of the board."""
 
-MIN_SLOTS = 3
-"""Of a shard. After a restart from a snapshot that is not known to be protected, one holds it, one holds the older
-snapshot that is, and one is free. With two, either of them would have to be given up for the next."""
+MIN_SLOTS = 2
+"""Of a shard: one holds the newest protected snapshot, and another is written meanwhile."""
 
 MAX_SLOTS = 16
 """Of a shard."""
 
 SLOTS_RULE = (
-    f"a shard has {MIN_SLOTS} to {MAX_SLOTS} slots: one for the protected snapshot, one for the newest that is sealed, "
-    "and one to write into"
+    f"a shard has {MIN_SLOTS} to {MAX_SLOTS} slots: one for the protected snapshot, one to write into, and, with 3 or "
+    "more, one for the newest that is sealed"
 )
 
 MAX_DIMENSIONS = 64

@@ -112,12 +112,16 @@ class Configure(Request, tag="configure", kw_only=True):
 
 
 class Begin(Request, tag="begin", kw_only=True):
-    """Give a slot for a shard. What is not in `keep` may go; `protected`: the newest that is, job-wide."""
+    """Give a slot for a shard. What is not in `keep` may go; `protected`: the newest that is, job-wide.
+
+    `with_parity`: of what is kept, only these keep their parity, or are still to get it; None: all.
+    """
 
     snapshot: SnapshotId
     coord: Identifier
     keep: tuple[SnapshotId, ...]
     protected: SnapshotId | None = None
+    with_parity: tuple[SnapshotId, ...] | None = None
 
 
 class SlotFile(Reply, kw_only=True):
@@ -142,11 +146,12 @@ class SlotFiles(Reply, kw_only=True):
 
 
 class Seal(Request, tag="seal", kw_only=True):
-    """All bytes are written."""
+    """All bytes are written. `encode`: the snapshot is to be protected."""
 
     snapshot: SnapshotId
     coord: Identifier
     protected: SnapshotId | None = None
+    encode: bool = True
 
 
 class Abandon(Request, tag="abandon", kw_only=True):
@@ -214,11 +219,17 @@ class LentUnit(Reply, kw_only=True):
 
 
 class RepairParity(InEpoch, tag="repair_parity", kw_only=True):
-    """Compute the parity of a position again, in the background."""
+    """Compute the parity of a position again, in the background, unless it is here or somebody is at it."""
 
     sources: Sources
     group: Count
     position: Count
+
+
+class Repaired(Reply, kw_only=True):
+    """A `board.RepairState`."""
+
+    state: Count = 1
 
 
 class Persist(Request, tag="persist", kw_only=True):

@@ -150,17 +150,25 @@ class Arena:
         self.budget.top_up()
 
     def release(
-        self, keep: Collection[SnapshotId], before: SnapshotId, held: Collection[SnapshotId] = frozenset()
+        self,
+        keep: Collection[SnapshotId],
+        before: SnapshotId,
+        held: Collection[SnapshotId] = frozenset(),
+        with_parity: Collection[SnapshotId] | None = None,
     ) -> None:
-        """Free sealed slots of snapshots older than `before` that are not in `keep`, nor shards of one that is `held`.
+        """Free sealed slots of snapshots older than `before` that are not in `keep`, nor shards of one that is `held`;
+        and parity of what is not in `with_parity` (None: in `keep`).
 
         Slots that `reserve` was not asked for go with their files, and so do layouts that nothing refers to.
         """
+        parities = keep if with_parity is None else with_parity
         for pool in self.pools():
-            length, _ = self._wanted.get(pool, (None, 0))
+            length, count = self._wanted.get(pool, (None, 0))
             is_shard = pool.suffix == SHARD_SUFFIX
-            for slot in pool.outdated({*keep, *held} if is_shard else keep, before):
-                if slot.bytes == length:
+            for slot in pool.outdated({*keep, *held} if is_shard else parities, before):
+                # A trainer may have every slot of its shard mapped, and its memory would not be free.
+                asked_for = is_shard or sum(each.bytes == length for each in pool.slots) <= count
+                if slot.bytes == length and asked_for:
                     pool.discard(slot)
                 else:
                     pool.remove(slot)

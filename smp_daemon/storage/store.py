@@ -26,7 +26,7 @@ from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.shared.versions import ARENA_FORMAT, FIRST_FORMAT, RELEASE
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Coding, Codings
-from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
+from holdfast.smp_daemon.storage.holdings import Holdings, Key, ShardKey
 from holdfast.smp_daemon.storage.pool import Slot, SlotFilePool, SlotState
 
 log = get_log(__name__)
@@ -215,12 +215,18 @@ class Store:
     # ------------------------------------------------------------------ a snapshot's way
 
     def begin(
-        self, snapshot: SnapshotId, coord: str, keep: Collection[SnapshotId], protected: SnapshotId | None
+        self,
+        snapshot: SnapshotId,
+        coord: str,
+        keep: Collection[SnapshotId],
+        protected: SnapshotId | None,
+        with_parity: Collection[SnapshotId] | None = None,
     ) -> tuple[SlotFilePool, Slot]:
         """Hand out a slot for `coord`; older snapshots that are not in `keep` are freed first.
 
         Args:
             protected: the newest snapshot that the whole job knows to be protected. It must be in `keep`.
+            with_parity: which of them keep their parity, or are still to get it; None: all.
 
         Raises:
             StaleEpoch, NoFreeSlot, ProtocolError.
@@ -231,7 +237,7 @@ class Store:
                 raise ProtocolError(f"{protected} is protected and must be kept")
             length = layout.shard_bytes(coord)
             self._note_protected(protected)
-            self._release(keep, snapshot)
+            self._release(keep, keep if with_parity is None else with_parity, snapshot)
             failpoint("begin.released", snapshot.step)
             pool = self.arena.shard_pool(coord)
             for slot in [s for s in pool.slots if s.snapshot not in keep]:
@@ -278,11 +284,14 @@ class Store:
                 if not unused:
                     self.fail(snapshot, f"the writer of {coord} went away")
 
-    def seal(self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None) -> None:
+    def seal(
+        self, snapshot: SnapshotId, coord: str, protected: SnapshotId | None = None, *, encode: bool = True
+    ) -> None:
         """Check what was written for `coord`, compute digests, commit. Blocks for about one read of the bytes.
 
         Args:
             protected: as for `begin`, which may have been called before it was known.
+            encode: the snapshot is to be protected; the same for every shard of the job.
 
         Raises:
             StaleEpoch: a newer epoch has taken the slot away.
@@ -316,8 +325,9 @@ class Store:
         if whole:
             failpoint("seal.done", snapshot.step)
             group, _ = layout.place(self.node)
-            self._on_sealed(snapshot, layout.protects(group))
-            self._settle(snapshot)
+            self._on_sealed(snapshot, encode and layout.protects(group))
+            if encode:
+                self._settle(snapshot)
 
     def never_acknowledged(self) -> set[SnapshotId]:
         """Snapshots held here that no trainer can have been told to be protected: this node was never done with them.
@@ -409,7 +419,7 @@ class Store:
         group, position = layout.place(self.node)
         if layout.protects(group):
             pool = self.arena.parity_pool(layout.tag(group), position)
-            wanted[pool] = (layout.stripes(group).parity_bytes(position), layout.slots)
+            wanted[pool] = (layout.stripes(group).parity_bytes(position), layout.slots_of_parity)
         self.arena.reserve(wanted)
 
     def _configured(self, epoch: int) -> Layout:
@@ -448,16 +458,26 @@ class Store:
                 self.changed.notify_all()
                 self._failures.end("snapshots", "snapshots are protected again: %s", snapshot, extra=about(snapshot))
 
-    def _release(self, keep: Collection[SnapshotId], before: SnapshotId) -> None:
-        def stays(snapshot: SnapshotId) -> bool:
-            return snapshot in keep or snapshot >= before
+    def _release(self, keep: Collection[SnapshotId], with_parity: Collection[SnapshotId], before: SnapshotId) -> None:
+        parities = set(keep) & set(with_parity)
 
-        self._forget(lambda snapshot: not stays(snapshot))
-        self.arena.release(keep, before, self._held)
-        self.holdings.keep_only(
-            lambda key: stays(key.snapshot) or (isinstance(key, ShardKey) and key.snapshot in self._held)
-        )
+        def stays(key: Key) -> bool:
+            wanted = {*keep, *self._held} if isinstance(key, ShardKey) else parities
+            return key.snapshot in wanted or key.snapshot >= before
+
+        self._forget(lambda snapshot: snapshot not in keep and snapshot < before)
+        self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
+        self.arena.release(keep, before, self._held, parities)
+        self.holdings.keep_only(stays)
         self.changed.notify_all()
+
+    def _leave_unprotected(self, given_up: Callable[[SnapshotId], bool]) -> None:
+        """These are kept as they are sealed: nothing is encoded of them any more."""
+        self.codings.forget(given_up)
+        for snapshot, progress in self._progress.items():
+            if given_up(snapshot) and progress.outcome is SnapshotOutcome.PENDING:
+                progress.outcome = SnapshotOutcome.FAILED
+                self.board.post(snapshot.step, SnapshotOutcome.FAILED)
 
     def _is_open(self, snapshot: SnapshotId) -> bool:
         """Whether this node took part in a snapshot of this epoch, and has not posted it as protected."""

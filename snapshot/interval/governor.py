@@ -35,7 +35,7 @@ _ERRORS = 2.0
 class _Snapshot:
     """How many steps it overlapped; what they took beyond `base`, and the stall, as multiples of `base`."""
 
-    steps: int
+    steps: float
     excess: float
     stall: float
 
@@ -58,12 +58,13 @@ class Governor:
         budget: largest fraction of training time that snapshots may take, such as 0.01; None: `every` always holds.
         every: the interval the user wants; never less.
         longest: never more than this, unless `every` is.
+        protect_every: of so many snapshots one is encoded.
 
     Raises:
         ConfigError: the budget is not between 0 and 1, or an interval is below 1.
     """
 
-    def __init__(self, budget: float | None, every: int, longest: int = 1000) -> None:
+    def __init__(self, budget: float | None, every: int, longest: int = 1000, protect_every: int = 1) -> None:
         if every < 1 or longest < 1:
             raise ConfigError(f"snapshots every {every} steps, at most {longest}: intervals are 1 or more steps")
         self._budget = check_budget(budget)
@@ -73,7 +74,7 @@ class Governor:
         self._home: int | None = None  # during a probe: the interval before it
         self._next_probe = 0
         self._steps = 0
-        self._log = OverlapLog()  # counts the baseline steps since what was known was forgotten
+        self._log = OverlapLog(protect_every)  # counts the baseline steps since what was known was forgotten
         self._baseline: deque[float] = deque(maxlen=WINDOW)
         self._snapshots: deque[_Snapshot] = deque(maxlen=WINDOW)
         self._measured: _Measurement | None = None  # at this interval

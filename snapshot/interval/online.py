@@ -60,12 +60,22 @@ class Online:
         rate: how often the job fails.
         slots: for each shard.
         longest: steps between snapshots, at most.
+        protect_every: of so many snapshots one is protected. `lost`: share of the failures that need such a one.
 
     Raises:
         ConfigError: the budget is not between 0 and 1, or `longest` below `FIRST`.
     """
 
-    def __init__(self, budget: float | None, rate: FailureRate, slots: int, longest: int = LONGEST) -> None:
+    def __init__(
+        self,
+        budget: float | None,
+        rate: FailureRate,
+        slots: int,
+        longest: int = LONGEST,
+        *,
+        protect_every: int = 1,
+        lost: float = 0.0,
+    ) -> None:
         if longest < FIRST:
             raise ConfigError(f"snapshots at most every {longest} steps: give {FIRST} or more")
         self.rate = rate
@@ -73,7 +83,9 @@ class Online:
         self._slots = slots
         self._longest = longest
         self._interval = FIRST
-        self._log = OverlapLog()  # counts the baseline steps since what is known went stale
+        self._protect_every = protect_every
+        self._lost = lost
+        self._log = OverlapLog(protect_every)  # counts the baseline steps since what is known went stale
         self._baseline, self._overlapped = Recent(STEPS), Recent(STEPS)
         self._costs, self._stalls = Recent(SNAPSHOTS), Recent(SNAPSHOTS)
         self._commits, self._encodes = Recent(SNAPSHOTS), Recent(SNAPSHOTS)
@@ -208,12 +220,14 @@ class Online:
         seen = self._seen
         if seen is None or seen.step_s <= 0:
             return
+        # A failure that needs a protected snapshot costs half of as many intervals as lie between two of these.
+        weight = 1 + self._lost * (self._protect_every - 1)
         self._plan = choose_interval(
             step_s=seen.step_s,
             cost_s=seen.cost_s,
-            failure_rate=self.rate.per_second,
+            failure_rate=self.rate.per_second * weight,
             commit_s=seen.commit_s,
-            encode_s=seen.encode_s,
+            encode_s=seen.encode_s if self._protect_every == 1 else 0.0,
             slots=self._slots,
             budget=self._budget,
             longest=self._longest,

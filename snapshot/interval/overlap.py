@@ -17,9 +17,10 @@ STALE_STEPS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Overlapped:
-    """The steps that one snapshot overlapped: how many, how long they took, and how long it held up the loop."""
+    """The steps that a snapshot overlapped: how many, how long they took, and how long it held up the loop. Of several
+    snapshots the mean, where not all of them are encoded."""
 
-    steps: int
+    steps: float
     took_s: float
     stall_s: float
 
@@ -32,7 +33,11 @@ class OverlapLog:
         baseline: how many baseline steps there were; whoever reads it sets it back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, protect_every: int = 1) -> None:
+        """`protect_every`: of so many snapshots one is encoded, and costs more than the others. They are told of
+        together, or most of what it costs would be taken for an outlier."""
+        self._together = protect_every
+        self._closed: list[tuple[int, float, float]] = []
         self.in_a_row = 0
         self.baseline = 0
         self._open: list[tuple[float, float]] | None = None  # of a snapshot; None: not known where one begins
@@ -47,7 +52,8 @@ class OverlapLog:
             interval: steps from one snapshot to the next.
 
         Returns:
-            A snapshot whose steps are complete now: the next one begins, or a baseline step has come.
+            A snapshot, or as many as are told of together, whose steps are complete now: the next one begins, or a
+            baseline step has come.
         """
         if not overlapped:
             self.in_a_row = 0
@@ -68,13 +74,18 @@ class OverlapLog:
         """Snapshots are taken at another interval from now on."""
         self.in_a_row = 0
         self._open = None
+        self._closed = []
 
     def _complete(self) -> Overlapped | None:
         steps, self._open = self._open, []
         if not steps:
             return None
         took_s, stall_s = (sum(column) for column in zip(*steps, strict=True))
-        return Overlapped(len(steps), took_s, stall_s)
+        self._closed.append((len(steps), took_s, stall_s))
+        if len(self._closed) < self._together:
+            return None
+        closed, self._closed = self._closed, []
+        return Overlapped(*(sum(column) / len(closed) for column in zip(*closed, strict=True)))
 
 
 def check_budget(budget: float | None) -> float | None:

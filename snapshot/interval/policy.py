@@ -22,16 +22,14 @@ from holdfast.snapshot.interval.failures import from_profile
 from holdfast.snapshot.interval.governor import Governor
 from holdfast.snapshot.interval.online import Online
 from holdfast.snapshot.interval.profile import Recording
-from holdfast.snapshot.interval.profiles import profile
+from holdfast.snapshot.interval.profiles import PUBLISHED, profile
 from holdfast.snapshot.interval.rates import FailureRate
 from holdfast.snapshot.interval.watch import Watch
 from holdfast.snapshot.step.copier import CopyJob
+from holdfast.snapshot.step.ledger import ProtectEvery
 
 MTBF_ENV = "HOLDFAST_MTBF"
 DEFAULT_BUDGET = 0.01
-PUBLISHED = "ft-hsdp"
-"""How often nodes fail as long as nothing else is known; see `snapshot.interval.profiles`."""
-
 log = get_log(__name__)
 
 
@@ -78,6 +76,7 @@ class IntervalController:
         every: int | Literal["auto"],
         budget: float | None,
         slots: int,
+        protect_every: ProtectEvery,
         recording: Recording | None,
         connect: Callable[[], SmpClient],
         agreement: Agreement,
@@ -88,6 +87,7 @@ class IntervalController:
 
         Args:
             budget: largest fraction of training time that snapshots may take; None: any.
+            protect_every: which snapshots are protected.
             recording: of a profile, if one is to be made; then `every` and `budget` do not matter.
             connect: a further connection to this node's SMP.
             notes: those of the snapshot that was restored, if it has some.
@@ -97,21 +97,28 @@ class IntervalController:
         """
         self._recording = recording
         self._budget = budget
+        self._protect_every = protect_every
         self._told = every if isinstance(every, int) else 1
         self._leads = agreement.rank == 0
         self._said = ""
         self._mtbf_s = mtbf_from_environment() if every == "auto" else None
         self._online: Online | None = None
         self.policy: IntervalPolicy
+        # With "auto" one is encoded at almost any time, and all cost alike.
+        together = protect_every if isinstance(protect_every, int) else 1
         if recording is not None:
             self.policy = recording.policy
         elif every == "auto":
-            self.policy = self._online = Online(budget, FailureRate(self._rate_of(1)), slots)
+            rates = self._rates_of(1)
+            lost = 1 - rates["process"] / sum(rates.values())
+            self.policy = self._online = Online(
+                budget, FailureRate(sum(rates.values())), slots, protect_every=together, lost=lost
+            )
             if notes:
                 self._online.resume(notes)
             self._online.agree(-agreement.minimum([-self._online.interval])()[0])
         else:
-            self.policy = Governor(budget, every)
+            self.policy = Governor(budget, every, protect_every=together)
         self._watch = Watch(connect, system) if self._online is not None or recording is not None else None
         self._boundary_s: float | None = None
         self._stalled_s = 0.0
@@ -125,7 +132,7 @@ class IntervalController:
     def placed(self, layout: Layout) -> None:
         """The job has this layout now."""
         if self._online is not None:
-            self._online.rate.prior = self._rate_of(len(layout.nodes))
+            self._online.rate.prior = sum(self._rates_of(len(layout.nodes)).values())
 
     def observe(self, now_s: float, stalled_s: float, overlapped: bool) -> None:
         """A step is done.
@@ -163,6 +170,9 @@ class IntervalController:
     def plan_in_words(self) -> str:
         """How often snapshots are taken, as is said, and logged, when a job begins."""
         every = "every step" if self.policy.interval == 1 else f"every {self.policy.interval} steps"
+        if self._protect_every != 1:
+            some = "one at a time" if self._protect_every == "auto" else f"one of {self._protect_every}"
+            every += f", of which {some} is protected"
         limit = f"; less often where they take more than {self._budget:.1%} of the time" if self._budget else ""
         text = f"a snapshot {every}{limit}"
         if text != self._said:
@@ -206,10 +216,10 @@ class IntervalController:
         if self._online is not None and self._watch is not None and self._leads:
             self._watch.say(f"a snapshot every {self._online.interval} steps: {self._online.why}")
 
-    def _rate_of(self, nodes: int) -> float:
-        """Failures per second of so many nodes that are restored from memory."""
+    def _rates_of(self, nodes: int) -> dict[str, float]:
+        """Failures per second of so many nodes that are restored from memory, by kind."""
         rates = from_profile(profile(PUBLISHED), self._mtbf_s).job(nodes)
-        return sum(rate for kind, rate in rates.items() if kind != "beyond")
+        return {kind: rate for kind, rate in rates.items() if kind != "beyond"}
 
 
 def mtbf_from_environment() -> float | None:

@@ -107,6 +107,10 @@ PROFILES = {
 """By name. The shares of rsc-1, rsc-2 and unicron are estimates: these studies give rates, and what is transient."""
 
 
+PUBLISHED = "ft-hsdp"
+"""How often nodes fail, and how, as long as nothing else is known."""
+
+
 def profile(name: str) -> FailureProfile:
     """The profile called `name`. Raises `ConfigError` if there is none."""
     try:

@@ -42,8 +42,8 @@ class Watch:
         self._thread.start()
 
     def sealed(self, job: CopyJob) -> None:
-        """A snapshot is sealed, or was given up. Returns at once."""
-        if job.error is None:
+        """A snapshot is sealed, or was given up. Returns at once. How long one takes, those tell that are protected."""
+        if job.error is None and job.encode:
             self._jobs.put(job)
 
     def say(self, text: str) -> None:

@@ -13,6 +13,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.smp_daemon.shared.limits import MAX_NAME_BYTES
 from holdfast.smp_daemon.shared.plain import Address, Count, Port
+from holdfast.snapshot.step.ledger import ProtectEvery
 
 LARGEST_AUTO_GROUP = 8
 
@@ -59,7 +60,8 @@ def parse_protect(text: str) -> Protection:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What one rank says of itself: its coordinate, its node's SMP, the length of its slot file, its domains."""
+    """What one rank says of itself: its coordinate, its node's SMP, the length of its slot file, its domains, and which
+    snapshots it takes for those that are protected."""
 
     coord: str
     node: str
@@ -69,12 +71,21 @@ class RankInfo:
     slot_bytes: Count
     domains: tuple[str, ...] = ()
     more_bulk: tuple[Address, ...] = ()
+    protect_every: ProtectEvery = 1
 
     @classmethod
-    def of(cls, coord: str, inventory: Inventory, slot_bytes: int, domains: tuple[str, ...] = ()) -> RankInfo:
+    def of(
+        cls,
+        coord: str,
+        inventory: Inventory,
+        slot_bytes: int,
+        domains: tuple[str, ...] = (),
+        protect_every: ProtectEvery = 1,
+    ) -> RankInfo:
         """Of a rank on the node whose SMP said `inventory`."""
         ports = inventory.control_port, inventory.bulk_port
-        return cls(coord, inventory.node, inventory.host, *ports, slot_bytes, domains, inventory.more_bulk)
+        more = inventory.more_bulk
+        return cls(coord, inventory.node, inventory.host, *ports, slot_bytes, domains, more, protect_every)
 
 
 def coordinate_key(coord: str) -> list[int | str]:
@@ -82,12 +93,25 @@ def coordinate_key(coord: str) -> list[int | str]:
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", coord))]
 
 
-def arrange(job: str, epoch: int, ranks: Sequence[RankInfo], protection: Protection, slots: int) -> Layout:
+def arrange(
+    job: str,
+    epoch: int,
+    ranks: Sequence[RankInfo],
+    protection: Protection,
+    slots: int,
+    parity_slots: int | None = None,
+) -> Layout:
     """The layout of `job` in `epoch`. Nodes are ordered by their first coordinate, whatever they are called.
 
     Raises:
-        ConfigError: two ranks have one coordinate, or two SMPs one node name.
+        ConfigError: two ranks have one coordinate, or two SMPs one node name; or not all protect the same snapshots.
     """
+    if len({rank.protect_every for rank in ranks}) > 1:
+        other = next(rank for rank in ranks if rank.protect_every != ranks[0].protect_every)
+        raise ConfigError(
+            f"protect_every is {ranks[0].protect_every!r} on {ranks[0].coord} and {other.protect_every!r} on "
+            f"{other.coord}: give the same on every rank"
+        )
     by_node: dict[str, list[RankInfo]] = {}
     for rank in sorted(ranks, key=lambda rank: coordinate_key(rank.coord)):
         by_node.setdefault(rank.node, []).append(rank)
@@ -121,6 +145,7 @@ def arrange(job: str, epoch: int, ranks: Sequence[RankInfo], protection: Protect
         parity=chosen.parity,
         unit_bytes=choose_unit_bytes(max(rank.slot_bytes for rank in ranks), chosen.data),
         slots=slots,
+        parity_slots=parity_slots,
     )
 
 

@@ -14,6 +14,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange, shortfalls
+from holdfast.snapshot.step.ledger import ProtectEvery
 
 TURN_DEADLINE_S = 10.0
 """Each of what takes turns takes a tenth of a second."""
@@ -55,12 +56,15 @@ def reserve(
     slots: int,
     domains: Sequence[str] = (),
     *,
+    parity_slots: int | None = None,
+    protect_every: ProtectEvery = 1,
     prepare: Callable[[list[memoryview]], None],
 ) -> Layout:
     """Agree on the layout of `epoch`, in which the caller is `coord` and needs slots of `slot_bytes`, and have every
     SMP reserve its memory. A collective call; blocks.
 
     Args:
+        parity_slots: see `Layout`. protect_every: which snapshots are protected; the same on every rank.
         prepare: called with the caller's slots, mapped.
 
     Raises:
@@ -71,11 +75,11 @@ def reserve(
 
     def ask() -> None:
         client.join(epoch)
-        mine.append(RankInfo.of(coord, client.inventory(), slot_bytes, tuple(domains)))
+        mine.append(RankInfo.of(coord, client.inventory(), slot_bytes, tuple(domains), protect_every))
 
     _together(agreement, ask)
     everyone = [decode_json(RankInfo, t, "a rank's description") for t in agreement.gather(encode_json(mine[0]))]
-    layout = arrange(job, epoch, everyone, protection, slots)
+    layout = arrange(job, epoch, everyone, protection, slots, parity_slots)
 
     speaks = layout.node(client.node).shards[0].coord == coord  # the layout goes to each SMP once
 

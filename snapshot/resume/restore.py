@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from holdfast.smp_daemon.shared.board import RepairState
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.crash_loop import steps_finished
 from holdfast.smp_daemon.shared.errors import (
@@ -71,8 +72,10 @@ class Restored:
     Attributes:
         epoch: the epoch that begins.
         snapshot: what was restored, or None on a cold start.
-        protected: the newest snapshot that every node knew to be protected, if it is an older one.
-        whole: whether `snapshot` had all of its parity, so that it is protected as it is.
+        protected: the newest snapshot that is known to be protected: `snapshot`, or an older one.
+        only_sealed: nobody can have been told that `snapshot` is protected.
+        repairs: has the SMP of this node repair what it is to repair of the parity of `snapshot`, and says how far that
+            is. Raises `HoldfastError` if it does not answer.
         how: ``held``, ``repaired``, ``fetched``, ``rebuilt``, ``persisted`` or ``resharded``; empty on a cold start.
         bytes_fetched: what came over the network for this rank's state.
         notes: what the snapshot's record says beside the state; empty if nothing.
@@ -92,7 +95,8 @@ class Restored:
     epoch: int
     snapshot: SnapshotId | None = None
     protected: SnapshotId | None = None
-    whole: bool = True
+    only_sealed: bool = False
+    repairs: Callable[[], RepairState] = lambda: RepairState.UNDER_WAY
     how: str = ""
     bytes_fetched: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
@@ -142,6 +146,7 @@ def restore(
     options: StartOptions | None = None,
     *,
     elastic: bool = False,
+    protect: bool = True,
 ) -> Restored:
     """Bring the newest snapshot back that can be had, tier by tier: see `resume.choice`. A collective call; blocks.
 
@@ -151,6 +156,7 @@ def restore(
 
     Args:
         elastic: take a snapshot of another number of data-parallel ranks, too, from memory; see `resume.elastic`.
+        protect: have parity made of what is restored even if it was only sealed, and not protected.
 
     Raises:
         StateMismatch: see `check_fit`. Nothing was written on any rank.
@@ -200,18 +206,21 @@ def restore(
             whole, unspoilt = _agree(agreement, failure)
         if whole:
             clock["load"] = monotonic()
-            if not resharded:
-                repair_parity(client, plan, coords, coord)
             tier = tier_of(plan, inventories, coords)
+            protected = _known_to_be_protected(plan, inventories)
+            only_sealed = plan.sources.persisted or plan.snapshot in unacknowledged
+            repairs: Callable[[], RepairState] = _repair_nothing
+            if not resharded and (protect or not only_sealed):
+                repairs = partial(repair_parity, client, plan, coords, coord)
+                repairs()
             _say_what_is_lost(plan, inventories, course)
-            known = [inventory.protected for inventory in inventories if inventory.protected is not None]
-            protected = max((snapshot for snapshot in known if snapshot < plan.snapshot), default=None)
             held = sorted(whole_snapshots(inventories)) if choice or everyones[0].generations > 1 else []
             return Restored(
                 epoch,
                 plan.snapshot,
                 protected,
-                whole=not plan.repair and tier != PERSISTED,
+                only_sealed,
+                repairs,
                 how=attempt.how,
                 bytes_fetched=attempt.bytes_fetched,
                 notes=attempt.notes,
@@ -229,6 +238,21 @@ def restore(
         course.failed(plan, str(failure or "another rank failed"), damaged=not unspoilt)
         text, why = "recovery of %s is tried again: %s", failure or "another rank failed"
         log.warning(text, plan.snapshot, why, extra=about(plan.snapshot))
+
+
+def _repair_nothing() -> RepairState:
+    """As long as nothing younger is protected, what was restored stays as it is."""
+    return RepairState.UNDER_WAY
+
+
+def _known_to_be_protected(plan: RestorePlan, inventories: Sequence[Inventory]) -> SnapshotId | None:
+    """The newest snapshot that is: what is restored, if it is whole or an SMP was told; or an older one."""
+    if plan.sources.persisted:
+        return None  # memory has nothing that can be had
+    known = {inventory.protected for inventory in inventories if inventory.protected is not None}
+    if not plan.repair:
+        known.add(plan.snapshot)
+    return max((snapshot for snapshot in known if snapshot <= plan.snapshot), default=None)
 
 
 def _agree(agreement: Agreement, failure: HoldfastError | None) -> tuple[bool, bool]:
@@ -452,8 +476,11 @@ def _own(
         yield (name, tensors[name] if part is None else part_of(tensors[part[0]], Part(*part)))
 
 
-def repair_parity(client: SmpClient, plan: RestorePlan, coords: dict[str, str], coord: str) -> None:
-    """Have lost parity computed again, on the node that took the lost one's place."""
-    for group, position in plan.repair:
-        if parity_repairer(plan.sources.layout, group, position) == coord and coords[coord] == client.node:
-            client.repair_parity(plan.sources, group, position)
+def repair_parity(client: SmpClient, plan: RestorePlan, coords: dict[str, str], coord: str) -> RepairState:
+    """Have lost parity computed again, on the node that took the lost one's place; how far this rank's part is."""
+    states = [
+        client.repair_parity(plan.sources, group, position)
+        for group, position in plan.repair
+        if parity_repairer(plan.sources.layout, group, position) == coord and coords[coord] == client.node
+    ]
+    return min(states, default=RepairState.WHOLE)

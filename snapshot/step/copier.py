@@ -55,6 +55,8 @@ class CopyJob:
         reshaped: names live tensors that have another shape than the pieces say.
         alike: blocks until replicas have compared what they share; raises unless they hold the same.
         release: called when `ready` is not needed any more.
+        with_parity: those of `keep` whose parity is kept, or is still being made; None: all.
+        encode: whether the snapshot is to be protected, and not only sealed.
         persist: a snapshot that the SMP is to persist; None: none.
         instead: an earlier job for the same snapshot, which was given up.
         reading: set once the live state is read, or never will be.
@@ -82,6 +84,8 @@ class CopyJob:
     reshaped: Callable[[], list[str]] = list
     alike: Callable[[], None] = lambda: None
     release: list[Callable[[], None]] = field(default_factory=list)
+    with_parity: tuple[SnapshotId, ...] | None = None
+    encode: bool = True
     persist: SnapshotId | None = None
     instead: CopyJob | None = None
     inputs: Inputs | None = None
@@ -313,7 +317,7 @@ class Copier:
             raise
         finally:
             job.slot = memoryview(b"")
-        self._sealing.seal(job.snapshot, job.coord, job.protected)
+        self._sealing.seal(job.snapshot, job.coord, job.protected, encode=job.encode)
         job.sealed_s = self._monotonic()
 
     def _write_record(self, job: CopyJob) -> None:
@@ -330,7 +334,10 @@ class Copier:
         guess = SnapshotId(job.snapshot.epoch, job.snapshot.step + self._stride)
         connection = self._client.connection
         try:
-            slot = self._client.begin(guess, job.coord, (*job.keep, job.snapshot), job.protected)
+            with_parity = job.with_parity
+            if with_parity is not None and job.encode:
+                with_parity = (*with_parity, job.snapshot)
+            slot = self._client.begin(guess, job.coord, (*job.keep, job.snapshot), job.protected, with_parity)
         except NoFreeSlot:
             return  # one will be free by the time it is known that it may be
         except HoldfastError as error:
@@ -352,7 +359,7 @@ class Copier:
                 if guess == job.snapshot:
                     return slot
                 self._client.abandon(guess, job.coord, unused=True)  # the SMP takes it back with a connection that ends
-        return self._client.begin(job.snapshot, job.coord, job.keep, job.protected)
+        return self._client.begin(job.snapshot, job.coord, job.keep, job.protected, job.with_parity)
 
     def _fill(self, job: CopyJob, slot: memoryview) -> None:
         step = job.snapshot.step

@@ -153,14 +153,14 @@ def _what_was_promised_is_forgotten() -> None:
 
 
 def _lost_parity_is_not_repaired() -> None:
-    from holdfast.smp_daemon import local
+    from holdfast.smp_daemon.recovery import repairs
     from holdfast.smp_daemon.shared.failpoints import failpoint
 
     def repair_parity(store: Any, sources: Any, group: int, position: int) -> int:
         failpoint("repair_parity.done", sources.snapshot.step)
         return 0
 
-    _replace(local, "repair_parity", repair_parity)
+    _replace(repairs, "repair_parity", repair_parity)
 
 
 # ---------------------------------------------------------------------- the SMP
@@ -176,7 +176,7 @@ def _the_protected_slot_is_freed() -> None:
     from holdfast.smp_daemon.storage.store import Store
 
     release = Store._release
-    _replace(Store, "_release", lambda self, keep, before: release(self, (), before))
+    _replace(Store, "_release", lambda self, keep, parities, before: release(self, (), (), before))
 
 
 def _parity_of_nothing() -> None:

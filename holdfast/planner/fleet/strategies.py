@@ -13,10 +13,12 @@ from typing import Protocol
 from holdfast.planner.fleet.groups import Groups, place
 from holdfast.planner.fleet.job import FleetJob, Site
 from holdfast.planner.fleet.progress import Save
+from holdfast.planner.slots import parity_slots
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
 from holdfast.snapshot.collective.routes import distances
 from holdfast.snapshot.interval.periods import optimal
+from holdfast.snapshot.step.ledger import ProtectEvery
 
 COPY_COST = 0.09
 """Training time lost to a snapshot, over the time of one copy of the state: measured, `holdfast bench stall`, one rank
@@ -39,6 +41,9 @@ ENTERING_S = 0.41 / 16_384
 BUDGET = 0.01
 """Most training time that snapshots in memory may take; the interval is lengthened to keep to it, as this system does
 by itself."""
+
+SLOTS_TO_SEAL = 4
+"""The protected snapshot, the one that is encoded, the newest sealed one and the one that is written."""
 
 PERSIST_S = 3600.0
 """How often what is in memory is also written to storage."""
@@ -89,6 +94,7 @@ class InMemoryCode:
 
     Attributes:
         every: steps between snapshots; more where they would not be done in time, or would cost more than `BUDGET`.
+        protect_every: of so many snapshots one is protected; ``"auto"``: as often as encoding keeps up.
         slots: for each shard.
         persist_s: time between those that are also written to storage; infinite: none are.
         regroup_after_s: how long a node may be missing before the others protect each other without it.
@@ -100,9 +106,17 @@ class InMemoryCode:
     slots: int = 3
     persist_s: float = PERSIST_S
     regroup_after_s: float = 30.0
+    protect_every: ProtectEvery = 1
 
     def __post_init__(self) -> None:
         _check(self.every, self.persist_s)
+        if self.protect_every != "auto" and self.protect_every < 1:
+            raise ConfigError(f"one of {self.protect_every} snapshots protected: use 1 or more, or 'auto'")
+        if self.protect_every != 1 and self.slots < SLOTS_TO_SEAL:
+            raise ConfigError(
+                f"{self.slots} slots, and not every snapshot protected: use {SLOTS_TO_SEAL} or more here, so that "
+                "snapshots are sealed while one is encoded"
+            )
         if self.data < 1 or self.parity < 1:
             raise ConfigError(f"{self.data}+{self.parity}: k and m must be at least 1")
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS or not self.regroup_after_s >= 0:
@@ -114,7 +128,10 @@ class InMemoryCode:
     def name(self) -> str:
         """Such as ``holdfast 6+2, every 10``."""
         code = f"copies:{self.parity}" if self.data == 1 else f"{self.data}+{self.parity}"
-        return f"holdfast {code}" + (f", every {self.every}" if self.every > 1 else "")
+        some = {1: "", "auto": ", one at a time protected"}.get(
+            self.protect_every, f", 1 of {self.protect_every} protected"
+        )
+        return f"holdfast {code}" + (f", every {self.every}" if self.every > 1 else "") + some
 
     def design(self, job: FleetJob, site: Site, mtbf_s: float) -> Design:
         """See `Strategy`."""
@@ -123,13 +140,25 @@ class InMemoryCode:
         agreement_s = ROUND_S * len(distances(job.gpus))
         entering_s = ENTERING_S * job.gpus
         return Design(
-            saves=_in_memory(job, site, encode_s, self.every, self.slots, self.persist_s, seal_s, agreement_s, HELD_S),
+            saves=_in_memory(
+                job,
+                site,
+                encode_s,
+                self.every,
+                self.slots,
+                self.persist_s,
+                seal_s,
+                agreement_s,
+                HELD_S,
+                self.protect_every,
+            ),
             groups=place(job.nodes, self.data + self.parity, self.parity, site.rack, spread=True),
             load_s={source: entering_s + load_s for source, load_s in _loads(job, site).items()},
             group_repair_s=encode_s,
             regroup_after_s=self.regroup_after_s,
             regroup_s=job.node_bytes / site.network_rate + encode_s,
-            memory_bytes=self.slots * job.node_bytes * (1 + self.parity / self.data),
+            memory_bytes=job.node_bytes
+            * (self.slots + parity_slots(self.slots, self.protect_every) * self.parity / self.data),
             network_bytes=self.parity * job.node_bytes,
             storage_bytes=job.node_bytes if self.persist_s < math.inf else 0.0,
         )
@@ -246,24 +275,39 @@ def _in_memory(
     seal_s: float = 0.0,
     agreement_s: float = 0.0,
     held_s: float = 0.0,
+    protect_every: ProtectEvery = 1,
 ) -> tuple[Save, ...]:
     """Snapshots as often as they are done in time and cost no more than `BUDGET`, and some of them to storage.
 
     Args:
         seal_s: until what is copied is sealed.
         agreement_s: until all know that one is protected. held_s: how long that holds up training.
+        protect_every: of so many one is protected; fewer if that is not done in time.
     """
     copy_s = _copy_s(job, site)
-    stall_s = COPY_COST * copy_s + NETWORK_COST * send_s + held_s
+    copy_s = _copy_s(job, site)
     sealed_s = copy_s + seal_s
-    least_s = max(sealed_s, send_s, (sealed_s + send_s) / (slots - 1), stall_s / BUDGET)
-    steps = max(every, _at_least(least_s, job))
-    snapshot = Save(steps, stall_s, sealed_s=sealed_s, protected_s=sealed_s + send_s + agreement_s)
+    protected_s = sealed_s + send_s + agreement_s
+    seal_cost_s, send_cost_s = COPY_COST * copy_s + held_s, NETWORK_COST * send_s
+    snapshots: tuple[Save, ...]
+    if protect_every == 1:
+        least_s = max(sealed_s, send_s, (sealed_s + send_s) / (slots - 1), (seal_cost_s + send_cost_s) / BUDGET)
+        steps = max(every, _at_least(least_s, job))
+        snapshots = (Save(steps, seal_cost_s + send_cost_s, sealed_s=sealed_s, protected_s=protected_s),)
+    else:
+        wanted = protect_every if isinstance(protect_every, int) else 1
+        steps = max(every, _at_least(max(sealed_s, (seal_cost_s + send_cost_s / wanted) / BUDGET), job))
+        rarer = max(wanted, math.ceil(send_s / (steps * job.step_s) - 1e-9))
+        snapshots = (
+            Save(steps, seal_cost_s, sealed_s=sealed_s),
+            Save(rarer * steps, send_cost_s, protected_s=protected_s),
+        )
     if persist_s == math.inf:
-        return (snapshot,)
+        return snapshots
     write_s = sealed_s + send_s + job.state_bytes / site.storage_rate
-    rarely = max(1, round(persist_s / job.step_s / steps), math.ceil(write_s / job.step_s / steps))
-    return snapshot, Save(rarely * steps, 0.0, persisted_s=write_s)
+    each = snapshots[-1].every
+    rarely = max(1, round(persist_s / job.step_s / each), math.ceil(write_s / job.step_s / each))
+    return *snapshots, Save(rarely * each, 0.0, persisted_s=write_s)
 
 
 def _loads(job: FleetJob, site: Site) -> dict[str, float]:

@@ -142,6 +142,7 @@ def _row(
     def over(value: Callable[[FleetOutcome], float]) -> SeedMean:
         return SeedMean.of([value(outcome) for outcome in outcomes])
 
+    sent = next((save.every for save in design.saves if save.protected_s < math.inf), 1)
     stored = [save for save in design.saves if save.persisted_s < math.inf]
     return SweepRow(
         gpus=gpus,
@@ -160,7 +161,7 @@ def _row(
         longest_s=over(lambda o: o.longest_s),
         memory_bytes=design.memory_bytes,
         network_bytes=design.network_bytes,
-        network_rate=design.network_bytes / (design.saves[0].every * job.step_s) if design.saves else 0.0,
+        network_rate=design.network_bytes / (sent * job.step_s),
         storage_rate=sum(job.nodes * design.storage_bytes / (save.every * job.step_s) for save in stored),
     )
 
