@@ -179,7 +179,8 @@ class Life:
         if self._state is not _State.DEAD:
             self._state = state
         for job in self._jobs:
-            if not job.sure.is_set():
+            # The training thread is woken at its fence, which lets go of what a copy that has not begun would read.
+            if not job.sure.is_set() or not job.reading.is_set():
                 job.abort(StaleEpoch("the trainer is gone"))
             job.free()
             job.done.set()
