@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NoReturn
 from holdfast.smp_daemon.shared.credentials import access_of, current
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.logs import about, chosen_format, get_log, log_to
-from holdfast.smp_daemon.shared.paths import LOOPBACK
 from holdfast.smp_daemon.shared.priority import PRIORITIES, make_idle, make_session_nice
 from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
 
@@ -142,7 +141,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """All that may be said of an SMP but whose it is; `holdfast.cli.smp` takes the same."""
     parser.add_argument(
         "--host",
-        default=LOOPBACK,
+        default="127.0.0.1",
         metavar="ADDRESS,...",
         help="where to listen for other SMPs: an address of this machine, or one for each of its network cards, which "
         "then share the raw bytes; gRPC is served on the first",

@@ -103,7 +103,9 @@ class Smp(Core):
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; else it stays for a successor."""
         self.end()
-        for part in (*self._bulk, self._control, self.peers):
+        for listener in self._bulk:
+            listener.close()
+        for part in (self._control, self.peers):
             part.close()
         if self.finished:
             failpoint("finish.closing")

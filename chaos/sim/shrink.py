@@ -181,6 +181,7 @@ def simpler_plans(plan: SeedPlan) -> Iterator[SeedPlan]:
         "capacity": 64,
         "every": 1,
         "generations": 1,
+        "beside": False,
         "slots": 3,
         "regroup_after_s": 0.0,
         "rebuild": "decode",

@@ -4,6 +4,7 @@ All of `smp_daemon` that trainers may import.
 """
 
 __all__ = [
+    "addresses",
     "board",
     "budget",
     "client",
